@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Train: ./run_train.sh [--section.key value ...]
+#
+#   NGPU=N           ranks on this machine, one a GPU or CPU process (default 1)
+#   CONFIG_FILE=F    TOML file of the job (default train_configs/debug_model.toml)
+#   LOG_RANK=0,1     global ranks whose log is shown, or `all` (default 0)
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$root/scripts/env.sh"
+
+NGPU=${NGPU:-1}
+config=(--job.config_file "${CONFIG_FILE:-$root/train_configs/debug_model.toml}")
+for argument in "$@"; do
+    [[ $argument == --job.config_file* ]] && config=()
+done
+
+if [ "$NGPU" = 1 ]; then
+    python -m torchtitan.train "${config[@]}" "$@"
+else
+    # ranks that share the cores of one machine must not each start a thread a core
+    cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
+    python -m torchtitan.launch --nproc_per_node "$NGPU" -m torchtitan.train "${config[@]}" "$@"
+fi

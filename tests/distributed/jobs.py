@@ -1,0 +1,124 @@
+"""Whole training jobs for the ranks of the pool, and what tests want to know of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan.assemble import assemble
+from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
+from torchtitan.config.load import load_config
+from torchtitan.mesh.process_group import Launch
+from torchtitan.trainer import Run, Trainer
+
+TINY = """
+[model]
+flavor = "tiny"
+tokenizer_path = "byte"
+[training]
+dataset = "synthetic_masked"
+seq_len = 32
+local_batch_size = 2
+global_batch_size = 8
+steps = 20
+mixed_precision_param = "float32"
+[lr_scheduler]
+warmup_steps = 5
+total_steps = 20
+[activation_checkpoint]
+mode = "none"
+[metrics]
+log_freq = 1
+[checkpoint]
+enable = true
+interval = 100
+"""
+
+FSDP: tuple[str, ...] = ()
+DDP = (
+    "--parallelism.data_parallel_replicate_degree=2",
+    "--parallelism.data_parallel_shard_degree=1",
+)
+HSDP = (
+    "--parallelism.data_parallel_replicate_degree=2",
+    "--parallelism.data_parallel_shard_degree=2",
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a job leaves, seen from one rank."""
+
+    rows: list[dict[str, Any]]
+    initial: dict[str, Tensor]
+    final: dict[str, Tensor]
+    state_hash: str
+
+
+def write_job(
+    folder: Path, toml: str = TINY, *, name: str = "run", cache: Path | None = None
+) -> list[str]:
+    """Write a job's TOML and return the arguments that run it into `folder / name`."""
+    path = folder / f"{name}.toml"
+    path.write_text(toml)
+    return [
+        f"--job.config_file={path}",
+        f"--job.dump_folder={folder / name}",
+        f"--training.dataset_cache={cache or folder / 'cache'}",
+    ]
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Gather a tensor from its shards."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def start(arguments: list[str]) -> Run:
+    """Assemble a job on this rank."""
+    launch = Launch(
+        rank=dist.get_rank(), local_rank=dist.get_rank(), world_size=dist.get_world_size()
+    )
+    return assemble(load_config(arguments), launch=launch, color=False)
+
+
+def train(arguments: list[str]) -> Result:
+    """Run a job to its end on this rank."""
+    run = start(arguments)
+    initial = {name: full(p) for name, p in run.model.named_parameters()}
+    trainer = Trainer(run)
+    trainer.train()
+    trainer.close()
+    return Result(
+        rows=read_rows(load_config(arguments).job.dump_folder),
+        initial=initial,
+        final={name: full(p) for name, p in run.model.named_parameters()},
+        state_hash=hash_state(run),
+    )
+
+
+def read_rows(folder: str | Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics.jsonl."""
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def hash_state(run: Run) -> str:
+    """Hash parameters, optimizer state, random generator and data position, bit for bit."""
+    digest = hashlib.sha256()
+    tensors = model_tensors(run.model) | optimizer_tensors(run.model, run.optimizer)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(full(tensor).contiguous().view(torch.uint8).numpy().tobytes())
+    digest.update(torch.get_rng_state().numpy().tobytes())
+    digest.update(json.dumps(run.loader.state_dict(), sort_keys=True).encode())
+    digest.update(json.dumps([run.progress.step, run.progress.tokens_seen]).encode())
+    return digest.hexdigest()

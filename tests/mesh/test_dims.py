@@ -1,0 +1,62 @@
+"""Degrees: inference of -1, and a refusal with numbers and a remedy for what cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.rank_pool import RankPool
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.schema import ParallelismConfig
+from torchtitan.mesh.dims import ParallelDims, build_mesh, resolve_dims
+
+
+def test_shard_degree_takes_the_ranks_left_over() -> None:
+    settings = ParallelismConfig(data_parallel_replicate_degree=2, tensor_parallel_degree=4)
+    dims = resolve_dims(settings, world_size=24)
+    assert dims == ParallelDims(dp_replicate=2, dp_shard=3, tp=4)
+    assert (dims.dp, dims.fsdp, dims.world_size) == (6, 3, 24)
+    assert str(dims) == "dp_replicate 2 x dp_shard 3 x tp 4"
+
+
+def test_context_parallel_ranks_share_samples_and_shard_parameters() -> None:
+    dims = resolve_dims(ParallelismConfig(context_parallel_degree=2), world_size=8)
+    assert (dims.dp, dims.fsdp) == (4, 8)
+
+
+def test_ranks_that_the_degrees_do_not_divide() -> None:
+    settings = ParallelismConfig(pipeline_parallel_degree=2, tensor_parallel_degree=3)
+    with pytest.raises(
+        ConfigError, match=r"got 8 ranks for 6 .*pipeline_parallel_degree 2.*NGPU=6"
+    ):
+        resolve_dims(settings, world_size=8)
+
+
+def test_degrees_that_do_not_fill_the_ranks() -> None:
+    settings = ParallelismConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=2)
+    with pytest.raises(ConfigError, match=r"got 4 .*for 8 ranks; start NGPU=4 .*= -1"):
+        resolve_dims(settings, world_size=8)
+
+
+def views(dims: ParallelDims) -> dict[str, list[int]]:
+    mesh = build_mesh(dims, device_type="cpu")
+    return {
+        "dp": [mesh.dp_rank],
+        "loss": dist.get_process_group_ranks(mesh.loss_group),
+        "fsdp": dist.get_process_group_ranks(mesh.params.get_group("fsdp")),
+        "tp": dist.get_process_group_ranks(mesh.params.get_group("tp")),
+        "fully_shard": mesh.data_parallel.mesh.flatten().tolist(),
+    }
+
+
+def test_views_of_eight_ranks(ranks: RankPool) -> None:
+    dims = ParallelDims(dp_replicate=2, dp_shard=2, tp=2)
+    answers = ranks.run(views, dims, world=8)
+    assert answers[5] == {
+        "dp": [2],
+        "loss": [1, 3, 5, 7],
+        "fsdp": [5, 7],
+        "tp": [4, 5],
+        "fully_shard": [1, 3, 5, 7],
+    }
+    assert [answer["dp"][0] for answer in answers] == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -1,0 +1,269 @@
+"""From the settings and this rank's place to everything the trainer holds, straight down.
+
+    mesh -> data -> model (meta) -> parallelize -> initial weights -> optimizer + schedule
+         -> checkpoint -> metrics
+
+What a setting or a file can get wrong fails here, before the first long work.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtitan.base.device import device_name, local_device, peak_flops
+from torchtitan.base.errors import ConfigError
+from torchtitan.checkpoint.manager import CheckpointManager
+from torchtitan.checkpoint.state import Progress, RunState
+from torchtitan.checkpoint.storage import find_steps
+from torchtitan.config.load import to_toml, trajectory_differences
+from torchtitan.config.schema import Config
+from torchtitan.data.dataset import build_dataset
+from torchtitan.data.loader import Loader
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.mesh.dims import Mesh, ParallelDims, build_mesh, resolve_dims
+from torchtitan.mesh.process_group import Launch
+from torchtitan.metrics.meter import Meter
+from torchtitan.metrics.progress import ProgressBar
+from torchtitan.metrics.sinks import build_sinks
+from torchtitan.models import MODELS
+from torchtitan.models.init import initialize
+from torchtitan.models.spec import DecoderConfig, ModelSpec, flops_per_token, num_parameters
+from torchtitan.optim.optimizer import build_optimizer
+from torchtitan.optim.schedule import build_schedule
+from torchtitan.parallel.apply import parallelize
+from torchtitan.trainer import Run
+
+logger = logging.getLogger(__name__)
+CONFIG_FILE = "config.toml"
+
+
+def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
+    """Build the run; the process group must exist.
+
+    Raises:
+        UserError: Degrees, sizes, files or a checkpoint do not fit this job.
+    """
+    training, folder = config.training, Path(config.job.dump_folder)
+    dims = resolve_dims(config.parallelism, world_size=launch.world_size)
+    accumulation = accumulation_steps(
+        training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
+    )
+    global_batch_size = training.local_batch_size * dims.dp * accumulation
+    spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
+    check_folder(config)
+    device = local_device(launch.local_rank)
+    set_determinism(config)
+    mesh = build_mesh(dims, device_type=device.type)
+    log_job(config, dims=dims, device=device)
+
+    tokenizer = build_tokenizer(config.model.tokenizer_path)
+    check_vocabulary(tokenizer, architecture=architecture, config=config)
+    loader = Loader(
+        build_dataset(training, tokenizer=tokenizer, seed=config.debug.seed),
+        local_batch_size=training.local_batch_size,
+        accumulation=accumulation,
+        dp_rank=mesh.dp_rank,
+        dp_degree=dims.dp,
+        settings=training.dataloader,
+    )
+
+    model = build_model(config, spec=spec, architecture=architecture, mesh=mesh, device=device)
+    optimizer = build_optimizer(model, settings=config.optimizer)
+    schedule = build_schedule(
+        config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps
+    )
+
+    progress = Progress()
+    checkpoints = None
+    if config.checkpoint.enable:
+        schedule_settings = {"lr": config.optimizer.lr, "training_steps": training.steps}
+        checkpoints = CheckpointManager(
+            RunState(
+                model=model,
+                optimizer=optimizer,
+                schedule=schedule_settings | asdict(config.lr_scheduler),
+                loader=loader,
+                progress=progress,
+            ),
+            settings=config.checkpoint,
+            folder=folder / config.checkpoint.folder,
+            manifest={"layout": asdict(dims), "config": to_toml(config)},
+        )
+        checkpoints.load()
+
+    write_config(config, folder=folder)
+    peak = peak_flops(device, dtype=getattr(torch, training.mixed_precision_param))
+    logger.info("MFU is measured against %s", peak.source)
+    return Run(
+        device=device,
+        mesh=mesh,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        loader=loader,
+        progress=progress,
+        checkpoints=checkpoints,
+        meter=Meter(
+            flops_per_token=flops_per_token(architecture, training.seq_len),
+            peak_flops=peak.value,
+            tokens_per_step=global_batch_size * training.seq_len,
+            world_size=launch.world_size,
+            device=device,
+        ),
+        sinks=build_sinks(
+            config.metrics,
+            folder=folder,
+            rank=launch.rank,
+            resume_step=progress.step,
+            color=color,
+            job_config=asdict(config),
+            description=config.job.description,
+        ),
+        bar=ProgressBar(total=training.steps, start=progress.step),
+        num_steps=training.steps,
+        tokens_per_step=global_batch_size * training.seq_len,
+        max_norm=training.max_norm,
+        log_freq=config.metrics.log_freq,
+        gc_freq=training.gc_freq,
+        train_timeout_seconds=config.comm.train_timeout_seconds,
+    )
+
+
+def accumulation_steps(global_batch_size: int, *, local_batch_size: int, dp: int) -> int:
+    """Return the number of microbatches of a step on each data-parallel rank.
+
+    Raises:
+        ConfigError: The global batch is no multiple of what the ranks take at once.
+    """
+    at_once = local_batch_size * dp
+    if global_batch_size == -1:
+        return 1
+    if global_batch_size % at_once:
+        nearest = max(1, round(global_batch_size / at_once)) * at_once
+        raise ConfigError(
+            f"[training] global_batch_size must be a multiple of local_batch_size x data-parallel "
+            f"ranks = {local_batch_size} x {dp} = {at_once}, got {global_batch_size}; try {nearest}"
+        )
+    return global_batch_size // at_once
+
+
+def find_model(name: str, *, flavor: str) -> tuple[ModelSpec, DecoderConfig]:
+    """Look up a model and its size.
+
+    Raises:
+        ConfigError: There is none of that name, or it has no such size.
+    """
+    if name not in MODELS:
+        raise ConfigError(f"[model] name must be one of {', '.join(MODELS)}, got '{name}'")
+    spec = MODELS[name]
+    if flavor not in spec.flavors:
+        raise ConfigError(
+            f"[model] flavor of {name} must be one of {', '.join(spec.flavors)}, got '{flavor}'"
+        )
+    return spec, spec.flavors[flavor]
+
+
+def check_folder(config: Config) -> None:
+    """Refuse a dump_folder that holds another job's results.
+
+    Raises:
+        ConfigError: Lists the settings that differ.
+    """
+    folder = Path(config.job.dump_folder)
+    stored = folder / CONFIG_FILE
+    has_results = any(folder.glob("metrics*.jsonl")) or find_steps(
+        folder / config.checkpoint.folder
+    )
+    if stored.is_file() and has_results:
+        differences = trajectory_differences(stored.read_text(encoding="utf-8"), config)
+        if differences:
+            raise ConfigError(
+                f"[job] dump_folder {folder} holds the results of a job with other settings:\n  "
+                + "\n  ".join(differences)
+                + "\nchoose another --job.dump_folder, restore these settings, or move the old "
+                "folder away"
+            )
+    dist.barrier()  # nobody writes before everybody has looked
+
+
+def check_vocabulary(tokenizer: Tokenizer, *, architecture: DecoderConfig, config: Config) -> None:
+    """Refuse a tokenizer whose ids the embedding has no rows for."""
+    if tokenizer.vocab_size > architecture.vocab_size:
+        raise ConfigError(
+            f"[model] the tokenizer's vocabulary must not exceed the model's, got "
+            f"{tokenizer.vocab_size} ids of {config.model.tokenizer_path} for the "
+            f"{architecture.vocab_size} rows of {config.model.name} {config.model.flavor}; choose "
+            f"another tokenizer_path or flavor"
+        )
+
+
+def set_determinism(config: Config) -> None:
+    """Seed the random generators, and hold operators to reproducible ones where asked."""
+    torch.manual_seed(config.debug.seed)
+    torch.use_deterministic_algorithms(
+        config.debug.deterministic, warn_only=config.debug.deterministic_warn_only
+    )
+
+
+def build_model(
+    config: Config,
+    *,
+    spec: ModelSpec,
+    architecture: DecoderConfig,
+    mesh: Mesh,
+    device: torch.device,
+) -> nn.Module:
+    """Build the model on the meta device, make it parallel, and fill this rank's part of it."""
+    with torch.device("meta"):
+        model = spec.build(architecture).to(getattr(torch, config.training.dtype))
+    parallelize(
+        model,
+        mesh=mesh,
+        training=config.training,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+    )
+    model.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+    initialize(model, seed=config.debug.seed)
+    return model
+
+
+def log_job(config: Config, *, dims: ParallelDims, device: torch.device) -> None:
+    """Say what is about to be trained, where, and how."""
+    spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
+    logger.info(
+        "%s %s: %s parameters, %.3g FLOPs a token at seq_len %d",
+        spec.name,
+        config.model.flavor,
+        f"{num_parameters(architecture):,}",
+        flops_per_token(architecture, config.training.seq_len),
+        config.training.seq_len,
+    )
+    logger.info(
+        "%d x %s, layout: %s, computing in %s",
+        dims.world_size,
+        device_name(device),
+        dims,
+        config.training.mixed_precision_param,
+    )
+    if config.job.print_config:
+        logger.info("Settings:\n%s", to_toml(config))
+
+
+def write_config(config: Config, *, folder: Path) -> None:
+    """Write the resolved settings into the run's folder, from rank 0."""
+    if dist.get_rank() != 0:
+        return
+    names = [CONFIG_FILE]
+    if config.job.save_config_file is not None:
+        names.append(config.job.save_config_file)
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_toml(config), encoding="utf-8")

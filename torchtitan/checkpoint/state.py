@@ -1,0 +1,119 @@
+"""Between a run and the named components of its checkpoint.
+
+model          every parameter under its name
+optimizer      every parameter's optimizer state under `<parameter>.<state>`, e.g. `.exp_avg`
+lr_scheduler   the settings of the schedule; the rate itself is a function of the step
+dataloader     the number of samples consumed, and what data they came from
+train_state    the step, the tokens seen, and each rank's random generators
+
+Names come from the model alone: nothing here depends on the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan.checkpoint.storage import Component
+
+
+class Resumable(Protocol):
+    """Something that carries its own resume state, as JSON can hold it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far the training is."""
+
+    step: int = 0
+    tokens_seen: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """All that a checkpoint saves of a run."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Mapping[str, Any]
+    loader: Resumable
+    progress: Progress
+
+    def components(self) -> dict[str, Component]:
+        """Return the run's state as it is now; the tensors are the run's own, not copies."""
+        return {
+            "model": Component(tensors=model_tensors(self.model)),
+            "optimizer": Component(tensors=optimizer_tensors(self.model, self.optimizer)),
+            "lr_scheduler": Component(state=self.schedule),
+            "dataloader": Component(state=self.loader.state_dict()),
+            "train_state": Component(
+                tensors=rng_tensors(rank=dist.get_rank()),
+                state={
+                    "step": self.progress.step,
+                    "tokens_seen": self.progress.tokens_seen,
+                    "world_size": dist.get_world_size(),
+                },
+            ),
+        }
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters by name."""
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's state by parameter name, made first where no step was taken yet."""
+    if not optimizer.state:
+        _create_state(optimizer)
+    return {
+        f"{name}.{key}": value
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state.get(p, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _create_state(optimizer: torch.optim.Optimizer) -> None:
+    # a step with zero gradients and rate 0 makes every state tensor and changes no weight
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = lr
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                value.zero_()
+
+
+def rng_tensors(*, rank: int) -> dict[str, Tensor]:
+    """Return the states of this rank's random generators, by names that hold the rank."""
+    states = {f"rank_{rank}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"rank_{rank}.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_rng(states: Mapping[str, Tensor], *, rank: int) -> None:
+    """Give this rank's random generators the states that `rng_tensors` returned."""
+    torch.set_rng_state(states[f"rank_{rank}.cpu"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(states[f"rank_{rank}.cuda"])

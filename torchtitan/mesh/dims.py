@@ -1,0 +1,148 @@
+"""From degrees to device meshes.
+
+The ranks of a job form a five-dimensional box: pp, dp_replicate, dp_shard, cp and tp, outermost
+first, so that the ranks that talk most (tp) are neighbours. Parts of the trainer look at the same
+box in their own way: parameters are sharded over dp_shard and cp together (`fsdp`), the loss is
+summed over every axis that splits the data (`loss`). Each view is a plain `init_device_mesh` over
+the same ranks in the same order, so no private slicing or flattening of torch is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.schema import ParallelismConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """Degree of each axis, all of them at least 1."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def dp(self) -> int:
+        """Number of ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        """Number of ranks over which a parameter is sharded."""
+        return self.dp_shard * self.cp
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the job."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    def __str__(self) -> str:
+        axes = {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "cp": self.cp,
+            "tp": self.tp,
+        }
+        return " x ".join(f"{name} {n}" for name, n in axes.items() if n > 1) or "one device"
+
+
+def resolve_dims(settings: ParallelismConfig, *, world_size: int) -> ParallelDims:
+    """Check the degrees against the number of ranks and infer dp_shard where it is -1.
+
+    Raises:
+        ConfigError: The degrees do not multiply to `world_size`.
+    """
+    given = {
+        "pipeline_parallel_degree": settings.pipeline_parallel_degree,
+        "data_parallel_replicate_degree": settings.data_parallel_replicate_degree,
+        "context_parallel_degree": settings.context_parallel_degree,
+        "tensor_parallel_degree": settings.tensor_parallel_degree,
+    }
+    others = prod(given.values())
+    dp_shard = settings.data_parallel_shard_degree
+    factors = ", ".join(f"{name} {n}" for name, n in given.items() if n > 1) or "all degrees 1"
+    if dp_shard == -1:
+        if world_size % others:
+            raise ConfigError(
+                f"[parallelism] the number of ranks must be a multiple of the degrees' product, "
+                f"got {world_size} ranks for {others} ({factors}); start {others} ranks or a "
+                f"multiple (NGPU={others}), or lower a degree"
+            )
+        dp_shard = world_size // others
+    elif others * dp_shard != world_size:
+        raise ConfigError(
+            f"[parallelism] the degrees' product must equal the number of ranks, got "
+            f"{others * dp_shard} ({factors}, data_parallel_shard_degree {dp_shard}) for "
+            f"{world_size} ranks; start NGPU={others * dp_shard} ranks, or set "
+            f"data_parallel_shard_degree = -1 to use all ranks left over"
+        )
+    return ParallelDims(
+        pp=settings.pipeline_parallel_degree,
+        dp_replicate=settings.data_parallel_replicate_degree,
+        dp_shard=dp_shard,
+        cp=settings.context_parallel_degree,
+        tp=settings.tensor_parallel_degree,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The views of one job's ranks; see `build_mesh`."""
+
+    dims: ParallelDims
+    params: DeviceMesh
+    """Axes pp, dp_replicate, fsdp, tp: how parameters are laid out."""
+    data: DeviceMesh
+    """Axes pp, dp, cp, tp: dp ranks read different samples, cp ranks parts of the same ones."""
+    loss: DeviceMesh
+    """Axes pp, loss, tp: `loss` holds every rank among which the tokens of a batch are split."""
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's place among the ranks that read different samples."""
+        return self.data.get_local_rank("dp")
+
+    @property
+    def data_parallel(self) -> DeviceMesh:
+        """What `fully_shard` takes: (fsdp), or (dp_replicate, fsdp) where there are copies."""
+        return (
+            self.params["dp_replicate", "fsdp"]
+            if self.dims.dp_replicate > 1
+            else self.params["fsdp"]
+        )
+
+    @property
+    def loss_group(self) -> dist.ProcessGroup:
+        """The ranks among which the tokens of a batch are split."""
+        return self.loss.get_group("loss")
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Every process group of the views, for settings that apply to all."""
+        return [
+            view.get_group(axis)
+            for view in (self.params, self.data, self.loss)
+            for axis in view.mesh_dim_names or ()
+        ]
+
+
+def build_mesh(dims: ParallelDims, *, device_type: str) -> Mesh:
+    """Build the views; the default process group must exist and have `dims.world_size` ranks."""
+
+    def view(**axes: int) -> DeviceMesh:
+        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    return Mesh(
+        dims=dims,
+        params=view(pp=dims.pp, dp_replicate=dims.dp_replicate, fsdp=dims.fsdp, tp=dims.tp),
+        data=view(pp=dims.pp, dp=dims.dp, cp=dims.cp, tp=dims.tp),
+        loss=view(pp=dims.pp, loss=dims.dp * dims.cp, tp=dims.tp),
+    )

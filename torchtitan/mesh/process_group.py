@@ -1,0 +1,116 @@
+"""The process group: who I am, how long to wait for the others, and how to leave.
+
+Ranks find each other through torchrun's environment. A process that was started alone has none of
+it and forms a group of one, so that the rest of the trainer never asks whether it is distributed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.schema import CommConfig
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """This process's place in the job."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+def read_launch(environ: Mapping[str, str]) -> Launch:
+    """Read this process's place from torchrun's variables; alone if there are none.
+
+    Raises:
+        ConfigError: Some of the variables are set and others are not, or not numbers.
+    """
+    present = [name for name in VARIABLES if name in environ]
+    if not present:
+        return Launch(rank=0, local_rank=0, world_size=1)
+    try:
+        rank, local_rank, world_size = (int(environ[name]) for name in VARIABLES)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{', '.join(VARIABLES)} must all be numbers, or all be unset for one process; got "
+            f"{ {name: environ.get(name) for name in VARIABLES} }; start ranks with torchrun "
+            f"or ./run_train.sh"
+        ) from error
+    return Launch(rank=rank, local_rank=local_rank, world_size=world_size)
+
+
+def init_process_group(
+    launch: Launch, *, device_type: str, settings: CommConfig, dump_folder: Path
+) -> None:
+    """Join the job's group: NCCL (with gloo for host tensors) on CUDA, gloo on CPU.
+
+    Raises:
+        ConfigError: This process was not started by torchrun and the group has other ranks.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if device_type == "cuda" and settings.trace_buf_size > 0:
+        _enable_flight_recorder(settings, dump_folder=dump_folder)
+    store = dist.HashStore() if launch.world_size == 1 else None
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=settings.init_timeout_seconds),
+    )
+
+
+def _enable_flight_recorder(settings: CommConfig, *, dump_folder: Path) -> None:
+    # read by NCCL's process group when it is made, hence the environment
+    folder = dump_folder / settings.save_traces_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(settings.trace_buf_size)
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / settings.save_traces_file_prefix)
+    os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = os.environ["TORCH_FR_DUMP_TEMP_FILE"]
+
+
+def set_timeout(seconds: int, *, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Give the default group and `groups` a new timeout, once all ranks have arrived here.
+
+    The first step of a start compiles, connects and reads; later ones do not, so a rank that
+    hangs can be found much sooner.
+    """
+    dist.barrier()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for group in (None, *groups):
+        _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def is_first_to(action: str) -> bool:
+    """Tell whether this rank is the first of the job to ask for `action`, without waiting."""
+    return _get_default_store().add(action, 1) == 1
+
+
+def leave(exit_code: int) -> None:
+    """End this process without running destructors, once its output is flushed.
+
+    A gloo group that is torn down while a peer still sends aborts now and then (exit code -6),
+    which would turn a finished run into a failed one.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os._exit(exit_code)

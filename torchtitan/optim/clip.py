@@ -1,0 +1,55 @@
+"""Clipping by the global norm of gradients that are spread over ranks.
+
+A gradient is a plain tensor, or a DTensor whose local part is this rank's share. Every rank adds
+up the squares of its local parts, those of which n ranks hold a copy weighed by 1/n, and one sum
+over all ranks gives the norm that a single device would see, whatever mix of sharding, copies and
+pipeline stages the job has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _num_copies(grad: Tensor) -> int:
+    if not isinstance(grad, DTensor):
+        return 1
+    assert not any(p.is_partial() for p in grad.placements), "gradients must be reduced by now"
+    copies = 1
+    for axis, placement in enumerate(grad.placements):
+        if placement.is_replicate():
+            copies *= grad.device_mesh.size(axis)
+    return copies
+
+
+@torch.no_grad()
+def global_norm(parameters: Iterable[nn.Parameter], *, loss: Tensor) -> Tensor:
+    """Return the 2-norm of all gradients, a float32 scalar, the same on every rank.
+
+    `loss` is this rank's own loss: where any rank's is not finite the norm is not finite either, so
+    that this one figure tells every rank whether the step may be taken.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norms = torch._foreach_norm([_local(g) for g in grads], 2.0, dtype=torch.float32)
+    copies = torch.tensor([_num_copies(g) for g in grads], dtype=torch.float64)
+    squares = torch.stack(norms).to(loss.device).double().square() / copies.to(loss.device)
+    total = squares.sum() + loss.double() * 0.0
+    dist.all_reduce(total)
+    return total.sqrt().float()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], *, norm: Tensor, max_norm: float) -> None:
+    """Scale the gradients in place so that their global norm is at most `max_norm`."""
+    grads = [_local(p.grad) for p in parameters if p.grad is not None]
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_(grads, scale.to(grads[0].device))

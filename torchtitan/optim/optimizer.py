@@ -1,0 +1,42 @@
+"""The optimizer: torch's own, with weight decay only where it belongs.
+
+Norm scales and biases are not decayed: pulling them to zero is no regulariser of the function a
+layer computes. Which parameters those are is settled by name patterns, as parameter groups.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtitan.config.schema import OptimizerConfig
+
+
+def build_optimizer(model: nn.Module, *, settings: OptimizerConfig) -> torch.optim.Optimizer:
+    """Build the optimizer over the parameters of `model` that require gradients."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kept = {
+        name
+        for name in named
+        if any(fnmatchcase(name, pattern) for pattern in settings.no_decay_params)
+    }
+    groups = [
+        {
+            "params": [p for name, p in named.items() if name not in kept],
+            "weight_decay": settings.weight_decay,
+        },
+        {"params": [p for name, p in named.items() if name in kept], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    common: dict[str, Any] = {
+        "lr": settings.lr,
+        "fused": settings.implementation == "fused",
+        "foreach": settings.implementation == "foreach",
+    }
+    if settings.name == "SGD":
+        return torch.optim.SGD(groups, momentum=settings.momentum, **common)
+    adam = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[settings.name]
+    return adam(groups, betas=(settings.beta1, settings.beta2), eps=settings.eps, **common)

@@ -1,0 +1,46 @@
+"""The order in which a model is made parallel, in one place.
+
+    tensor parallel -> context parallel -> activation checkpointing -> compile -> FSDP
+
+Each step wraps what the earlier ones left: recomputation must replay the sharded layers, the
+compiler must see the block with its checkpointing, and FSDP gathers around all of it. Tensor and
+context parallelism and compile are not built yet; their settings are refused by name.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from torchtitan.config.schema import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
+from torchtitan.mesh.dims import Mesh
+from torchtitan.parallel.activation import apply_activation_checkpointing
+from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    mesh: Mesh,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    activation_checkpoint: ActivationCheckpointConfig,
+) -> None:
+    """Make `model`, still on the meta device, parallel in place."""
+    apply_activation_checkpointing(
+        model,
+        mode=activation_checkpoint.mode,
+        every=int(activation_checkpoint.selective_ac_option),
+    )
+    policy = FSDPPolicy(
+        param_dtype=getattr(torch, training.mixed_precision_param),
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        reshard_after_forward={"always": True, "never": False, "default": mesh.dims.pp == 1}[
+            parallelism.fsdp_reshard_after_forward
+        ],
+        cpu_offload=training.enable_cpu_offload,
+    )
+    alone = mesh.dims.world_size == 1
+    if alone and not policy.cpu_offload and training.mixed_precision_param == training.dtype:
+        return  # nothing to gather, cast or move
+    apply_fsdp(model, mesh=mesh.data_parallel, policy=policy)

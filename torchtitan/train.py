@@ -1,0 +1,69 @@
+"""The trainer's command: settings -> process group -> run -> exit code. Nothing is built here.
+
+Exit codes: 0 done; 2 a setting, file or checkpoint has to be mended, said in one message; 3 the
+loss or gradient norm was not finite; anything else is a fault of ours, with its traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from torchtitan.assemble import assemble
+from torchtitan.base.device import device_type
+from torchtitan.base.errors import UserError
+from torchtitan.base.log import init_logging, use_color
+from torchtitan.config.load import load_config
+from torchtitan.config.schema import Config
+from torchtitan.mesh.process_group import (
+    Launch,
+    init_process_group,
+    is_first_to,
+    leave,
+    read_launch,
+)
+from torchtitan.metrics.progress import show_summary
+from torchtitan.trainer import Trainer
+
+
+def train(config: Config, launch: Launch) -> None:
+    """Run the job that `config` describes on this rank.
+
+    Raises:
+        UserError: Something outside the library has to change.
+    """
+    folder = Path(config.job.dump_folder)
+    color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
+    init_logging(
+        rank=launch.rank,
+        world_size=launch.world_size,
+        log_rank=os.environ.get("LOG_RANK"),
+        folder=folder,
+        color=color,
+    )
+    init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
+    trainer = Trainer(assemble(config, launch=launch, color=color))
+    trainer.train()
+    trainer.close()
+    show_summary(trainer)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train, and return the exit code."""
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    try:
+        config, launch = load_config(argv), read_launch(os.environ)
+        train(config, launch)
+    except UserError as error:
+        # one message a job: of the rank that came first, or of each node's first before ranks meet
+        if is_first_to("report an error") if dist.is_initialized() else rank == 0:
+            sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

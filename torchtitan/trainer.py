@@ -1,0 +1,189 @@
+"""The step loop.
+
+It receives finished parts (`assemble.py`) and builds nothing. One optimizer step:
+
+    count the valid tokens of the global batch -> forward and backward of each microbatch, its
+    summed loss divided by that count -> global gradient norm -> stop if not finite -> clip ->
+    update
+
+Sums over ranks, never means, so that every split of the batch trains the same model.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan.checkpoint.manager import CheckpointManager
+from torchtitan.checkpoint.state import Progress
+from torchtitan.data.loader import Loader
+from torchtitan.mesh.dims import Mesh
+from torchtitan.mesh.faults import raise_if_nonfinite
+from torchtitan.mesh.process_group import set_timeout
+from torchtitan.metrics.meter import Meter
+from torchtitan.metrics.progress import ProgressBar
+from torchtitan.metrics.sinks import Row, Sink
+from torchtitan.optim.clip import clip_gradients, global_norm
+from torchtitan.optim.loss import count_valid, cross_entropy_sum
+from torchtitan.optim.schedule import Schedule, set_lr
+from torchtitan.parallel.fsdp import sync_gradients
+
+logger = logging.getLogger(__name__)
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything the loop holds."""
+
+    device: torch.device
+    mesh: Mesh
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    loader: Loader
+    progress: Progress
+    checkpoints: CheckpointManager | None
+    meter: Meter
+    sinks: Sequence[Sink]
+    bar: ProgressBar
+    num_steps: int
+    tokens_per_step: int
+    max_norm: float
+    log_freq: int
+    gc_freq: int
+    train_timeout_seconds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """What a step leaves for reporting, still on the device."""
+
+    loss_sum: Tensor
+    """Summed loss of this rank's valid tokens."""
+    num_valid: Tensor
+    """This rank's valid tokens."""
+    grad_norm: Tensor
+    """Global gradient norm before clipping."""
+
+
+class Trainer:
+    """Takes a run from where it is to its last step."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.last_row: Row | None = None
+
+    def train(self) -> None:
+        """Train until `num_steps` or the end of the data; the last step is reported and saved.
+
+        Raises:
+            NonFiniteError: The loss or the gradient norm is not finite; weights are unchanged.
+            CheckpointError: A checkpoint could not be saved.
+        """
+        run, progress = self.run, self.run.progress
+        first_step = progress.step + 1
+        finished = self._is_finished()
+        with _collecting_garbage_by_hand() as collect:
+            while not finished:
+                with run.meter.waiting_for_data():
+                    microbatches = next(run.loader)
+                progress.step += 1
+                figures = self._train_step(microbatches)
+                progress.tokens_seen += run.tokens_per_step
+                run.meter.count_step()
+                finished = self._is_finished()
+                if progress.step == first_step:
+                    set_timeout(run.train_timeout_seconds, groups=run.mesh.groups())
+                if progress.step % run.log_freq == 0 or progress.step == 1 or finished:
+                    self._report(figures)
+                if run.checkpoints is not None:
+                    with run.meter.paused():
+                        run.checkpoints.save_if_due(last=finished)
+                run.bar.advance(progress.step)
+                if progress.step % run.gc_freq == 0:
+                    collect()
+
+    def _is_finished(self) -> bool:
+        run = self.run
+        if run.loader.exhausted and run.progress.step < run.num_steps:
+            logger.info("The data ends after step %d of %d", run.progress.step, run.num_steps)
+        return run.loader.exhausted or run.progress.step >= run.num_steps
+
+    def _train_step(self, microbatches: Sequence[Batch]) -> StepFigures:
+        run, step = self.run, self.run.progress.step
+        set_lr(run.optimizer, run.schedule(step))
+        batches = [
+            {k: v.to(run.device, non_blocking=True) for k, v in b.items()} for b in microbatches
+        ]
+        num_valid = torch.stack([count_valid(batch["labels"]) for batch in batches]).sum()
+        num_valid_global = num_valid.clone()
+        dist.all_reduce(num_valid_global, group=run.mesh.loss_group)
+
+        loss_sum = self._forward_backward(batches, divisor=num_valid_global.clamp(min=1))
+        parameters = [p for p in run.model.parameters() if p.requires_grad]
+        grad_norm = global_norm(parameters, loss=loss_sum)
+        raise_if_nonfinite(grad_norm, loss=loss_sum, step=step)
+        clip_gradients(parameters, norm=grad_norm, max_norm=run.max_norm)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        return StepFigures(loss_sum=loss_sum, num_valid=num_valid, grad_norm=grad_norm)
+
+    def _forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
+        """Accumulate the gradients of all microbatches; return this rank's summed loss."""
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.run.device)
+        for index, batch in enumerate(batches):
+            sync_gradients(self.run.model, last=index == len(batches) - 1)
+            loss = cross_entropy_sum(self.run.model(batch["tokens"]), batch["labels"])
+            (loss / divisor).backward()
+            loss_sum += loss.detach()
+        return loss_sum
+
+    def _report(self, figures: StepFigures) -> None:
+        """Reduce the step's figures over all ranks, in one collective, and hand them to the
+        sinks."""
+        run, step = self.run, self.run.progress.step
+        local = torch.stack([figures.loss_sum, figures.num_valid.double()])
+        gathered = local.new_empty(dist.get_world_size(run.mesh.loss_group), 2)
+        dist.all_gather_into_tensor(gathered, local, group=run.mesh.loss_group)
+        loss_sums, num_valid = gathered.unbind(1)
+        self.last_row = run.meter.report(
+            step,
+            figures={
+                "loss": loss_sums.sum() / num_valid.sum().clamp(min=1),
+                "max_loss": (loss_sums / num_valid.clamp(min=1)).max(),
+                "grad_norm": figures.grad_norm,
+                "valid_token_fraction": num_valid.sum() / run.tokens_per_step,
+            },
+            lr=run.schedule(step),
+            num_tokens=run.progress.tokens_seen,
+        )
+        for sink in run.sinks:
+            sink.write(self.last_row)
+
+    def close(self) -> None:
+        """Finish what is in flight: the save, the sinks, the loader's workers."""
+        if self.run.checkpoints is not None:
+            self.run.checkpoints.close()
+        for sink in self.run.sinks:
+            sink.close()
+        self.run.bar.close()
+        self.run.loader.close()
+
+
+@contextmanager
+def _collecting_garbage_by_hand() -> Iterator[Callable[[], int]]:
+    # a rank that collects on its own makes all others wait at the next collective
+    gc.collect()
+    gc.disable()
+    try:
+        yield gc.collect
+    finally:
+        gc.enable()
