@@ -21,15 +21,15 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.checkpoint.storage import find_steps
-from torchtitan.config.load import to_toml, trajectory_differences
+from torchtitan.config.load import to_toml
+from torchtitan.config.trajectory import trajectory_differences
 from torchtitan.config.schema import Config
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.loader import Loader
-from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
 from torchtitan.mesh.dims import Mesh, ParallelDims, build_mesh, resolve_dims
 from torchtitan.mesh.process_group import Launch
 from torchtitan.metrics.meter import Meter
-from torchtitan.metrics.progress import ProgressBar
 from torchtitan.metrics.sinks import build_sinks
 from torchtitan.models import MODELS
 from torchtitan.models.init import initialize
@@ -63,7 +63,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     log_job(config, dims=dims, device=device)
 
     tokenizer = build_tokenizer(config.model.tokenizer_path)
-    check_vocabulary(tokenizer, architecture=architecture, config=config)
+    check_vocabulary(tokenizer, model_vocab_size=architecture.vocab_size)
     loader = Loader(
         build_dataset(training, tokenizer=tokenizer, seed=config.debug.seed),
         local_batch_size=training.local_batch_size,
@@ -112,7 +112,6 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         meter=Meter(
             flops_per_token=flops_per_token(architecture, training.seq_len),
             peak_flops=peak.value,
-            tokens_per_step=global_batch_size * training.seq_len,
             world_size=launch.world_size,
             device=device,
         ),
@@ -125,7 +124,6 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
             job_config=asdict(config),
             description=config.job.description,
         ),
-        bar=ProgressBar(total=training.steps, start=progress.step),
         num_steps=training.steps,
         tokens_per_step=global_batch_size * training.seq_len,
         max_norm=training.max_norm,
@@ -190,17 +188,6 @@ def check_folder(config: Config) -> None:
                 "folder away"
             )
     dist.barrier()  # nobody writes before everybody has looked
-
-
-def check_vocabulary(tokenizer: Tokenizer, *, architecture: DecoderConfig, config: Config) -> None:
-    """Refuse a tokenizer whose ids the embedding has no rows for."""
-    if tokenizer.vocab_size > architecture.vocab_size:
-        raise ConfigError(
-            f"[model] the tokenizer's vocabulary must not exceed the model's, got "
-            f"{tokenizer.vocab_size} ids of {config.model.tokenizer_path} for the "
-            f"{architecture.vocab_size} rows of {config.model.name} {config.model.flavor}; choose "
-            f"another tokenizer_path or flavor"
-        )
 
 
 def set_determinism(config: Config) -> None:

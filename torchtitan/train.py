@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torchtitan.assemble import assemble
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import UserError
-from torchtitan.base.log import init_logging, use_color
+from torchtitan.base.log import init_logging, is_terminal, shown_ranks, use_color
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
 from torchtitan.mesh.process_group import (
@@ -25,7 +26,7 @@ from torchtitan.mesh.process_group import (
     leave,
     read_launch,
 )
-from torchtitan.metrics.progress import show_summary
+from torchtitan.metrics.progress import Summary, progress_bar, show_summary, shows_bar
 from torchtitan.trainer import Trainer
 
 
@@ -37,18 +38,51 @@ def train(config: Config, launch: Launch) -> None:
     """
     folder = Path(config.job.dump_folder)
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
+    log_rank = os.environ.get("LOG_RANK")
+    shown = shown_ranks(log_rank or "0", world_size=launch.world_size)
     init_logging(
         rank=launch.rank,
         world_size=launch.world_size,
-        log_rank=os.environ.get("LOG_RANK"),
+        log_rank=log_rank,
         folder=folder,
         color=color,
     )
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
-    trainer = Trainer(assemble(config, launch=launch, color=color))
-    trainer.train()
+    started = time.monotonic()
+    run = assemble(config, launch=launch, color=color)
+    trainer = Trainer(run)
+    with progress_bar(
+        done_steps=run.progress.step,
+        total_steps=run.num_steps,
+        show=shows_bar(launch.rank, shown=shown),
+        color=color,
+    ) as on_step:
+        trainer.train(on_step=on_step)
     trainer.close()
-    show_summary(trainer)
+    show_summary(
+        Summary(
+            num_steps=run.progress.step,
+            num_tokens=run.progress.tokens_seen,
+            final_loss=None if trainer.last_row is None else trainer.last_row["loss"],
+            tokens_per_second=run.meter.average_tokens_per_second,
+            seconds=time.monotonic() - started,
+            places=_places(config),
+        ),
+        terminal=is_terminal(sys.stderr),
+        color=color,
+    )
+
+
+def _places(config: Config) -> dict[str, str]:
+    folder, metrics = Path(config.job.dump_folder), config.metrics
+    places = {"metrics": folder / "metrics.jsonl", "logs": folder / "logs"}
+    if config.checkpoint.enable:
+        places["checkpoints"] = folder / config.checkpoint.folder
+    if metrics.enable_tensorboard:
+        places["tensorboard"] = folder / metrics.save_tb_folder
+    if metrics.enable_wandb:
+        places["wandb"] = folder / "wandb"
+    return {name: str(path) for name, path in places.items()}
 
 
 def main(argv: Sequence[str]) -> int:

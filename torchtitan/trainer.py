@@ -26,9 +26,8 @@ from torchtitan.checkpoint.state import Progress
 from torchtitan.data.loader import Loader
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.faults import raise_if_nonfinite
-from torchtitan.mesh.process_group import set_timeout
+from torchtitan.mesh.process_group import gather, set_timeout
 from torchtitan.metrics.meter import Meter
-from torchtitan.metrics.progress import ProgressBar
 from torchtitan.metrics.sinks import Row, Sink
 from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid, cross_entropy_sum
@@ -53,7 +52,6 @@ class Run:
     checkpoints: CheckpointManager | None
     meter: Meter
     sinks: Sequence[Sink]
-    bar: ProgressBar
     num_steps: int
     tokens_per_step: int
     max_norm: float
@@ -81,8 +79,10 @@ class Trainer:
         self.run = run
         self.last_row: Row | None = None
 
-    def train(self) -> None:
+    def train(self, *, on_step: Callable[[int], None] = lambda step: None) -> None:
         """Train until `num_steps` or the end of the data; the last step is reported and saved.
+
+        `on_step` is told of each step that is done.
 
         Raises:
             NonFiniteError: The loss or the gradient norm is not finite; weights are unchanged.
@@ -91,6 +91,7 @@ class Trainer:
         run, progress = self.run, self.run.progress
         first_step = progress.step + 1
         finished = self._is_finished()
+        run.meter.start_interval()
         with _collecting_garbage_by_hand() as collect:
             while not finished:
                 with run.meter.waiting_for_data():
@@ -98,7 +99,7 @@ class Trainer:
                 progress.step += 1
                 figures = self._train_step(microbatches)
                 progress.tokens_seen += run.tokens_per_step
-                run.meter.count_step()
+                run.meter.count(run.tokens_per_step)
                 finished = self._is_finished()
                 if progress.step == first_step:
                     set_timeout(run.train_timeout_seconds, groups=run.mesh.groups())
@@ -107,7 +108,7 @@ class Trainer:
                 if run.checkpoints is not None:
                     with run.meter.paused():
                         run.checkpoints.save_if_due(last=finished)
-                run.bar.advance(progress.step)
+                on_step(progress.step)
                 if progress.step % run.gc_freq == 0:
                     collect()
 
@@ -151,19 +152,17 @@ class Trainer:
         sinks."""
         run, step = self.run, self.run.progress.step
         local = torch.stack([figures.loss_sum, figures.num_valid.double()])
-        gathered = local.new_empty(dist.get_world_size(run.mesh.loss_group), 2)
-        dist.all_gather_into_tensor(gathered, local, group=run.mesh.loss_group)
-        loss_sums, num_valid = gathered.unbind(1)
+        loss_sums, num_valid = gather(local, group=run.mesh.loss_group).unbind(1)
         self.last_row = run.meter.report(
             step,
             figures={
                 "loss": loss_sums.sum() / num_valid.sum().clamp(min=1),
                 "max_loss": (loss_sums / num_valid.clamp(min=1)).max(),
                 "grad_norm": figures.grad_norm,
+                "lr": run.schedule(step),
+                "num_tokens": run.progress.tokens_seen,
                 "valid_token_fraction": num_valid.sum() / run.tokens_per_step,
             },
-            lr=run.schedule(step),
-            num_tokens=run.progress.tokens_seen,
         )
         for sink in run.sinks:
             sink.write(self.last_row)
@@ -174,7 +173,6 @@ class Trainer:
             self.run.checkpoints.close()
         for sink in self.run.sinks:
             sink.close()
-        self.run.bar.close()
         self.run.loader.close()
 
 

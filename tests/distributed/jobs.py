@@ -117,7 +117,7 @@ def hash_state(run: Run) -> str:
     tensors = model_tensors(run.model) | optimizer_tensors(run.model, run.optimizer)
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
-        digest.update(full(tensor).contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(full(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     digest.update(torch.get_rng_state().numpy().tobytes())
     digest.update(json.dumps(run.loader.state_dict(), sort_keys=True).encode())
     digest.update(json.dumps([run.progress.step, run.progress.tokens_seen]).encode())

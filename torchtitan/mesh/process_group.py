@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from torchtitan.base.errors import ConfigError
@@ -95,6 +96,13 @@ def set_timeout(seconds: int, *, groups: Iterable[dist.ProcessGroup]) -> None:
         torch.cuda.synchronize()
     for group in (None, *groups):
         _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def gather(tensor: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks of `group`, stacked along a new first dimension."""
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    return torch.stack(gathered)
 
 
 def is_first_to(action: str) -> bool:

@@ -1,0 +1,142 @@
+"""One model in every layout: equal initial weights, losses, gradient norms and final weights.
+
+float32, tiny model with a vocabulary that no degree divides, a random number of valid labels a
+sample, and the same global batch of 8 samples cut in different ways. Rounding is all that may
+differ: 1e-5 in losses and 1e-4 in gradient norms before clipping, relative, over 20 steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from torchtitan import trainer
+from torchtitan.optim.loss import count_valid
+from torchtitan.parallel import apply
+
+LAYOUTS = {
+    "fsdp 2": (2, jobs.FSDP),
+    "fsdp 4, one microbatch": (4, jobs.FSDP),
+    "ddp 2": (2, jobs.DDP),
+    "hsdp 2x2": (4, jobs.HSDP),
+    "fsdp 2, weights kept for backward": (2, ("--parallelism.fsdp_reshard_after_forward=never",)),
+    "fsdp 2, recomputed": (2, ("--activation_checkpoint.mode=full",)),
+    "fsdp 2, offloaded": (2, ("--training.enable_cpu_offload",)),
+    "fsdp 3 of 12 samples": (3, ("--training.global_batch_size=12",)),
+    "one device, one microbatch": (1, ("--training.local_batch_size=8",)),
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def on_one_device(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path
+) -> dict[int, jobs.Result]:
+    """The reference by global batch size."""
+    folder = tmp_path_factory.mktemp("one")
+    results = {}
+    for size in (8, 12):
+        job = jobs.write_job(folder, name=f"batch{size}", cache=cache)
+        [results[size]] = ranks.run(
+            jobs.train, [*job, f"--training.global_batch_size={size}"], world=1
+        )
+    return results
+
+
+def assert_same_training(result: jobs.Result, reference: jobs.Result) -> None:
+    assert [row["step"] for row in result.rows] == [row["step"] for row in reference.rows]
+    for ours, theirs in zip(result.rows, reference.rows, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        for key in ("lr", "num_tokens", "valid_token_fraction"):
+            assert ours[key] == theirs[key]
+    for name, weights in result.final.items():
+        torch.testing.assert_close(weights, reference.final[name], rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_model(
+    layout: str, ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: dict[int, jobs.Result]
+) -> None:
+    world, overrides = LAYOUTS[layout]
+    reference = on_one_device[12 if world == 3 else 8]
+    job = [*jobs.write_job(tmp_path, cache=cache), *overrides]
+    result = ranks.run(jobs.train, job, world=world)[0]
+    for name, weights in result.initial.items():
+        assert torch.equal(weights, reference.initial[name]), name
+    assert_same_training(result, reference)
+
+
+def train_with_averaged_gradients(job: list[str]) -> jobs.Result:
+    """Plant the bug that clipping hides elsewhere: a mean over ranks in the place of the sum."""
+    correct = apply.apply_fsdp
+
+    def averaging(model: FSDPModule, **arguments: object) -> None:
+        correct(model, **arguments)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(2.0)
+
+    apply.apply_fsdp = averaging
+    try:
+        return jobs.train(job)
+    finally:
+        apply.apply_fsdp = correct
+
+
+def train_on_a_mean_of_means(job: list[str]) -> jobs.Result:
+    """Plant another: each microbatch's mean weighs the same, however few its valid tokens."""
+    correct = trainer.cross_entropy_sum
+
+    def mean(logits: Tensor, labels: Tensor) -> Tensor:
+        return correct(logits, labels) / count_valid(labels).clamp(min=1) * labels.numel() / 2
+
+    trainer.cross_entropy_sum = mean
+    try:
+        return jobs.train(job)
+    finally:
+        trainer.cross_entropy_sum = correct
+
+
+@pytest.mark.parametrize("bug", [train_with_averaged_gradients, train_on_a_mean_of_means])
+@pytest.mark.parametrize("layout", ["fsdp 2", "ddp 2"])
+def test_a_planted_bug_is_seen(
+    bug: Callable[[list[str]], jobs.Result],
+    layout: str,
+    ranks: RankPool,
+    tmp_path: Path,
+    cache: Path,
+    on_one_device: dict[int, jobs.Result],
+) -> None:
+    world, overrides = LAYOUTS[layout]
+    job = [*jobs.write_job(tmp_path, cache=cache), *overrides, "--training.steps=3"]
+    result = ranks.run(bug, job, world=world)[0]
+    for ours, correct in zip(result.rows, on_one_device[8].rows[:3], strict=True):
+        assert ours["grad_norm"] != pytest.approx(correct["grad_norm"], rel=1e-2)
+
+
+def test_bfloat16_trains_alike_on_one_device_and_on_two(
+    ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: dict[int, jobs.Result]
+) -> None:
+    """Within the rounding of bfloat16, 2^-8, of float32, and much closer to each other."""
+    precision = "--training.mixed_precision_param=bfloat16"
+    losses = {}
+    for world in (1, 2):
+        job = [*jobs.write_job(tmp_path, name=f"bf16-{world}", cache=cache), precision]
+        result = ranks.run(jobs.train, job, world=world)[0]
+        losses[world] = [row["loss"] for row in result.rows]
+    assert losses[1] == pytest.approx(losses[2], rel=1e-3)
+    exact = [row["loss"] for row in on_one_device[8].rows]
+    assert losses[1] == pytest.approx(exact, rel=2**-8)
+    assert losses[1] != pytest.approx(exact, rel=1e-6)

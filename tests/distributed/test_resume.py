@@ -1,0 +1,93 @@
+"""Exactness: twice the same run, and a run that was stopped and resumed, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from torchtitan.base.errors import CheckpointError
+
+EXACT = ("step", "loss", "max_loss", "grad_norm", "lr", "num_tokens", "valid_token_fraction")
+
+
+def exact(rows: list[dict[str, float]]) -> list[list[float]]:
+    return [[row[key] for key in EXACT] for row in rows]
+
+
+def test_the_same_config_twice_gives_the_same_digits(ranks: RankPool, tmp_path: Path) -> None:
+    results = [
+        ranks.run(jobs.train, jobs.write_job(tmp_path, name=name), world=2)[0] for name in "ab"
+    ]
+    assert exact(results[0].rows) == exact(results[1].rows)
+    assert results[0].state_hash == results[1].state_hash
+
+
+LAYOUTS = {
+    "one device": (1, ()),
+    "fsdp 2": (2, jobs.FSDP),
+    "ddp 2": (2, jobs.DDP),
+    "hsdp 2x2": (4, jobs.HSDP),
+    "fsdp 2, async": (2, ("--checkpoint.async_mode=async",)),
+    "fsdp 2, workers": (2, ("--training.dataloader.num_workers=2",)),
+    "fsdp 2, bfloat16": (2, ("--training.mixed_precision_param=bfloat16",)),
+    "one device, SGD": (1, ("--optimizer.name=SGD", "--optimizer.momentum=0.9")),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ten_steps_equal_five_and_five(layout: str, ranks: RankPool, tmp_path: Path) -> None:
+    world, overrides = LAYOUTS[layout]
+    whole = [*jobs.write_job(tmp_path, name="whole"), *overrides, "--training.steps=10"]
+    parts = [*jobs.write_job(tmp_path, name="parts"), *overrides]
+    through = ranks.run(jobs.train, whole, world=world)
+    ranks.run(jobs.train, [*parts, "--training.steps=5"], world=world)
+    resumed = ranks.run(jobs.train, [*parts, "--training.steps=10"], world=world)
+    assert exact(resumed[0].rows) == exact(through[0].rows)
+    assert [r.state_hash for r in resumed] == [r.state_hash for r in through]
+
+
+def test_a_run_that_died_between_checkpoints_repeats_what_was_lost(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Rows of the steps after the checkpoint are trained, and written, again."""
+    through = ranks.run(jobs.train, jobs.write_job(tmp_path, name="whole"), world=1)
+    job = [*jobs.write_job(tmp_path, name="died"), "--checkpoint.interval=6"]
+    ranks.run(jobs.train, job, world=1)
+    resumed = ranks.run(jobs.train, [*job, "--checkpoint.load_step=6"], world=1)
+    assert exact(resumed[0].rows) == exact(through[0].rows)
+    assert resumed[0].state_hash == through[0].state_hash
+
+
+def test_another_number_of_ranks_goes_on_at_the_next_sample(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    through = ranks.run(jobs.train, jobs.write_job(tmp_path, name="whole"), world=1)
+    job = jobs.write_job(tmp_path, name="moved")
+    ranks.run(jobs.train, [*job, "--training.steps=7"], world=2)
+    ranks.run(jobs.train, [*job, *jobs.HSDP, "--training.steps=13"], world=4)
+    resumed = ranks.run(jobs.train, job, world=1)
+    for ours, theirs in zip(resumed[0].rows, through[0].rows, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["valid_token_fraction"] == theirs["valid_token_fraction"]
+
+
+def failing(job: list[str]) -> str:
+    try:
+        jobs.train(job)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_step_that_was_not_saved_is_an_error_that_says_what_is_there(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    job = [*jobs.write_job(tmp_path), "--training.steps=2"]
+    ranks.run(jobs.train, job, world=2)
+    for message in ranks.run(failing, [*job, "--checkpoint.load_step=7"], world=2):
+        assert "load_step 7 is not in" in message
+        assert "[2]" in message
