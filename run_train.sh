@@ -7,6 +7,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$root/scripts/env.sh"
+use_python
 
 NGPU=${NGPU:-1}
 config=(--job.config_file "${CONFIG_FILE:-$root/train_configs/debug_model.toml}")

@@ -90,8 +90,10 @@ def write(
     except CheckpointException as error:
         reasons = "; ".join(f"rank {rank}: {e[0]}" for rank, e in error.failures.items())
         on_first_rank(lambda: shutil.rmtree(draft), group=group)
+        free_gib = shutil.disk_usage(target.parent).free / 2**30
         raise CheckpointError(
-            f"{target} could not be written, the checkpoints before it are untouched: {reasons}"
+            f"{target} could not be written, the checkpoints before it are untouched; "
+            f"{free_gib:.2f} GiB are free there; make room and start again. Torch says: {reasons}"
         ) from error
     on_first_rank(lambda: _commit(draft, target, components, manifest), group=group)
 

@@ -1,0 +1,104 @@
+"""Cadence, retention, and saving in the background."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.storage import find_steps, read_manifest
+from torchtitan.trainer import Trainer
+
+
+def steps(folder: Path) -> list[int]:
+    return find_steps(folder / "run" / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (("interval=3",), [3, 6, 7]),
+        (("interval=3", "enable_first_step_checkpoint=true"), [1, 3, 6, 7]),
+        (("interval=2", "keep_latest_k=2"), [6, 7]),
+        (("interval=1", "keep_latest_k=0"), [1, 2, 3, 4, 5, 6, 7]),
+        (("interval=2", "keep_latest_k=1", "async_mode=async"), [7]),
+        (("enable=false",), []),
+    ],
+)
+def test_cadence_and_retention(
+    settings: tuple[str, ...], expected: list[int], ranks: RankPool, tmp_path: Path
+) -> None:
+    overrides = [f"--checkpoint.{setting}" for setting in settings]
+    job = [*jobs.write_job(tmp_path), "--training.steps=7", *overrides]
+    ranks.run(jobs.train, job, world=2)
+    assert steps(tmp_path) == expected
+
+
+def test_load_only_resumes_and_saves_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    job = jobs.write_job(tmp_path)
+    ranks.run(jobs.train, [*job, "--training.steps=2"], world=1)
+    load_only = [*job, "--training.steps=4", "--checkpoint.load_only=true"]
+    [result] = ranks.run(jobs.train, load_only, world=1)
+    assert [row["step"] for row in result.rows] == [1, 2, 3, 4]
+    assert steps(tmp_path) == [2]
+
+
+def test_a_last_checkpoint_of_weights_alone_cannot_be_resumed_and_says_so(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    job = [*jobs.write_job(tmp_path), "--checkpoint.last_save_model_only=true"]
+    ranks.run(jobs.train, [*job, "--training.steps=2"], world=1)
+    assert read_manifest(tmp_path / "run" / "checkpoint" / "step-2")["components"] == ["model"]
+    [message] = ranks.run(failure, [*job, "--training.steps=4"], world=1)
+    assert "lacks dataloader, lr_scheduler, optimizer, train_state" in message
+
+
+def failure(job: list[str]) -> str:
+    try:
+        jobs.train(job)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def fail_in_the_background(job: list[str]) -> tuple[str, int]:
+    """Take the folder away while steps go on: the save in flight fails, the run stops."""
+    run = jobs.start(job)
+    correct = storage._save_tensors
+
+    def failing(*args: object, **kwargs: object) -> None:
+        raise CheckpointError("the disk is gone")
+
+    storage._save_tensors = failing
+    try:
+        Trainer(run).train()
+    except CheckpointError as error:
+        return str(error), run.progress.step
+    finally:
+        storage._save_tensors = correct
+    return "no error", run.progress.step
+
+
+def test_a_failed_background_save_stops_the_run(ranks: RankPool, tmp_path: Path) -> None:
+    overrides = ["--checkpoint.async_mode=async", "--checkpoint.interval=2"]
+    job = [*jobs.write_job(tmp_path), *overrides]
+    [(message, step)] = ranks.run(fail_in_the_background, job, world=1)
+    assert message == "the disk is gone"
+    assert 3 <= step <= 4  # at the latest when the next save is due
+
+
+def test_what_a_dead_save_left_is_replaced(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*jobs.write_job(tmp_path), "--training.steps=2"]
+    ranks.run(jobs.train, job, world=1)
+    folder = tmp_path / "run" / "checkpoint"
+    shutil.copytree(folder / "step-2", folder / ".step-4.tmp")
+    (folder / ".step-4.tmp" / "model" / "stray").write_text("")
+    ranks.run(jobs.train, [*job[:-1], "--training.steps=4"], world=1)
+    assert steps(tmp_path) == [2, 4]
+    assert not (folder / "step-4" / "model" / "stray").exists()
+    assert not (folder / ".step-4.tmp").exists()

@@ -1,0 +1,156 @@
+"""Checkpoints on disk: whole or absent, plain DCP, and refused where they do not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.distributed.rank_pool import RankPool
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.storage import (
+    Component,
+    delete,
+    find_steps,
+    read_manifest,
+    read_state,
+    read_tensors,
+    write,
+)
+
+
+def components(value: float = 1.0) -> dict[str, Component]:
+    weights = {"a.weight": torch.full((64, 64), value), "b": torch.arange(5)}
+    return {"model": Component(tensors=weights), "train_state": Component(state={"step": 3})}
+
+
+def save(target: Path, value: float = 1.0) -> None:
+    write(target, components(value), manifest={"step": 3}, group=dist.group.WORLD)
+
+
+def save_and_read(target: Path) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    save(target)
+    into = {"a.weight": torch.zeros(64, 64)}  # a part of it: "b" is left alone
+    read_tensors(target, "model", into=into, group=dist.group.WORLD)
+    return into, read_state(target, "train_state")
+
+
+def test_what_was_written_is_read(ranks: RankPool, tmp_path: Path) -> None:
+    for tensors, state in ranks.run(save_and_read, tmp_path / "step-3", world=2):
+        assert torch.equal(tensors["a.weight"], torch.ones(64, 64))
+        assert state == {"step": 3}
+    assert find_steps(tmp_path) == [3]
+    assert read_manifest(tmp_path / "step-3")["components"] == ["model", "train_state"]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-3"]  # no draft is left
+
+
+def test_a_component_is_a_plain_dcp_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save, tmp_path / "step-3", world=2)
+    dcp_to_torch_save(tmp_path / "step-3" / "model", tmp_path / "model.pt")
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert torch.equal(weights["a.weight"], torch.ones(64, 64))
+
+
+def test_steps_are_numbers_and_only_whole_ones_count(tmp_path: Path) -> None:
+    for name in ("step-10", "step-9", ".step-11.tmp", "step-12", "stepping-3", "step-x"):
+        (tmp_path / name).mkdir()
+    for name in ("step-10", "step-9", ".step-11.tmp", "stepping-3"):
+        (tmp_path / name / "manifest.json").write_text("{}")
+    assert find_steps(tmp_path) == [9, 10]
+    assert find_steps(tmp_path / "nowhere") == []
+
+
+def test_delete_takes_the_name_first(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step-1"
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").write_text("{}")
+    delete(checkpoint)
+    assert list(tmp_path.iterdir()) == []
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """Let no file grow beyond `num_bytes`, as on a full disk: writes raise OSError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def save_on_a_full_disk(target: Path, full_rank: int) -> str:
+    limit = 1024 if dist.get_rank() == full_rank else resource.RLIM_INFINITY
+    try:
+        with file_size_limit(limit):
+            save(target, value=2.0)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("full_rank", [0, 1])
+def test_a_full_disk_leaves_the_earlier_checkpoint(
+    full_rank: int, ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(save, tmp_path / "step-3", world=2)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    answers = ranks.run(save_on_a_full_disk, tmp_path / "step-6", full_rank, world=2)
+    for message in answers:
+        assert "step-6 could not be written, the checkpoints before it are untouched" in message
+        assert "GiB are free there" in message
+        assert f"rank {full_rank}: " in message
+    assert find_steps(tmp_path) == [3]
+    after = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert after == before
+
+
+def attempt(target: Path, into: dict[str, torch.Tensor]) -> str:
+    try:
+        read_tensors(target, "model", into=into, group=dist.group.WORLD)
+    except CheckpointError as error:
+        return str(error)
+    return "read"
+
+
+@pytest.mark.parametrize(
+    ("into", "message"),
+    [
+        ({"a.weight": torch.zeros(64, 65)}, "'a.weight' has shape [64, 64], not [64, 65]"),
+        ({"a.weight": torch.zeros(64, 64).bfloat16()}, "type torch.float32, not torch.bfloat16"),
+        ({"c": torch.zeros(1)}, "'c' is not in it"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    into: dict[str, torch.Tensor], message: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(save, tmp_path / "step-3", world=1)
+    [answer] = ranks.run(attempt, tmp_path / "step-3", into, world=1)
+    assert message in answer
+
+
+def test_a_truncated_file_and_a_missing_one_are_errors(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save, tmp_path / "step-3", world=1)
+    into = {"a.weight": torch.zeros(64, 64)}
+    [file] = (tmp_path / "step-3" / "model").glob("*.distcp")
+    os.truncate(file, file.stat().st_size // 2)
+    [answer] = ranks.run(attempt, tmp_path / "step-3", into, world=1)
+    assert "model cannot be read" in answer
+    (tmp_path / "step-3" / "model" / ".metadata").unlink()
+    [answer] = ranks.run(attempt, tmp_path / "step-3", into, world=1)
+    assert "model cannot be read" in answer
+
+
+def test_a_state_that_is_no_json_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "dataloader").mkdir()
+    (tmp_path / "dataloader" / "state.json").write_text(json.dumps({"position": 8})[:-1])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_state(tmp_path, "dataloader")

@@ -1,0 +1,104 @@
+"""What stops a run: numbers that are not finite, and the end of the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from torchtitan import trainer
+from torchtitan.base.errors import ConfigError, NonFiniteError
+from torchtitan.checkpoint.storage import find_steps, read_state
+
+
+def train_into(value: float, bad_rank: int, job: list[str]) -> tuple[str, bool]:
+    """Make one rank's loss bad in step 3; return the error and whether the weights stayed."""
+    run = jobs.start(job)
+    correct = trainer.cross_entropy_sum
+    before: dict[str, Tensor] = {}
+
+    def spoiled(logits: Tensor, labels: Tensor) -> Tensor:
+        loss = correct(logits, labels)
+        if run.progress.step != 3:
+            return loss
+        before.update({name: jobs.full(p) for name, p in run.model.named_parameters()})
+        return loss * value if dist.get_rank() == bad_rank else loss
+
+    trainer.cross_entropy_sum = spoiled
+    try:
+        trainer.Trainer(run).train()
+    except NonFiniteError as error:
+        after = {name: jobs.full(p) for name, p in run.model.named_parameters()}
+        return str(error), all(torch.equal(before[name], after[name]) for name in after)
+    finally:
+        trainer.cross_entropy_sum = correct
+    return "no error", False
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("layout", [jobs.FSDP, jobs.DDP])
+def test_a_bad_loss_on_one_rank_stops_all_and_leaves_the_weights(
+    value: float, layout: tuple[str, ...], ranks: RankPool, tmp_path: Path
+) -> None:
+    overrides = [*layout, "--training.local_batch_size=4"]
+    job = [*jobs.write_job(tmp_path), *overrides]
+    for message, unchanged in ranks.run(train_into, value, 1, job, world=2):
+        assert "step 3" in message
+        assert f"the loss is {value} on rank 1." in message
+        assert unchanged
+
+
+EPOCHS = """
+base = "run.toml"
+[training]
+dataset = "files"
+dataset_path = ["{folder}/*.txt"]
+num_epochs = 2
+steps = 1000
+[lr_scheduler]
+total_steps = 1000
+"""
+
+
+def test_the_end_of_the_data_ends_the_run_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """2 epochs of 401 tokens make 24 samples of 32: 3 steps of 8."""
+    (tmp_path / "a.txt").write_text("x" * 400)
+    job = jobs.write_job(tmp_path)
+    (tmp_path / "epochs.toml").write_text(EPOCHS.format(folder=tmp_path))
+    job[0] = f"--job.config_file={tmp_path / 'epochs.toml'}"
+    results = ranks.run(jobs.train, job, world=2)
+    assert [row["step"] for row in results[0].rows] == [1, 2, 3]
+    folder = tmp_path / "run" / "checkpoint"
+    assert find_steps(folder) == [3]
+    assert read_state(folder / "step-3", "dataloader")["position"] == 24
+
+
+def refused(job: list[str]) -> str:
+    try:
+        jobs.train(job)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_folder_of_another_job_is_refused_with_what_differs(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    job = [*jobs.write_job(tmp_path), "--training.steps=2"]
+    ranks.run(jobs.train, job, world=1)
+    rows = jobs.read_rows(tmp_path / "run")
+    [message] = ranks.run(refused, [*job, "--training.seq_len=16"], world=1)
+    assert "run holds the results of a job with other settings" in message
+    assert "training.seq_len: stored 32, now 16" in message
+    assert jobs.read_rows(tmp_path / "run") == rows
+
+
+def test_a_batch_that_the_ranks_cannot_split(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*jobs.write_job(tmp_path), "--training.global_batch_size=8"]
+    for message in ranks.run(refused, job, world=3):
+        assert "local_batch_size x data-parallel ranks = 2 x 3 = 6, got 8; try 6" in message
