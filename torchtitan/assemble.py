@@ -22,8 +22,8 @@ from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.config.load import to_toml
-from torchtitan.config.trajectory import trajectory_differences
 from torchtitan.config.schema import Config
+from torchtitan.config.trajectory import trajectory_differences
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.loader import Loader
 from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
@@ -44,80 +44,52 @@ CONFIG_FILE = "config.toml"
 
 
 def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
-    """Build the run; the process group must exist.
+    """Build the run, resumed where there is a checkpoint; the process group must exist.
 
     Raises:
         UserError: Degrees, sizes, files or a checkpoint do not fit this job.
     """
-    training, folder = config.training, Path(config.job.dump_folder)
+    training = config.training
     dims = resolve_dims(config.parallelism, world_size=launch.world_size)
     accumulation = accumulation_steps(
         training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
     )
-    global_batch_size = training.local_batch_size * dims.dp * accumulation
+    tokens_per_step = training.local_batch_size * dims.dp * accumulation * training.seq_len
     spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
     check_folder(config)
     device = local_device(launch.local_rank)
     set_determinism(config)
+    log_job(config, architecture=architecture, dims=dims, device=device)
     mesh = build_mesh(dims, device_type=device.type)
-    log_job(config, dims=dims, device=device)
 
-    tokenizer = build_tokenizer(config.model.tokenizer_path)
-    check_vocabulary(tokenizer, model_vocab_size=architecture.vocab_size)
-    loader = Loader(
-        build_dataset(training, tokenizer=tokenizer, seed=config.debug.seed),
-        local_batch_size=training.local_batch_size,
-        accumulation=accumulation,
-        dp_rank=mesh.dp_rank,
-        dp_degree=dims.dp,
-        settings=training.dataloader,
+    loader = build_loader(
+        config, mesh=mesh, accumulation=accumulation, vocab_size=architecture.vocab_size
     )
-
     model = build_model(config, spec=spec, architecture=architecture, mesh=mesh, device=device)
     optimizer = build_optimizer(model, settings=config.optimizer)
-    schedule = build_schedule(
-        config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps
-    )
-
     progress = Progress()
-    checkpoints = None
-    if config.checkpoint.enable:
-        schedule_settings = {"lr": config.optimizer.lr, "training_steps": training.steps}
-        checkpoints = CheckpointManager(
-            RunState(
-                model=model,
-                optimizer=optimizer,
-                schedule=schedule_settings | asdict(config.lr_scheduler),
-                loader=loader,
-                progress=progress,
-            ),
-            settings=config.checkpoint,
-            folder=folder / config.checkpoint.folder,
-            manifest={"layout": asdict(dims), "config": to_toml(config)},
-        )
+    checkpoints = build_checkpoints(
+        config, dims=dims, model=model, optimizer=optimizer, loader=loader, progress=progress
+    )
+    if checkpoints is not None:
         checkpoints.load()
 
-    write_config(config, folder=folder)
-    peak = peak_flops(device, dtype=getattr(torch, training.mixed_precision_param))
-    logger.info("MFU is measured against %s", peak.source)
+    write_config(config)
     return Run(
         device=device,
         mesh=mesh,
         model=model,
         optimizer=optimizer,
-        schedule=schedule,
+        schedule=build_schedule(
+            config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps
+        ),
         loader=loader,
         progress=progress,
         checkpoints=checkpoints,
-        meter=Meter(
-            flops_per_token=flops_per_token(architecture, training.seq_len),
-            peak_flops=peak.value,
-            world_size=launch.world_size,
-            device=device,
-        ),
+        meter=build_meter(config, architecture=architecture, device=device, dims=dims),
         sinks=build_sinks(
             config.metrics,
-            folder=folder,
+            folder=Path(config.job.dump_folder),
             rank=launch.rank,
             resume_step=progress.step,
             color=color,
@@ -125,7 +97,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
             description=config.job.description,
         ),
         num_steps=training.steps,
-        tokens_per_step=global_batch_size * training.seq_len,
+        tokens_per_step=tokens_per_step,
         max_norm=training.max_norm,
         log_freq=config.metrics.log_freq,
         gc_freq=training.gc_freq,
@@ -198,6 +170,21 @@ def set_determinism(config: Config) -> None:
     )
 
 
+def build_loader(config: Config, *, mesh: Mesh, accumulation: int, vocab_size: int) -> Loader:
+    """Build this rank's share of the data, tokenised first where that is not done yet."""
+    training = config.training
+    tokenizer = build_tokenizer(config.model.tokenizer_path)
+    check_vocabulary(tokenizer, model_vocab_size=vocab_size)
+    return Loader(
+        build_dataset(training, tokenizer=tokenizer, seed=config.debug.seed),
+        local_batch_size=training.local_batch_size,
+        accumulation=accumulation,
+        dp_rank=mesh.dp_rank,
+        dp_degree=mesh.dims.dp,
+        settings=training.dataloader,
+    )
+
+
 def build_model(
     config: Config,
     *,
@@ -221,16 +208,60 @@ def build_model(
     return model
 
 
-def log_job(config: Config, *, dims: ParallelDims, device: torch.device) -> None:
+def build_checkpoints(
+    config: Config,
+    *,
+    dims: ParallelDims,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Loader,
+    progress: Progress,
+) -> CheckpointManager | None:
+    """Build what saves and loads the run; None where checkpoints are off."""
+    if not config.checkpoint.enable:
+        return None
+    schedule = {"peak_lr": config.optimizer.lr, "training_steps": config.training.steps}
+    state = RunState(
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule | asdict(config.lr_scheduler),
+        loader=loader,
+        progress=progress,
+    )
+    return CheckpointManager(
+        state,
+        settings=config.checkpoint,
+        folder=Path(config.job.dump_folder) / config.checkpoint.folder,
+        manifest={"layout": asdict(dims), "config": to_toml(config)},
+    )
+
+
+def build_meter(
+    config: Config, *, architecture: DecoderConfig, device: torch.device, dims: ParallelDims
+) -> Meter:
+    """Build the meter, and say what its MFU is measured against."""
+    peak = peak_flops(device, dtype=getattr(torch, config.training.mixed_precision_param))
+    logger.info("MFU is measured against %s", peak.source)
+    return Meter(
+        flops_per_token=flops_per_token(architecture, config.training.seq_len),
+        peak_flops=peak.value,
+        world_size=dims.world_size,
+        device=device,
+    )
+
+
+def log_job(
+    config: Config, *, architecture: DecoderConfig, dims: ParallelDims, device: torch.device
+) -> None:
     """Say what is about to be trained, where, and how."""
-    spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
+    seq_len = config.training.seq_len
     logger.info(
         "%s %s: %s parameters, %.3g FLOPs a token at seq_len %d",
-        spec.name,
+        config.model.name,
         config.model.flavor,
         f"{num_parameters(architecture):,}",
-        flops_per_token(architecture, config.training.seq_len),
-        config.training.seq_len,
+        flops_per_token(architecture, seq_len),
+        seq_len,
     )
     logger.info(
         "%d x %s, layout: %s, computing in %s",
@@ -243,7 +274,7 @@ def log_job(config: Config, *, dims: ParallelDims, device: torch.device) -> None
         logger.info("Settings:\n%s", to_toml(config))
 
 
-def write_config(config: Config, *, folder: Path) -> None:
+def write_config(config: Config) -> None:
     """Write the resolved settings into the run's folder, from rank 0."""
     if dist.get_rank() != 0:
         return
@@ -251,6 +282,6 @@ def write_config(config: Config, *, folder: Path) -> None:
     if config.job.save_config_file is not None:
         names.append(config.job.save_config_file)
     for name in names:
-        path = folder / name
+        path = Path(config.job.dump_folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(to_toml(config), encoding="utf-8")

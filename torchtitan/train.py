@@ -29,6 +29,8 @@ from torchtitan.mesh.process_group import (
 from torchtitan.metrics.progress import Summary, progress_bar, show_summary, shows_bar
 from torchtitan.trainer import Trainer
 
+SECONDS_FOR_RANK_0_TO_SPEAK = 5
+
 
 def train(config: Config, launch: Launch) -> None:
     """Run the job that `config` describes on this rank.
@@ -59,21 +61,29 @@ def train(config: Config, launch: Launch) -> None:
     ) as on_step:
         trainer.train(on_step=on_step)
     trainer.close()
-    show_summary(
-        Summary(
-            num_steps=run.progress.step,
-            num_tokens=run.progress.tokens_seen,
-            final_loss=None if trainer.last_row is None else trainer.last_row["loss"],
-            tokens_per_second=run.meter.average_tokens_per_second,
-            seconds=time.monotonic() - started,
-            places=_places(config),
-        ),
-        terminal=is_terminal(sys.stderr),
-        color=color,
+    if launch.rank == min(shown):
+        show_summary(
+            summarize(trainer, seconds=time.monotonic() - started, places=find_places(config)),
+            terminal=is_terminal(sys.stderr),
+            color=color,
+        )
+
+
+def summarize(trainer: Trainer, *, seconds: float, places: dict[str, str]) -> Summary:
+    """Return what a finished run comes to."""
+    run, row = trainer.run, trainer.last_row
+    return Summary(
+        num_steps=run.progress.step,
+        num_tokens=run.progress.tokens_seen,
+        final_loss=None if row is None else row["loss"],
+        tokens_per_second=run.meter.average_tokens_per_second,
+        seconds=seconds,
+        places=places,
     )
 
 
-def _places(config: Config) -> dict[str, str]:
+def find_places(config: Config) -> dict[str, str]:
+    """Return where the run's output lies."""
     folder, metrics = Path(config.job.dump_folder), config.metrics
     places = {"metrics": folder / "metrics.jsonl", "logs": folder / "logs"}
     if config.checkpoint.enable:
@@ -87,16 +97,25 @@ def _places(config: Config) -> dict[str, str]:
 
 def main(argv: Sequence[str]) -> int:
     """Train, and return the exit code."""
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
         config, launch = load_config(argv), read_launch(os.environ)
         train(config, launch)
     except UserError as error:
-        # one message a job: of the rank that came first, or of each node's first before ranks meet
-        if is_first_to("report an error") if dist.is_initialized() else rank == 0:
-            sys.stderr.write(f"{error}\n")
+        _report(error)
         return error.exit_code
     return 0
+
+
+def _report(error: UserError) -> None:
+    """Say what is wrong once a job, though every rank may have met the same mistake."""
+    if dist.is_initialized():
+        if is_first_to("report an error"):
+            sys.stderr.write(f"{error}\n")
+        return
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # the launcher ends all ranks when one ends: only a mistake that rank 0 has not met is said
+        time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
+    sys.stderr.write(f"{error}\n")
 
 
 if __name__ == "__main__":

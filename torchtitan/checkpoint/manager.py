@@ -13,9 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
@@ -49,7 +47,6 @@ class CheckpointManager:
         self._thread: ThreadPoolExecutor | None = None
         if settings.async_mode != "disabled":
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-            self._stager = _build_stager(pinned=settings.async_mode == "async_with_pinned_mem")
         self._pending: Future[None] | None = None
 
     def load(self) -> bool:
@@ -115,16 +112,9 @@ class CheckpointManager:
         if self._thread is None:
             self._save(step, components)
         else:
-            self._pending = self._thread.submit(self._save, step, self._stage(components))
+            self._pending = self._thread.submit(self._save, step, _copied(components))
         if last:
             self._wait()
-
-    def _stage(self, components: Mapping[str, Component]) -> dict[str, Component]:
-        copies = self._stager.stage({name: dict(c.tensors) for name, c in components.items()})
-        return {
-            name: Component(tensors=copies[name], state=component.state)
-            for name, component in components.items()
-        }
 
     def _save(self, step: int, components: Mapping[str, Component]) -> None:
         target = self.folder / f"step-{step}"
@@ -154,15 +144,14 @@ class CheckpointManager:
         self._wait()
         if self._thread is not None:
             self._thread.shutdown()
-            self._stager.close()
 
 
-def _build_stager(*, pinned: bool) -> DefaultStager:
-    on_gpu = torch.cuda.is_available()
-    options = StagingOptions(
-        use_pinned_memory=pinned,
-        use_shared_memory=False,
-        use_async_staging=False,
-        use_non_blocking_copy=pinned and on_gpu,
-    )
-    return DefaultStager(options)
+def _copied(components: Mapping[str, Component]) -> dict[str, Component]:
+    """Copy every tensor into host memory, where training does not change it."""
+    return {
+        name: Component(
+            tensors={key: t.detach().to("cpu", copy=True) for key, t in c.tensors.items()},
+            state=c.state,
+        )
+        for name, c in components.items()
+    }

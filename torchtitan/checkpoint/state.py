@@ -29,7 +29,7 @@ class Resumable(Protocol):
         """Return the state."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
         ...
 

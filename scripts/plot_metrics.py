@@ -1,0 +1,135 @@
+"""Draw the figures of one or more runs side by side: loss, learning rate, gradient norm, speed.
+
+    python scripts/plot_metrics.py outputs/a outputs/b --out metrics.png
+
+A run is its folder (or its metrics.jsonl). TensorBoard shows the same, and more; a picture is what
+one puts into a report, and it needs no server and works where only a shell does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan.base.errors import ConfigError, DataError, UserError
+from torchtitan.metrics.sinks import Row, read_rows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# figure of a row -> label of its axis
+PANELS: Mapping[str, str] = {
+    "loss": "loss",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens / s, all devices",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Draw and return the exit code: 2 with one message for what the user can mend."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--out", type=Path, default=Path("metrics.png"), help="picture to write")
+    options = parser.parse_args(argv)
+    try:
+        runs = {label: _rows(run) for label, run in _labels(options.runs).items()}
+        figure = draw(runs)
+        _save(figure, out=options.out)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    print(f"{options.out}: {', '.join(f'{label} ({len(runs[label])} rows)' for label in runs)}")
+    return 0
+
+
+def draw(runs: Mapping[str, Sequence[Row]]) -> Figure:
+    """Return a figure with one panel a quantity and one line a run."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"drawing needs matplotlib, which cannot be imported ({error}); "
+            f'pip install "torchtitan[plot]" or pip install matplotlib'
+        ) from error
+    figure = Figure(figsize=(11, 7), dpi=150, layout="constrained")
+    panels = figure.subplots(2, 2, sharex=True)
+    for axes, (name, label) in zip(panels.flat, PANELS.items(), strict=True):
+        for run, rows in runs.items():
+            _draw_line(axes, rows=[row for row in rows if name in row], name=name, run=run)
+        _dress(axes, label=label)
+    for axes in panels[1]:
+        axes.set_xlabel("step")
+    handles, labels = panels.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(len(runs), 4))
+    return figure
+
+
+def _draw_line(axes: Axes, *, rows: Sequence[Row], name: str, run: str) -> None:
+    # markers: a run of few rows would else be a line hard to see, or none
+    marker = "o" if len(rows) < 30 else None
+    axes.plot(
+        [row["step"] for row in rows],
+        [row[name] for row in rows],
+        label=run,
+        linewidth=1.4,
+        marker=marker,
+        markersize=3,
+    )
+
+
+def _dress(axes: Axes, *, label: str) -> None:
+    axes.set_ylabel(label)
+    axes.grid(visible=True, color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.locator_params(axis="x", integer=True)
+    axes.ticklabel_format(axis="y", scilimits=(-3, 6), useMathText=True)
+    axes.ticklabel_format(axis="x", style="plain")
+    if label.startswith("tokens"):
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def _save(figure: Figure, *, out: Path) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, format="png")
+    except OSError as error:
+        raise ConfigError(
+            f"--out must be a file that can be written, got {out} ({error.strerror}); name another"
+        ) from error
+
+
+def _labels(runs: Sequence[Path]) -> dict[str, Path]:
+    """Name each run by the end of its path: as much of it as tells the runs apart."""
+    folders = {run.parent if run.is_file() else run: run for run in runs}
+    paths = [folder.resolve() for folder in folders]
+    length = 1
+    while len({path.parts[-length:] for path in paths}) < len(set(paths)):
+        length += 1
+    names = [str(Path(*path.parts[-length:])) for path in paths]
+    return dict(zip(names, folders.values(), strict=True))
+
+
+def _rows(run: Path) -> list[Row]:
+    path = run if run.is_file() else run / "metrics.jsonl"
+    if not path.is_file():
+        raise DataError(
+            f"each RUN must be a run's folder with a metrics.jsonl, got {run} without one; "
+            f"name the job.dump_folder of a run that has logged a step"
+        )
+    rows = read_rows(path)
+    if not rows:
+        raise DataError(f"a run must have logged a step to be drawn, got no row in {path}")
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

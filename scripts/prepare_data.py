@@ -1,0 +1,57 @@
+"""Tokenise files once into a token store, to train from on any machine.
+
+    python scripts/prepare_data.py data/corpus 'text/**/*.jsonl.zst' --tokenizer tokenizer.model
+
+writes `data/corpus.bin` and `data/corpus.idx` in Megatron-LM's format. Train with
+`training.dataset = "files"` and `training.dataset_path = ["data/corpus"]`. The trainer tokenises
+text by itself; do it beforehand when that takes long, so that no expensive machine waits for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+
+from torchtitan.base.errors import DataError, UserError
+from torchtitan.data.prepare import tokenize
+from torchtitan.data.source import STORE, FileCorpus, find_files
+from torchtitan.data.store import open_writer
+from torchtitan.data.tokenizer import build_tokenizer
+
+
+def prepare(patterns: Sequence[str], *, prefix: str, tokenizer_path: str, text_key: str) -> str:
+    """Write the store `prefix` from the files of all patterns; return a line about it."""
+    files = tuple(file for pattern in patterns for file in find_files(pattern))
+    stores = [file for file in files if file.suffix in STORE]
+    if stores:
+        raise DataError(f"{stores[0]} is a token store already; name text files")
+    tokenizer = build_tokenizer(tokenizer_path)
+    with open_writer(prefix, vocab_size=tokenizer.vocab_size) as writer:
+        tokenize(FileCorpus(files, text_key), tokenizer=tokenizer, writer=writer)
+    return f"{prefix}.bin, .idx: {writer.num_documents} documents, {writer.num_tokens} tokens"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the command line and write the store."""
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("prefix", help="path of the store, without .bin and .idx")
+    parser.add_argument("files", nargs="+", help="text or JSON Lines files, globs, .gz, .zst")
+    parser.add_argument("--tokenizer", required=True, help="as model.tokenizer_path")
+    parser.add_argument("--text_key", default="text", help="key of a JSON object's text")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        line = prepare(
+            args.files, prefix=args.prefix, tokenizer_path=args.tokenizer, text_key=args.text_key
+        )
+    except (UserError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Train a byte-pair tokenizer on text and write it as a tiktoken file.
+
+    python scripts/train_tokenizer.py my.tiktoken --vocab_size 32000 'corpus/**/*.txt'
+
+Without files it learns from the Python standard library: so the built-in `bpe_2048` was made. Two
+ids of the vocabulary go to the begin and end tokens that `tokenizer_tiktoken.py` adds to any such
+file. Training is the `tokenizers` library's (the `hf` extra), with Llama 3's split pattern.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan.base.errors import DataError, UserError
+from torchtitan.data.builtin import StdlibCorpus
+from torchtitan.data.source import Corpus, FileCorpus, find_files
+from torchtitan.data.tokenizer_tiktoken import LLAMA3_PATTERN
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+NUM_SPECIAL = 2
+
+
+def train(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
+    """Return a byte-level tokenizer of `vocab_size` ids, less those of the special tokens."""
+    try:
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise DataError(
+            "training a tokenizer needs the package 'tokenizers'; "
+            "install it with: pip install 'torchtitan[hf]'"
+        ) from error
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - NUM_SPECIAL,
+        initial_alphabet=alphabet,
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def tokens_by_rank(tokenizer: Tokenizer) -> list[bytes]:
+    """Return the tokens in order of merging, the 256 single bytes first."""
+    byte_of = byte_letters()
+    ids: dict[str, int] = tokenizer.get_vocab()
+    return [
+        bytes(byte_of[letter] for letter in token) for token in sorted(ids, key=ids.__getitem__)
+    ]
+
+
+def byte_letters() -> dict[str, int]:
+    """Return the byte that each letter stands for in a byte-level vocabulary.
+
+    GPT-2's convention: a byte that is a printable Latin-1 character stands for itself, the others
+    are the letters from U+0100 on.
+    """
+    printable = [b for b in range(256) if chr(b).isprintable() and not chr(b).isspace()]
+    others = [b for b in range(256) if b not in printable]
+    return {
+        **{chr(b): b for b in printable},
+        **{chr(256 + i): b for i, b in enumerate(others)},
+    }
+
+
+def write_tiktoken(file: Path, tokens: Sequence[bytes]) -> None:
+    """Write tokens in tiktoken's format, or leave an existing file as it was."""
+    temporary = file.with_name(file.name + ".tmp")
+    lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
+    temporary.write_bytes(b"".join(lines))
+    temporary.replace(file)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train on the given files and write the result."""
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("output", type=Path, help="file to write")
+    parser.add_argument("files", nargs="*", help="text or JSON Lines files, globs, .gz, .zst")
+    parser.add_argument("--vocab_size", type=int, default=2048, help="ids, with begin and end")
+    parser.add_argument("--text_key", default="text", help="key of a JSON object's text")
+    args = parser.parse_args(argv)
+    if args.vocab_size < 256 + NUM_SPECIAL:
+        parser.error(f"--vocab_size must be at least {256 + NUM_SPECIAL}, got {args.vocab_size}")
+    try:
+        corpus: Corpus = StdlibCorpus()
+        if args.files:
+            found = [file for pattern in args.files for file in find_files(pattern)]
+            corpus = FileCorpus(tuple(found), args.text_key)
+        texts = (piece.text for piece in corpus.pieces(lambda num_bytes: None))
+        tokens = tokens_by_rank(train(texts, vocab_size=args.vocab_size))
+        write_tiktoken(args.output, tokens)
+    except (UserError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
+    print(f"{args.output}: {len(tokens)} tokens and {NUM_SPECIAL} special ones")
+
+
+if __name__ == "__main__":
+    main()

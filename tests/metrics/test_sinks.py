@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.config.schema import MetricsConfig
+from torchtitan.metrics.sinks import (
+    ConsoleSink,
+    JsonlSink,
+    Row,
+    TensorBoardSink,
+    build_sinks,
+    read_rows,
+)
+
+
+def _row(step: int, **figures: float) -> Row:
+    return {
+        "step": step,
+        "loss": 10 / 3 / step,
+        "max_loss": 5.5,
+        "grad_norm": 1.25,
+        "lr": 3e-4,
+        "num_tokens": 1024 * step,
+        "valid_token_fraction": 1.0,
+        "tokens_per_second": 40000.0,
+        "tokens_per_second_per_device": 10000.0,
+        "tflops_per_device": 0.5,
+        "mfu": 12.5,
+        "step_time_s": 0.2,
+        "data_time_s": 0.05,
+        "memory_peak_gib": 1.5,
+        **figures,
+    }
+
+
+def _write(path: Path, steps: list[int], *, resume_step: int, **figures: float) -> None:
+    sink = JsonlSink(path, resume_step=resume_step)
+    for step in steps:
+        sink.write(_row(step, **figures))
+    sink.close()
+
+
+def test_jsonl_keeps_every_digit(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    numbers = {"loss": 0.1 + 0.2, "grad_norm": 2**-1074, "lr": 1 / 3, "num_tokens": 2**60 + 1}
+    _write(path, [1], resume_step=0, **numbers)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [_row(1, **numbers)]
+    assert read_rows(path) == [_row(1, **numbers)]
+
+
+def test_jsonl_is_on_disk_row_by_row(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "m.jsonl", resume_step=0)
+    for step in (1, 2):
+        sink.write(_row(step))
+        assert len(read_rows(tmp_path / "m.jsonl")) == step
+    sink.close()
+
+
+@pytest.mark.parametrize(("resume_step", "kept"), [(0, []), (4, [1, 2, 4]), (5, [1, 2, 4])])
+def test_jsonl_drops_what_is_trained_again(
+    tmp_path: Path, resume_step: int, kept: list[int]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, [1, 2, 4, 6, 8], resume_step=0, loss=1.0)
+    _write(path, [6, 8], resume_step=resume_step, loss=2.0)
+    rows = read_rows(path)
+    assert [row["step"] for row in rows] == [*kept, 6, 8]
+    assert [row["loss"] for row in rows] == [1.0] * len(kept) + [2.0, 2.0]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_jsonl_survives_every_place_of_a_torn_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, [1, 2], resume_step=0)
+    first, second = path.read_bytes().splitlines(keepends=True)
+    for length in range(len(second)):
+        path.write_bytes(first + second[:length])
+        whole = length == len(second) - 1  # nothing but the newline is missing
+        _write(path, [3], resume_step=2)
+        assert [row["step"] for row in read_rows(path)] == ([1, 2, 3] if whole else [1, 3])
+
+
+@pytest.mark.parametrize("line", ["no json", "[1]", '{"loss": 1}', '{"step": "1"}'])
+def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = json.dumps(_row(1)) + f"\n{line}\n" + json.dumps(_row(2)) + "\n"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"metrics\.jsonl must be .* on line 2; move the file"):
+        JsonlSink(path, resume_step=1)
+    assert path.read_text() == text
+
+
+def test_console_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="torchtitan")
+    ConsoleSink(color=False).write(_row(3))
+    ConsoleSink(color=True).write(_row(3))
+    ConsoleSink(color=False).write({"step": 4, "loss": 2.0})
+    plain, colored, short = caplog.messages
+    assert " ".join(plain.split()) == (
+        "step: 3 loss: 1.11111 grad_norm: 1.2500 lr: 3.00e-04 tokens/s: 40,000 "
+        "mfu: 12.50% memory: 1.50GiB"
+    )
+    assert "\x1b" not in plain
+    assert "\x1b[32mloss:  1.11111\x1b[0m" in colored
+    assert " ".join(short.split()) == "step: 4 loss: 2.00000"
+
+
+def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+def test_tensorboard_has_torchtitans_tags_and_hides_what_is_trained_again(tmp_path: Path) -> None:
+    for resume_step, steps, loss in ((0, (1, 2, 3), 1.0), (2, (3, 4), 2.0)):
+        sink = TensorBoardSink(tmp_path / "tb", resume_step=resume_step)
+        for step in steps:
+            sink.write(_row(step, loss=loss))
+        sink.close()
+    scalars = _scalars(tmp_path / "tb")
+    assert scalars["loss_metrics/global_avg_loss"] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    expected = {
+        "loss_metrics/global_max_loss": 5.5,
+        "grad_norm": 1.25,
+        "lr": 3e-4,
+        "throughput(tps)": 10000.0,
+        "tokens_per_second": 40000.0,
+        "tflops": 0.5,
+        "mfu(%)": 12.5,
+        "time_metrics/end_to_end(s)": 0.2,
+        "time_metrics/data_loading(s)": 0.05,
+        "time_metrics/data_loading(%)": 25.0,
+        "memory/max_active(GiB)": 1.5,
+        "n_tokens_seen": 4096.0,
+        "valid_token_fraction": 1.0,
+    }
+    assert set(scalars) == {*expected, "loss_metrics/global_avg_loss"}
+    for tag, value in expected.items():
+        assert scalars[tag][-1] == (4, pytest.approx(value)), tag
+
+
+def _python(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**kept, **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+WANDB_RUN = """
+import sys
+from pathlib import Path
+from torchtitan.base.errors import ConfigError
+from torchtitan.metrics.sinks import WandbSink
+try:
+    sink = WandbSink(Path(sys.argv[1]), name="my run", settings={"model": {"flavor": "odd-flavor"}})
+except ConfigError as error:
+    sys.exit(f"ConfigError: {error}")
+sink.write({"step": 3, "loss": 1.0625, "grad_norm": 0.0078125})
+sink.close()
+"""
+
+
+def test_wandb_works_offline(tmp_path: Path) -> None:
+    done = _python(WANDB_RUN, str(tmp_path / "run"), WANDB_MODE="offline", HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    (record,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    written = record.read_bytes()
+    for part in ("my run", "odd-flavor", "loss_metrics/global_avg_loss", "1.0625", "0.0078125"):
+        assert part.encode() in written, part
+
+
+def test_wandb_without_an_account_is_a_clear_error(tmp_path: Path) -> None:
+    done = _python(WANDB_RUN, str(tmp_path / "run"), HOME=str(tmp_path))
+    assert done.returncode == 1
+    assert "ConfigError: metrics.enable_wandb needs" in done.stderr
+    assert "WANDB_MODE=offline" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "package"), [("enable_wandb", "wandb"), ("enable_tensorboard", "tensorboard")]
+)
+def test_a_missing_package_is_a_clear_error(
+    setting: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"metrics\.{setting} = true .*{package}.* pip"):
+        _build(tmp_path, MetricsConfig(**{setting: True}))
+
+
+def _build(folder: Path, metrics: MetricsConfig, *, rank: int = 0) -> list[str]:
+    sinks = build_sinks(
+        metrics,
+        folder=folder,
+        rank=rank,
+        resume_step=0,
+        color=False,
+        job_config={"training": {"steps": 3}},
+        description="a test",
+    )
+    for sink in sinks:
+        sink.write(_row(1))
+        sink.close()
+    return [type(sink).__name__ for sink in sinks]
+
+
+def test_rank_0_writes_files_and_every_rank_has_a_console(tmp_path: Path) -> None:
+    metrics = MetricsConfig(enable_tensorboard=True, save_tb_folder="boards")
+    assert _build(tmp_path, metrics) == ["JsonlSink", "TensorBoardSink", "ConsoleSink"]
+    assert _build(tmp_path, metrics, rank=3) == ["ConsoleSink"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["boards", "metrics.jsonl"]
+    assert "mfu(%)" in _scalars(tmp_path / "boards")
+
+
+def test_all_ranks_can_write_files_of_their_own(tmp_path: Path) -> None:
+    metrics = MetricsConfig(enable_tensorboard=True, save_for_all_ranks=True)
+    for rank in (0, 2):
+        _build(tmp_path, metrics, rank=rank)
+        assert "lr" in _scalars(tmp_path / "tb" / f"rank_{rank}")
+    names = sorted(entry.name for entry in tmp_path.iterdir())
+    assert names == ["metrics.jsonl", "metrics.rank_2.jsonl", "tb"]
+
+
+def test_optional_packages_load_only_when_used(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from torchtitan.config.schema import MetricsConfig
+from torchtitan.metrics import meter, progress, sinks
+built = sinks.build_sinks(
+    MetricsConfig(), folder=Path(sys.argv[1]), rank=0, resume_step=0, color=False,
+    job_config={}, description="",
+)
+with progress.progress_bar(done_steps=0, total_steps=1, show=False, color=False) as advance:
+    built[0].write({"step": 1})
+    advance(1)
+for name in ("wandb", "tensorboard", "torch.utils.tensorboard", "matplotlib", "tensorflow"):
+    assert name not in sys.modules, name
+"""
+    done = _python(code, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+def test_config_and_sinks_alone_do_not_load_torch() -> None:
+    done = _python("import sys, torchtitan.metrics.sinks; assert 'torch' not in sys.modules")
+    assert done.returncode == 0, done.stderr

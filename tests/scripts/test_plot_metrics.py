@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_metrics.py"
+
+
+@pytest.fixture(scope="module")
+def plot() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plot_metrics", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run(folder: Path, *, num_rows: int = 3, loss: float = 5.0) -> Path:
+    folder.mkdir(parents=True)
+    rows = [
+        {
+            "step": step,
+            "loss": loss / step,
+            "lr": 1e-3 * step,
+            "grad_norm": 2.0 + step,
+            "tokens_per_second": 1000.0 * step,
+        }
+        for step in range(1, num_rows + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_panels_show_the_rows(plot: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runs = {"a": plot._rows(_run(tmp_path / "a")), "b": plot._rows(_run(tmp_path / "b", loss=7.0))}
+    figure = plot.draw(runs)
+    panels = {axes.get_ylabel(): axes for axes in figure.axes}
+    assert list(panels) == ["loss", "learning rate", "gradient norm", "tokens / s, all devices"]
+    expected = {
+        "loss": [5.0, 5.0 / 2, 5.0 / 3],
+        "learning rate": [1e-3, 2e-3, 3e-3],
+        "gradient norm": [3.0, 4.0, 5.0],
+        "tokens / s, all devices": [1000.0, 2000.0, 3000.0],
+    }
+    for label, axes in panels.items():
+        first, second = axes.get_lines()
+        assert list(first.get_xdata()) == [1, 2, 3]
+        assert list(first.get_ydata()) == expected[label]
+        assert first.get_color() != second.get_color()
+        assert axes.get_yscale() == "linear"
+    assert list(panels["loss"].get_lines()[1].get_ydata()) == [7.0, 7.0 / 2, 7.0 / 3]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
+
+
+def test_writes_a_png(plot: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "new" / "picture.png"
+    runs = [_run(tmp_path / "a"), _run(tmp_path / "b", num_rows=1)]
+    # a run may be given by its file as well
+    assert plot.main([str(runs[0]), str(runs[1] / "metrics.jsonl"), "--out", str(out)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert "a (3 rows), b (1 rows)" in capsys.readouterr().out
+
+
+def test_runs_of_one_name_are_told_apart(plot: ModuleType, tmp_path: Path) -> None:
+    folders = [tmp_path / "x" / "outputs", tmp_path / "y" / "outputs"]
+    assert list(plot._labels(folders)) == ["x/outputs", "y/outputs"]
+    assert list(plot._labels([folders[0], tmp_path / "other"])) == ["outputs", "other"]
+    assert list(plot._labels([folders[0], folders[0]])) == ["outputs"]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("missing", "folder with a metrics.jsonl, got"),
+        ("empty", "must have logged a step to be drawn"),
+        ("damaged", "on line 1"),
+    ],
+)
+def test_mistakes_are_one_message_and_exit_2(
+    case: str, message: str, plot: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metrics.jsonl").touch()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "metrics.jsonl").write_text("what\nis this\n")
+    good = _run(tmp_path / "good")
+    out = tmp_path / "metrics.png"
+    assert plot.main([str(good), str(tmp_path / case), "--out", str(out)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert not out.exists()
+
+
+def test_missing_matplotlib_is_a_clear_error(
+    plot: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for module in [name for name in sys.modules if name.startswith("matplotlib.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plot.main([str(_run(tmp_path / "a")), "--out", str(tmp_path / "m.png")]) == 2
+    assert "pip install" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written(
+    plot: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert plot.main([str(_run(tmp_path / "a")), "--out", str(tmp_path)]) == 2
+    assert "error: --out must be a file" in capsys.readouterr().err

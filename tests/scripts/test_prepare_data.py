@@ -1,0 +1,102 @@
+"""scripts/prepare_data.py and train_tokenizer.py, run as a user runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data.helpers import dataset_of, write_texts
+from torchtitan.data.store import TokenStore
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.tokenizer_tiktoken import read_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, f"scripts/{script}", *args],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_prepared_store_is_the_same_data_as_its_files(tmp_path: Path) -> None:
+    paths = write_texts(tmp_path, {"a.txt": "one " * 99, "b.jsonl": '{"body": "two"}\n' * 99})
+    prefix = str(tmp_path / "new" / "store")
+    done = run("prepare_data.py", prefix, *paths, "--tokenizer", "byte", "--text_key", "body")
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"{prefix}.bin, .idx: 100 documents, {4 * 99 + 1 + 4 * 99} tokens\n",
+    )
+    assert TokenStore(prefix).num_documents == 100
+    from_files = dataset_of(tmp_path, dataset_path=paths, dataset_text_key="body")
+    from_store = dataset_of(tmp_path, dataset_path=[prefix])
+    assert from_store.fingerprint == from_files.fingerprint
+    assert from_store.sample_hash(7) == from_files.sample_hash(7)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["out", "none.txt", "--tokenizer", "byte"], "error: training.dataset_path: no file"),
+        (["out", "pyproject.toml", "--tokenizer", "none"], "error: model.tokenizer_path"),
+        (["out", "pyproject.toml"], "required: --tokenizer"),
+    ],
+)
+def test_mistakes(tmp_path: Path, args: list[str], said: str) -> None:
+    done = run("prepare_data.py", str(tmp_path / args[0]), *args[1:])
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("script", ["prepare_data.py", "train_tokenizer.py"])
+def test_help(script: str) -> None:
+    done = run(script, "--help")
+    assert done.returncode == 0
+    assert f"python scripts/{script}" in done.stdout
+
+
+def test_a_trained_tokenizer_is_that_of_the_library(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("trainer", ROOT / "scripts/train_tokenizer.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    source = (ROOT / "torchtitan" / "config" / "schema.py").read_text()
+    odd = "naïve 中文 \U0001f600 don't  DON'T\r\n\r\n 123456 \t x\n" * 5
+    library = script.train(iter([source, odd]), vocab_size=700)
+    file = tmp_path / "new.tiktoken"
+    script.write_tiktoken(file, script.tokens_by_rank(library))
+    ours = build_tokenizer(str(file))
+    assert (ours.vocab_size, ours.eos_id) == (700, 699)
+    for text in (source, odd, Path(__file__).read_text(), "".join(map(chr, range(1, 0xD800)))):
+        assert ours.encode(text) == library.encode(text).ids
+
+
+def test_training_on_files_merges_the_most_frequent_pairs(tmp_path: Path) -> None:
+    paths = write_texts(tmp_path, {"a.txt": "low lower lowest " * 50, "b.txt": "newest widest"})
+    file = tmp_path / "new.tiktoken"
+    done = run("train_tokenizer.py", str(file), *paths, "--vocab_size", "262")
+    assert (done.returncode, done.stdout) == (0, f"{file}: 260 tokens and 2 special ones\n")
+    # the most frequent pairs, by hand: lo or ow come 150 times, then low, then " low" 149 times
+    merged = list(read_ranks(file))[256:]
+    assert merged[1] == b"low"
+    assert set(merged) == {merged[0], b"low", b" low", merged[3]}
+    assert merged[0] in {b"lo", b"ow"}
+
+
+def test_vocabularies_below_the_bytes_are_refused(tmp_path: Path) -> None:
+    done = run("train_tokenizer.py", str(tmp_path / "t"), "--vocab_size", "257")
+    assert done.returncode == 2
+    assert "at least 258, got 257" in done.stderr

@@ -1,0 +1,304 @@
+"""The house kept true: floors, walls, sizes and hygiene, read from the syntax trees of all files.
+
+Each rule is a function from files to complaints. `test_house` wants none of the repository's own
+files; `test_rules_can_fail` plants a violation of each rule and wants it found.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# A file imports from lower floors and from its own package alone.
+FLOORS: Mapping[str, int] = {
+    "base": 0,
+    "config": 0,
+    "mesh": 1,
+    "models": 1,
+    "parallel": 2,
+    "optim": 2,
+    "data": 2,
+    "metrics": 2,
+    "checkpoint": 3,
+    "plan": 3,
+    "trainer": 4,
+    "assemble": 5,
+    "train": 6,
+    "launch": 6,
+}
+# what a package may import beyond its own, where that is not "all lower floors"
+NARROW: Mapping[str, frozenset[str]] = {
+    "config": frozenset({"base.errors"}),
+    "models": frozenset({"base"}),
+}
+NAMES_CONFIG = ("train", "assemble", "plan", "config")
+MAX_FILE, MAX_FUNCTION = 350, 60
+
+
+@dataclass(frozen=True)
+class File:
+    """A parsed source file; `path` is relative to the repository."""
+
+    path: str
+    source: str
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source, filename=self.path)
+
+    @property
+    def in_package(self) -> bool:
+        return self.path.startswith("torchtitan/")
+
+    @property
+    def module(self) -> str:
+        """torchtitan/models/rope.py -> torchtitan.models.rope"""
+        parts = Path(self.path).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
+    def room(self) -> str:
+        """The part of the package it belongs to: models, or trainer for torchtitan/trainer.py."""
+        return f"{self.module}.".split(".")[1] if self.in_package else ""
+
+
+def _imports(file: File) -> Iterator[tuple[int, str]]:
+    """Yield line and dotted name of all that a file imports, names from modules included."""
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                inside = file.module.split(".")
+                if not file.path.endswith("__init__.py"):
+                    inside = inside[:-1]
+                inside = inside[: len(inside) - node.level + 1]
+                module = ".".join([*inside, module] if module else inside)
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def _within(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
+
+
+def floors(files: list[File]) -> Iterator[str]:
+    for file in files:
+        if not file.room:
+            continue
+        if file.room not in FLOORS:
+            yield f"{file.path}: no floor for {file.room!r}; give it one in {Path(__file__).name}"
+            continue
+        for line, name in _imports(file):
+            target = name.removeprefix("torchtitan.").split(".")[0]
+            if not _within(name, "torchtitan") or target == file.room:
+                continue
+            if target == "torchtitan" or target.startswith("__"):  # the root: its version
+                continue
+            if FLOORS.get(target, 99) >= FLOORS[file.room] and file.room not in NARROW:
+                yield f"{file.path}:{line}: {file.room} imports {name}, which is no lower floor"
+            allowed = NARROW.get(file.room)
+            if allowed and not any(_within(name, f"torchtitan.{room}") for room in allowed):
+                yield f"{file.path}:{line}: {file.room} may import only {sorted(allowed)}: {name}"
+
+
+def models_import_torch_and_base_only(files: list[File]) -> Iterator[str]:
+    known = {*sys.stdlib_module_names, "torch", "torchtitan"}
+    for file in files:
+        for line, name in _imports(file):
+            if file.room == "models" and name.split(".")[0] not in known:
+                yield f"{file.path}:{line}: models import torch and base alone: {name}"
+
+
+def config_is_named_by_few(files: list[File]) -> Iterator[str]:
+    for file in files:
+        if file.room in NAMES_CONFIG:
+            continue
+        for node in ast.walk(file.tree):
+            named = (
+                (isinstance(node, ast.Name) and node.id == "Config")
+                or (isinstance(node, ast.Attribute) and node.attr == "Config")
+                or (isinstance(node, ast.alias) and node.name == "Config")
+            )
+            if named:
+                line = getattr(node, "lineno", 0)
+                yield f"{file.path}:{line}: names Config; take the section or the values instead"
+
+
+def no_library_file_imports_scripts(files: list[File]) -> Iterator[str]:
+    for file in files:
+        for line, name in _imports(file):
+            if file.in_package and (_within(name, "scripts") or _within(name, "tests")):
+                yield f"{file.path}:{line}: the library imports {name}"
+
+
+def _private_torch_modules(file: File) -> Iterator[str]:
+    """Yield torch's private names in use, cut behind the first private part: torch._inductor."""
+    names = [name for _, name in _imports(file)]
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Attribute):
+            names.append(ast.unparse(node))
+    for name in names:
+        parts = name.split(".")
+        for depth, part in enumerate(parts):
+            if parts[0] == "torch" and part.startswith("_") and not part.startswith("__"):
+                yield ".".join(parts[: depth + 1])
+                break
+
+
+def moving_torch_apis_live_in_one_file_each(files: list[File]) -> Iterator[str]:
+    users: dict[str, set[str]] = defaultdict(set)
+    for file in files:
+        for private in _private_torch_modules(file):
+            users[private].add(file.path)
+        for _, name in _imports(file):
+            if _within(name, "torch.distributed.pipelining"):
+                users["torch.distributed.pipelining"].add(file.path)
+    for name, paths in users.items():
+        if len(paths) > 1:
+            yield f"{', '.join(sorted(paths))}: {name} may be used in one file alone"
+
+
+def sizes(files: list[File]) -> Iterator[str]:
+    for file in files:
+        num_lines = len(file.source.splitlines())
+        if num_lines > MAX_FILE:
+            yield f"{file.path}: {num_lines} lines, at most {MAX_FILE}"
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if num_lines > MAX_FUNCTION:
+                    yield (
+                        f"{file.path}:{node.lineno}: {node.name} has {num_lines} lines, "
+                        f"at most {MAX_FUNCTION}"
+                    )
+
+
+def hygiene(files: list[File]) -> Iterator[str]:
+    for file in files:
+        if file.source.strip() and not ast.get_docstring(file.tree):
+            yield f"{file.path}: opens without a docstring"
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.ExceptHandler) and node.type is None:
+                yield f"{file.path}:{node.lineno}: bare except"
+            if isinstance(node, ast.Global):
+                yield f"{file.path}:{node.lineno}: global statement"
+            prints = isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
+            if prints and file.in_package:
+                yield f"{file.path}:{getattr(node, 'lineno', 0)}: print; log instead"
+
+
+Rule = Callable[[list[File]], Iterator[str]]
+RULES: list[Rule] = [
+    floors,
+    models_import_torch_and_base_only,
+    config_is_named_by_few,
+    no_library_file_imports_scripts,
+    moving_torch_apis_live_in_one_file_each,
+    sizes,
+    hygiene,
+]
+
+
+def _own_files() -> list[File]:
+    paths = sorted([*ROOT.glob("torchtitan/**/*.py"), *ROOT.glob("scripts/**/*.py")])
+    return [File(path.relative_to(ROOT).as_posix(), path.read_text("utf-8")) for path in paths]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_house(rule: Rule) -> None:
+    files = _own_files()
+    assert any(file.path == "torchtitan/base/log.py" for file in files)
+    complaints = list(rule(files))
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+PIPELINING = "from torch.distributed.pipelining import PipelineStage"
+PLANTED: list[tuple[Rule, dict[str, str]]] = [
+    (floors, {"torchtitan/base/x.py": "import torchtitan.config.schema"}),
+    (floors, {"torchtitan/base/x.py": "from torchtitan.models.rope import rope"}),
+    (floors, {"torchtitan/config/x.py": "from torchtitan.base import log"}),
+    (floors, {"torchtitan/mesh/x.py": "from torchtitan import models"}),
+    (floors, {"torchtitan/mesh/x.py": "from ..models import rope"}),
+    (floors, {"torchtitan/mesh/__init__.py": "from ..optim.clip import clip"}),
+    (floors, {"torchtitan/models/x.py": "from torchtitan.config.schema import ModelConfig"}),
+    (floors, {"torchtitan/models/x.py": "from torchtitan.mesh.dims import Dims"}),
+    (floors, {"torchtitan/metrics/x.py": "from torchtitan.data.loader import Loader"}),
+    (floors, {"torchtitan/optim/x.py": "def f():\n    import torchtitan.parallel.fsdp"}),
+    (floors, {"torchtitan/checkpoint/x.py": "from torchtitan.assemble import Run"}),
+    (floors, {"torchtitan/trainer.py": "from torchtitan.assemble import assemble"}),
+    (floors, {"torchtitan/assemble.py": "from torchtitan.train import main"}),
+    (floors, {"torchtitan/cellar/x.py": "import torch"}),
+    (models_import_torch_and_base_only, {"torchtitan/models/x.py": "import numpy as np"}),
+    (config_is_named_by_few, {"torchtitan/trainer.py": "from torchtitan.config import Config"}),
+    (config_is_named_by_few, {"torchtitan/optim/x.py": "def f(c: schema.Config) -> None: ..."}),
+    (config_is_named_by_few, {"scripts/x.py": "def f(c: Config) -> None: ..."}),
+    (no_library_file_imports_scripts, {"torchtitan/train.py": "from scripts.generate import f"}),
+    (no_library_file_imports_scripts, {"torchtitan/data/x.py": "import scripts.generate"}),
+    (
+        moving_torch_apis_live_in_one_file_each,
+        {"torchtitan/parallel/x.py": PIPELINING, "torchtitan/models/y.py": PIPELINING},
+    ),
+    (
+        moving_torch_apis_live_in_one_file_each,
+        {
+            "torchtitan/parallel/x.py": "import torch._inductor.config",
+            "torchtitan/train.py": "import torch\ndef f(): torch._inductor.config.x = 1",
+        },
+    ),
+    (
+        moving_torch_apis_live_in_one_file_each,
+        {
+            "torchtitan/parallel/x.py": "from torch.distributed.fsdp import _fully_shard",
+            "scripts/x.py": "from torch.distributed.fsdp._fully_shard import FSDPParam",
+        },
+    ),
+    (sizes, {"torchtitan/base/x.py": "x = 1\n" * 351}),
+    (sizes, {"scripts/x.py": "def f():\n" + "    x = 1\n" * 60}),
+    (sizes, {"torchtitan/base/x.py": "class A:\n    async def f():\n" + "        x = 1\n" * 60}),
+    (hygiene, {"torchtitan/base/x.py": "x = 1"}),
+    (hygiene, {"torchtitan/base/x.py": '"""X."""\ntry:\n    f()\nexcept:\n    pass'}),
+    (hygiene, {"torchtitan/base/x.py": '"""X."""\nprint(1)'}),
+    (hygiene, {"torchtitan/base/x.py": '"""X."""\ndef f():\n    global x\n    x = 1'}),
+]
+
+
+@pytest.mark.parametrize(("rule", "planted"), PLANTED)
+def test_rules_can_fail(rule: Rule, planted: dict[str, str]) -> None:
+    complaints = list(rule([File(path, source) for path, source in planted.items()]))
+    assert len(complaints) == 1, complaints
+    assert all(path in complaints[0] for path in planted)
+
+
+LAWFUL: list[tuple[Rule, dict[str, str]]] = [
+    (floors, {"torchtitan/config/x.py": "from torchtitan.base.errors import ConfigError"}),
+    (floors, {"torchtitan/config/x.py": "from torchtitan.config.schema import Config"}),
+    (floors, {"torchtitan/mesh/x.py": "from . import dims\nfrom ..base import log"}),
+    (floors, {"torchtitan/metrics/x.py": "from torchtitan.models.spec import ModelSpec"}),
+    (floors, {"torchtitan/train.py": "from torchtitan.assemble import assemble"}),
+    (floors, {"torchtitan/assemble.py": "from torchtitan import __version__"}),
+    (floors, {"scripts/x.py": "from torchtitan.train import main"}),
+    (floors, {"torchtitan/__init__.py": ""}),
+    (config_is_named_by_few, {"torchtitan/plan/x.py": "def f(c: Config) -> None: ..."}),
+    (config_is_named_by_few, {"torchtitan/optim/x.py": "def f(c: TrainingConfig): ..."}),
+    (moving_torch_apis_live_in_one_file_each, {"torchtitan/parallel/x.py": PIPELINING}),
+    (
+        moving_torch_apis_live_in_one_file_each,
+        {"scripts/x.py": "torch.__version__", "scripts/y.py": "torch.__version__\nself._x.y"},
+    ),
+    (sizes, {"torchtitan/base/x.py": "def f():\n" + "    x = 1\n" * 59 + "x = 1\n" * 290}),
+    (hygiene, {"torchtitan/base/__init__.py": "", "scripts/x.py": '"""X."""\nprint(1)'}),
+]
+
+
+@pytest.mark.parametrize(("rule", "files"), LAWFUL)
+def test_rules_allow_what_is_lawful(rule: Rule, files: dict[str, str]) -> None:
+    assert list(rule([File(path, source) for path, source in files.items()])) == []

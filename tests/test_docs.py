@@ -1,0 +1,70 @@
+"""Every command in a ```bash block of README.md and docs/ runs, in the order of its page.
+
+They run in a folder that links to the repository, so what they write is thrown away, and with a
+home of its own, so that data is tokenised anew. Training commands get a small batch on top, for
+time's sake. `run_tests.sh` is what runs this test, and is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SMALL = " --training.seq_len 32 --training.local_batch_size 2"
+NOT_RUN = ("./scripts/run_tests.sh",)
+
+
+def commands(page: Path) -> list[str]:
+    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.split("   #")[0].strip() for line in lines if line.strip() and line[0] != "#"]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workplace")
+    for name in ("torchtitan", "scripts", "train_configs", "run_train.sh", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_run(page: Path, workplace: Path) -> None:
+    environ = {
+        **os.environ,
+        "HOME": str(workplace / "home"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "WANDB_MODE": "offline",
+    }
+    for command in commands(page):
+        if command.startswith(NOT_RUN):
+            continue
+        trains = "run_train.sh" in command and "--help" not in command
+        done = subprocess.run(
+            ["bash", "-c", command + SMALL if trains else command],
+            cwd=workplace,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+def test_the_first_two_commands_of_the_readme() -> None:
+    assert commands(ROOT / "README.md")[:2] == ["./run_train.sh", "./scripts/run_tests.sh"]
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -1,0 +1,199 @@
+"""What this process computes on: its device, how fast that is at best, and how full it got.
+
+Model FLOP/s utilisation needs the peak of the device. For GPUs that is the vendor's *dense* figure
+(data sheets like to print the one with sparsity, twice as high); for CPUs no such figure exists
+that would hold for any build of torch, so a short matrix product is timed instead, with the threads
+this process really has. A GPU missing in the table is timed in the same way. Either way the source
+is returned with the number, for the log to say.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from torchtitan.base.errors import ConfigError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakFlops:
+    """The best a device can do, in FLOP/s, and where that number comes from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuPeaks:
+    """Dense peaks in TFLOP/s: bf16 (fp32 accumulate) and TF32 matrix units, plain fp32."""
+
+    bf16: float
+    tf32: float
+    fp32: float
+
+
+# Key: words that the name of the device must hold; the row with most words wins ("H100 PCIe" over
+# "H100"). Sources: NVIDIA data sheets of each product (figures "with sparsity" halved) and the
+# Ampere GA102, Ada and Blackwell RTX white papers; AMD Instinct data sheets (a device is one GCD of
+# an MI250X). tests/base/test_device.py derives the bf16 column from units x clock once more.
+GPU_PEAKS: Mapping[str, GpuPeaks] = {
+    "A10": GpuPeaks(bf16=125.0, tf32=62.5, fp32=31.2),
+    "A10G": GpuPeaks(bf16=70.0, tf32=35.0, fp32=35.0),
+    "A30": GpuPeaks(bf16=165.0, tf32=82.0, fp32=10.3),
+    "A40": GpuPeaks(bf16=149.7, tf32=74.8, fp32=37.4),
+    "A100": GpuPeaks(bf16=312.0, tf32=156.0, fp32=19.5),
+    "A800": GpuPeaks(bf16=312.0, tf32=156.0, fp32=19.5),
+    "RTX A6000": GpuPeaks(bf16=154.8, tf32=77.4, fp32=38.7),
+    "RTX 3090": GpuPeaks(bf16=71.0, tf32=35.6, fp32=35.6),
+    "L4": GpuPeaks(bf16=121.0, tf32=60.0, fp32=30.3),
+    "L40": GpuPeaks(bf16=181.0, tf32=90.5, fp32=90.5),
+    "L40S": GpuPeaks(bf16=362.0, tf32=183.0, fp32=91.6),
+    "RTX 6000 Ada": GpuPeaks(bf16=364.2, tf32=182.1, fp32=91.1),
+    "RTX 4090": GpuPeaks(bf16=165.2, tf32=82.6, fp32=82.6),
+    "RTX 5090": GpuPeaks(bf16=209.5, tf32=104.8, fp32=104.8),
+    "H100": GpuPeaks(bf16=989.4, tf32=494.7, fp32=67.0),
+    "H100 PCIe": GpuPeaks(bf16=756.0, tf32=378.0, fp32=51.0),
+    "H100 NVL": GpuPeaks(bf16=835.5, tf32=417.5, fp32=60.0),
+    "H800": GpuPeaks(bf16=989.4, tf32=494.7, fp32=67.0),
+    "H200": GpuPeaks(bf16=989.4, tf32=494.7, fp32=67.0),
+    "H200 NVL": GpuPeaks(bf16=835.5, tf32=417.5, fp32=60.0),
+    "GH200": GpuPeaks(bf16=989.4, tf32=494.7, fp32=67.0),
+    "B200": GpuPeaks(bf16=2250.0, tf32=1100.0, fp32=75.0),
+    "GB200": GpuPeaks(bf16=2500.0, tf32=1250.0, fp32=80.0),
+    "B300": GpuPeaks(bf16=2250.0, tf32=1125.0, fp32=75.0),
+    "GB300": GpuPeaks(bf16=2500.0, tf32=1250.0, fp32=80.0),
+    # AMD has no TF32 that torch uses by itself: fp32 matrix units for both
+    "MI250X": GpuPeaks(bf16=191.5, tf32=47.9, fp32=47.9),
+    "MI300X": GpuPeaks(bf16=1307.4, tf32=163.4, fp32=163.4),
+    "MI325X": GpuPeaks(bf16=1307.4, tf32=163.4, fp32=163.4),
+}
+# Words that make it another product than the one in the table: timed instead.
+_OTHER_PRODUCT = frozenset({"Laptop", "MIG", "D", "Max", "Ti", "SUPER"})
+
+
+def device_type() -> Literal["cuda", "cpu"]:
+    """Return what this machine trains on: "cuda" (NVIDIA, or AMD under ROCm) if there is a GPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def local_device(local_rank: int) -> torch.device:
+    """Return the device of a process, by its rank on this machine, and make it the current one.
+
+    Raises ConfigError when the machine has fewer GPUs than processes.
+    """
+    if device_type() == "cpu":
+        return torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        raise ConfigError(
+            f"each process of a machine needs a GPU of its own, got local rank {local_rank} on a "
+            f"machine with {num_gpus}; start at most {num_gpus} processes there (NGPU={num_gpus})"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """Return the product name of the device; of a CPU also the threads that torch uses."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{_cpu_model()}, threads: {torch.get_num_threads()}"
+
+
+def peak_flops(device: torch.device, *, dtype: torch.dtype) -> PeakFlops:
+    """Return the dense matrix-product peak of one device for operands of `dtype`.
+
+    float32 on a GPU means TF32 where `torch.set_float32_matmul_precision` allows it. Timing takes
+    about 0.2 s.
+    """
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float32):
+        name = device_name(device)
+        peaks = table_peaks(name)
+        if peaks is not None:
+            column, teraflops = _column(peaks, dtype=dtype)
+            return PeakFlops(value=teraflops * 1e12, source=f"data sheet of {name}, dense {column}")
+    rate = measure_matmul_flops(device, dtype=dtype)
+    kind = str(dtype).removeprefix("torch.")
+    return PeakFlops(value=rate, source=f"measured {kind} matmul on {device_name(device)}")
+
+
+def table_peaks(name: str) -> GpuPeaks | None:
+    """Return the row for a device of this name, or None if the table does not know it."""
+    words = set(re.split(r"[\s/-]+", name))
+    if words & _OTHER_PRODUCT:
+        return None
+    matches = [key for key in GPU_PEAKS if words.issuperset(key.split())]
+    if not matches:
+        return None
+    return GPU_PEAKS[max(matches, key=lambda key: len(key.split()))]
+
+
+def measure_matmul_flops(
+    device: torch.device, *, dtype: torch.dtype, seconds: float = 0.2
+) -> float:
+    """Time square matrix products for about `seconds` and return the median rate in FLOP/s.
+
+    The median and not the best: processes that share cores (gloo ranks on one machine) are slowed
+    in training as they are here, while a rare interruption should not count.
+    """
+    n = 8192 if device.type == "cuda" else 512
+    a_NN = torch.ones(n, n, dtype=dtype, device=device)  # a random draw would move the generator
+    for _ in range(2):  # kernels are chosen and threads started on the first calls
+        _timed_matmul(a_NN)
+    times: list[float] = []
+    while sum(times) < seconds:
+        times.append(_timed_matmul(a_NN))
+    return 2 * n**3 / statistics.median(times)
+
+
+def memory_peak_gib(device: torch.device) -> float:
+    """Return the most memory in use at once, in GiB.
+
+    GPU: by tensors, since the last `reset_memory_peak`. CPU: by this process, ever.
+    """
+    if device.type == "cuda":
+        return float(torch.cuda.memory_stats(device)["active_bytes.all.peak"]) / GIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / GIB
+
+
+def reset_memory_peak(device: torch.device) -> None:
+    """Let the next `memory_peak_gib` start from now; a CPU keeps its peak."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _column(peaks: GpuPeaks, *, dtype: torch.dtype) -> tuple[str, float]:
+    if dtype == torch.bfloat16:
+        return "bf16", peaks.bf16
+    if torch.get_float32_matmul_precision() == "highest":
+        return "fp32", peaks.fp32
+    return "tf32", peaks.tf32
+
+
+def _timed_matmul(a_NN: torch.Tensor) -> float:
+    start = time.perf_counter()
+    torch.mm(a_NN, a_NN)
+    if a_NN.is_cuda:
+        torch.cuda.synchronize(a_NN.device)
+    return time.perf_counter() - start
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    return match.group(1).strip() if match else platform.machine()

@@ -1,0 +1,198 @@
+"""Logging for many processes: one readable console, and nothing lost.
+
+A job of a thousand ranks says everything a thousand times. Launchers can hide the output of local
+ranks (`torchrun --local-ranks-filter`), but the same local rank exists on every node, so no setting
+there shows "global rank 0 alone", and what is hidden is gone. Here each process filters itself by
+its global rank: the picked ranks write to the console, and every rank writes its whole log to a
+file. Python warnings and the warnings of other libraries take the same way, so that a picked rank
+is all one sees.
+
+Modules log through `logging.getLogger(__name__)`; only `main()` calls `init_logging`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, TextIO
+
+from torchtitan.base.errors import ConfigError
+
+Style = Literal["dim", "red", "green", "yellow", "blue", "magenta", "cyan"]
+
+_CODES: Mapping[Style, int] = {
+    "dim": 2,
+    "red": 31,
+    "green": 32,
+    "yellow": 33,
+    "blue": 34,
+    "magenta": 35,
+    "cyan": 36,
+}
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_ERASE_LINE = "\r\x1b[2K"
+_HANDLER_PREFIX = "torchtitan."
+
+
+def init_logging(
+    *, rank: int, world_size: int, log_rank: str | None, folder: Path | None, color: bool
+) -> None:
+    """Send this process's log to the console, if its rank is picked, and to its file.
+
+    `log_rank` lists global ranks as in `shown_ranks` (None or "": rank 0). The file is
+    `folder/logs/rank_N.log`, appended to when a run is resumed; None writes no file. Call again at
+    will: the earlier set-up is replaced.
+
+    Raises ConfigError for a `log_rank` that names no ranks of this job and for a folder that cannot
+    be written.
+    """
+    shown = shown_ranks(log_rank or "0", world_size=world_size)
+    handlers: list[logging.Handler] = []
+    if rank in shown:
+        handlers.append(_console_handler(rank=rank, shown=shown, color=color))
+    if folder is not None:
+        handlers.append(_file_handler(folder / "logs" / f"rank_{rank}.log"))
+
+    reset_logging()
+    # without any handler Python would print warnings by itself
+    for handler in handlers or [logging.NullHandler()]:
+        handler.name = f"{_HANDLER_PREFIX}{type(handler).__name__}"
+        logging.getLogger().addHandler(handler)
+    logging.getLogger("torchtitan").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    if not os.environ.get("TORCH_LOGS"):
+        _adopt_library_loggers()
+
+
+def reset_logging() -> None:
+    """Take away what `init_logging` installed; files are closed."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if (handler.name or "").startswith(_HANDLER_PREFIX):
+            root.removeHandler(handler)
+            handler.close()
+    logging.captureWarnings(False)
+
+
+def shown_ranks(spec: str, *, world_size: int) -> frozenset[int]:
+    """Return the global ranks that `spec` picks: "all", or a list such as "0" or "0,7".
+
+    Raises ConfigError when it is neither, or names a rank that the job does not have.
+    """
+    if spec.strip() == "all":
+        return frozenset(range(world_size))
+    words = [word.strip() for word in spec.split(",")]
+    if all(word.isdecimal() and int(word) < world_size for word in words):
+        return frozenset(map(int, words))
+    raise ConfigError(
+        f"LOG_RANK must be 'all' or global ranks between 0 and {world_size - 1} separated by "
+        f"commas (the job has {world_size}), got {spec!r}; try LOG_RANK=0"
+    )
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Tell whether a person watches `stream` through something that can move the cursor."""
+    return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+
+def use_color(stream: TextIO, *, disabled: bool) -> bool:
+    """Tell whether to write colours to `stream`: a terminal, and neither NO_COLOR nor `disabled`.
+
+    NO_COLOR counts when it is set to anything but "" (https://no-color.org).
+    """
+    return is_terminal(stream) and not os.environ.get("NO_COLOR") and not disabled
+
+
+def paint(text: str, style: Style, *, color: bool) -> str:
+    """Return `text` in the style for terminals, or as it is when `color` is False."""
+    return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if color else text
+
+
+class _ConsoleHandler(logging.StreamHandler):
+    """Write to whatever `sys.stderr` is now: a progress bar stands in for it while it is drawn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+class _ConsoleFormatter(logging.Formatter):
+    """One short line: time, rank if several are shown, level and origin unless all is well."""
+
+    def __init__(self, *, rank_label: str, before: str, color: bool) -> None:
+        super().__init__(datefmt="%H:%M:%S")
+        self.rank_label = rank_label
+        self.before = before
+        self.color = color
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record).rstrip()
+        if not self.color:
+            text = _ESCAPES.sub("", text)
+        if record.levelno >= logging.WARNING:
+            style: Style = "yellow" if record.levelno < logging.ERROR else "red"
+            text = f"{paint(record.levelname, style, color=self.color)} {text}"
+        time = paint(self.formatTime(record, self.datefmt), "dim", color=self.color)
+        return f"{self.before}{time} {self.rank_label}{text}"
+
+
+class _FileFormatter(logging.Formatter):
+    """Everything there is to know of a record, in plain text."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _ESCAPES.sub("", super().format(record).rstrip())
+
+
+def _console_handler(*, rank: int, shown: frozenset[int], color: bool) -> logging.Handler:
+    handler = _ConsoleHandler(sys.stderr)
+    # The first picked rank may draw a progress bar. The others are other processes that know
+    # nothing of it, so they clear the line they find themselves on; the bar redraws itself below.
+    erase = rank != min(shown) and is_terminal(sys.stderr)
+    handler.setFormatter(
+        _ConsoleFormatter(
+            rank_label=f"[rank {rank}] " if len(shown) > 1 else "",
+            before=_ERASE_LINE if erase else "",
+            color=color,
+        )
+    )
+    return handler
+
+
+def _file_handler(path: Path) -> logging.Handler:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"job.dump_folder must be a folder this job can write to, got {path.parent.parent} "
+            f"({error.strerror}: {error.filename}); name another folder"
+        ) from error
+    handler.setFormatter(_FileFormatter())
+    return handler
+
+
+def _adopt_library_loggers() -> None:
+    """Send what imported libraries would write to stderr themselves through our handlers instead.
+
+    torch gives dozens of its loggers a handler of their own, on every rank. TORCH_LOGS asks for
+    exactly those, so with it they stay.
+    """
+    for logger in logging.Logger.manager.loggerDict.values():
+        if not isinstance(logger, logging.Logger):
+            continue
+        for handler in list(logger.handlers):
+            # exactly this class: a subclass (a file, a trace) does something of its own
+            if type(handler) is logging.StreamHandler and handler.stream in _standard_streams():
+                logger.removeHandler(handler)
+                logger.propagate = True
+
+
+def _standard_streams() -> tuple[TextIO | None, ...]:
+    return (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)

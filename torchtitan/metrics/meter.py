@@ -1,0 +1,140 @@
+"""From steps to figures: what a logged step reports, and how fast the steps since the last one ran.
+
+Reading a number from a GPU makes the host wait for it, and a loop that waits each step leaves the
+GPU idle. So the loop hands over device tensors, and only `Meter.report`, called on logged steps
+alone, copies them to the host: all of them at once, as float64, so that no digit is lost. That copy
+also is the moment at which all work of the interval is truly done, which makes the clock right.
+
+A meter times intervals: from `start_interval` to the first report, then from report to report. The
+first one usually is step 1 alone, start-up and compilation included; no average is mixed with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from torchtitan.base.device import memory_peak_gib, reset_memory_peak
+from torchtitan.metrics.sinks import Row
+
+
+@dataclass
+class _Interval:
+    """What happened since the last report; times in seconds."""
+
+    started: float
+    waited_for_data: float = 0.0
+    num_steps: int = 0
+    num_tokens: int = 0
+
+
+class Meter:
+    """Count steps, tokens and time; turn them into one row of figures a report.
+
+    `flops_per_token`: forward and backward, of the whole model. `peak_flops`: of one device.
+    `world_size`: devices that share the work. `clock`: seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        flops_per_token: float,
+        peak_flops: float,
+        world_size: int,
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._world_size = world_size
+        self._device = device
+        self._clock = clock
+        self._interval = _Interval(started=clock())
+        self._num_reports = 0
+        self._average_over = (0, 0.0)  # tokens, seconds
+
+    @property
+    def average_tokens_per_second(self) -> float:
+        """Tokens a second of all devices over all reports but the first, which is slow."""
+        num_tokens, seconds = self._average_over
+        return num_tokens / seconds if seconds else 0.0
+
+    def start_interval(self) -> None:
+        """Begin counting now: call right before the first step of a start."""
+        self._interval = _Interval(started=self._clock())
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Count the time inside as waiting for data."""
+        before = self._clock()
+        yield
+        self._interval.waited_for_data += self._clock() - before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time inside: saving a checkpoint is no training."""
+        before = self._clock()
+        yield
+        self._interval.started += self._clock() - before
+
+    def count(self, num_tokens: int) -> None:
+        """Count a finished step of `num_tokens` tokens over all devices."""
+        self._interval.num_steps += 1
+        self._interval.num_tokens += num_tokens
+
+    def report(self, step: int, *, figures: Mapping[str, torch.Tensor | float]) -> Row:
+        """Return the row of `step`: `figures` on the host, and the speed since the last report.
+
+        `figures`: scalars, on the device or not, already reduced over the ranks. Added to them are
+        tokens_per_second (all devices), tokens_per_second_per_device, tflops_per_device, mfu
+        (percent of the peak of all devices), step_time_s and data_time_s (means over the interval)
+        and memory_peak_gib (of this rank).
+        """
+        assert self._interval.num_steps > 0, "a report needs a step since the last one"
+        values = _to_host(figures, device=self._device)
+        now = self._clock()  # after the copy: only then the device is done with the interval
+        interval, self._interval = self._interval, _Interval(started=now)
+        seconds = now - interval.started
+        self._add_to_average(interval.num_tokens, seconds=seconds)
+        per_device = interval.num_tokens / seconds / self._world_size
+        memory_gib = memory_peak_gib(self._device)
+        reset_memory_peak(self._device)
+        return {
+            "step": step,
+            **values,
+            "tokens_per_second": interval.num_tokens / seconds,
+            "tokens_per_second_per_device": per_device,
+            "tflops_per_device": per_device * self._flops_per_token / 1e12,
+            "mfu": 100 * per_device * self._flops_per_token / self._peak_flops,
+            "step_time_s": seconds / interval.num_steps,
+            "data_time_s": interval.waited_for_data / interval.num_steps,
+            "memory_peak_gib": memory_gib,
+        }
+
+    def _add_to_average(self, num_tokens: int, *, seconds: float) -> None:
+        tokens_before, seconds_before = self._average_over
+        if self._num_reports <= 1:  # the second report puts the first, slow one out of the average
+            tokens_before, seconds_before = 0, 0.0
+        self._average_over = (tokens_before + num_tokens, seconds_before + seconds)
+        self._num_reports += 1
+
+
+def _to_host(
+    figures: Mapping[str, torch.Tensor | float], *, device: torch.device
+) -> dict[str, float]:
+    """Copy all tensors in one transfer; integers stay integers, float32 is exact in float64."""
+    tensors = [value for value in figures.values() if isinstance(value, torch.Tensor)]
+    scalars = [tensor.detach().reshape(()).to(device, torch.float64) for tensor in tensors]
+    copied = iter(torch.stack(scalars).tolist() if scalars else [])
+    values: dict[str, float] = {}
+    for name, value in figures.items():
+        if isinstance(value, torch.Tensor):
+            number = next(copied)
+            values[name] = number if value.is_floating_point() else int(number)
+        else:
+            values[name] = value
+    return values

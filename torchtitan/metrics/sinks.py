@@ -1,0 +1,247 @@
+"""Where the figures of a logged step go: a file, the console, TensorBoard, Weights & Biases.
+
+A row is a flat dictionary of numbers, and a sink is anything that can `write` a row and `close`.
+Which of them exist is decided once, by `build_sinks`; the step loop writes to each in a list and
+knows none, so a switched-off sink costs nothing. `metrics.jsonl` is always written: it is the
+record of the run, one JSON object a line with every digit, and scripts and tests read it. The
+others show the same figures. Their packages load only when they are switched on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.log import Style, paint
+
+if TYPE_CHECKING:
+    from torchtitan.config.schema import MetricsConfig
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, float]
+
+# torchtitan's tags, so that runs of both can be laid over each other. A figure without one goes by
+# its own name.
+TAGS: Mapping[str, str] = {
+    "loss": "loss_metrics/global_avg_loss",
+    "max_loss": "loss_metrics/global_max_loss",
+    "num_tokens": "n_tokens_seen",
+    "tokens_per_second_per_device": "throughput(tps)",
+    "tflops_per_device": "tflops",
+    "mfu": "mfu(%)",
+    "step_time_s": "time_metrics/end_to_end(s)",
+    "data_time_s": "time_metrics/data_loading(s)",
+    "memory_peak_gib": "memory/max_active(GiB)",
+}
+
+# What the console shows of a row: label, format, colour.
+_CONSOLE: Mapping[str, tuple[str, str, Style]] = {
+    "step": ("step", "{:>6d}", "red"),
+    "loss": ("loss", "{:8.5f}", "green"),
+    "grad_norm": ("grad_norm", "{:8.4f}", "yellow"),
+    "lr": ("lr", "{:.2e}", "magenta"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}", "blue"),
+    "mfu": ("mfu", "{:.2f}%", "cyan"),
+    "memory_peak_gib": ("memory", "{:.2f}GiB", "dim"),
+}
+
+
+class Sink(Protocol):
+    """A place for rows."""
+
+    def write(self, row: Row) -> None:
+        """Take the figures of one logged step."""
+
+    def close(self) -> None:
+        """Make sure that everything has arrived; nothing is written afterwards."""
+
+
+class JsonlSink:
+    """Append rows to a file of JSON lines; a row survives a crash of this process at once.
+
+    Rows of an earlier start beyond `resume_step` are dropped first: they are trained again. 0
+    starts over. Raises DataError when the file holds something else than rows.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            kept = [row for row in read_rows(path) if row["step"] <= resume_step]
+            _replace(path, lines=[json.dumps(row) for row in kept])
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Row) -> None:
+        """Append the row."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class ConsoleSink:
+    """Log one line a row, for the console of the picked ranks and the log file of each."""
+
+    def __init__(self, *, color: bool) -> None:
+        self._color = color
+
+    def write(self, row: Row) -> None:
+        """Log the row."""
+        parts = [
+            paint(f"{label}: {layout.format(row[name])}", style, color=self._color)
+            for name, (label, layout, style) in _CONSOLE.items()
+            if name in row
+        ]
+        logger.info("  ".join(parts))
+
+    def close(self) -> None:
+        """Do nothing: the log outlives the run."""
+
+
+class TensorBoardSink:
+    """Write event files; what an earlier start wrote beyond `resume_step` is hidden."""
+
+    def __init__(self, folder: Path, *, resume_step: int) -> None:
+        tensorboard = _load("torch.utils.tensorboard", setting="metrics.enable_tensorboard")
+        self._writer = tensorboard.SummaryWriter(
+            str(folder), purge_step=resume_step + 1, flush_secs=10
+        )
+
+    def write(self, row: Row) -> None:
+        """Write the row under torchtitan's tags."""
+        for tag, value in tagged(row).items():
+            self._writer.add_scalar(tag, value, global_step=int(row["step"]))
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """Send rows to Weights & Biases, or with WANDB_MODE=offline to `folder/wandb` alone.
+
+    The other variables of W&B hold too (WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_ID ...). `settings`
+    are the job's, shown with the run. Raises ConfigError when W&B is missing or cannot start.
+    """
+
+    def __init__(self, folder: Path, *, name: str, settings: Mapping[str, Any]) -> None:
+        wandb = _load("wandb", setting="metrics.enable_wandb")
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "torchtitan"),
+                name=os.environ.get("WANDB_NAME", name),
+                dir=str(folder),
+                config=dict(settings),
+                # our log already has every line, and the progress bar must not be captured
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(
+                f"metrics.enable_wandb needs Weights & Biases to start, got: {error}; "
+                f"run `wandb login`, or set WANDB_MODE=offline"
+            ) from error
+        logger.info("W&B files: %s", self._run.dir)
+
+    def write(self, row: Row) -> None:
+        """Send the row under torchtitan's tags."""
+        self._run.log(tagged(row), step=int(row["step"]))
+
+    def close(self) -> None:
+        """Finish the run; waits until everything is sent."""
+        self._run.finish()
+
+
+def build_sinks(
+    metrics: MetricsConfig,
+    *,
+    folder: Path,
+    rank: int,
+    resume_step: int,
+    color: bool,
+    job_config: Mapping[str, Any],
+    description: str,
+) -> list[Sink]:
+    """Return the sinks of this rank: files on rank 0, or on all ranks if asked; a console on each.
+
+    `folder`: the run's. `job_config`: all settings as plain values. Raises ConfigError for an
+    optional package that is missing.
+    """
+    sinks: list[Sink] = []
+    everyone = metrics.save_for_all_ranks
+    if rank == 0 or everyone:
+        file_name = f"metrics.rank_{rank}.jsonl" if rank else "metrics.jsonl"
+        sinks.append(JsonlSink(folder / file_name, resume_step=resume_step))
+        if metrics.enable_tensorboard:
+            tb_folder = folder / metrics.save_tb_folder
+            sinks.append(
+                TensorBoardSink(
+                    tb_folder / f"rank_{rank}" if everyone else tb_folder, resume_step=resume_step
+                )
+            )
+        if metrics.enable_wandb:
+            name = f"{description} rank {rank}" if everyone else description
+            sinks.append(WandbSink(folder, name=name, settings=job_config))
+    return [*sinks, ConsoleSink(color=color)]
+
+
+def tagged(row: Row) -> dict[str, float]:
+    """Return the figures of a row under torchtitan's tags, without its step."""
+    figures = {TAGS.get(name, name): value for name, value in row.items() if name != "step"}
+    if row.get("step_time_s"):
+        figures["time_metrics/data_loading(%)"] = 100 * row["data_time_s"] / row["step_time_s"]
+    return figures
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a metrics.jsonl; a last line torn by a crash is left out.
+
+    Raises DataError, naming the line, when the file holds something else.
+    """
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    rows: list[Row] = []
+    for number, line in enumerate(lines, start=1):
+        row = _parse(line)
+        if row is not None:
+            rows.append(row)
+        elif number < len(lines):
+            raise DataError(
+                f"each line of {path} must be a JSON object with a step, got {line.strip()[:60]!r} "
+                f"on line {number}; move the file away or mend it"
+            )
+    return rows
+
+
+def _parse(line: str) -> Row | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _replace(path: Path, *, lines: Sequence[str]) -> None:
+    """Rewrite a file so that a crash leaves the old one or the new one."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    os.replace(beside, path)
+
+
+def _load(module: str, *, setting: str) -> ModuleType:
+    """Import an optional package."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{setting} = true needs a package that cannot be imported ({error}); "
+            f"install it with pip, or set {setting} to false"
+        ) from error
