@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -105,7 +106,10 @@ def load(step: Path) -> tuple[Decoder, Tokenizer]:
         model = spec.build(architecture).to(dtype)
     assert isinstance(model, Decoder)
     model.to_empty(device=local_device(0))
-    storage.read_tensors(step, "model", into=model.state_dict(), group=None)
+    with warnings.catch_warnings():
+        # one process is what is meant here
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        storage.read_tensors(step, "model", into=model.state_dict(), group=None)
     return model, tokenizer
 
 

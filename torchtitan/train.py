@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from torchtitan.base.log import init_logging, is_terminal, shown_ranks, use_colo
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
 from torchtitan.mesh.process_group import (
-    Launch,
     init_process_group,
     is_first_to,
     leave,
@@ -32,23 +32,20 @@ from torchtitan.trainer import Trainer
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 
 
-def train(config: Config, launch: Launch) -> None:
-    """Run the job that `config` describes on this rank.
+def train(argv: Sequence[str]) -> None:
+    """Run the job that the command line describes on this rank.
 
     Raises:
         UserError: Something outside the library has to change.
     """
+    launch, log_rank = read_launch(os.environ), os.environ.get("LOG_RANK")
+    shown = shown_ranks(log_rank or "0", world_size=launch.world_size)
+    log = partial(init_logging, rank=launch.rank, world_size=launch.world_size, log_rank=log_rank)
+    log(folder=None, color=False)  # the settings, which name the folder, may give notices already
+    config = load_config(argv)
     folder = Path(config.job.dump_folder)
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
-    log_rank = os.environ.get("LOG_RANK")
-    shown = shown_ranks(log_rank or "0", world_size=launch.world_size)
-    init_logging(
-        rank=launch.rank,
-        world_size=launch.world_size,
-        log_rank=log_rank,
-        folder=folder,
-        color=color,
-    )
+    log(folder=folder, color=color)
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
     started = time.monotonic()
     run = assemble(config, launch=launch, color=color)
@@ -98,8 +95,7 @@ def find_places(config: Config) -> dict[str, str]:
 def main(argv: Sequence[str]) -> int:
     """Train, and return the exit code."""
     try:
-        config, launch = load_config(argv), read_launch(os.environ)
-        train(config, launch)
+        train(argv)
     except UserError as error:
         _report(error)
         return error.exit_code

@@ -112,6 +112,7 @@ def _run_job(
 ) -> tuple[bool, Any]:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     try:
@@ -130,5 +131,6 @@ def _run_job(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it remembers meshes, and with them another job's ranks
         torch.manual_seed(0)
         torch.use_deterministic_algorithms(False)

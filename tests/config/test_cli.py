@@ -1,0 +1,192 @@
+"""Options: how words become values, and what --help says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.config.jobs import Jobs, mistakes_of
+from torchtitan.config.fields import fields, sections, values_of
+from torchtitan.config.layers import literal
+from torchtitan.config.load import load_config
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--training.steps", "20"], 20),
+        (["--training.steps=20"], 20),
+        (["--training.steps", "1", "--training.steps", "20"], 20),
+        (["--training.dataloader.num_workers", "2"], 2),
+        (["--training.global_batch_size", "-1"], -1),
+        (["--optimizer.lr", "1e-3"], 1e-3),
+        (["--optimizer.lr", "1"], 1.0),
+        (["--training.max_norm", "inf"], float("inf")),
+        (["--metrics.enable_tensorboard"], True),
+        (["--metrics.enable_tensorboard", "true"], True),
+        (["--metrics.enable_tensorboard=false"], False),
+        (["--model.flavor", "8B"], "8B"),
+        (["--model.flavor", "20"], "20"),
+        (["--model.flavor", "1e3"], "1e3"),
+        (["--model.flavor", "true"], "true"),
+        (["--model.flavor", '"quoted"'], "quoted"),
+        (["--model.flavor", "[a]"], "[a]"),
+        (["--job.description", "two words"], "two words"),
+        (["--job.description="], ""),
+        (["--job.description", "none"], "none"),
+        (["--job.description", "a=b"], "a=b"),
+        (["--job.description", "x # y"], "x # y"),
+        (["--job.description", "5\nsteps = 6"], "5\nsteps = 6"),
+        (["--activation_checkpoint.mode", "none"], "none"),
+        (["--activation_checkpoint.selective_ac_option", "3"], "3"),
+        (["--optimizer.no_decay_params", "*.bias"], ("*.bias",)),
+        (["--optimizer.no_decay_params", "7"], ("7",)),
+        (["--optimizer.no_decay_params", '["a", "b"]'], ("a", "b")),
+        (["--optimizer.no_decay_params", "a", "b"], ("a", "b")),
+        (["--optimizer.no_decay_params", "[]"], ()),
+        (["--lr_scheduler.decay_ratio", "0.5"], 0.5),
+        (["--lr_scheduler.total_steps", "none"], None),
+        (["--lr_scheduler.total_steps", "None"], None),
+    ],
+)
+def test_words_become_values(words: list[str], value: object) -> None:
+    path = tuple(words[0].split("=")[0][2:].split("."))
+    got = values_of(load_config(words))[path]
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_lists_of_numbers(jobs: Jobs) -> None:
+    text = '[training]\ndataset = "files"\ndataset_path = ["a", "b"]'
+    for words in (["0.5", "1"], ["[0.5, 1]"], ["[0.5, 1.0]"]):
+        config = jobs.load(text, "--training.dataset_weights", *words)
+        assert config.training.dataset_weights == (0.5, 1.0)
+
+
+def test_none_takes_an_optional_setting_back(jobs: Jobs) -> None:
+    text = '[lr_scheduler]\ntotal_steps = 5\n[training]\ndataset_path = ["x"]\nsteps = 5'
+    config = jobs.load(
+        text, "--lr_scheduler.total_steps", "none", "--training.dataset_path", "none"
+    )
+    assert config.lr_scheduler.total_steps is None
+    assert config.training.dataset_path == ()
+
+
+def test_a_switch_before_another_option_is_true() -> None:
+    config = load_config(["--checkpoint.enable", "--training.steps", "3"])
+    assert (config.checkpoint.enable, config.training.steps) == (True, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "mistakes"),
+    [
+        (["--training.steps", "ten"], ["--training.steps ten: must be an integer"]),
+        (["--training.steps", "2.5"], ["--training.steps 2.5: must be an integer"]),
+        (["--training.steps=true"], ["--training.steps true: must be an integer"]),
+        (["--training.steps", "none"], ["--training.steps none: must be an integer"]),
+        (["--training.steps", "5\nseq_len = 6"], ["--training.steps 5\\nseq_len = 6: must be an"]),
+        (["--training.steps="], ["--training.steps: must be an integer"]),
+        (["--training.steps"], ["--training.steps: needs a value (int > 0)"]),
+        (
+            ["--training.dataset_path"],
+            ["--training.dataset_path: needs a value (list of str)"],
+        ),
+        (["--metrics.enable_wandb", "1"], ["--metrics.enable_wandb 1: must be true or false"]),
+        (
+            ["--metrics.enable_wandb", "True"],
+            ["--metrics.enable_wandb True: must be true or false; write true without quotes"],
+        ),
+        (
+            ["--training.stepz", "10"],
+            ["--training.stepz 10: [training] has no key 'stepz'; did you mean --training.steps?"],
+        ),
+        (
+            ["--training.stepz=10"],
+            ["--training.stepz 10: [training] has no key 'stepz'; did you mean --training.steps?"],
+        ),
+        (
+            ["--training.local-batch-size", "1"],
+            [
+                "--training.local-batch-size 1: [training] has no key 'local-batch-size'; "
+                "did you mean --training.local_batch_size?"
+            ],
+        ),
+        (
+            ["--model.steps", "1"],
+            ["--model.steps 1: [model] has no key 'steps'; did you mean --training.steps?"],
+        ),
+        (
+            ["--trainin.steps", "1"],
+            ["--trainin.steps 1: there is no section [trainin]; did you mean --training.steps?"],
+        ),
+        (["--steps", "1"], ["--steps 1: stands in no section; did you mean --training.steps?"]),
+        (
+            ["--training", "1"],
+            ["--training 1: [training] is a section, not a key; write --training.key ..."],
+        ),
+        (
+            ["--debug.xyzzy"],
+            [
+                "--debug.xyzzy: [debug] has no key 'xyzzy'; "
+                "valid are seed, deterministic, deterministic_warn_only"
+            ],
+        ),
+        (["job.toml"], ["'job.toml' belongs to no option; write --job.config_file job.toml"]),
+        (["-x"], ["'-x' belongs to no option; a value that begins with - is written"]),
+        (["stray"], ["'stray' belongs to no option"]),
+        (["--compile.enable"], ["--compile.enable: torch.compile is not built yet"]),
+        (["--training.compile"], ["--training.compile: torch.compile is not built yet"]),
+        (
+            ["--model.name", "a\udc80"],
+            ["--model.name a\\udc80: must be UTF-8"],
+        ),
+        (["--help=3"], ["argument -h/--help: ignored explicit argument '3'"]),
+        (
+            ["--training.steps", "x", "--training.seq_len", "y", "z.toml", "--a.b", "c"],
+            [
+                "'z.toml' belongs to no option",
+                "--training.steps x: must be an integer",
+                "--training.seq_len y: must be an integer",
+                "--a.b c: there is no section [a]",
+            ],
+        ),
+    ],
+)
+def test_wrong_words(words: list[str], mistakes: list[str]) -> None:
+    found = mistakes_of(lambda: load_config(words))
+    assert len(found) == len(mistakes)
+    for mistake in mistakes:
+        assert any(text.startswith(f"command line: {mistake}") for text in found), found
+
+
+def test_options_join_the_report_of_the_file(jobs: Jobs) -> None:
+    found = jobs.mistakes("[training]\nsteps = 'ten'", "--training.seq_len", "0")
+    assert found == [
+        'job.toml: [training] steps = "ten": must be an integer',
+        "command line: --training.seq_len 0: must be greater than 0",
+    ]
+
+
+def test_help_describes_every_key(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as exit_info:
+        load_config(["--training.steps", "ten", "--help"])
+    assert exit_info.value.code == 0
+    output = capsys.readouterr().out
+    assert "\x1b" not in output  # not a terminal
+    flat = re.sub(r"\s+", " ", output)
+    for path, cls in sections().items():
+        assert f"[{'.'.join(path)}]: {cls.__doc__}" in flat
+    for path, facts in fields().items():
+        assert facts.help, path
+        default = "not set" if facts.default is None else literal(facts.default)
+        entry = f"{facts.help} ({facts.type_text}; default: {default})"
+        option = re.escape(f"--{'.'.join(path)} ") + r"(\S+|\[\S+ \.\.\.\]) "
+        assert re.search(option + re.escape(entry), flat), path
+    assert "A TOML file holds them as [section] key = value" in flat
+    assert "--training.steps INT Optimizer steps. (int > 0; default: 10000)" in flat
+    assert '(Adam | AdamW | SGD; default: "AdamW")' in flat
+    assert "--compile.enable" not in flat

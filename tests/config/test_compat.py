@@ -1,0 +1,247 @@
+"""Files that users hold: every key of torchtitan 0.2 and 0.1 works or is refused by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.config.jobs import Jobs, mistakes_of
+from tests.config.keys import KEYS_0_1, KEYS_0_2
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.compat import RENAMED
+from torchtitan.config.fields import fields, values_of
+from torchtitan.config.layers import Path, literal, section
+from torchtitan.config.load import load_config
+from torchtitan.config.schema import Config
+from torchtitan.config.unbuilt import UNBUILT, UNBUILT_VALUES
+
+ALL = [
+    ((*section.split("."), key), default)
+    for table in (KEYS_0_2, KEYS_0_1)
+    for section, keys in table.items()
+    for key, default in keys.items()
+]
+DEFAULTS = Config()
+
+# Old defaults that mean something else here: refused, built with another default of our own, or
+# "not set" where we have a default (which a file says by silence, and no option can).
+OTHER_DEFAULTS = {
+    "training.dataset",
+    "checkpoint.last_save_model_only",
+    "model.tokenizer_path",
+    "debug.seed",
+    "training.seed",
+}
+# Nothing ever depended on these.
+WITHOUT_EFFECT = {"job.use_for_integration_test"}
+
+
+def cases(keep: Callable[[Path], bool]) -> pytest.MarkDecorator:
+    """Parametrize by each key that `keep` keeps, and its old default."""
+    kept = [(path, default) for path, default in ALL if keep(path)]
+    ids = [".".join(path) for path, _ in kept]
+    return pytest.mark.parametrize(("path", "default"), kept, ids=ids)
+
+
+def other_than(value: object) -> object:
+    """Some value of the same type that is not the default."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value * 2 + 3
+    if isinstance(value, list):
+        return ["other"]
+    return "other"
+
+
+def settings_of(config: Config) -> dict[tuple[str, ...], object]:
+    return values_of(replace(config, job=replace(config.job, config_file=None)))
+
+
+@cases(lambda path: ".".join(path) not in OTHER_DEFAULTS)
+def test_old_defaults_load_and_change_nothing(jobs: Jobs, path: Path, default: object) -> None:
+    if default is None:
+        config = load_config([f"--{'.'.join(path)}", "none"])
+    else:
+        config = jobs.load(f"{section(path[:-1])}\n{path[-1]} = {literal(default)}")
+    assert settings_of(config) == settings_of(DEFAULTS)
+
+
+@cases(lambda path: ".".join(path) not in WITHOUT_EFFECT)
+def test_any_other_value_arrives_or_is_refused_by_name(
+    jobs: Jobs, path: Path, default: object
+) -> None:
+    header, value = section(path[:-1]), other_than(default)
+    target = RENAMED.get(path, path)
+    try:
+        values = settings_of(jobs.load(f"{header}\n{path[-1]} = {literal(value)}"))
+        if target in UNBUILT and UNBUILT[target].switch:
+            assert values == settings_of(DEFAULTS)
+            return
+    except ConfigError as error:
+        (mistake,) = error.mistakes
+        refused_by_name = mistake.startswith(f"job.toml: {header} {path[-1]} = {literal(value)}: ")
+    else:
+        refused_by_name = False
+        assert values == settings_of(DEFAULTS) | {target: value}
+    assert refused_by_name or target in fields()
+
+
+def is_refused(path: Path) -> bool:
+    target = RENAMED.get(path, path)
+    return target in UNBUILT and not UNBUILT[target].switch
+
+
+@cases(is_refused)
+def test_refusals_of_what_is_not_built_say_what_to_do(path: Path, default: object) -> None:
+    [mistake] = mistakes_of(lambda: load_config([f"--{'.'.join(path)}", "surely-not-this"]))
+    assert mistake.startswith(f"command line: --{'.'.join(path)} surely-not-this: ")
+    assert UNBUILT[RENAMED.get(path, path)].instead in mistake
+    assert mistake.endswith("(remove the line)" if default is None else "is accepted)")
+
+
+def test_every_old_key_is_either_built_or_in_the_table_and_nothing_else_is() -> None:
+    known = {RENAMED.get(path, path) for path, _ in ALL}
+    assert UNBUILT.keys() <= known <= UNBUILT.keys() | fields().keys()
+    assert RENAMED.keys() <= {path for path, _ in ALL}
+    assert UNBUILT_VALUES.keys() <= fields().keys()
+
+
+def test_every_default_of_one_old_file_together(jobs: Jobs) -> None:
+    lines = []
+    for name, keys in KEYS_0_2.items():
+        lines.append(f"[{name}]")
+        lines += [f"{key} = {literal(value)}" for key, value in keys.items() if value is not None]
+    text = "\n".join(lines).replace('dataset = "c4_test"', 'dataset = "synthetic"')
+    config = jobs.load(text)
+    assert config.training.dataset == "synthetic"
+    assert config.checkpoint.last_save_model_only is True
+
+
+@pytest.mark.parametrize("dataset", ["c4", "c4_test", "c4_validation"])
+def test_c4_is_refused_with_what_to_do(jobs: Jobs, dataset: str) -> None:
+    [mistake] = jobs.mistakes(f'[training]\ndataset = "{dataset}"')
+    assert mistake.startswith(f'job.toml: [training] dataset = "{dataset}": is not downloaded here')
+    assert 'dataset = "files" with dataset_path' in mistake
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("[parallelism]\ntensor_parallel_degree = 2", "tensor parallelism is not built yet"),
+        ("[parallelism]\npipeline_parallel_degree = 4", "pipeline parallelism is not built yet"),
+        ("[parallelism]\ncontext_parallel_degree = 2", "context parallelism is not built yet"),
+        ("[parallelism]\nexpert_parallel_degree = 8", "mixture-of-experts models"),
+        ("[checkpoint]\ninitial_load_path = 'x'", "starting from another run's checkpoint"),
+        ("[checkpoint]\ncreate_seed_checkpoint = true", "no seed checkpoint is needed"),
+        ("[activation_checkpoint]\nmode = 'memory_budget'", "write mode = none, full or selective"),
+        ("[activation_checkpoint]\nselective_ac_option = 'op'", 'write a number, "2" is every'),
+        ("[model]\nconverters = ['quantize.linear.float8']", "float8 is not built yet"),
+        ("[compile]\nenable = true", "torch.compile is not built yet (only false is accepted)"),
+        ("[training]\ncompile = true", "torch.compile is not built yet"),
+        ("[parallelism]\ntensor_parallel_degree = 1.5", "only 1 is accepted"),
+        ("[parallelism]\ntensor_parallel_degree = true", "only 1 is accepted"),
+    ],
+)
+def test_unbuilt_features_are_refused(jobs: Jobs, text: str, rule: str) -> None:
+    header, line = text.split("\n")
+    [mistake] = jobs.mistakes(text)
+    assert mistake.startswith(f"job.toml: {header} {line.replace(chr(39), chr(34))}: ")
+    assert rule in mistake
+
+
+def test_degrees_of_one_stay_settings(jobs: Jobs) -> None:
+    assert jobs.load("[parallelism]\ntensor_parallel_degree = 1").parallelism == (
+        DEFAULTS.parallelism
+    )
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_mark_for_old_tests_is_ignored(jobs: Jobs, value: str) -> None:
+    config = jobs.load(f"[job]\nuse_for_integration_test = {value}")
+    assert settings_of(config) == settings_of(DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("old", "value", "new"),
+    [
+        ("job.print_args", True, "job.print_config"),
+        ("model.hf_assets_path", "./assets/llama", "model.tokenizer_path"),
+        ("lr_scheduler.lr_min", 0.25, "lr_scheduler.min_lr_factor"),
+        ("training.seed", 7, "debug.seed"),
+        ("training.deterministic", True, "debug.deterministic"),
+        ("checkpoint.enable_checkpoint", True, "checkpoint.enable"),
+        ("checkpoint.last_save_model_weights_only", True, "checkpoint.last_save_model_only"),
+    ],
+)
+def test_old_names_set_todays_keys_with_a_notice(
+    jobs: Jobs, caplog: pytest.LogCaptureFixture, old: str, value: object, new: str
+) -> None:
+    name, key = old.split(".")
+    new_path = tuple(new.split("."))
+    with caplog.at_level(logging.WARNING):
+        config = jobs.load(f"[{name}]\n{key} = {literal(value)}")
+    assert settings_of(config) == settings_of(DEFAULTS) | {new_path: value}
+    assert caplog.messages == [
+        f"job.toml: [{name}] {key} is an old name; today's is [{new_path[0]}] {new_path[1]}"
+    ]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        config = load_config([f"--{old}={value if isinstance(value, str) else literal(value)}"])
+    assert settings_of(config) == settings_of(DEFAULTS) | {new_path: value}
+    assert caplog.messages == [f"command line: --{old} is an old name; today's is --{new}"]
+
+
+def test_todays_names_give_no_notice(jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
+    jobs.load("[debug]\nseed = 1")
+    assert not caplog.messages
+
+
+def test_old_and_new_name_with_different_values_contradict(jobs: Jobs) -> None:
+    [mistake] = jobs.mistakes("[training]\nseed = 1\n[debug]\nseed = 2")
+    assert mistake == (
+        "job.toml: [training] seed = 1: is the old name of [debug] seed, which is given as well, "
+        "with another value (2); remove the old line"
+    )
+
+
+def test_old_and_new_name_with_one_value_agree(jobs: Jobs) -> None:
+    assert jobs.load("[training]\nseed = 2\n[debug]\nseed = 2").debug.seed == 2
+
+
+def test_an_old_name_takes_part_in_overriding(jobs: Jobs) -> None:
+    jobs.write("[training]\nseed = 1", name="base.toml")
+    assert jobs.load('base = "base.toml"\n[debug]\nseed = 2').debug.seed == 2
+    assert jobs.load('base = "base.toml"', "--debug.seed", "3").debug.seed == 3
+    assert jobs.load("[debug]\nseed = 4", "--training.seed", "5").debug.seed == 5
+
+
+@cases(lambda path: RENAMED.get(path, path) in UNBUILT and not is_refused(path))
+def test_what_shapes_a_feature_that_is_off_loads_with_a_notice(
+    jobs: Jobs, caplog: pytest.LogCaptureFixture, path: Path, default: object
+) -> None:
+    jobs.load(f"{section(path[:-1])}\n{path[-1]} = {literal(other_than(default))}")
+    known = UNBUILT[RENAMED.get(path, path)]
+    assert any(f"has no effect, {known.switch} is off" in text for text in caplog.messages)
+
+
+def test_the_switches_themselves_are_refused() -> None:
+    """So that no key behind one can ever be meant and do nothing."""
+    behind = {known.switch for known in UNBUILT.values() if known.switch}
+    for switch in behind:
+        path = tuple(switch.split("."))
+        assert path in UNBUILT_VALUES or (path in UNBUILT and not UNBUILT[path].switch)
+
+
+def test_an_unbuilt_feature_can_be_switched_off_again(jobs: Jobs) -> None:
+    jobs.write("[compile]\nenable = true", name="base.toml")
+    assert jobs.load('base = "base.toml"\n[compile]\nenable = false').job.config_file == "job.toml"
+    assert jobs.load("[compile]\nenable = true", "--compile.enable", "false")
+
+
+def test_the_old_default_tokenizer_leaves_ours(jobs: Jobs) -> None:
+    text = '[model]\nhf_assets_path = "./tests/assets/tokenizer"\ntokenizer_path = "byte"'
+    assert jobs.load(text).model.tokenizer_path == "byte"

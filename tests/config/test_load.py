@@ -1,0 +1,237 @@
+"""Files: inheritance, what is wrong in them, and the way back to TOML."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.config.jobs import Jobs, mistakes_of
+from torchtitan.config.fields import FieldFacts, fields, sections, values_of
+from torchtitan.config.layers import Path, literal
+from torchtitan.config.load import load_config, to_toml
+from torchtitan.config.schema import Config
+
+
+def test_no_file_means_defaults() -> None:
+    assert load_config([]) == Config()
+
+
+def test_a_file_sets_what_it_names(jobs: Jobs) -> None:
+    config = jobs.load("[training]\nsteps = 7\n[training.dataloader]\nnum_workers = 2")
+    assert (config.training.steps, config.training.dataloader.num_workers) == (7, 2)
+    assert config.training.seq_len == Config().training.seq_len
+    assert config.job.config_file == "job.toml"
+
+
+# --- inheritance -------------------------------------------------------------------------------
+
+
+def test_tables_merge_and_values_replace(jobs: Jobs) -> None:
+    jobs.write("[training]\nsteps = 1\nseq_len = 1\nlocal_batch_size = 1", name="a/grand.toml")
+    jobs.write(
+        'base = "../a/grand.toml"\n[training]\nseq_len = 2\nlocal_batch_size = 2\n'
+        '[optimizer]\nno_decay_params = ["a", "b"]',
+        name="b/parent.toml",
+    )
+    config = jobs.load(
+        'base = "b/parent.toml"\n[training]\nlocal_batch_size = 3\n'
+        '[optimizer]\nno_decay_params = ["c"]',
+        "--training.gc_freq=4",
+    )
+    training = config.training
+    assert (training.steps, training.seq_len, training.local_batch_size) == (1, 2, 3)
+    assert training.gc_freq == 4
+    assert config.optimizer.no_decay_params == ("c",)
+
+
+def test_the_command_line_wins(jobs: Jobs) -> None:
+    assert jobs.load("[training]\nsteps = 7", "--training.steps", "8").training.steps == 8
+
+
+def test_a_mistake_names_the_file_that_holds_it(jobs: Jobs) -> None:
+    jobs.write("[training]\nsteps = 'ten'", name="shared/base.toml")
+    found = jobs.mistakes('base = "shared/base.toml"\n[training]\nseq_len = 0')
+    assert found == [
+        'shared/base.toml: [training] steps = "ten": must be an integer',
+        "job.toml: [training] seq_len = 0: must be greater than 0",
+    ]
+
+
+def test_an_overridden_mistake_is_none(jobs: Jobs) -> None:
+    jobs.write("[training]\nsteps = 'ten'", name="base.toml")
+    assert jobs.load('base = "base.toml"\n[training]\nsteps = 10').training.steps == 10
+
+
+def test_a_circle_is_refused(jobs: Jobs) -> None:
+    jobs.write('base = "job.toml"', name="other.toml")
+    [mistake] = jobs.mistakes('base = "other.toml"')
+    assert mistake == (
+        'other.toml: base = "job.toml": files must not inherit in a circle '
+        "(job.toml -> other.toml -> job.toml); remove one `base`"
+    )
+    [mistake] = jobs.mistakes('base = "./job.toml"')
+    assert "(job.toml -> job.toml)" in mistake
+
+
+def test_a_missing_base_is_refused(jobs: Jobs) -> None:
+    jobs.write('base = "nope.toml"', name="sub/mid.toml")
+    [mistake] = jobs.mistakes('base = "sub/mid.toml"')
+    assert mistake.startswith('sub/mid.toml: base = "nope.toml": there is no file sub/nope.toml')
+
+
+@pytest.mark.parametrize("base", ["3", '["a.toml", "b.toml"]', '""', "{a = 1}"])
+def test_base_is_one_file(jobs: Jobs, base: str) -> None:
+    [mistake] = jobs.mistakes(f"base = {base}")
+    assert mistake == f'job.toml: base = {base}: must name one file, as in base = "other.toml"'
+
+
+# --- files that cannot be read -----------------------------------------------------------------
+
+
+def test_a_missing_file_is_refused_with_the_nearest(jobs: Jobs) -> None:
+    jobs.write("", name="debug_model.toml")
+    [mistake] = mistakes_of(lambda: load_config(["--job.config_file", "debug_modle.toml"]))
+    assert mistake == (
+        "command line: --job.config_file debug_modle.toml: there is no file debug_modle.toml; "
+        "did you mean debug_model.toml?"
+    )
+    [mistake] = mistakes_of(lambda: load_config(["--job.config_file", "far/away.toml"]))
+    assert mistake.endswith(f"there is no file far/away.toml (looked from {jobs.folder})")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "shown"),
+    [
+        ("[training]\nsteps = = 5\n", 2, "'steps = = 5'"),
+        ("[training\nsteps = 5\n", 1, "'[training'"),
+        ("[training]\nsteps = 5\nsteps = 6\n", 3, "'steps = 6'"),
+        ("\n\n[training]\nsteps =", 4, "'steps ='"),
+        ('[model]\nname = "llama', 2, "'name = \"llama'"),
+    ],
+)
+def test_malformed_toml_names_the_line(jobs: Jobs, text: str, line: int, shown: str) -> None:
+    [mistake] = jobs.mistakes(text)
+    assert mistake.startswith(f"job.toml, line {line}: not valid TOML: ")
+    assert mistake.endswith(shown)
+
+
+def test_endless_numbers_and_brackets_are_malformed(jobs: Jobs) -> None:
+    [mistake] = jobs.mistakes("[training]\nsteps = " + "9" * 5000)
+    assert mistake.startswith("job.toml, line 2: not valid TOML")
+    [mistake] = jobs.mistakes("[training]\nsteps = " + "[" * 5000)
+    assert mistake.startswith("job.toml, line 2: not valid TOML")
+
+
+def test_a_file_that_is_not_utf8_names_the_byte(jobs: Jobs) -> None:
+    (jobs.folder / "latin.toml").write_bytes(b"# caf\xe9\n")
+    [mistake] = mistakes_of(lambda: load_config(["--job.config_file", "latin.toml"]))
+    assert mistake.endswith("latin.toml is not UTF-8 (byte 5); save it as UTF-8")
+
+
+def test_a_folder_is_no_file(jobs: Jobs) -> None:
+    (jobs.folder / "folder.toml").mkdir()
+    [mistake] = mistakes_of(lambda: load_config(["--job.config_file", "folder.toml"]))
+    assert "folder.toml cannot be read (" in mistake
+
+
+def test_windows_files_load(jobs: Jobs) -> None:
+    (jobs.folder / "win.toml").write_bytes(b"\xef\xbb\xbf[training]\r\nsteps = 3\r\n")
+    assert load_config(["--job.config_file", "win.toml"]).training.steps == 3
+
+
+def test_an_unreadable_file_does_not_hide_the_command_line(jobs: Jobs) -> None:
+    found = jobs.mistakes("= =", "--training.steps", "ten", "--training.dataset_path", "x")
+    assert [mistake.split(":")[0] for mistake in found] == ["job.toml, line 1", "command line"]
+
+
+# --- the way back ------------------------------------------------------------------------------
+
+TEXTS = [
+    "plain",
+    "with 'single' and \"double\"",
+    "back\\slash",
+    "line\nbreak\ttab",
+    "ü 漢 🙂",
+    "#",
+    "=",
+]
+
+
+def random_value(path: Path, facts: FieldFacts, rng: random.Random) -> object:
+    """A value that the key alone allows."""
+    if facts.optional and rng.random() < 0.3:
+        return None
+    if facts.choices:
+        return rng.choice(facts.choices)
+    if facts.kind is bool:
+        return rng.random() < 0.5
+    if facts.kind is tuple:
+        count = rng.randrange(3)
+        return tuple(
+            rng.choice(TEXTS) if facts.item is str else rng.uniform(0.1, 9.0) for _ in range(count)
+        )
+    if facts.kind is int:
+        return rng.choice([1, 2, 10**6, rng.randrange(1, 2**62)])
+    if facts.kind is float:
+        below_one = "<" in facts.bounds
+        return rng.choice([rng.random(), 1e-12, 0.5, rng.random() * (1 if below_one else 1e20)])
+    return rng.choice(TEXTS)
+
+
+def random_config(seed: int) -> Config:
+    """Some job that keeps the rules across keys and asks for nothing unbuilt."""
+    rng = random.Random(seed)
+    values = {path: random_value(path, facts, rng) for path, facts in fields().items()}
+    paths = values["training", "dataset_path"]
+    assert isinstance(paths, tuple)
+    num_workers = values["training", "dataloader", "num_workers"]
+    assert isinstance(num_workers, int)
+    values |= {
+        ("job", "config_file"): None,
+        ("training", "dataset"): "files" if paths else "synthetic",
+        ("training", "dataset_weights"): tuple(rng.uniform(0.1, 9.0) for _ in paths),
+        ("training", "global_batch_size"): values["training", "local_batch_size"],
+        ("activation_checkpoint", "selective_ac_option"): str(rng.randrange(1, 9)),
+        ("debug", "deterministic"): True,
+        ("checkpoint", "enable"): True,
+        ("optimizer", "name"): "SGD",
+        ("lr_scheduler", "total_steps"): None,
+    }
+    for axis in ("tensor", "pipeline", "context"):
+        values["parallelism", f"{axis}_parallel_degree"] = 1
+    parts: dict[Path, dict[str, object]] = {(): {}}
+    parts |= {path: {} for path in sections()}
+    for path, value in values.items():
+        parts[path[:-1]][path[-1]] = value
+    for path in sorted(sections(), key=len, reverse=True):
+        parts[path[:-1]][path[-1]] = sections()[path](**parts[path])
+    return Config(**parts[()])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_resolved_toml_loads_to_an_equal_config(jobs: Jobs, seed: int) -> None:
+    config = random_config(seed)
+    loaded = jobs.load(to_toml(config))
+    assert replace(loaded, job=replace(loaded.job, config_file=None)) == config
+    assert to_toml(loaded) == to_toml(config)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_options_give_what_the_file_gives(seed: int) -> None:
+    config = random_config(seed)
+    argv = [
+        f"--{'.'.join(path)}={value if isinstance(value, str) else literal(value)}"
+        for path, value in values_of(config).items()
+    ]
+    assert load_config(argv) == config
+
+
+def test_resolved_toml_names_every_key_but_those_not_set() -> None:
+    text = to_toml(Config())
+    for path, value in values_of(Config()).items():
+        assert (f"\n{path[-1]} = " in text) or value is None
+    assert "config_file" not in text
+    # what is left out must come back by itself
+    assert all(facts.default is None for facts in fields().values() if facts.optional)

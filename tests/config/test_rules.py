@@ -1,0 +1,154 @@
+"""Rules across keys: each broken one, its message, and what lies just inside."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.config.jobs import Jobs
+
+FILES = '[training]\ndataset = "files"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '[training]\ndataset = "files"',
+            '[training] dataset = "files": needs dataset_path, the files to read',
+        ),
+        (
+            '[training]\ndataset_path = "x"',
+            '[training] dataset_path = "x": is read only with dataset = "files", '
+            'got "python_stdlib"; change or remove',
+        ),
+        (
+            FILES + 'dataset_path = ["a", "b"]\ndataset_weights = [1.0]',
+            "[training] dataset_weights = [1.0]: must hold one weight for each dataset_path, "
+            "got 1 for 2",
+        ),
+        (
+            "[training]\ndataset_weights = [1.0]",
+            "[training] dataset_weights = [1.0]: must hold one weight for each dataset_path, "
+            "got 1 for 0",
+        ),
+        (
+            "[training]\nglobal_batch_size = 20\nlocal_batch_size = 8",
+            "[training] global_batch_size = 20: must be -1 or a positive multiple of "
+            "local_batch_size (8), got 20; try 16",
+        ),
+        (
+            "[training]\nglobal_batch_size = 0\nlocal_batch_size = 8",
+            "[training] global_batch_size = 0: must be -1 or a positive multiple of "
+            "local_batch_size (8), got 0; try 8",
+        ),
+        (
+            "[training]\nglobal_batch_size = -8\nlocal_batch_size = 8",
+            "[training] global_batch_size = -8: must be -1 or a positive multiple of "
+            "local_batch_size (8), got -8; try 8",
+        ),
+        (
+            "[training.dataloader]\npersistent_workers = true",
+            "[training.dataloader] persistent_workers = true: needs worker processes, got "
+            "num_workers = 0; raise num_workers or remove this",
+        ),
+        (
+            "[training.dataloader]\nprefetch_factor = 2",
+            "[training.dataloader] prefetch_factor = 2: needs worker processes, got "
+            "num_workers = 0; raise num_workers or remove this",
+        ),
+        (
+            "[optimizer]\nmomentum = 0.9",
+            '[optimizer] momentum = 0.9: is read by SGD alone, got name = "AdamW"; '
+            "use beta1 or remove this",
+        ),
+        (
+            "[lr_scheduler]\ntotal_steps = 99\n[training]\nsteps = 100",
+            "[lr_scheduler] total_steps = 99: must be at least training.steps (100), got 99: "
+            "the learning rate would be 0 from there on; raise it, or set min_lr_factor",
+        ),
+        (
+            "[parallelism]\ndata_parallel_shard_degree = 0",
+            "[parallelism] data_parallel_shard_degree = 0: must be -1 (all ranks left over) or "
+            "at least 1, got 0",
+        ),
+        (
+            "[checkpoint]\nload_step = -2\nenable = true",
+            "[checkpoint] load_step = -2: must be -1 (the newest) or a step, got -2",
+        ),
+        (
+            "[checkpoint]\nload_step = 5",
+            "[checkpoint] load_step = 5: needs checkpoint.enable = true",
+        ),
+        (
+            "[checkpoint]\nload_only = true",
+            "[checkpoint] load_only = true: needs checkpoint.enable = true",
+        ),
+        (
+            "[debug]\ndeterministic_warn_only = true",
+            "[debug] deterministic_warn_only = true: needs debug.deterministic = true; there is "
+            "nothing to warn of without",
+        ),
+        *(
+            (
+                f'[activation_checkpoint]\nselective_ac_option = "{option}"',
+                f'[activation_checkpoint] selective_ac_option = "{option}": must be a positive '
+                f'integer in quotes, as "2" for every second block, got "{option}"',
+            )
+            for option in ("0", "-1", "1.5", "two", "", "²", "٣")
+        ),
+    ],
+)
+def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
+    assert jobs.mistakes(text) == [f"job.toml: {message}"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        FILES + 'dataset_path = ["a", "b"]\ndataset_weights = [1.0, 2.0]',
+        FILES + 'dataset_path = ["a", "b"]',
+        "[training]\nglobal_batch_size = 16\nlocal_batch_size = 8",
+        "[training]\nglobal_batch_size = -1\nlocal_batch_size = 7",
+        "[training.dataloader]\nprefetch_factor = 2\npersistent_workers = true\nnum_workers = 1",
+        '[optimizer]\nmomentum = 0.9\nname = "SGD"',
+        "[lr_scheduler]\ntotal_steps = 100\n[training]\nsteps = 100",
+        "[lr_scheduler]\ntotal_steps = 99\nmin_lr_factor = 0.1\n[training]\nsteps = 100",
+        "[lr_scheduler]\ntotal_steps = 99\ndecay_ratio = 0.0\n[training]\nsteps = 100",
+        "[lr_scheduler]\nwarmup_steps = 1000\n[training]\nsteps = 100",
+        "[lr_scheduler]\nwarmup_steps = 90\ndecay_ratio = 0.8\n[training]\nsteps = 100",
+        "[parallelism]\ndata_parallel_shard_degree = 1",
+        "[checkpoint]\nload_step = 0\nload_only = true\nenable = true",
+        "[debug]\ndeterministic_warn_only = true\ndeterministic = true",
+        '[activation_checkpoint]\nselective_ac_option = "1"',
+    ],
+)
+def test_just_inside_the_rules(jobs: Jobs, text: str) -> None:
+    jobs.load(text)
+
+
+def test_a_rule_points_at_what_was_written(jobs: Jobs) -> None:
+    # shard_degree and total_steps are in order by themselves: the other key broke the rule
+    [mistake] = jobs.mistakes("[lr_scheduler]\ntotal_steps = 50", "--training.steps", "60")
+    assert mistake.startswith("job.toml: [lr_scheduler] total_steps = 50: must be at least")
+    [mistake] = jobs.mistakes("[training]\nglobal_batch_size = 8", "--training.local_batch_size=3")
+    assert mistake.startswith("job.toml: [training] global_batch_size = 8: ")
+    assert "local_batch_size (3), got 8; try 6" in mistake
+
+
+def test_a_rule_is_silent_while_one_of_its_keys_is_wrong(jobs: Jobs) -> None:
+    [mistake] = jobs.mistakes('[training]\ndataset = "file"\ndataset_path = "x"')
+    assert "did you mean 'files'?" in mistake
+    [mistake] = jobs.mistakes('[training]\ndataset = "c4"\ndataset_path = "x"')
+    assert "is not downloaded here" in mistake
+    [mistake] = jobs.mistakes('[training]\ndatset = "files"\ndataset_path = "x"')
+    assert "did you mean [training] dataset?" in mistake
+    [mistake] = jobs.mistakes('[training]\ndataset_path = "x"', "--training.dataset")
+    assert "needs a value" in mistake
+
+
+def test_other_rules_still_speak_beside_a_wrong_value(jobs: Jobs) -> None:
+    found = jobs.mistakes("[training]\nsteps = 'x'\nglobal_batch_size = 3\nlocal_batch_size = 2")
+    assert [mistake.split(" = ")[0] for mistake in found] == [
+        "job.toml: [training] steps",
+        "job.toml: [training] global_batch_size",
+    ]

@@ -1,0 +1,98 @@
+"""What makes two jobs different trainings, and what does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.config.jobs import Jobs
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.fields import fields, sections
+from torchtitan.config.load import load_config, to_toml, trajectory_differences
+from torchtitan.config.trajectory import IGNORED
+
+BEFORE = """
+[training]
+steps = 100
+seq_len = 256
+global_batch_size = 16
+"""
+
+
+def differences(jobs: Jobs, *options: str, before: str = BEFORE) -> list[str]:
+    stored = to_toml(jobs.load(before))
+    return trajectory_differences(stored, jobs.load(before, *options))
+
+
+def test_equal_jobs_do_not_differ(jobs: Jobs) -> None:
+    assert differences(jobs) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--job.dump_folder=x", "--job.description=y"],
+        ["--metrics.log_freq=1", "--metrics.enable_wandb"],
+        ["--checkpoint.enable", "--checkpoint.interval=7"],
+        ["--comm.init_timeout_seconds=7"],
+        ["--parallelism.data_parallel_shard_degree=2"],
+        ["--activation_checkpoint.mode=full"],
+        ["--training.dataloader.num_workers=2"],
+        ["--training.dataset_cache=x", "--training.gc_freq=2", "--training.enable_cpu_offload"],
+        ["--training.num_epochs=2"],
+        ["--training.local_batch_size=4"],  # the global batch is pinned
+        ["--optimizer.implementation=for-loop", "--debug.deterministic"],
+    ],
+)
+def test_settings_that_do_not_count(jobs: Jobs, options: list[str]) -> None:
+    assert differences(jobs, *options) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        (["--training.seq_len=512"], "training.seq_len: stored 256, now 512"),
+        (["--debug.seed=1"], "debug.seed: stored 0, now 1"),
+        (["--optimizer.lr=0.1"], "optimizer.lr: stored 0.0008, now 0.1"),
+        (["--optimizer.no_decay_params=x"], 'stored ["*norm*", "*.bias"], now ["x"]'),
+        (["--model.flavor=8B"], 'model.flavor: stored "debugmodel", now "8B"'),
+        (["--training.dataset=synthetic"], 'stored "python_stdlib", now "synthetic"'),
+        (["--training.global_batch_size=32"], "training.global_batch_size: stored 16, now 32"),
+        (["--training.max_norm=inf"], "training.max_norm: stored 1.0, now inf"),
+        (["--lr_scheduler.decay_ratio=0.5"], "stored none, now 0.5"),
+        (["--training.mixed_precision_param=float32"], 'stored "bfloat16", now "float32"'),
+    ],
+)
+def test_settings_that_count(jobs: Jobs, options: list[str], difference: str) -> None:
+    [found] = differences(jobs, *options)
+    assert difference in found
+    assert found.startswith(options[0].split("=")[0][2:] + ": ")
+
+
+def test_microbatches_count_while_they_set_the_global_batch(jobs: Jobs) -> None:
+    [found] = differences(jobs, "--training.local_batch_size=4", before="")
+    assert found == "training.local_batch_size: stored 8, now 4"
+    found_both = differences(jobs, "--training.global_batch_size=-1")
+    assert found_both[-1] == "training.global_batch_size: stored 16, now -1"
+
+
+def test_more_steps_bend_the_curve_unless_the_total_is_pinned(jobs: Jobs) -> None:
+    [found] = differences(jobs, "--training.steps=200")
+    assert found == (
+        "lr_scheduler.total_steps: stored 100, now 200 "
+        "(as training.steps: total_steps is not given)"
+    )
+    pinned = BEFORE + "[lr_scheduler]\ntotal_steps = 200"
+    assert differences(jobs, "--training.steps=200", before=pinned) == []
+    # pinning afterwards what was meant before is no change
+    assert differences(jobs, "--training.steps=50", "--lr_scheduler.total_steps=100") == []
+
+
+def test_stored_settings_that_cannot_be_read_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="stored settings, line 1: not valid TOML"):
+        trajectory_differences("= =", load_config([]))
+    with pytest.raises(ConfigError, match=r"stored settings: \[training\] stepz = 1"):
+        trajectory_differences("[training]\nstepz = 1", load_config([]))
+
+
+def test_the_table_names_what_exists() -> None:
+    assert fields().keys() | sections().keys() >= IGNORED.keys()

@@ -1,0 +1,101 @@
+"""The public Llama of `transformers` as an oracle: the same weights in its layout."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.spec import DecoderConfig, RopeScaling
+
+NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+
+TINY = DecoderConfig(
+    dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96, vocab_size=263
+)
+VARIANTS = {
+    "grouped": TINY,
+    "single kv head": dataclasses.replace(TINY, num_kv_heads=1, rope_theta=10_000.0),
+    "ungrouped": dataclasses.replace(TINY, num_kv_heads=4, norm_eps=1e-2),
+    # a short original context, so that a short sequence meets all three kinds of wavelength
+    "scaled": dataclasses.replace(
+        TINY, rope_theta=100.0, rope_scaling=RopeScaling(factor=8.0, original_max_position=64)
+    ),
+    "tied": dataclasses.replace(TINY, tie_embeddings=True),
+}
+
+
+def random_decoder(config: DecoderConfig) -> Decoder:
+    """Build a decoder whose every parameter matters to the logits, norms included."""
+    model = Decoder(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(mean=float(parameter.ndim == 1), std=0.3, generator=generator)
+    return model
+
+
+def reference_of(model: Decoder) -> LlamaForCausalLM:
+    """Build the public model with the same weights, float32."""
+    reference = LlamaForCausalLM(reference_config(model.config)).eval()
+    missing, unexpected = reference.load_state_dict(_translate(model), strict=False)
+    assert not unexpected
+    assert missing == (["lm_head.weight"] if model.config.tie_embeddings else [])
+    return reference
+
+
+def reference_config(config: DecoderConfig) -> LlamaConfig:
+    """Say the sizes in the words of the public model."""
+    scaling = config.rope_scaling
+    return LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.dim,
+        intermediate_size=config.hidden_dim,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        rms_norm_eps=config.norm_eps,
+        max_position_embeddings=131_072,
+        rope_theta=config.rope_theta,
+        rope_scaling=scaling
+        and {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position,
+        },
+        tie_word_embeddings=config.tie_embeddings,
+        attn_implementation="eager",
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def _translate(model: Decoder) -> dict[str, torch.Tensor]:
+    translated = {}
+    for name, weight in model.state_dict().items():
+        layer, _, rest = name.removeprefix("layers.").partition(".")
+        prefix, key = (f"model.layers.{layer}.", rest) if name.startswith("layers.") else ("", name)
+        key = key.removesuffix(".weight")
+        if key in ("attention.wq", "attention.wk"):
+            # neighbouring channel pairs -> first half with second half, head by head
+            head_dim = model.config.head_dim
+            weight = weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+        translated[f"{prefix}{NAMES[key]}.weight"] = weight
+    return translated

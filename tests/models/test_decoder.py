@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from tests.models.reference import TINY, VARIANTS, random_decoder, reference_of
+from torchtitan.models.attention import KVCache
+from torchtitan.models.decoder import Block, Decoder
+from torchtitan.models.rope import build_rope
+
+
+def some_tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 263, (batch, length), generator=torch.Generator().manual_seed(2))
+
+
+def rope_of(config, length: int):
+    return build_rope(
+        torch.arange(length),
+        head_dim=config.head_dim,
+        theta=config.rope_theta,
+        scaling=config.rope_scaling,
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_gradients_equal_the_public_llama(variant):
+    model = random_decoder(VARIANTS[variant])
+    reference = reference_of(model)
+    tokens = some_tokens(3, 70)
+    logits, expected = model(tokens), reference(tokens).logits
+    atol = 1e-5 * float(expected.detach().abs().max())
+    assert expected.std() > 0.5
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=atol)
+    logits.square().mean().backward()
+    expected.square().mean().backward()
+    torch.testing.assert_close(
+        model.tok_embeddings.weight.grad,
+        reference.model.embed_tokens.weight.grad,
+        rtol=1e-3,
+        atol=1e-5,
+    )
+
+
+@torch.no_grad()
+def test_positions_are_those_given():
+    model = random_decoder(VARIANTS["scaled"])
+    reference = reference_of(model)
+    tokens, positions = some_tokens(2, 20), torch.arange(20) * 3 + 40
+    expected = reference(tokens, position_ids=positions.expand(2, -1)).logits
+    logits = model(tokens, positions)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_no_token_sees_a_later_one():
+    model = random_decoder(TINY)
+    tokens = some_tokens(1, 16)
+    changed = tokens.clone()
+    changed[0, 9:] = (changed[0, 9:] + 1) % 263
+    logits, other = model(tokens), model(changed)
+    torch.testing.assert_close(logits[:, :9], other[:, :9], rtol=0, atol=1e-6)
+    assert (logits[:, 9:] - other[:, 9:]).abs().amax(-1).min() > 0.1
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 11])
+@torch.no_grad()
+def test_the_cache_changes_no_logit(prompt):
+    model = random_decoder(VARIANTS["scaled"])
+    tokens = some_tokens(2, 20)
+    cache = KVCache(
+        model.config, batch_size=2, max_len=20, device=torch.device("cpu"), dtype=torch.float32
+    )
+    parts = [model(tokens[:, :prompt], cache=cache)]
+    parts += [model(tokens[:, i : i + 1], cache=cache) for i in range(prompt, 20)]
+    expected = model(tokens)
+    atol = 1e-5 * float(expected.abs().max())
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=atol)
+    with pytest.raises(AssertionError, match="full"):
+        model(tokens[:, :1], cache=cache)
+
+
+@torch.no_grad()
+def test_a_second_chunk_of_prompt_is_refused():
+    model = random_decoder(TINY)
+    cache = KVCache(
+        model.config, batch_size=1, max_len=20, device=torch.device("cpu"), dtype=torch.float32
+    )
+    model(some_tokens(1, 4), cache=cache)
+    with pytest.raises(AssertionError, match="one token"):
+        model(some_tokens(1, 4), cache=cache)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the size of the largest tensor that any operator returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return out
+
+
+def test_nothing_grows_with_the_square_of_the_sequence():
+    model = random_decoder(dataclasses.replace(TINY, vocab_size=263))
+    largest = {}
+    for length in (1024, 2048):
+        with LargestTensor() as mode:
+            model(some_tokens(1, length)).sum().backward()
+        largest[length] = mode.numel
+    assert largest[1024] == 1024 * 263
+    assert largest[2048] == 2048 * 263
+
+
+def test_meta_construction_holds_the_parameters_and_nothing_else():
+    with torch.device("meta"):
+        model, tied = Decoder(TINY), Decoder(VARIANTS["tied"])
+    assert not list(model.buffers())
+    names = set(dict(model.named_parameters()))
+    assert names == set(model.state_dict())
+    assert names - set(dict(tied.named_parameters())) == {"output.weight"}
+    assert {"layers.0.attention_norm.weight", "layers.1.feed_forward.w3.weight"} < names
+    assert len(names) == 2 * 9 + 3
+    tied.to_empty(device="cpu")
+    tied.load_state_dict(random_decoder(VARIANTS["tied"]).state_dict())
+    tokens = some_tokens(1, 8)
+    assert torch.equal(tied(tokens), random_decoder(VARIANTS["tied"])(tokens))
+
+
+def test_bfloat16_stays_close_and_gives_bfloat16():
+    model = random_decoder(TINY)
+    tokens = some_tokens(1, 64)
+    expected = model(tokens)
+    logits = model.to(torch.bfloat16)(tokens)
+    assert logits.dtype == torch.bfloat16
+    assert (logits - expected).std() < 0.02 * expected.std()
+
+
+@pytest.mark.parametrize("wrapped", ["compiled", "recomputed"])
+def test_a_block_compiles_whole_and_can_be_recomputed(wrapped):
+    torch.manual_seed(0)
+    block, rope = Block(TINY), rope_of(TINY, 12)
+    x = torch.randn(2, 12, TINY.dim)
+
+    def run(function):
+        inputs = x.clone().requires_grad_()
+        block.zero_grad()
+        function(inputs, rope).square().sum().backward()
+        return [inputs.grad, *(parameter.grad.clone() for parameter in block.parameters())]
+
+    functions = {
+        "compiled": torch.compile(block, backend="aot_eager", fullgraph=True),
+        "recomputed": lambda h, r: checkpoint(block, h, r, use_reentrant=False),
+    }
+    torch.testing.assert_close(run(functions[wrapped]), run(block), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,94 @@
+"""The command against the library: same text, from every folder that may be named."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.models import MODELS
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.generate import generate
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
+PROMPT = "naïve "
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, jobs.Result]:
+    """A run of three steps on two ranks, saved after the second and the third."""
+    folder = tmp_path_factory.mktemp("trained")
+    job = jobs.write_job(folder)
+    overrides = ["--training.steps=3", "--checkpoint.interval=2", "--optimizer.lr=0.1"]
+    return folder / "run", ranks.run(jobs.train, [*job, *overrides], world=2)[0]
+
+
+def expected_text(weights, **settings) -> str:
+    model = Decoder(MODELS["llama3"].flavors["tiny"])
+    model.load_state_dict(weights)
+    tokenizer = build_tokenizer("byte")
+    ids = tokenizer.encode(PROMPT)
+    ids += generate(model, ids, eos_id=tokenizer.eos_id, **settings)
+    return tokenizer.decode([i for i in ids if i != tokenizer.eos_id]) + "\n"
+
+
+@pytest.mark.parametrize("folder", [".", "checkpoint", "checkpoint/step-3"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_new_tokens": 30, "temperature": 0.0},
+        {"max_new_tokens": 30, "temperature": 1.5, "top_k": 40, "seed": 5},
+    ],
+)
+def test_text_is_that_of_the_last_weights(script, trained, capsys, folder, settings):
+    options = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+    run, result = trained
+    assert script.main(["--checkpoint", str(run / folder), "--prompt", PROMPT, *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected_text(result.final, **settings)
+    assert captured.err == ""
+
+
+def test_an_earlier_step_and_a_copied_one_can_be_named(script, trained, capsys, tmp_path):
+    run, _ = trained
+    copied = tmp_path / "elsewhere"
+    (run / "checkpoint" / "step-2").rename(copied)
+    texts = []
+    for folder in (copied, run):
+        assert script.main(["--checkpoint", str(folder), "--prompt", ""]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize(
+    ("folder", "options", "message"),
+    [
+        ("nowhere", [], "step-N"),
+        ("logs", [], "step-N"),
+        (".", ["--temperature", "-1"], "temperature"),
+    ],
+)
+def test_mistakes_end_with_one_message_and_code_2(
+    script, trained, capsys, folder, options, message
+):
+    run, _ = trained
+    assert script.main(["--checkpoint", str(run / folder), "--prompt", PROMPT, *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.count("error:") == 1

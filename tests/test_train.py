@@ -1,0 +1,106 @@
+"""The commands as a user starts them: exit codes, messages, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.jobs import TINY, read_rows, write_job
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(command: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def train(*arguments: str, ranks: int = 1, **environ: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torchtitan.launch", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    return run([sys.executable, *launcher, "-m", "torchtitan.train", *arguments], **environ)
+
+
+def test_one_process_without_a_launcher(tmp_path: Path) -> None:
+    done = train(*write_job(tmp_path), "--training.steps=3")
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in read_rows(tmp_path / "run")] == [1, 2, 3]
+    for name in ("config.toml", "logs/rank_0.log", "checkpoint/step-3/manifest.json"):
+        assert (tmp_path / "run" / name).is_file()
+    for part in ("steps        3", "final loss", "tokens/s", str(tmp_path / "run/metrics.jsonl")):
+        assert part in done.stderr
+    assert "\x1b" not in done.stderr  # no terminal, no colours
+    assert done.stdout == ""
+
+
+def test_two_ranks_show_the_picked_one_and_log_both(tmp_path: Path) -> None:
+    done = train(*write_job(tmp_path), "--training.steps=2", ranks=2, LOG_RANK="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("step:      2") == 1
+    for rank in (0, 1):
+        assert "step:      2" in (tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--job.config_file=nowhere.toml"], "there is no file nowhere.toml"),
+        (["--training.stepz=3"], "did you mean --training.steps?"),
+        (["--parallelism.data_parallel_shard_degree=4"], "start NGPU=4 ranks"),
+        (["--model.tokenizer_path=bpe_2048"], "model.tokenizer_path has 2048 ids, the model 263"),
+        (["--model.flavor=9B"], "flavor of llama3 must be one of tiny, debugmodel"),
+        (["--training.dataset=files", "--training.dataset_path=no/*.txt"], "no/*.txt"),
+        (["--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree"),
+        (["--job.dump_folder=/proc/nowhere"], "/proc/nowhere"),
+    ],
+)
+def test_a_mistake_ends_in_its_message_and_code_2(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    done = train(*write_job(tmp_path), *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_mistake_that_every_rank_meets_is_said_once(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    for arguments, message in (
+        (["--training.stepz=3"], "has no key 'stepz'"),
+        (["--training.global_batch_size=6"], "global_batch_size must be a multiple"),
+    ):
+        done = train(*job, *arguments, ranks=2)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.count(message) == 1
+        assert "Traceback" not in done.stderr
+
+
+def test_a_loss_that_is_not_finite_ends_in_code_3(tmp_path: Path) -> None:
+    done = train(*write_job(tmp_path), "--optimizer.lr=1e30", ranks=2)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.count("must have a finite loss and gradient norm") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_run_train_uses_the_given_file_and_ranks(tmp_path: Path) -> None:
+    arguments = write_job(tmp_path, TINY)
+    environ = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "CONFIG_FILE": str(tmp_path / "run.toml"),
+        "NGPU": "2",
+    }
+    command = ["bash", str(ROOT / "run_train.sh"), *arguments[1:], "--training.steps=2"]
+    done = run(command, **environ)
+    assert done.returncode == 0, done.stderr
+    assert "layout: dp_shard 2" in done.stderr
+    assert len(read_rows(tmp_path / "run")) == 2

@@ -1,0 +1,74 @@
+"""Older spellings: one table from the key that a torchtitan 0.1 or 0.2 file holds to today's.
+
+A file keeps working, and a line in the log says what to write. Each layer is translated on its own
+before layers are merged: an override in today's spelling then wins over a base file in the old
+one, and only the same file naming both with different values is a contradiction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchtitan.config.layers import Layer, Path, Setting, same, spell
+
+RENAMED: dict[Path, Path] = {
+    ("job", "print_args"): ("job", "print_config"),
+    ("model", "hf_assets_path"): ("model", "tokenizer_path"),
+    ("lr_scheduler", "lr_min"): ("lr_scheduler", "min_lr_factor"),
+    ("training", "compile"): ("compile", "enable"),
+    ("training", "seed"): ("debug", "seed"),
+    ("training", "deterministic"): ("debug", "deterministic"),
+    ("checkpoint", "enable_checkpoint"): ("checkpoint", "enable"),
+    ("checkpoint", "initial_load_model_weights_only"): ("checkpoint", "initial_load_model_only"),
+    ("checkpoint", "last_save_model_weights_only"): ("checkpoint", "last_save_model_only"),
+    ("memory_estimation", "enabled"): ("memory_estimation", "enable"),
+    ("mx", "recipe_name"): ("quantize", "linear", "mx", "recipe_name"),
+    ("mx", "filter_fqns"): ("quantize", "linear", "mx", "filter_fqns"),
+    **{
+        ("float8", key): ("quantize", "linear", "float8", key)
+        for key in (
+            "enable_fsdp_float8_all_gather",
+            "precompute_float8_dynamic_scale_for_fsdp",
+            "recipe_name",
+            "filter_fqns",
+            "emulate",
+        )
+    },
+}
+
+# torchtitan 0.2's default names a folder of its own repository: nobody's choice, so no value here.
+DEFAULT_ASSETS = "./tests/assets/tokenizer"
+
+
+@dataclass(frozen=True)
+class Translated:
+    """A layer in today's spelling, with what there is to say about it."""
+
+    layer: Layer
+    notices: list[str]
+    mistakes: list[str]
+
+
+def translate(layer: Layer) -> Translated:
+    """Rename the old keys of one layer; each renamed setting still tells how it was written."""
+    result = Translated({}, [], [])
+    for path, setting in layer.items():
+        if path not in RENAMED:
+            result.layer[path] = setting
+        elif (path[-1], setting.value) != ("hf_assets_path", DEFAULT_ASSETS):
+            _rename(setting, new=RENAMED[path], given=layer, result=result)
+    return result
+
+
+def _rename(setting: Setting, *, new: Path, given: Layer, result: Translated) -> None:
+    today = spell(new, origin=setting.origin)
+    other = given.get(new)
+    if other is not None and not same(other.value, setting.value):
+        result.mistakes.append(
+            f"{setting.where()}: is the old name of {today}, which is given as well, with another "
+            f"value ({other.given}); remove the old line"
+        )
+        return
+    old = spell(setting.written, origin=setting.origin)
+    result.notices.append(f"{setting.origin}: {old} is an old name; today's is {today}")
+    result.layer.setdefault(new, setting)

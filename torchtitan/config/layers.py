@@ -1,0 +1,83 @@
+"""Raw settings with their origin: the form in which every file and the command line are merged.
+
+A layer is a flat dictionary from a key's path, ("training", "dataloader", "num_workers"), to what
+was written there and where. Flat, because "tables merge, values replace" is then one `dict.update`,
+and every later step (old spellings, unknown names, types) can say which file holds the mistake.
+The alternative, validating the merged nested tables, would only know that some file is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Path = tuple[str, ...]
+
+COMMAND_LINE = "command line"
+NUM_SHOWN = 100  # characters of a value that a message repeats
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value as it was given: read, verbatim, and where; `problem` if it could not be read."""
+
+    value: object
+    origin: str
+    written: Path
+    given: str
+    problem: str = ""
+
+    def where(self) -> str:
+        """Say place, key and value, as every message about it begins."""
+        given = self.given.replace("\n", "\\n")  # a message is one line
+        shown = given if len(given) <= NUM_SHOWN else given[:NUM_SHOWN] + " ..."
+        joint = " " if self.origin == COMMAND_LINE else " = "
+        return f"{self.origin}: {spell(self.written, origin=self.origin)}{joint}{shown}".rstrip()
+
+
+Layer = dict[Path, Setting]
+
+
+def spell(path: Path, *, origin: str) -> str:
+    """Write a key as its reader would: `[training] steps` in a file, `--training.steps` else."""
+    if origin == COMMAND_LINE:
+        return "--" + ".".join(path)
+    return f"{section(path[:-1])} {path[-1]}" if len(path) > 1 else path[0]
+
+
+def section(path: Path) -> str:
+    """Write a section as a TOML header."""
+    return f"[{'.'.join(path)}]"
+
+
+def flatten(table: Mapping[str, object], *, origin: str, prefix: Path = ()) -> Layer:
+    """Turn nested tables into a layer; an empty table stays as the value {}, to be checked too."""
+    layer: Layer = {}
+    for key, value in table.items():
+        path = (*prefix, key)
+        if isinstance(value, dict) and value:
+            layer |= flatten(value, origin=origin, prefix=path)
+        else:
+            layer[path] = Setting(value, origin, path, literal(value))
+    return layer
+
+
+def same(left: object, right: object) -> bool:
+    """Compare two raw values; 1 is 1.0, as TOML writers mean it, but true is not 1."""
+    return left == right and isinstance(left, bool) == isinstance(right, bool)
+
+
+def literal(value: object) -> str:
+    """Write a value as TOML would."""
+    if value is None:
+        return "none"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(literal, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {literal(item)}" for key, item in value.items()) + "}"
+    return str(value)

@@ -1,0 +1,128 @@
+"""Rules that tie several settings together, as far as the file alone can tell.
+
+Each names the keys it ties, so that the message can point at the file that gave them, and so that a
+rule stays silent while one of its keys is wrong in itself. What needs the number of ranks or the
+model's sizes is checked at assembly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchtitan.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A rule that does not hold: the keys that it ties, the first one to blame, and what to do."""
+
+    keys: tuple[str, ...]
+    rule: str
+
+
+def broken_rules(config: Config) -> Iterator[Broken]:
+    """Check every rule."""
+    yield from _data(config)
+    yield from _batch(config)
+    yield from _workers(config)
+    yield from _optimization(config)
+    yield from _degrees(config)
+    yield from _checkpoint(config)
+    yield from _debug(config)
+
+
+def _data(config: Config) -> Iterator[Broken]:
+    training = config.training
+    num_paths, num_weights = len(training.dataset_path), len(training.dataset_weights)
+    keys = ("training.dataset_path", "training.dataset")
+    if training.dataset == "files" and not num_paths:
+        yield Broken(keys[::-1], "needs dataset_path, the files to read")
+    if training.dataset != "files" and num_paths:
+        yield Broken(
+            keys, f'is read only with dataset = "files", got "{training.dataset}"; change or remove'
+        )
+    if num_weights and num_weights != num_paths:
+        yield Broken(
+            ("training.dataset_weights", keys[0]),
+            f"must hold one weight for each dataset_path, got {num_weights} for {num_paths}",
+        )
+
+
+def _batch(config: Config) -> Iterator[Broken]:
+    whole, local = config.training.global_batch_size, config.training.local_batch_size
+    if whole != -1 and (whole < 1 or whole % local):
+        yield Broken(
+            ("training.global_batch_size", "training.local_batch_size"),
+            f"must be -1 or a positive multiple of local_batch_size ({local}), got {whole}; "
+            f"try {max(whole // local, 1) * local}",
+        )
+
+
+def _workers(config: Config) -> Iterator[Broken]:
+    loader = config.training.dataloader
+    section = "training.dataloader"
+    if loader.num_workers == 0:
+        rule = "needs worker processes, got num_workers = 0; raise num_workers or remove this"
+        if loader.persistent_workers:
+            yield Broken((f"{section}.persistent_workers", f"{section}.num_workers"), rule)
+        if loader.prefetch_factor is not None:
+            yield Broken((f"{section}.prefetch_factor", f"{section}.num_workers"), rule)
+
+
+def _optimization(config: Config) -> Iterator[Broken]:
+    optimizer, schedule = config.optimizer, config.lr_scheduler
+    if optimizer.momentum and optimizer.name != "SGD":
+        yield Broken(
+            ("optimizer.momentum", "optimizer.name"),
+            f'is read by SGD alone, got name = "{optimizer.name}"; use beta1 or remove this',
+        )
+    # A warmup longer than the run is fine: the run then simply ends while warming up.
+    total, decays_to_zero = schedule.total_steps, schedule.min_lr_factor == 0
+    decays = schedule.decay_ratio is None or schedule.decay_ratio > 0
+    if total is not None and total < config.training.steps and decays and decays_to_zero:
+        yield Broken(
+            ("lr_scheduler.total_steps", "training.steps", "lr_scheduler.min_lr_factor"),
+            f"must be at least training.steps ({config.training.steps}), got {total}: the learning "
+            "rate would be 0 from there on; raise it, or set min_lr_factor",
+        )
+
+
+def _degrees(config: Config) -> Iterator[Broken]:
+    degree = config.parallelism.data_parallel_shard_degree
+    if degree != -1 and degree < 1:
+        yield Broken(
+            ("parallelism.data_parallel_shard_degree",),
+            f"must be -1 (all ranks left over) or at least 1, got {degree}",
+        )
+    mode = config.activation_checkpoint.selective_ac_option
+    if not (mode.isdecimal() and mode.isascii() and int(mode) > 0):
+        yield Broken(
+            ("activation_checkpoint.selective_ac_option",),
+            f'must be a positive integer in quotes, as "2" for every second block, got "{mode}"',
+        )
+
+
+def _checkpoint(config: Config) -> Iterator[Broken]:
+    checkpoint = config.checkpoint
+    if checkpoint.load_step < -1:
+        yield Broken(
+            ("checkpoint.load_step",),
+            f"must be -1 (the newest) or a step, got {checkpoint.load_step}",
+        )
+    elif checkpoint.load_step != -1 and not checkpoint.enable:
+        yield Broken(
+            ("checkpoint.load_step", "checkpoint.enable"), "needs checkpoint.enable = true"
+        )
+    if checkpoint.load_only and not checkpoint.enable:
+        yield Broken(
+            ("checkpoint.load_only", "checkpoint.enable"), "needs checkpoint.enable = true"
+        )
+
+
+def _debug(config: Config) -> Iterator[Broken]:
+    if config.debug.deterministic_warn_only and not config.debug.deterministic:
+        yield Broken(
+            ("debug.deterministic_warn_only", "debug.deterministic"),
+            "needs debug.deterministic = true; there is nothing to warn of without",
+        )

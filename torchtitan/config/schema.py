@@ -1,0 +1,283 @@
+"""The settings of a job: one frozen dataclass for each TOML section.
+
+Names and meanings follow torchtitan 0.2 wherever they are the same; `compat.py` maps older names
+and refuses by name what is not built. The docstring under a field is its documentation: `--help`
+prints it. Types are strict (2.5 is no batch size), values are checked by pydantic, and rules that
+tie several fields together stand in `rules.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def _in_a_list(value: object) -> object:
+    """Let one plain string stand for a list of one."""
+    return (value,) if isinstance(value, str) else value
+
+
+Text = Annotated[str, Field(min_length=1)]
+Degree = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+FinitePositive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+FiniteNonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Strings = Annotated[tuple[Text, ...], Field(strict=False), BeforeValidator(_in_a_list)]
+Weights = Annotated[tuple[FinitePositive, ...], Field(strict=False)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class JobConfig:
+    """The job as a whole: where its settings come from and where its output goes."""
+
+    config_file: Text | None = None
+    """TOML file to read; without one every setting has its default. Command line only."""
+    dump_folder: Text = "./outputs"
+    """Folder that receives everything the run writes: config, metrics, logs, checkpoints."""
+    description: str = "default job"
+    """Free text, shown in the log and sent to W&B as the run's name."""
+    print_config: bool = False
+    """Log the resolved settings at start."""
+    save_config_file: Text | None = None
+    """Also write the resolved settings to this path, relative to dump_folder."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MetricsConfig:
+    """What is reported, how often and to where."""
+
+    log_freq: PositiveInt = 10
+    """Report every this many steps; the first and the last step are always reported."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard event files to save_tb_folder."""
+    save_tb_folder: Text = "tb"
+    """Folder of the TensorBoard files, inside dump_folder."""
+    enable_wandb: bool = False
+    """Send figures to Weights & Biases; WANDB_MODE=offline keeps them in dump_folder/wandb."""
+    save_for_all_ranks: bool = False
+    """Every rank, not rank 0 alone, writes metrics, TensorBoard and W&B figures, in own files."""
+    disable_color_printing: bool = False
+    """No colours on the console; NO_COLOR and output that is no terminal do the same."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ModelConfig:
+    """Which model, and the tokenizer that goes with it."""
+
+    name: Text = "llama3"
+    """Model family: a key of torchtitan.models.MODELS."""
+    flavor: Text = "debugmodel"
+    """Size within the family, e.g. debugmodel, 1B, 3B, 8B, 70B, 405B."""
+    tokenizer_path: Text = "bpe_2048"
+    """Built-in name (bpe_2048, byte), tiktoken file (Llama 3's tokenizer.model), or tokenizer.json
+    or its folder."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OptimizerConfig:
+    """The optimizer and its constants."""
+
+    name: Literal["Adam", "AdamW", "SGD"] = "AdamW"
+    """Update rule."""
+    lr: FinitePositive = 8e-4
+    """Peak learning rate; the schedule multiplies it."""
+    beta1: Decay = 0.9
+    """Decay of the first moment (Adam, AdamW)."""
+    beta2: Decay = 0.95
+    """Decay of the second moment (Adam, AdamW)."""
+    eps: FinitePositive = 1e-8
+    """Added to the denominator (Adam, AdamW)."""
+    momentum: Decay = 0.0
+    """Momentum (SGD)."""
+    weight_decay: FiniteNonNegative = 0.1
+    """Weight decay of every parameter that no_decay_params does not match."""
+    no_decay_params: Strings = ("*norm*", "*.bias")
+    """Parameter names (shell patterns) that are never decayed."""
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """How the update runs: one kernel for all (fused), one for each operation (foreach), or a plain
+    loop."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LRSchedulerConfig:
+    """Warmup, stable, decay: the learning rate as a pure function of the step."""
+
+    warmup_steps: NonNegativeInt = 200
+    """Steps over which the rate grows linearly from near 0 to optimizer.lr."""
+    total_steps: PositiveInt | None = None
+    """Length of the schedule; training.steps if not given. Pin it to be free to change
+    training.steps."""
+    decay_ratio: Fraction | None = None
+    """Part of total_steps spent in decay; if not given the decay starts right after the warmup."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: Fraction = 0.0
+    """The decay ends at this multiple of optimizer.lr."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataLoaderConfig:
+    """How samples are read; no setting here changes which samples, or their order."""
+
+    num_workers: NonNegativeInt = 0
+    """Processes that read ahead on each rank; 0 reads in the trainer itself."""
+    persistent_workers: bool = False
+    """Keep the workers alive between epochs (needs num_workers > 0)."""
+    pin_memory: bool = False
+    """Read into page-locked memory for faster copies to the GPU (CUDA only)."""
+    prefetch_factor: PositiveInt | None = None
+    """Batches that each worker reads ahead (needs num_workers > 0)."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainingConfig:
+    """Data, batch sizes, length and precision of the training."""
+
+    steps: PositiveInt = 10000
+    """Optimizer steps."""
+    seq_len: PositiveInt = 2048
+    """Tokens of a sample."""
+    local_batch_size: PositiveInt = 8
+    """Samples of one forward pass on one data-parallel rank."""
+    global_batch_size: int = -1
+    """Samples of one optimizer step over all ranks; a multiple of local_batch_size times the
+    data-parallel degree, the rest is gradient accumulation. -1: no accumulation."""
+    max_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this global norm; inf never clips."""
+    dataset: Literal["python_stdlib", "synthetic", "synthetic_masked", "files"] = "python_stdlib"
+    """python_stdlib: sources of this Python's library; synthetic: generated text; synthetic_masked:
+    the same with a random number of labels a sample masked, for tests; files: what dataset_path
+    names."""
+    dataset_path: Strings = ()
+    """Text (.txt, .md, .py ...), JSONL (.jsonl) or token-store (.bin/.idx) files; globs allowed,
+    .gz and .zst too."""
+    dataset_weights: Weights = ()
+    """One weight for each dataset_path: samples are drawn from them in this proportion. Empty: one
+    source."""
+    dataset_text_key: str = "text"
+    """Key of a JSONL object that holds the text."""
+    dataset_cache: Text = "~/.cache/torchtitan"
+    """Folder for tokenised data, kept under a fingerprint of the files and the tokenizer."""
+    num_epochs: PositiveInt | None = None
+    """Passes over the data before the run ends; if not given it repeats, reshuffled, for all
+    steps."""
+    dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
+    """Workers and prefetch."""
+    dtype: Literal["bfloat16", "float32"] = "float32"
+    """Type of the stored weights and of the optimizer's state."""
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type in which weights are gathered and layers computed."""
+    mixed_precision_reduce: Literal["float32"] = "float32"
+    """Type in which gradients are summed across ranks."""
+    enable_cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory; layers visit the GPU."""
+    gc_freq: PositiveInt = 50
+    """Collect Python garbage every this many steps, on all ranks at once, and never in between."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ParallelismConfig:
+    """Degree of each axis; their product is the number of ranks."""
+
+    data_parallel_replicate_degree: Degree = 1
+    """Copies of the (sharded) model; gradients are all-reduced across them (DDP, HSDP)."""
+    data_parallel_shard_degree: int = -1
+    """Ranks over which weights, gradients and optimizer state are sharded (FSDP2); -1: all ranks
+    left over."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free the gathered weights after forward (always) or keep them for backward (never); default:
+    always, but never under pipeline parallelism."""
+    tensor_parallel_degree: Degree = 1
+    """Ranks that split each layer's matrices."""
+    pipeline_parallel_degree: Degree = 1
+    """Ranks that split the layers into stages."""
+    context_parallel_degree: Degree = 1
+    """Ranks that split the sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CheckpointConfig:
+    """When a run is saved, and from what it starts."""
+
+    enable: bool = False
+    """Save checkpoints, and resume from the newest one in the folder."""
+    folder: Text = "checkpoint"
+    """Folder of the checkpoints, inside dump_folder."""
+    interval: PositiveInt = 500
+    """Save every this many steps; the last step is always saved."""
+    enable_first_step_checkpoint: bool = False
+    """Also save after step 1, to see early that saving works."""
+    last_save_model_only: bool = False
+    """The last checkpoint holds the weights alone; such a run cannot be extended."""
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """disabled: training waits for the files. async: it waits for a copy in memory alone."""
+    keep_latest_k: NonNegativeInt = 10
+    """Whole checkpoints to keep, older ones are deleted; 0 keeps all."""
+    load_step: int = -1
+    """Resume from this step; -1: the newest."""
+    load_only: bool = False
+    """Resume, but never save."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ActivationCheckpointConfig:
+    """Which activations are recomputed in backward instead of kept."""
+
+    mode: Literal["none", "full", "selective"] = "selective"
+    """none: keep all; full: recompute every block; selective: recompute every n-th block."""
+    selective_ac_option: str = "2"
+    """n of the selective mode, a number in quotes."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CommConfig:
+    """Process groups."""
+
+    init_timeout_seconds: PositiveInt = 300
+    """Longest wait for other ranks until the first step of this start is done."""
+    train_timeout_seconds: PositiveInt = 100
+    """Longest wait for other ranks after that."""
+    trace_buf_size: NonNegativeInt = 20000
+    """Collectives remembered by NCCL's flight recorder, written to save_traces_folder on a timeout;
+    0: off."""
+    save_traces_folder: Text = "comm_traces"
+    """Folder of the flight recorder's files, inside dump_folder."""
+    save_traces_file_prefix: str = "rank_"
+    """Beginning of the flight recorder's file names."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DebugConfig:
+    """Reproducibility."""
+
+    seed: Seed = 0
+    """Seed of the initial weights, the order of the data and every random generator."""
+    deterministic: bool = False
+    """Refuse operators that are not reproducible bit for bit."""
+    deterministic_warn_only: bool = False
+    """Warn of such operators instead."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Config:
+    """A whole job."""
+
+    job: JobConfig = Field(default_factory=JobConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulerConfig = Field(default_factory=LRSchedulerConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    activation_checkpoint: ActivationCheckpointConfig = Field(
+        default_factory=ActivationCheckpointConfig
+    )
+    comm: CommConfig = Field(default_factory=CommConfig)
+    debug: DebugConfig = Field(default_factory=DebugConfig)

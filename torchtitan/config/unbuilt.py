@@ -1,0 +1,310 @@
+"""Keys that torchtitan 0.2 and 0.1 files hold and that do nothing here yet.
+
+A setting that is silently ignored is the worst mistake a trainer can make, and refusing a file that
+merely spells out a default is the second worst. So each key names the values under which its
+absence changes nothing; these load and are dropped, any other value is refused by name with what to
+write instead. Building a feature means moving its keys from here into `schema.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchtitan.config.fields import fields
+from torchtitan.config.layers import Layer, Path, Setting, literal, same
+
+
+@dataclass(frozen=True)
+class Unbuilt:
+    """A key without its feature."""
+
+    harmless: tuple[object, ...]
+    instead: str
+    switch: str | None = None
+    """The key without which this one asks for nothing."""
+
+
+def _section(
+    name: str, instead: str, *, switch: str | None = None, **harmless: object
+) -> dict[Path, Unbuilt]:
+    """List the keys of one section with the one value of each that changes nothing."""
+    section = tuple(name.split("."))
+    return {(*section, key): Unbuilt((value,), instead, switch) for key, value in harmless.items()}
+
+
+_PLUGIN = "own modules are not loaded by name; write a script that calls torchtitan's functions"
+_PROFILING = "profiling is not built yet; run the command under py-spy or nsys"
+_SYNC = "TorchFT is not built in; save often and restart, a run resumes exactly"
+_COMPILE = "torch.compile is not built yet"
+_FLOAT8 = "float8 is not built yet; train in bfloat16 (training.mixed_precision_param)"
+_MX = "MX formats are not built yet; train in bfloat16 (training.mixed_precision_param)"
+_MOE = "mixture-of-experts models are not built yet; use a dense model"
+_PIPELINE = "pipeline parallelism is not built yet; shard with data_parallel_shard_degree"
+_TENSOR = "tensor parallelism is not built yet; shard with data_parallel_shard_degree"
+_CONTEXT = "context parallelism is not built yet; shard with data_parallel_shard_degree"
+_LOAD = "starting from another run's checkpoint is not built yet; a run resumes from its own folder"
+_HF = "Hugging Face weights are not built yet; checkpoints are torch DCP folders"
+_VALIDATION = "validation is not built yet"
+_ESTIMATE = "memory estimation is not built yet; metrics report the peak of a real step"
+_RECOMPUTE = "this kind of recomputation is not built yet; write mode = none, full or selective"
+
+UNBUILT: dict[Path, Unbuilt] = {
+    **_section("job", _PLUGIN, custom_config_module=""),
+    # It marked a file for torchtitan's own tests; no run ever depended on it.
+    ("job", "use_for_integration_test"): Unbuilt((False, True), "remove the line"),
+    **_section(
+        "profiling",
+        _PROFILING,
+        enable_profiling=False,
+        enable_memory_snapshot=False,
+    ),
+    **_section(
+        "profiling",
+        _PROFILING,
+        switch="profiling.enable_profiling",
+        save_traces_folder="profile_traces",
+        profile_freq=10,
+        profiler_active=1,
+        profiler_warmup=3,
+        save_memory_snapshot_folder="memory_snapshot",
+    ),
+    **_section("model", _FLOAT8, converters=[], print_after_conversion=False),
+    **_section(
+        "optimizer",
+        "the optimizer runs after the whole backward pass, so that gradients can be clipped",
+        early_step_in_backward=False,
+    ),
+    **_section(
+        "training", "looking for leaked cycles is not built in; use the gc module", gc_debug=False
+    ),
+    **_section(
+        "parallelism",
+        _TENSOR,
+        tensor_parallel_degree=1,
+        enable_async_tensor_parallel=False,
+    ),
+    **_section(
+        "parallelism",
+        _TENSOR,
+        switch="parallelism.tensor_parallel_degree",
+        disable_loss_parallel=False,
+    ),
+    **_section("parallelism", _PIPELINE, pipeline_parallel_degree=1),
+    **_section(
+        "parallelism",
+        _PIPELINE,
+        switch="parallelism.pipeline_parallel_degree",
+        module_fqns_per_model_part=None,
+        pipeline_parallel_split_points=[],
+        pipeline_parallel_first_stage_less_layers=1,
+        pipeline_parallel_last_stage_less_layers=1,
+        pipeline_parallel_layers_per_stage=None,
+        pipeline_parallel_schedule="1F1B",
+        pipeline_parallel_schedule_csv="",
+        pipeline_parallel_microbatch_size=1,
+    ),
+    **_section("parallelism", _CONTEXT, context_parallel_degree=1),
+    **_section(
+        "parallelism",
+        _CONTEXT,
+        switch="parallelism.context_parallel_degree",
+        context_parallel_load_balancer="headtail",
+        context_parallel_rotate_method="allgather",
+    ),
+    **_section("parallelism", _MOE, expert_parallel_degree=1, expert_tensor_parallel_degree=1),
+    **_section(
+        "parallelism",
+        _MOE,
+        switch="parallelism.expert_parallel_degree",
+        expert_parallel_comm_backend="standard",
+        pipeline_parallel_expert_parallel_overlap=True,
+    ),
+    **_section("parallelism", _COMPILE, enable_compiled_autograd=False),
+    **_section(
+        "checkpoint",
+        _LOAD,
+        initial_load_path=None,
+        initial_load_model_only=True,
+        exclude_from_loading=[],
+    ),
+    **_section(
+        "checkpoint",
+        _HF,
+        initial_load_in_hf=False,
+        initial_load_in_hf_quantized=False,
+        last_save_in_hf=False,
+    ),
+    **_section(
+        "checkpoint",
+        "the last checkpoint holds the weights in training.dtype; convert the file afterwards",
+        export_dtype="float32",
+    ),
+    **_section(
+        "checkpoint",
+        "initial weights are equal in every layout, so no seed checkpoint is needed",
+        create_seed_checkpoint=False,
+    ),
+    **_section("checkpoint", _SYNC, enable_ft_dataloader_checkpoints=True),
+    **_section(
+        "activation_checkpoint",
+        _RECOMPUTE,
+        switch="activation_checkpoint.selective_ac_option",
+        per_op_sac_force_recompute_mm_shapes_by_fqns=["moe.router.gate"],
+    ),
+    **_section(
+        "activation_checkpoint",
+        _RECOMPUTE,
+        switch="activation_checkpoint.mode",
+        memory_budget=0.5,
+        visualize_memory_budget_pareto=False,
+    ),
+    **_section(
+        "activation_checkpoint",
+        _RECOMPUTE,
+        early_stop=False,
+        preserve_rng_state=True,
+        determinism_check="default",
+        debug=False,
+    ),
+    **_section("compile", _COMPILE, enable=False),
+    **_section(
+        "compile",
+        _COMPILE,
+        switch="compile.enable",
+        components=["model", "loss"],
+        backend="inductor",
+    ),
+    **_section(
+        "quantize.linear.float8",
+        _FLOAT8,
+        switch="model.converters",
+        enable_fsdp_float8_all_gather=False,
+        precompute_float8_dynamic_scale_for_fsdp=False,
+        recipe_name=None,
+        filter_fqns=[],
+        emulate=False,
+    ),
+    **_section(
+        "float8", _FLOAT8, switch="model.converters", force_recompute_fp8_weight_in_bwd=False
+    ),
+    **_section("quantize.grouped_mm.float8", _MOE, switch="model.converters", fqns=[]),
+    **_section(
+        "quantize.linear.mx",
+        _MX,
+        switch="model.converters",
+        mxfp8_dim1_cast_kernel_choice="triton",
+        filter_fqns=["output"],
+    ),
+    # The default of 0.2 and that of 0.1's [mx].
+    ("quantize", "linear", "mx", "recipe_name"): Unbuilt(
+        ("mxfp8_cublas", "mxfp8"), _MX, "model.converters"
+    ),
+    **_section("mx", _MX, switch="model.converters", use_fp8_dim1_cast_triton_kernel=True),
+    **_section(
+        "quantize.grouped_mm.mx", _MOE, switch="model.converters", recipe_name="mxfp8", fqns=[]
+    ),
+    **_section(
+        "comm",
+        "fake process groups are not built in; start real ranks, gloo on CPU needs no GPU",
+        mode="default",
+    ),
+    **_section("memory_estimation", _ESTIMATE, enable=False),
+    **_section(
+        "memory_estimation", _ESTIMATE, switch="memory_estimation.enable", disable_fake_mode=False
+    ),
+    **_section("fault_tolerance", _SYNC, enable=False),
+    **_section(
+        "fault_tolerance",
+        _SYNC,
+        switch="fault_tolerance.enable",
+        process_group="gloo",
+        process_group_timeout_ms=10000,
+        replica_id=0,
+        group_size=0,
+        min_replica_size=1,
+        semi_sync_method=None,
+        sync_steps=5,
+        should_quantize=False,
+        fragment_sync_delay=0,
+        fragment_update_alpha=0.0,
+    ),
+    **_section("experimental", _PLUGIN, custom_import="", custom_args_module=""),
+    **_section("validation", _VALIDATION, enable=False),
+    **_section(
+        "validation",
+        _VALIDATION,
+        switch="validation.enable",
+        dataset="c4_validation",
+        dataset_path=None,
+        local_batch_size=8,
+        seq_len=2048,
+        freq=10,
+        steps=-1,
+    ),
+    **_section(
+        "validation.dataloader",
+        _VALIDATION,
+        switch="validation.enable",
+        num_workers=0,
+        persistent_workers=False,
+        pin_memory=False,
+        prefetch_factor=None,
+    ),
+    **_section("debug", _MOE, moe_force_load_balance=False),
+}
+
+_C4 = (
+    'is not downloaded here; to try things out write dataset = "python_stdlib", else save C4 as '
+    'JSONL and write dataset = "files" with dataset_path'
+)
+
+# Values of built keys that torchtitan knows and that are not built.
+UNBUILT_VALUES: dict[Path, dict[object, str]] = {
+    ("training", "dataset"): {"c4": _C4, "c4_test": _C4, "c4_validation": _C4},
+    ("checkpoint", "async_mode"): {
+        "async_with_pinned_mem": 'pinned staging is not built yet; write "async" or "disabled"'
+    },
+    ("activation_checkpoint", "mode"): {"memory_budget": _RECOMPUTE},
+    ("activation_checkpoint", "selective_ac_option"): {
+        "op": 'selection by operator is not built yet; write a number, "2" is every second block'
+    },
+}
+
+
+def without_unbuilt(settings: Layer) -> tuple[Layer, list[str]]:
+    """Drop what asks for nothing, refuse what asks for a feature that is not built."""
+    kept: Layer = {}
+    mistakes = []
+    for path, setting in settings.items():
+        refusal = _refusal(path, setting=setting)
+        if refusal:
+            mistakes.append(f"{setting.where()}: {refusal}")
+        elif path in fields() or path not in UNBUILT:
+            kept[path] = setting
+    return kept, mistakes
+
+
+def notices(settings: Layer) -> list[str]:
+    """Name the keys that shape a feature which is switched off, and not built."""
+    return [
+        f"{setting.where()}: has no effect, {known.switch} is off ({known.instead})"
+        for path, setting in settings.items()
+        if (known := UNBUILT.get(path)) and known.switch and not _is_harmless(setting, known)
+    ]
+
+
+def _is_harmless(setting: Setting, known: Unbuilt) -> bool:
+    return any(same(setting.value, value) for value in known.harmless)
+
+
+def _refusal(path: Path, *, setting: Setting) -> str | None:
+    if path in UNBUILT:
+        known = UNBUILT[path]
+        if known.switch or _is_harmless(setting, known):
+            return None
+        accepted = " or ".join(literal(value) for value in known.harmless if value is not None)
+        only = f"only {accepted} is accepted" if accepted else "remove the line"
+        return f"{known.instead} ({only})"
+    if isinstance(setting.value, str):
+        return UNBUILT_VALUES.get(path, {}).get(setting.value)
+    return None

@@ -1,0 +1,18 @@
+"""The models that a job can name, and what the rest of the library needs of them."""
+
+from __future__ import annotations
+
+from torchtitan.models import llama3
+from torchtitan.models.init import initialize
+from torchtitan.models.spec import DecoderConfig, ModelSpec, flops_per_token, num_parameters
+
+MODELS: dict[str, ModelSpec] = {llama3.SPEC.name: llama3.SPEC}
+
+__all__ = [
+    "MODELS",
+    "DecoderConfig",
+    "ModelSpec",
+    "flops_per_token",
+    "initialize",
+    "num_parameters",
+]

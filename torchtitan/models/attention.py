@@ -1,0 +1,99 @@
+"""Causal self-attention with grouped queries, and the cache that makes decoding linear.
+
+Everything goes through `scaled_dot_product_attention`: fused kernels on GPU and CPU alike, no
+S x S matrix and no mask, ever. Causality is a flag; grouped queries are one too, so keys and values
+are not copied once per query head. A decoding step asks with one query about all keys so far, which
+needs no mask either. The fused alternatives (FlexAttention, flash-attn) lack a CPU backward or are
+one more dependency.
+
+Shapes: B batch, S sequence, T keys so far, C = dim, H query heads, K key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan.models.rope import Rope
+from torchtitan.models.spec import DecoderConfig
+
+
+class LayerCache:
+    """Keys and values of the tokens that one layer has seen, in storage allocated once.
+
+    It is written in place: for use without gradients.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int, int], *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.k_BKTD = torch.empty(shape, device=device, dtype=dtype)
+        self.v_BKTD = torch.empty(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def append(
+        self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store S more tokens and return the keys and values of all tokens so far."""
+        start, stop = self.length, self.length + k_BKSD.shape[2]
+        assert stop <= self.k_BKTD.shape[2], "the cache is full"
+        self.k_BKTD[:, :, start:stop] = k_BKSD
+        self.v_BKTD[:, :, start:stop] = v_BKSD
+        self.length = stop
+        return self.k_BKTD[:, :, :stop], self.v_BKTD[:, :, :stop]
+
+
+class KVCache:
+    """A `LayerCache` for each layer, by the layer's name."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        batch_size: int,
+        max_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        shape = (batch_size, config.num_kv_heads, max_len, config.head_dim)
+        self.layers = {
+            str(i): LayerCache(shape, device=device, dtype=dtype) for i in range(config.num_layers)
+        }
+
+    @property
+    def length(self) -> int:
+        """Tokens seen so far: the position of the next one."""
+        return next(iter(self.layers.values())).length
+
+
+class Attention(nn.Module):
+    """Multi-head attention in which several query heads share one key/value head (GQA)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        kv_dim = config.num_kv_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(
+        self, x_BSC: torch.Tensor, rope: Rope, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        """Mix the tokens, each with those before it and, if there is a cache, with those in it."""
+        # the number of heads is left to -1: tensor parallelism gives each rank a part of them
+        q_BSHD = rope.rotate(self.wq(x_BSC).unflatten(-1, (-1, self.head_dim)))
+        k_BSKD = rope.rotate(self.wk(x_BSC).unflatten(-1, (-1, self.head_dim)))
+        v_BSKD = self.wv(x_BSC).unflatten(-1, (-1, self.head_dim))
+        q_BHSD, k, v = q_BSHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
+        if cache is not None:
+            # the causal flag aligns first query with first key: right for a prompt or one token
+            assert cache.length == 0 or q_BHSD.shape[2] == 1, "feed one token after the prompt"
+            k, v = cache.append(k, v)
+        is_causal = q_BHSD.shape[2] > 1
+        out_BHSD = F.scaled_dot_product_attention(
+            q_BHSD, k, v, is_causal=is_causal, enable_gqa=True
+        )
+        return self.wo(out_BHSD.transpose(1, 2).flatten(-2))

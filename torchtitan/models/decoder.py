@@ -1,0 +1,101 @@
+"""The decoder-only transformer: one plain module, without a word about parallelism.
+
+Parameter names are torchtitan's, so that checkpoints interchange. Every parallel layout is applied
+to this module from outside, which is why it holds no buffers (nothing to move, cast or re-create
+after meta construction) and why a block maps `(x, rope)` to `x`, so that activation checkpointing,
+compilation and sharding can wrap it as it is. `layers` is a dictionary keyed by number: a pipeline
+stage that keeps layers 8 to 15 keeps their names too.
+
+Shapes: B batch, S sequence, C = dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan.models.attention import Attention, KVCache, LayerCache
+from torchtitan.models.rope import Rope, build_rope
+from torchtitan.models.spec import DecoderConfig
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv:2002.05202): w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+
+    def forward(self, x_BSC: torch.Tensor) -> torch.Tensor:
+        """Transform each token by itself."""
+        return self.w2(F.silu(self.w1(x_BSC)) * self.w3(x_BSC))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(
+        self, x_BSC: torch.Tensor, rope: Rope, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        """Apply the block; a cache is for decoding alone."""
+        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), rope, cache)
+        return x_BSC + self.feed_forward(self.ffn_norm(x_BSC))
+
+
+class Decoder(nn.Module):
+    """Tokens to logits.
+
+    With tied embeddings there is no `output` module and no `output.weight`: a parameter under two
+    names would be untied by meta construction with `to_empty()`. The head then multiplies by
+    `tok_embeddings.weight` outside that module's own forward, so a parallel layer must keep
+    `tok_embeddings` in the root's FSDP group (gathered for the whole forward) and never shard it
+    as a group of its own.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.num_layers)})
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = (
+            None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        )
+
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        positions_S: torch.Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> torch.Tensor:
+        """Return the logits of the token after each one, in the dtype of the computation.
+
+        `positions_S` (int64) are the tokens' places in the sequence; by default they follow what
+        the cache holds, or start at 0.
+        """
+        if positions_S is None:
+            start = 0 if cache is None else cache.length
+            positions_S = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
+        rope = build_rope(
+            positions_S,
+            head_dim=self.config.head_dim,
+            theta=self.config.rope_theta,
+            scaling=self.config.rope_scaling,
+        )
+        x_BSC = self.tok_embeddings(tokens_BS)
+        for name, block in self.layers.items():
+            x_BSC = block(x_BSC, rope, None if cache is None else cache.layers[name])
+        x_BSC = self.norm(x_BSC)
+        if self.output is None:
+            return F.linear(x_BSC, self.tok_embeddings.weight)
+        return self.output(x_BSC)

@@ -1,0 +1,108 @@
+"""Llama 3: its sizes and its initial weights (arXiv:2407.21783).
+
+The architecture is `Decoder`; a family of models is this one file, sizes as data and initial
+weights as a pure function from a parameter's name. `debugmodel` is torchtitan's. `tiny` has an odd
+vocabulary and sizes that few degrees divide, so that tests meet uneven shards.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.init import Constant, Init, Normal
+from torchtitan.models.spec import DecoderConfig, ModelSpec, RopeScaling
+
+LLAMA_31 = RopeScaling(factor=8.0)
+LLAMA_32 = RopeScaling(factor=32.0)
+
+FLAVORS = {
+    "tiny": DecoderConfig(
+        dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96, vocab_size=263
+    ),
+    "debugmodel": DecoderConfig(
+        dim=256, num_layers=6, num_heads=16, num_kv_heads=16, hidden_dim=768, vocab_size=2048
+    ),
+    "1B": DecoderConfig(
+        dim=2048,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        hidden_dim=8192,
+        vocab_size=128_256,
+        rope_scaling=LLAMA_32,
+        tie_embeddings=True,
+    ),
+    "3B": DecoderConfig(
+        dim=3072,
+        num_layers=28,
+        num_heads=24,
+        num_kv_heads=8,
+        hidden_dim=8192,
+        vocab_size=128_256,
+        rope_scaling=LLAMA_32,
+        tie_embeddings=True,
+    ),
+    "8B": DecoderConfig(
+        dim=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        hidden_dim=14_336,
+        vocab_size=128_256,
+        rope_scaling=LLAMA_31,
+    ),
+    "70B": DecoderConfig(
+        dim=8192,
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        hidden_dim=28_672,
+        vocab_size=128_256,
+        rope_scaling=LLAMA_31,
+    ),
+    "405B": DecoderConfig(
+        dim=16_384,
+        num_layers=126,
+        num_heads=128,
+        num_kv_heads=8,
+        hidden_dim=53_248,
+        vocab_size=128_256,
+        rope_scaling=LLAMA_31,
+    ),
+}
+
+
+def initial(config: DecoderConfig, name: str) -> Init:
+    """Say how a parameter starts: torchtitan's standard deviations, each cut at 3 of them.
+
+    What writes into the residual stream (wo, w2, and w3, which scales w2's input) starts smaller
+    the deeper the layer, so that the stream's variance does not grow with the depth.
+    """
+    match name.split("."):
+        case ["tok_embeddings", "weight"]:
+            return Normal(std=config.dim**-0.5 if config.tie_embeddings else 1.0)
+        case ["layers", _, "attention", "wq" | "wk" | "wv", "weight"]:
+            return Normal(std=0.02)
+        case ["layers", _, "feed_forward", "w1", "weight"]:
+            return Normal(std=0.02)
+        case ["layers", layer, "attention", "wo", "weight"]:
+            return Normal(std=0.02 / math.sqrt(2 * (int(layer) + 1)))
+        case ["layers", layer, "feed_forward", "w2" | "w3", "weight"]:
+            return Normal(std=0.02 / math.sqrt(2 * (int(layer) + 1)))
+        case ["layers", _, "attention_norm" | "ffn_norm", "weight"] | ["norm", "weight"]:
+            return Constant(1.0)
+        case ["output", "weight"]:
+            return Normal(std=config.dim**-0.5)
+    raise AssertionError(f"no rule says how the parameter {name} starts")
+
+
+class Llama3(Decoder):
+    """The decoder with Llama 3's initial weights."""
+
+    def initial(self, name: str) -> Init:
+        """Say how a parameter starts."""
+        return initial(self.config, name)
+
+
+SPEC = ModelSpec(name="llama3", flavors=FLAVORS, build=Llama3)

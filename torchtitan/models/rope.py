@@ -1,0 +1,71 @@
+"""Rotary position embedding: each pair of channels turns by an angle that grows with the position.
+
+Pairs are neighbouring channels (2i, 2i + 1), the layout of Meta's and torchtitan's weights; Hugging
+Face pairs i with i + D/2 instead and permutes wq and wk to make up for it. Cosines and sines are
+computed from integer positions once a forward rather than kept in a buffer. A complex buffer is
+destroyed by `model.to(dtype)`, a real one is rounded by it, and either needs care on the meta
+device; computing costs S x D/2 cosines, nothing beside one layer. Angles are float64, since float32
+is off by 0.008 rad at position 131072; the rotation is float32, whatever the model computes in.
+
+Shapes: B batch, S sequence, H heads, D width of a head, P = D/2 pairs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from torchtitan.models.spec import RopeScaling
+
+
+class Rope:
+    """The rotation at S positions: float32 `cos_SP` and `sin_SP`.
+
+    A plain class on purpose: FSDP's mixed precision casts every float tensor that it finds in a
+    block's arguments to bfloat16, inside tuples, dictionaries and dataclasses too.
+    """
+
+    def __init__(self, cos_SP: torch.Tensor, sin_SP: torch.Tensor) -> None:
+        self.cos_SP = cos_SP
+        self.sin_SP = sin_SP
+
+    def rotate(self, x_BSHD: torch.Tensor) -> torch.Tensor:
+        """Turn the channel pairs of queries or keys; the dtype stays."""
+        even_BSHP, odd_BSHP = x_BSHD.float().unflatten(-1, (-1, 2)).unbind(-1)
+        cos_S1P, sin_S1P = self.cos_SP[:, None], self.sin_SP[:, None]
+        turned = torch.stack(
+            (
+                even_BSHP * cos_S1P - odd_BSHP * sin_S1P,
+                even_BSHP * sin_S1P + odd_BSHP * cos_S1P,
+            ),
+            dim=-1,
+        )
+        return turned.flatten(-2).type_as(x_BSHD)
+
+
+def frequencies(
+    head_dim: int, *, theta: float, scaling: RopeScaling | None, device: torch.device
+) -> torch.Tensor:
+    """Return the radians per position of each channel pair, float64 of shape (P,).
+
+    RoFormer (arXiv:2104.09864); scaling as in Llama 3.1's model code.
+    """
+    exponents_P = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
+    freqs_P = theta**-exponents_P
+    if scaling is None:
+        return freqs_P
+    turns_P = freqs_P * scaling.original_max_position / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    # 0: few turns in the old context, stretched in full; 1: many turns, left alone
+    keep_P = ((turns_P - low) / (high - low)).clamp(0, 1)
+    return keep_P * freqs_P + (1 - keep_P) * freqs_P / scaling.factor
+
+
+def build_rope(
+    positions_S: torch.Tensor, *, head_dim: int, theta: float, scaling: RopeScaling | None
+) -> Rope:
+    """Compute the rotation at integer positions."""
+    freqs_P = frequencies(head_dim, theta=theta, scaling=scaling, device=positions_S.device)
+    angles_SP = positions_S[:, None] * freqs_P
+    return Rope(angles_SP.cos().float(), angles_SP.sin().float())

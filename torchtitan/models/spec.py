@@ -1,0 +1,106 @@
+"""What the rest of the library knows of a model: its sizes, how to build it, what it costs.
+
+`DecoderConfig` is a plain description from which parameters and FLOPs follow by arithmetic, so
+planning a 405B job needs no module and no memory. `ModelSpec` is one entry of `MODELS`, a
+dictionary; a registry with decorators would hide where an entry comes from and depend on the order
+of imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's stretch of the rotary wavelengths, for contexts beyond those of pretraining."""
+
+    factor: float
+    """Wavelengths longer than original_max_position / low_freq_factor grow by this factor."""
+    low_freq_factor: float = 1.0
+    """Bounds the long wavelengths, in turns within original_max_position."""
+    high_freq_factor: float = 4.0
+    """Wavelengths with more turns than this stay; those between are blended."""
+    original_max_position: int = 8192
+    """Context length of pretraining, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes of a decoder-only transformer with GQA, RoPE, SwiGLU and RMSNorm."""
+
+    dim: int
+    """Width of the residual stream."""
+    num_layers: int
+    """Transformer blocks."""
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key and value heads; each serves num_heads / num_kv_heads query heads."""
+    hidden_dim: int
+    """Width of the feed-forward layer."""
+    vocab_size: int
+    """Rows of the embedding and of the output head."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in every RMSNorm."""
+    rope_theta: float = 500_000.0
+    """Base of the rotary wavelengths."""
+    rope_scaling: RopeScaling | None = None
+    """Stretch of the rotary wavelengths; None: as theta gives them."""
+    tie_embeddings: bool = False
+    """The output head is the embedding matrix: no parameter of its own."""
+
+    def __post_init__(self) -> None:
+        assert self.dim % self.num_heads == 0
+        assert self.head_dim % 2 == 0
+        assert self.num_heads % self.num_kv_heads == 0
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.num_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A family of models: its named sizes and how to build one of them."""
+
+    name: str
+    """Key of the family in MODELS."""
+    flavors: Mapping[str, DecoderConfig]
+    """Sizes by name."""
+    build: Callable[[DecoderConfig], nn.Module]
+    """Makes the module, on whatever device is the default when it is called, meta included."""
+
+
+def num_matmul_parameters(config: DecoderConfig) -> int:
+    """Count the weights that multiply every token: looking up an embedding costs nothing.
+
+    The output head counts also where it is tied to the embedding, for it multiplies all the same.
+    """
+    kv_dim = config.num_kv_heads * config.head_dim
+    attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
+    feed_forward = 3 * config.dim * config.hidden_dim
+    return config.num_layers * (attention + feed_forward) + config.vocab_size * config.dim
+
+
+def num_parameters(config: DecoderConfig) -> int:
+    """Count all parameters, a tied matrix once."""
+    norms = (2 * config.num_layers + 1) * config.dim
+    embedding = 0 if config.tie_embeddings else config.vocab_size * config.dim
+    return num_matmul_parameters(config) + norms + embedding
+
+
+def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
+    """Count the FLOPs of training on one token, forward and backward: 6 N + 12 L H D S.
+
+    N weights in matrix products, L layers, H heads of width D, S = seq_len; a multiply and an add
+    are two. This is the convention of PaLM's appendix B (arXiv:2204.02311), the one by which MFU
+    figures are compared: attention counts in full although the causal half is never computed, and
+    neither recomputed activations nor norms, softmax and other elementwise work count.
+    """
+    attention = 12 * config.num_layers * config.num_heads * config.head_dim * seq_len
+    return 6 * num_matmul_parameters(config) + attention
