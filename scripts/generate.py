@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
+
 from torchtitan.assemble import CONFIG_FILE, find_model
 from torchtitan.base.device import local_device
 from torchtitan.base.errors import CheckpointError, UserError

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
+
 from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.metrics.sinks import Row, read_rows
 

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
+
 from torchtitan.base.errors import DataError, UserError
 from torchtitan.data.builtin import StdlibCorpus
 from torchtitan.data.source import Corpus, FileCorpus, find_files

@@ -1,0 +1,69 @@
+"""What several data tests share: a job's data settings, a loader, and all its steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from torchtitan.config.schema import DataLoaderConfig, TrainingConfig
+from torchtitan.data.dataset import Dataset, build_dataset
+from torchtitan.data.loader import Loader
+from torchtitan.data.tokenizer import ByteTokenizer
+
+SEQ_LEN = 16
+
+
+def training(cache: Path, **settings: object) -> TrainingConfig:
+    return TrainingConfig(
+        **{"seq_len": SEQ_LEN, "dataset_cache": str(cache), **settings}  # type: ignore[arg-type]
+    )
+
+
+def write_texts(folder: Path, texts: dict[str, str]) -> list[str]:
+    """Write files; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_bytes(text.encode())
+    return [str(folder / name) for name in texts]
+
+
+def dataset_of(tmp_path: Path, *, seed: int = 0, **settings: object) -> Dataset:
+    """A byte-tokenised data set; without settings, of one text of 1,000 numbered words."""
+    if "dataset" not in settings:
+        settings["dataset"] = "files"
+    if settings["dataset"] == "files" and "dataset_path" not in settings:
+        text = " ".join(f"word{i}" for i in range(1000))
+        settings["dataset_path"] = write_texts(tmp_path / "text", {"words.txt": text})
+    job = training(tmp_path / "cache", **settings)
+    return build_dataset(job, tokenizer=ByteTokenizer(), seed=seed)
+
+
+def loader_of(
+    dataset: Dataset,
+    *,
+    batch: int = 2,
+    accumulation: int = 1,
+    rank: int = 0,
+    degree: int = 1,
+    position: int = 0,
+    **settings: object,
+) -> Loader:
+    return Loader(
+        dataset,
+        local_batch_size=batch,
+        accumulation=accumulation,
+        dp_rank=rank,
+        dp_degree=degree,
+        settings=DataLoaderConfig(**settings),  # type: ignore[arg-type]
+        position=position,
+    )
+
+
+def rows(step: list[dict[str, torch.Tensor]]) -> list[tuple[int, ...]]:
+    """Tokens and labels of each sample of a step."""
+    return [
+        tuple(torch.cat([tokens, labels]).tolist())
+        for batch in step
+        for tokens, labels in zip(batch["tokens"], batch["labels"], strict=True)
+    ]

@@ -1,0 +1,230 @@
+"""Tokenising once: the right tokens in the right order, built by one process, found by the next."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchtitan.base.errors import DataError
+from torchtitan.data import prepare
+from torchtitan.data.builtin import SyntheticCorpus
+from torchtitan.data.prepare import cached_store
+from torchtitan.data.source import FileCorpus
+from torchtitan.data.store import TokenStore
+from torchtitan.data.tokenizer import ByteTokenizer, Ids, build_tokenizer
+
+
+def corpus_of(folder: Path, texts: Sequence[str]) -> FileCorpus:
+    folder.mkdir(exist_ok=True)
+    for i, text in enumerate(texts):
+        (folder / f"{i:04}.txt").write_text(text)
+    return FileCorpus(tuple(sorted(folder.iterdir())), "text")
+
+
+def entries(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
+
+
+@pytest.mark.parametrize("name", ["byte", "bpe_2048"])
+def test_tokens_are_the_documents_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    # many small batches, so that threads overtake one another
+    monkeypatch.setattr(prepare, "BATCH_CHARS", 50)
+    texts = [f"document {i} " * (i % 17 + 1) for i in range(300)]
+    tokenizer = build_tokenizer(name)
+    corpus = corpus_of(tmp_path / "texts", texts)
+    store = cached_store(corpus, tokenizer=tokenizer, cache=str(tmp_path / "cache"))
+    expected = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+    assert store.tokens.tolist() == [i for ids in expected for i in ids]
+    assert store.lengths.tolist() == [len(ids) for ids in expected]
+    assert store.num_documents == len(texts)
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Counts the texts that it encodes."""
+
+    def __init__(self) -> None:
+        self.num_texts = 0
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        self.num_texts += len(texts)
+        return super().encode_batch(texts)
+
+
+def test_tokenised_once_and_again_after_a_change(tmp_path: Path) -> None:
+    tokenizer, cache = CountingTokenizer(), tmp_path / "cache"
+    corpus = corpus_of(tmp_path / "texts", ["one", "two"])
+
+    def hash_now() -> str:
+        return cached_store(corpus, tokenizer=tokenizer, cache=str(cache)).content_hash()
+
+    first = hash_now()
+    assert (hash_now(), tokenizer.num_texts) == (first, 2)
+    # another text of the same length, with the same modification time
+    status = corpus.files[1].stat()
+    corpus.files[1].write_text("TWO")
+    os.utime(corpus.files[1], ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert hash_now() != first
+    assert tokenizer.num_texts == 4
+    # the same content: tokenised again, yet the same data
+    corpus.files[1].write_text("two")
+    assert hash_now() == first
+    other = build_tokenizer("bpe_2048")
+    assert cached_store(corpus, tokenizer=other, cache=str(cache)).num_tokens < 10
+    assert len(entries(cache)) == 4
+
+
+def test_content_does_not_depend_on_where_the_text_lies(tmp_path: Path) -> None:
+    hashes = [
+        cached_store(
+            corpus_of(tmp_path / place, ["one", "two"]),
+            tokenizer=ByteTokenizer(),
+            cache=str(tmp_path / f"cache {place}"),
+        ).content_hash()
+        for place in ("here", "there")
+    ]
+    assert hashes[0] == hashes[1]
+
+
+def test_a_fault_leaves_nothing(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "texts", ["one", "two"])
+    corpus.files[1].write_bytes(b"\xff")
+    with pytest.raises(DataError, match="byte offset 0"):
+        cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(tmp_path / "cache"))
+    assert entries(tmp_path / "cache") == []
+
+
+def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    corpus = corpus_of(tmp_path / "texts", ["one", "two"])
+    cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(cache))
+    (name,) = entries(cache)
+    (cache / name).rename(cache / f"{name}.tmp")
+    (cache / f"{name}.tmp" / "tokens.bin").write_bytes(b"half")
+    store = cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(cache))
+    assert bytes(store.tokens[:3].astype(np.uint8)) == b"one"
+    assert entries(cache) == [name]
+
+
+@pytest.mark.parametrize("file", ["tokens.bin", "tokens.idx", "about.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_cache_is_named(tmp_path: Path, file: str, damage: str) -> None:
+    cache = tmp_path / "cache"
+    corpus = corpus_of(tmp_path / "texts", ["one", "two"])
+    cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(cache))
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    data = bytearray((folder / file).read_bytes())
+    data[0] ^= 1
+    if damage == "remove":
+        (folder / file).unlink()
+    else:
+        (folder / file).write_bytes(data if damage == "flip" else data[: len(data) // 2])
+    with pytest.raises(DataError, match=f"{folder.name}.*delete it"):
+        cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(cache))
+    shutil.rmtree(folder)
+    cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(cache))
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"set training\.dataset_cache"):
+        cached_store(
+            SyntheticCorpus(), tokenizer=ByteTokenizer(), cache=str(tmp_path / "file" / "cache")
+        )
+
+
+def test_a_full_disk_is_said_and_cleared(tmp_path: Path) -> None:
+    code = (
+        "import resource, signal, sys\n"
+        "from torchtitan.data.prepare import cached_store\n"
+        "from torchtitan.data.builtin import SyntheticCorpus\n"
+        "from torchtitan.data.tokenizer import ByteTokenizer\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "cached_store(SyntheticCorpus(), tokenizer=ByteTokenizer(), cache=sys.argv[1])\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    root = Path(__file__).parents[2]
+    run = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True)
+    assert "DataError: cannot write tokenised data" in run.stderr
+    assert "make room" in run.stderr
+    assert entries(tmp_path) == []
+
+
+class SlowTokenizer(ByteTokenizer):
+    """Leaves time for others to arrive, and notes who encoded."""
+
+    def __init__(self, notes: str) -> None:
+        self.notes = Path(notes)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        (self.notes / str(os.getpid())).touch()
+        time.sleep(0.5)
+        return super().encode_batch(texts)
+
+
+def build_in_process(cache: str, notes: str, start: str) -> tuple[int, str]:
+    # arrive together, however long each process took to start
+    (Path(start) / str(os.getpid())).touch()
+    while len(os.listdir(start)) < 2:
+        time.sleep(0.01)
+    store = cached_store(SyntheticCorpus(), tokenizer=SlowTokenizer(notes), cache=cache)
+    return store.num_tokens, store.content_hash()
+
+
+def test_processes_build_once_and_wait(tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in ("cache", "notes", "start")]
+    for folder in folders:
+        os.mkdir(folder)
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        first, second = pool.starmap(build_in_process, [folders] * 2, chunksize=1)
+    assert first == second
+    assert len(os.listdir(folders[1])) == 1
+    assert len(entries(tmp_path / "cache")) == 1
+
+
+def test_log_lines_off_a_terminal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "LOG_EVERY_SECONDS", 0.0)
+    caplog.set_level(logging.INFO)
+    corpus = corpus_of(tmp_path / "texts", ["a" * 100, "b" * 300])
+    cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(tmp_path / "cache"))
+    for line in ("tokenising 2 files", ": 25 % read", ": 100 % read", "2 documents, 402 tokens"):
+        assert line in caplog.text
+
+
+def test_bar_on_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    corpus = corpus_of(tmp_path / "texts", ["a" * 100])
+    cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(tmp_path / "cache"))
+    assert "tokenising" in capsys.readouterr().err
+
+
+def test_about_tells_where_tokens_come_from(tmp_path: Path) -> None:
+    cached_store(SyntheticCorpus(), tokenizer=ByteTokenizer(), cache=str(tmp_path))
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    about = json.loads((folder / "about.json").read_text())
+    store = TokenStore(folder / "tokens")
+    assert about == {
+        "source": "synthetic",
+        "tokenizer": ByteTokenizer.fingerprint,
+        "num_documents": store.num_documents,
+        "num_tokens": store.num_tokens,
+        "content": store.content_hash(),
+    }

@@ -1,0 +1,263 @@
+"""Reading text: every format gives the same documents, and every fault is named with its place."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+import random
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from torchtitan.base.errors import DataError
+from torchtitan.data import source
+from torchtitan.data.builtin import StdlibCorpus, SyntheticCorpus
+from torchtitan.data.source import Corpus, FileCorpus, find_files, read_pieces
+
+
+def documents(corpus: Corpus) -> list[str]:
+    texts, text = [], ""
+    for piece in corpus.pieces(lambda num_bytes: None):
+        text += piece.text
+        if piece.ends_document:
+            texts.append(text)
+            text = ""
+    assert not text
+    return texts
+
+
+def documents_of(*files: Path, key: str = "text") -> list[str]:
+    return documents(FileCorpus(files, key))
+
+
+def zst_frames(data: bytes) -> bytes:
+    """Compress in two frames, as tools that append or work in parallel do."""
+    half = len(data) // 2
+    frames = data[:half], data[half:]
+    return b"".join(zstandard.ZstdCompressor().compress(frame) for frame in frames)
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zst_frames,
+}
+TEXTS = ["first\nline\r\n", "zwölf \U0001f600\n\n", " "]
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_each_format_gives_the_same_documents(tmp_path: Path, suffix: str) -> None:
+    pack = PACKERS[suffix]
+    files = []
+    for i, text in enumerate(TEXTS):
+        files.append(tmp_path / f"{i}.txt{suffix}")
+        files[-1].write_bytes(pack(text.encode()))
+    assert documents_of(*files) == TEXTS
+    lines = "".join(json.dumps({"id": i, "body": t}) + "\n\n" for i, t in enumerate([*TEXTS, ""]))
+    file = tmp_path / f"all.jsonl{suffix}"
+    file.write_bytes(pack(lines.encode()))
+    assert documents_of(file, key="body") == TEXTS
+    # no line end at the end, lines of Windows
+    file.write_bytes(pack(lines.rstrip("\n").replace("\n", "\r\n").encode()))
+    assert documents_of(file, key="body") == TEXTS
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 64])
+def test_block_borders_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(source, "BLOCK_BYTES", block * 8)
+    monkeypatch.setattr(source, "PIECE_CHARS", block)
+    text = "".join(random.Random(block).choices("aé中\U0001f600 \n", k=300))
+    lines = tmp_path / "a.jsonl"
+    lines.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n" + '{"text": "b"}')
+    for suffix, pack in PACKERS.items():
+        file = tmp_path / f"a.txt{suffix}"
+        file.write_bytes(pack(text.encode()))
+        assert documents_of(file, lines) == [text, text, "b"]
+    pieces = list(read_pieces(tmp_path / "a.txt", text_key="", advance=lambda n: None))
+    assert max(len(piece.text) for piece in pieces) <= block
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\xef\xbb\xbf")
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "b"}')
+    assert documents_of(tmp_path / "a.txt", tmp_path / "a.jsonl") == ["a\ufeff", "b"]
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+@pytest.mark.parametrize("place", [0, 5, 2_500_001])
+@pytest.mark.parametrize("bad", [b"\xff", b"\xe4\xb8", b"\xed\xa0\x80"])
+def test_text_that_is_no_utf8(tmp_path: Path, suffix: str, place: int, bad: bytes) -> None:
+    data = ("é" * (place // 2) + "x" * (place % 2)).encode() + bad
+    file = tmp_path / f"bad.txt{suffix}"
+    for tail in (b"", b" more"):
+        file.write_bytes(PACKERS[suffix](data + tail))
+        with pytest.raises(DataError, match="must be UTF-8") as caught:
+            documents_of(file)
+        assert str(file) in str(caught.value)
+        assert f"0x{bad[0]:02x} at byte offset {place}" in str(caught.value)
+        assert ("unpacked" in str(caught.value)) == bool(suffix)
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_json_lines_that_are_no_utf8(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"bad.jsonl{suffix}"
+    good = '{"text": "é"}\r\n\n'.encode()
+    file.write_bytes(PACKERS[suffix](good + b'{"text": "\xe9"}\n' + good))
+    with pytest.raises(DataError, match=f"line 3 .*byte offset {len(good) + 10}"):
+        documents_of(file)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2 must be one JSON object"),
+        ('{"text": "a"} x', "line 2 must be one JSON object"),
+        ("[1]", "line 2 .* 'text'.* got no object"),
+        ('"text"', "line 2 .* got no object"),
+        ('{"body": "a", "id": 1}', "line 2 .* got keys 'body', 'id'.*dataset_text_key"),
+        ('{"text": null}', "line 2 .* 'text'"),
+        ("[" * 100_000, "line 2 must be one JSON object"),
+        (r'{"text": "ab\ud800"}', "line 2 .* character 2 .* surrogate"),
+    ],
+)
+def test_bad_json_lines(tmp_path: Path, line: str, said: str) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text(f'{{"text": "good"}}\n{line}\n')
+    with pytest.raises(DataError, match=said) as caught:
+        documents_of(file)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_damaged_archives(tmp_path: Path, suffix: str) -> None:
+    noise = random.Random(0).choices("abcdefgh", k=5000)
+    packed = PACKERS[suffix]("".join(noise).encode())
+    file = tmp_path / f"a.txt{suffix}"
+    for data in (packed[:-1], packed[: len(packed) // 3], b"plain text", packed + b"x"):
+        file.write_bytes(data)
+        with pytest.raises(DataError, match=f"cannot read {file}"):
+            documents_of(file)
+
+
+@pytest.mark.parametrize(("name", "data"), [("a.jsonl", b"\n\n"), ("a.txt.gz", gzip.compress(b""))])
+def test_files_without_text(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match="holds no text"):
+        documents_of(tmp_path / name)
+
+
+def test_unreadable_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="No such file"):
+        documents_of(tmp_path / "gone.txt")
+
+
+def test_find_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("b.txt", "a.txt", "c.md", "s.bin", "s.idx", "[x].txt", "deep/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    (tmp_path / "empty.txt").touch()
+
+    def names(pattern: str) -> list[str]:
+        return [p.relative_to(tmp_path).as_posix() for p in find_files(str(tmp_path / pattern))]
+
+    assert names("*.txt") == ["[x].txt", "a.txt", "b.txt"]
+    assert "1 of 4 files" in caplog.text
+    assert names("**/*.txt") == ["[x].txt", "a.txt", "b.txt", "deep/d.txt"]
+    assert names("[x].txt") == ["[x].txt"]
+    # a store is one thing, by any of its names
+    for store in ("s", "s.bin", "s.idx", "s.*"):
+        assert names(store) == ["s.idx"]
+    for pattern, said in [
+        ("*.no", "no file matches"),
+        ("empty.txt", "must not be empty"),
+        ("e*.txt", "must not be empty"),
+        ("deep", r"is a folder; .*/\*\*/\*\.txt"),
+    ]:
+        with pytest.raises(DataError, match=said):
+            names(pattern)
+
+
+def test_identity_changes_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("one")
+    first = FileCorpus((file,), "text").identity()
+    assert FileCorpus((file,), "text").identity() == first
+    assert FileCorpus((file,), "body").identity() != first
+    file.write_text("two")
+    assert FileCorpus((file,), "text").identity() != first
+
+
+def test_large_files_stream(tmp_path: Path) -> None:
+    file = tmp_path / "large.txt.gz"
+    file.write_bytes(gzip.compress(b"0123456789 a line of a large file\n" * 1_000_000))
+    tracemalloc.start()
+    size = sum(len(p.text) for p in read_pieces(file, text_key="", advance=lambda n: None))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size == 34_000_000
+    assert peak < 16_000_000
+
+
+def test_progress_adds_up(tmp_path: Path) -> None:
+    for suffix, pack in PACKERS.items():
+        (tmp_path / f"a.txt{suffix}").write_bytes(pack(b"text\n" * 100_000))
+    corpora = [FileCorpus(tuple(tmp_path.iterdir()), "text"), StdlibCorpus()]
+    for corpus in corpora:
+        read: list[int] = []
+        for _ in corpus.pieces(read.append):
+            pass
+        assert sum(read) == corpus.num_bytes
+
+
+def test_stdlib_is_real_text() -> None:
+    corpus = StdlibCorpus()
+    texts = documents(corpus)
+    assert sum(map(len, texts)) > 3_000_000
+    assert any("class OrderedDict" in text for text in texts)
+    names = [path.as_posix() for path in corpus.files]
+    assert not any("/site-packages/" in name or "/test/" in name for name in names)
+    assert documents(StdlibCorpus()) == texts
+
+
+def test_stdlib_leaves_out_what_breaks_its_own_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "latin.py").write_bytes(b"# coding: latin-1\nx = '\xe9'\n")
+    (tmp_path / "wrong.py").write_bytes(b"x = '\xe9'\n")
+    (tmp_path / "unknown.py").write_bytes(b"# coding: klingon\n")
+    (tmp_path / "empty.py").touch()
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert documents(StdlibCorpus()) == ["# coding: latin-1\nx = 'é'\n"]
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "none"))
+    with pytest.raises(DataError, match="holds none; use 'synthetic'"):
+        documents(StdlibCorpus())
+
+
+def entropy(counts: Counter[str] | Counter[tuple[str, str]]) -> float:
+    total = sum(counts.values())
+    return -sum(n / total * math.log2(n / total) for n in counts.values())
+
+
+def test_synthetic_text_is_learnable() -> None:
+    words = " ".join(documents(SyntheticCorpus())).lower().replace(".", "").split()
+    alone = entropy(Counter(words))
+    after_another = entropy(Counter(pairwise(words))) - alone
+    assert len(set(words)) == SyntheticCorpus.num_words
+    assert after_another < 0.6 * alone
+
+
+def test_synthetic_text_is_the_same_everywhere() -> None:
+    texts = documents(SyntheticCorpus())
+    assert sum(map(len, texts)) >= SyntheticCorpus.num_bytes
+    # pinned: it must be the same on every machine, Python version and release of ours
+    digest = hashlib.sha256("".join(texts).encode()).hexdigest()
+    assert digest == "25fecdaa2d056294f7359064220eb495bec58d1508e137dee9a39b28b57a2386"

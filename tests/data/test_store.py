@@ -1,0 +1,181 @@
+"""Token stores: against a reader and a writer made from the format's description alone."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchtitan.base.errors import DataError
+from torchtitan.data import store as store_module
+from torchtitan.data.store import TokenStore, open_writer
+
+LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
+
+
+def write_by_hand(
+    prefix: Path, documents: list[list[list[int]]], *, code: int, modes: bool = False
+) -> None:
+    """Write documents of sequences of tokens, byte for byte as the format says."""
+    letter = LETTERS[code]
+    sequences = [sequence for document in documents for sequence in document]
+    pointers, boundaries = [0], [0]
+    for sequence in sequences:
+        pointers.append(pointers[-1] + len(sequence) * struct.calcsize(letter))
+    for document in documents:
+        boundaries.append(boundaries[-1] + len(document))
+    tokens = [token for sequence in sequences for token in sequence]
+    Path(f"{prefix}.bin").write_bytes(struct.pack(f"<{len(tokens)}{letter}", *tokens))
+    index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
+    index += struct.pack("<Q", len(sequences)) + struct.pack("<Q", len(boundaries))
+    index += struct.pack(f"<{len(sequences)}i", *map(len, sequences))
+    index += struct.pack(f"<{len(sequences)}q", *pointers[:-1])
+    index += struct.pack(f"<{len(boundaries)}q", *boundaries)
+    Path(f"{prefix}.idx").write_bytes(index + bytes(len(sequences) if modes else 0))
+
+
+def read_by_hand(prefix: Path) -> tuple[int, list[list[list[int]]]]:
+    """Return the type's code and the documents, reading as the format says."""
+    index, tokens = Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
+    assert index[:9] == b"MMIDIDX\x00\x00"
+    assert index[9:17] == struct.pack("<Q", 1)
+    code = index[17]
+    num_sequences, num_boundaries = struct.unpack("<QQ", index[18:34])
+    lengths = struct.unpack_from(f"<{num_sequences}i", index, 34)
+    pointers = struct.unpack_from(f"<{num_sequences}q", index, 34 + 4 * num_sequences)
+    boundaries = struct.unpack_from(f"<{num_boundaries}q", index, 34 + 12 * num_sequences)
+    assert len(index) == 34 + 12 * num_sequences + 8 * num_boundaries
+    sequences = [
+        list(struct.unpack_from(f"<{length}{LETTERS[code]}", tokens, pointer))
+        for length, pointer in zip(lengths, pointers, strict=True)
+    ]
+    return code, [sequences[first:last] for first, last in pairwise(boundaries)]
+
+
+DOCUMENTS = [[[1, 2, 3]], [[4]], [[5, 6], [7, 100]]]
+
+
+@pytest.mark.parametrize("code", LETTERS)
+@pytest.mark.parametrize("modes", [False, True])
+def test_reads_what_others_write(tmp_path: Path, code: int, modes: bool) -> None:
+    write_by_hand(tmp_path / "other", DOCUMENTS, code=code, modes=modes)
+    store = TokenStore(tmp_path / "other")
+    assert store.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 100]
+    assert store.lengths.tolist() == [3, 1, 2, 2]
+    assert store.document_starts.tolist() == [0, 1, 2, 4]
+    assert (store.num_tokens, store.num_documents) == (8, 3)
+
+
+@pytest.mark.parametrize(("vocab_size", "code"), [(2**16, 8), (2**16 + 1, 4)])
+def test_others_read_what_is_written(tmp_path: Path, vocab_size: int, code: int) -> None:
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, vocab_size, n).tolist() for n in (5, 0, 1, 3000)]
+    documents[0][0] = vocab_size - 1
+    with open_writer(tmp_path / "new" / "ours", vocab_size=vocab_size) as writer:
+        for document in documents:
+            half = len(document) // 2
+            writer.add(np.array(document[:half], np.uint32), ends_document=False)
+            writer.add(np.array(document[half:], np.uint32), ends_document=True)
+    assert read_by_hand(tmp_path / "new" / "ours") == (code, [[d] for d in documents])
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["ours.bin", "ours.idx"]
+
+
+def test_long_documents_and_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MAX_SEQUENCE", 4)
+    monkeypatch.setattr(store_module, "CHUNK", 3)
+    lengths = [9, 4, 5, 1, 0, 12]
+    with open_writer(tmp_path / "long", vocab_size=300) as writer:
+        for i, length in enumerate(lengths):
+            writer.add(np.full(length, i), ends_document=True)
+    _, documents = read_by_hand(tmp_path / "long")
+    assert [[len(s) for s in d] for d in documents] == [
+        [4, 4, 1],
+        [4],
+        [4, 1],
+        [1],
+        [0],
+        [4, 4, 4],
+    ]
+    joined = [[t for s in d for t in s] for d in documents]
+    assert joined == [[i] * length for i, length in enumerate(lengths)]
+
+
+def test_an_interrupted_writer_leaves_the_old_store(tmp_path: Path) -> None:
+    write_by_hand(tmp_path / "kept", DOCUMENTS, code=8)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+    def interrupted() -> None:
+        with open_writer(tmp_path / "kept", vocab_size=10) as writer:
+            writer.add(np.array([1, 2]), ends_document=True)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def cut(file: str, size: int):  # type: ignore[no-untyped-def]
+    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:size])
+
+
+def put(offset: int, data: bytes):  # type: ignore[no-untyped-def]
+    def damage(folder: Path) -> None:
+        old = (folder / "s.idx").read_bytes()
+        (folder / "s.idx").write_bytes(old[:offset] + data + old[offset + len(data) :])
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / "s.bin").unlink(), "s.bin"),
+        (lambda folder: (folder / "s.idx").unlink(), "s.idx"),
+        (cut("s.idx", 0), "cut short"),
+        (cut("s.idx", 33), "cut short"),
+        (cut("s.idx", 100), "must be .* bytes"),
+        (cut("s.bin", 14), "must be 16 bytes by its index, got 14"),
+        (cut("s.bin", 0), "holds no tokens"),
+        (put(0, b"MMIDIDY"), "Megatron's format"),
+        (put(9, b"\x02"), "version 1"),
+        (put(17, b"\x07"), "type 7"),
+        (put(17, b"\x05"), "must be .* bytes by its index"),
+        (put(18, b"\xff" * 8), "must be .* bytes"),
+        (put(34 + 4 * 4, b"\x02"), "s.bin must be"),
+        (put(34 + 12 * 4 + 8 * 3, b"\x09"), "documents"),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, damage, said: str) -> None:  # type: ignore[no-untyped-def]
+    write_by_hand(tmp_path / "s", DOCUMENTS, code=8)
+    TokenStore(tmp_path / "s")
+    damage(tmp_path)
+    with pytest.raises(DataError, match=said):
+        TokenStore(tmp_path / "s")
+
+
+def test_content_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_by_hand(tmp_path / "a", DOCUMENTS, code=8)
+    write_by_hand(tmp_path / "b", DOCUMENTS, code=8)
+    write_by_hand(tmp_path / "c", [[[1, 2, 3]], [[4]], [[5, 6], [7, 101]]], code=8)
+    write_by_hand(tmp_path / "d", [[[1, 2]], [[3, 4]], [[5, 6], [7, 100]]], code=8)
+    a, b, c, d = (TokenStore(tmp_path / name).content_hash() for name in "abcd")
+    assert a == b
+    assert len({a, c, d}) == 3
+    # large files are sampled: both ends, and evenly between
+    monkeypatch.setattr(store_module, "CHUNK", 10)
+    offsets = list(store_module._hashed_offsets(7_000))
+    assert (offsets[0], offsets[-1], len(offsets)) == (0, 6_990, 64)
+    assert {y - x for x, y in pairwise(offsets)} == {110, 111}
+
+
+def test_a_store_travels_as_its_path(tmp_path: Path) -> None:
+    with open_writer(tmp_path / "big", vocab_size=300) as writer:
+        writer.add(np.arange(100_000) % 300, ends_document=True)
+    store = TokenStore(tmp_path / "big")
+    message = pickle.dumps(store)
+    assert len(message) < 1000
+    assert np.array_equal(pickle.loads(message).tokens, store.tokens)

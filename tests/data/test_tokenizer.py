@@ -1,0 +1,244 @@
+"""Tokenizers: against tiktoken's and `tokenizers`' own loaders, and against damaged files."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.data.tokenizer import (
+    BUILT_IN,
+    ByteTokenizer,
+    build_tokenizer,
+    check_vocabulary,
+    cut_point,
+    split_text,
+)
+from torchtitan.data.tokenizer_tiktoken import LLAMA3_PATTERN, MAX_CHARS
+
+SAMPLES = [
+    "",
+    "Hello, world! It's 12345 o'clock.\n\n  indented\tTabs\r\n",
+    "def f(x):\n    return x ** 2  # comment\n",
+    "naïve café 中文字 русский \U0001f600 é",
+    "<|end_of_text|> and <|begin_of_text|> spelt out",
+    "     \n\n\n    ",
+]
+BUILT_INS = ["byte", "bpe_2048"]
+
+
+@pytest.mark.parametrize("name", BUILT_INS)
+@pytest.mark.parametrize("text", SAMPLES)
+def test_round_trip(name: str, text: str) -> None:
+    tokenizer = build_tokenizer(name)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+    assert [i.tolist() for i in tokenizer.encode_batch([text, text])] == [ids, ids]
+
+
+@pytest.mark.parametrize("name", BUILT_INS)
+def test_special_tokens_in_text_are_plain_text(name: str) -> None:
+    tokenizer = build_tokenizer(name)
+    assert tokenizer.decode([tokenizer.eos_id]) == "<|end_of_text|>"
+    assert max(tokenizer.encode(SAMPLES[4])) < tokenizer.vocab_size - 2
+
+
+@pytest.mark.parametrize("name", BUILT_INS)
+def test_decode_never_raises(name: str) -> None:
+    tokenizer = build_tokenizer(name)
+    cut = tokenizer.encode("\U0001f600")[:2]
+    for ids in (cut, [tokenizer.vocab_size], [-1, 10**9], list(range(256))):
+        tokenizer.decode(ids)
+    assert "�" in tokenizer.decode(cut)
+
+
+def test_byte_ids_are_the_bytes() -> None:
+    assert build_tokenizer("byte").encode("aé") == [97, 0xC3, 0xA9]
+
+
+def test_tiktoken_ids_are_those_of_tiktoken_itself() -> None:
+    lines = map(bytes.split, BUILT_IN["bpe_2048"].read_bytes().splitlines())
+    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    oracle = tiktoken.Encoding(
+        "oracle", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={}
+    )
+    tokenizer = build_tokenizer("bpe_2048")
+    for text in SAMPLES:
+        assert tokenizer.encode(text) == oracle.encode(text, disallowed_special=())
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (2048, 2047)
+
+
+def llama3_file(path: Path) -> Path:
+    tokens = [bytes([b]) for b in range(256)]
+    tokens += [b"t%d" % i for i in range(128_000 - 256)]
+    lines = (b"%s %d\n" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens))
+    path.write_bytes(b"".join(lines))
+    return path
+
+
+def test_llama3_special_tokens(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(str(llama3_file(tmp_path / "tokenizer.model")))
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (128_256, 128_001)
+    # the ids that Llama 3's published tokenizer gives them
+    known = {
+        128_000: "<|begin_of_text|>",
+        128_001: "<|end_of_text|>",
+        128_002: "<|reserved_special_token_0|>",
+        128_005: "<|reserved_special_token_3|>",
+        128_006: "<|start_header_id|>",
+        128_007: "<|end_header_id|>",
+        128_008: "<|reserved_special_token_4|>",
+        128_009: "<|eot_id|>",
+        128_010: "<|reserved_special_token_5|>",
+        128_255: "<|reserved_special_token_250|>",
+    }
+    assert {i: tokenizer.decode([i]) for i in known} == known
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: data[: len(data) // 2], "line"),
+        (lambda data: b"\n".join(data.splitlines()[:100]), "256 single bytes"),
+        (lambda data: data.replace(b"\n", b" 7\n", 1), "line 1"),
+        (lambda data: b"{}\n", "line 1"),
+        (lambda data: data.splitlines()[0] + b"\n" + data, "line 2"),
+        (lambda data: b"", "256 single bytes"),
+    ],
+)
+def test_damaged_tiktoken_file(tmp_path: Path, damage, said: str) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "damaged.model"
+    file.write_bytes(damage(BUILT_IN["bpe_2048"].read_bytes()))
+    with pytest.raises(DataError, match=said) as caught:
+        build_tokenizer(str(file))
+    assert str(file) in str(caught.value)
+
+
+def test_missing_file_names_the_built_ins() -> None:
+    with pytest.raises(DataError, match="byte, bpe_2048"):
+        build_tokenizer("no/such/file")
+
+
+def test_fingerprints_tell_tokenizers_apart(tmp_path: Path) -> None:
+    lines = BUILT_IN["bpe_2048"].read_bytes().splitlines()
+    fewer = tmp_path / "fewer.tiktoken"
+    fewer.write_bytes(b"\n".join(lines[:-1]))
+    same = tmp_path / "same.tiktoken"
+    same.write_bytes(b"\r\n".join(lines))
+    prints = [build_tokenizer(n).fingerprint for n in (*BUILT_INS, str(fewer))]
+    assert len(set(prints)) == 3
+    assert build_tokenizer(str(same)).fingerprint == prints[1]
+
+
+def test_vocabulary_must_fit_the_model() -> None:
+    check_vocabulary(ByteTokenizer(), model_vocab_size=258)
+    with pytest.raises(ConfigError, match="258 ids, the model 257"):
+        check_vocabulary(ByteTokenizer(), model_vocab_size=257)
+
+
+def test_long_texts_get_the_ids_of_the_whole() -> None:
+    tokenizer = build_tokenizer("bpe_2048")
+    text = "".join(f"def f{i}(x):\n\n    return {i} + x\n\n\n" for i in range(12_000))
+    assert len(text) > 5 * MAX_CHARS
+    # the library itself, whose limits this text does not reach
+    assert tokenizer.encode(text) == tokenizer._encoding.encode_ordinary(text)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("text", [" " * 10**6, "\n" * 10**6, "a" * 10**6, "x \n" * 300_000])
+def test_endless_runs_do_not_overflow(text: str) -> None:
+    tokenizer = build_tokenizer("bpe_2048")
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_split_text_keeps_all_and_cuts_between_words() -> None:
+    rng = np.random.default_rng(0)
+    text = "".join(rng.choice(list("ab \n"), size=2000))
+    pieces = list(split_text(text, limit=50))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 50
+    assert cut_point("word " * 20, limit=52) == 49
+    assert cut_point("a\nb\n\n cc", limit=6) == 2
+
+
+@pytest.fixture
+def hf_folder(tmp_path: Path) -> Path:
+    """A byte-level tokenizer with the tokens and merges of a small vocabulary."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate(letters)}
+    vocabulary["th"] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("t", "h")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<stop>", "</s>"])
+    # stored settings that would lose or add tokens
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_hugging_face(hf_folder: Path) -> None:
+    tokenizer = build_tokenizer(str(hf_folder))
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (259, 258)
+    for text in SAMPLES:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    ids = tokenizer.encode("the </s> <stop>")
+    assert len(ids) == 14
+    assert max(ids) == 256
+    assert [i.tolist() for i in tokenizer.encode_batch(["the", ""])] == [ids[:2], []]
+    tokenizer.decode([10**6, 0])
+
+
+@pytest.mark.parametrize("eos", ["<stop>", {"content": "<stop>"}])
+def test_hugging_face_end_token_of_the_config(hf_folder: Path, eos: object) -> None:
+    by_name = build_tokenizer(str(hf_folder / "tokenizer.json"))
+    (hf_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    tokenizer = build_tokenizer(str(hf_folder))
+    assert tokenizer.eos_id == 257
+    assert tokenizer.fingerprint != by_name.fingerprint
+
+
+def test_hugging_face_without_end_token(hf_folder: Path) -> None:
+    file = hf_folder / "tokenizer.json"
+    file.write_text(file.read_text().replace("</s>", "<no end>"))
+    with pytest.raises(DataError, match=r"which token of .* ends a document"):
+        build_tokenizer(str(hf_folder))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b"[1]"])
+def test_hugging_face_damaged(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
+        build_tokenizer(str(tmp_path))
+
+
+def test_hugging_face_without_the_library(hf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match=r"pip install 'torchtitan\[hf\]'"):
+        build_tokenizer(str(hf_folder))
+
+
+def test_tokenising_needs_no_torch() -> None:
+    code = (
+        "import sys, torchtitan.data.prepare, torchtitan.data.builtin\n"
+        "from torchtitan.data.tokenizer import build_tokenizer\n"
+        "build_tokenizer('bpe_2048').encode('text')\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -1,0 +1,127 @@
+"""Text that needs no download: the standard library's sources, and generated sentences.
+
+`python_stdlib` is real text that every machine with Python has: about 12 MB of code, comments and
+documentation, enough to see a small model learn. It differs between Python versions. `synthetic`
+is the same text everywhere, to compare runs of different machines and to test: sentences of a small
+made-up language whose next word depends on the last one, so that a model can learn much of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sysconfig
+import tokenize
+from bisect import bisect
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+
+from torchtitan.base.errors import DataError
+from torchtitan.data.source import Advance, Piece, file_identity
+
+logger = logging.getLogger(__name__)
+
+# tests are large and odd; installed packages are not the standard library
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+class StdlibCorpus:
+    """The `.py` files of the running Python's standard library, sorted by path."""
+
+    name = "python_stdlib"
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """Return the files; raise DataError if this Python has none, as when they are zipped."""
+        root = Path(sysconfig.get_path("stdlib"))
+        paths = (path.relative_to(root) for path in root.rglob("*.py") if path.is_file())
+        # _sysconfigdata holds the paths of the machine that built this Python
+        kept = [
+            path
+            for path in paths
+            if not LEFT_OUT & set(path.parts) and not path.name.startswith("_sysconfigdata")
+        ]
+        if not kept:
+            raise DataError(
+                f"training.dataset = 'python_stdlib' needs the sources of the standard library, "
+                f"{root} holds none; use 'synthetic', or 'files' with dataset_path"
+            )
+        return [root / path for path in sorted(kept, key=Path.as_posix)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all files."""
+        return sum(file.stat().st_size for file in self.files)
+
+    def identity(self) -> list[str]:
+        """Return path, size and times of each file."""
+        return [*map(file_identity, self.files)]
+
+    def pieces(self, advance: Advance) -> Iterator[Piece]:
+        """Yield each file as a document; those whose declared encoding is wrong are left out."""
+        for file in self.files:
+            try:
+                with tokenize.open(file) as handle:
+                    text = handle.read()
+            except (SyntaxError, UnicodeDecodeError) as error:
+                logger.info("%s is left out: %s", file, error)
+                text = ""
+            except OSError as error:
+                raise DataError(f"cannot read {file}: {error.strerror}") from error
+            advance(file.stat().st_size)
+            if text:
+                yield Piece(text, ends_document=True)
+
+
+class SyntheticCorpus:
+    """A million characters of a made-up language with 256 words, the same on every machine.
+
+    Only `Random.random()` is used: Python promises its values across versions, and no others.
+    """
+
+    name = "synthetic"
+    num_bytes = 1_000_000
+    num_words = 256
+    num_followers = 8
+
+    def identity(self) -> list[str]:
+        """Return the version of the language."""
+        return ["synthetic 1"]
+
+    def pieces(self, advance: Advance) -> Iterator[Piece]:
+        """Yield documents of 1 to 20 sentences until there are `num_bytes` characters."""
+        draw = random.Random(20).random
+        words = self._words()
+        followers = [
+            [int(draw() * self.num_words) for _ in range(self.num_followers)] for _ in words
+        ]
+        # Zipf's law: the first follower is the likeliest
+        odds = list(accumulate(1 / (rank + 1) for rank in range(self.num_followers)))
+        done = 0
+        while done < self.num_bytes:
+            sentences = []
+            for _ in range(1 + int(draw() * 20)):
+                word = int(draw() * self.num_words)
+                sentence = [words[word].capitalize()]
+                for _ in range(3 + int(draw() * 12)):
+                    word = followers[word][bisect(odds, draw() * odds[-1])]
+                    sentence.append(words[word])
+                sentences.append(" ".join(sentence) + ".")
+            text = " ".join(sentences) + "\n"
+            done += len(text)
+            advance(len(text))
+            yield Piece(text, ends_document=True)
+
+    def _words(self) -> list[str]:
+        draw = random.Random(19).random
+        words: dict[str, None] = {}
+        while len(words) < self.num_words:
+            syllables = 1 + int(draw() * 3)
+            letters = (
+                "bdfgklmnprstvz"[int(draw() * 14)] + "aeiou"[int(draw() * 5)]
+                for _ in range(syllables)
+            )
+            words["".join(letters)] = None
+        return list(words)

@@ -1,0 +1,208 @@
+"""Samples of the training, numbered in the order in which they are trained on.
+
+`dataset[k]` is the k-th sample of the whole run, on any rank of any layout: `sampler.py` tells
+which one that is. A store is one long row of tokens, documents end to end, each closed by an end
+token; sample i of a store is tokens i*S to i*S + S, the last of them only a label, so that each
+token is predicted once an epoch. One document a sample would fill batches with padding instead.
+
+A data set is small and can be sent to worker processes: it holds file names and numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+from bisect import bisect
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchtitan.base.errors import DataError
+from torchtitan.data.builtin import StdlibCorpus, SyntheticCorpus
+from torchtitan.data.prepare import cached_store
+from torchtitan.data.sampler import Mixture, Permutation
+from torchtitan.data.source import STORE, Corpus, FileCorpus, find_files
+from torchtitan.data.store import TokenStore
+
+if TYPE_CHECKING:
+    from torchtitan.config.schema import TrainingConfig
+    from torchtitan.data.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# part of the fingerprint: a change of the algorithms of order is a change of data
+ORDER = "1"
+IGNORED = -100
+
+
+class Source:
+    """The samples of one or more stores, one store after another."""
+
+    def __init__(self, stores: Sequence[TokenStore], *, seq_len: int) -> None:
+        for store in stores:
+            if store.num_tokens <= seq_len:
+                raise DataError(
+                    f"data must hold at least training.seq_len + 1 = {seq_len + 1} tokens, "
+                    f"{store.prefix} has {store.num_tokens}; add data or lower training.seq_len"
+                )
+        self._stores, self._seq_len = list(stores), seq_len
+        self._ends = list(accumulate((s.num_tokens - 1) // seq_len for s in stores))
+        self.num_samples = self._ends[-1]
+
+    def __getitem__(self, i: int) -> npt.NDArray[Any]:
+        """Return the seq_len + 1 tokens of sample i, as they are stored."""
+        number = bisect(self._ends, i)
+        first = (i - (self._ends[number - 1] if number else 0)) * self._seq_len
+        return self._stores[number].tokens[first : first + self._seq_len + 1]
+
+    def content_hash(self) -> str:
+        """Return a SHA-256 of the contents of all stores."""
+        hashes = "".join(store.content_hash() for store in self._stores)
+        return hashlib.sha256(hashes.encode()).hexdigest()
+
+
+class Dataset:
+    """All samples of a run in training order; `dataset[k]` is `{"tokens", "labels"}`, int64 [S].
+
+    Args:
+        sources: what samples are drawn from, in proportion to `weights`.
+        seed: with the data it decides the order.
+        tokenizer: whose ids the stores hold; any other id found is a DataError.
+        num_epochs: the data ends when a source was seen this often; None never ends.
+        masks_labels: label only a pseudo-random run of each sample, the others are -100.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        weights: Sequence[float],
+        seq_len: int,
+        seed: int,
+        tokenizer: Tokenizer,
+        num_epochs: int | None = None,
+        masks_labels: bool = False,
+    ) -> None:
+        self._sources, self._mixture = list(sources), Mixture(weights)
+        self._seq_len, self._seed, self._masks_labels = seq_len, seed, masks_labels
+        self._vocab_size = tokenizer.vocab_size
+        self.num_samples: int | None = None
+        if num_epochs is not None:
+            self.num_samples = min(
+                self._mixture.exhausted_after(i, num_samples=num_epochs * source.num_samples)
+                for i, source in enumerate(sources)
+            )
+        self.fingerprint = {
+            "data": ",".join(source.content_hash() for source in sources),
+            "tokenizer": tokenizer.fingerprint,
+            "seq_len": str(seq_len),
+            "seed": str(seed),
+            "weights": ":".join(map(str, self._mixture.weights)),
+            "masked labels": str(masks_labels),
+            "order": ORDER,
+        }
+
+    def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
+        # int64 of our own: the model wants it, and the map is read-only
+        row = torch.from_numpy(self._row(k).astype(np.int64))
+        tokens, labels = row[:-1], row[1:]
+        if self._masks_labels:
+            labels = labels.clone()
+            first, last = labelled_run(k, seq_len=self._seq_len, seed=self._seed)
+            labels[:first] = IGNORED
+            labels[last:] = IGNORED
+        return {"tokens": tokens, "labels": labels}
+
+    def sample_hash(self, k: int) -> str:
+        """Return 16 hexadecimal digits that tell sample k's tokens from others."""
+        return hashlib.sha256(self._row(k).astype("<i8").tobytes()).hexdigest()[:16]
+
+    def _row(self, k: int) -> npt.NDArray[Any]:
+        draw = self._mixture[k]
+        source = self._sources[draw.source]
+        epoch, index = divmod(draw.index, source.num_samples)
+        order = Permutation(source.num_samples, seed=self._seed, epoch=epoch, source=draw.source)
+        row = source[order[index]]
+        if row.max() >= self._vocab_size or row.min() < 0:
+            raise DataError(
+                f"the data must hold ids of the tokenizer, 0 to {self._vocab_size - 1}, found "
+                f"{row.min()} to {row.max()}; it was tokenised with another one than "
+                f"model.tokenizer_path"
+            )
+        return row
+
+
+def labelled_run(k: int, *, seq_len: int, seed: int) -> tuple[int, int]:
+    """Return begin and end of the labels that sample k keeps: none, all, or a run in between."""
+    draw = random.Random(f"labels/{seed}/{k}").random
+    kind = draw()
+    if kind < 1 / 8:
+        return 0, 0
+    if kind < 1 / 4:
+        return 0, seq_len
+    length = int(draw() * (seq_len + 1))
+    first = int(draw() * (seq_len - length + 1))
+    return first, first + length
+
+
+def build_dataset(training: TrainingConfig, *, tokenizer: Tokenizer, seed: int) -> Dataset:
+    """Return the samples that `[training]` describes; text is tokenised unless that was done.
+
+    Raises DataError for data that is missing, empty, damaged or too short.
+    """
+    corpora: list[list[Corpus | TokenStore]]
+    if training.dataset == "python_stdlib":
+        corpora = [[StdlibCorpus()]]
+    elif training.dataset == "files":
+        corpora = _corpora(training)
+    else:
+        corpora = [[SyntheticCorpus()]]
+    stores = [
+        [
+            part
+            if isinstance(part, TokenStore)
+            else cached_store(part, tokenizer=tokenizer, cache=training.dataset_cache)
+            for part in corpus
+        ]
+        for corpus in corpora
+    ]
+    dataset = Dataset(
+        [Source(parts, seq_len=training.seq_len) for parts in stores],
+        weights=training.dataset_weights or (1.0,),
+        seq_len=training.seq_len,
+        seed=seed,
+        tokenizer=tokenizer,
+        num_epochs=training.num_epochs,
+        masks_labels=training.dataset == "synthetic_masked",
+    )
+    # a store made with another tokenizer mostly shows in the first sample, before any long work
+    dataset[0]
+    logger.info(
+        "data: %d sources, %d tokens, samples of %d, %s",
+        len(stores),
+        sum(store.num_tokens for parts in stores for store in parts),
+        training.seq_len,
+        "repeated" if dataset.num_samples is None else f"{dataset.num_samples} in all",
+    )
+    return dataset
+
+
+def _corpora(training: TrainingConfig) -> list[list[Corpus | TokenStore]]:
+    """Return the sources of `dataset_path`: one an entry if they are weighted, else one of all."""
+    assert training.dataset_path, "a rule of the configuration"
+    if training.dataset_weights:
+        groups = [find_files(entry) for entry in training.dataset_path]
+    else:
+        groups = [[file for entry in training.dataset_path for file in find_files(entry)]]
+    corpora: list[list[Corpus | TokenStore]] = []
+    for files in groups:
+        stores = [TokenStore(file.with_suffix("")) for file in files if file.suffix in STORE]
+        texts = tuple(file for file in files if file.suffix not in STORE)
+        corpus = [FileCorpus(texts, training.dataset_text_key)] if texts else []
+        corpora.append([*corpus, *stores])
+    return corpora

@@ -1,0 +1,171 @@
+"""The samples of each optimizer step, cut to the share of one data-parallel rank.
+
+A step at position P consumes samples P to P + G - 1 of the global order, G being the global batch.
+They are cut into blocks of local_batch_size; rank r's a-th microbatch is block a * dp_degree + r.
+So the step trains on the same samples for any number of ranks, workers or accumulation steps, and
+the position is the whole state: a run resumes at exactly the next sample, into another layout too.
+
+torchdata's StatefulDataLoader runs the workers and reads ahead. Its own state is not used: it
+belongs to one number of workers and one rank, and counts batches where the position counts samples.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+from multiprocessing.context import BaseContext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchtitan.base.errors import DataError
+
+if TYPE_CHECKING:
+    from torchtitan.config.schema import DataLoaderConfig
+    from torchtitan.data.dataset import Dataset
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The sample numbers of one rank's microbatches, from `position` to the last whole step."""
+
+    position: int
+    num_samples: int | None
+    block: int
+    accumulation: int
+    dp_rank: int
+    dp_degree: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        global_batch = self.block * self.accumulation * self.dp_degree
+        for start in count(self.position, global_batch):
+            # every rank ends here, on the same step
+            if self.num_samples is not None and start + global_batch > self.num_samples:
+                return
+            for a in range(self.accumulation):
+                first = start + (a * self.dp_degree + self.dp_rank) * self.block
+                yield list(range(first, first + self.block))
+
+
+class Loader:
+    """Iterate over steps: each is the list of this rank's microbatches, `accumulation` of them.
+
+    A microbatch is `{"tokens", "labels"}`, int64 [local_batch_size, S] in host memory. Iteration
+    ends when less than a global batch is left, on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        local_batch_size: int,
+        accumulation: int,
+        dp_rank: int,
+        dp_degree: int,
+        settings: DataLoaderConfig,
+        position: int = 0,
+    ) -> None:
+        assert 0 <= dp_rank < dp_degree
+        self._dataset, self._settings = dataset, settings
+        self._block, self._accumulation = local_batch_size, accumulation
+        self._dp_rank, self._dp_degree = dp_rank, dp_degree
+        self._global_batch = local_batch_size * accumulation * dp_degree
+        self._position = position
+        self._batches: Iterator[Batch] | None = None
+
+    @property
+    def position(self) -> int:
+        """Return the samples consumed by all steps handed out; read-ahead does not count."""
+        return self._position
+
+    @property
+    def exhausted(self) -> bool:
+        """Tell whether less than a global batch is left, so that the next step would not come."""
+        total = self._dataset.num_samples
+        return total is not None and self._position + self._global_batch > total
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        if self._batches is None:
+            self._batches = iter(self._start())
+        try:
+            step = list(islice(self._batches, self._accumulation))
+        except DataError as error:
+            # from a worker it comes with a traceback, and the message at its end
+            raise DataError(str(error).rpartition("DataError: ")[2].strip()) from error
+        if not step:
+            raise StopIteration
+        self._position += self._global_batch
+        return step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and the fingerprint of the data it counts in; equal on all ranks."""
+        return {"position": self._position, "fingerprint": dict(self._dataset.fingerprint)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a stored position; raise DataError if it counts in other data."""
+        stored, ours = state["fingerprint"], self._dataset.fingerprint
+        differing = [key for key in {**stored, **ours} if stored.get(key) != ours.get(key)]
+        if differing:
+            changes = "; ".join(
+                f"{key}: was {_short(stored.get(key))}, is {_short(ours.get(key))}"
+                for key in differing
+            )
+            raise DataError(
+                f"a run must resume on the data it was started on, but this differs: {changes}; "
+                f"restore it, or start a new run in another job.dump_folder"
+            )
+        self.close()
+        self._position = state["position"]
+
+    def close(self) -> None:
+        """End the workers; iterating again starts new ones at the position."""
+        # the last reference: the iterator joins its workers when it goes
+        self._batches = None
+
+    def _start(self) -> StatefulDataLoader[Any]:
+        settings = self._settings
+        blocks = Blocks(
+            position=self._position,
+            num_samples=self._dataset.num_samples,
+            block=self._block,
+            accumulation=self._accumulation,
+            dp_rank=self._dp_rank,
+            dp_degree=self._dp_degree,
+        )
+        with warnings.catch_warnings():
+            # torchdata calls what torch 2.13 deprecates; no user can change that
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            return StatefulDataLoader(
+                self._dataset,
+                batch_sampler=blocks,
+                num_workers=settings.num_workers,
+                persistent_workers=settings.persistent_workers,
+                prefetch_factor=settings.prefetch_factor,
+                pin_memory=settings.pin_memory and torch.cuda.is_available(),
+                multiprocessing_context=_worker_context() if settings.num_workers else None,
+                # its own: draws from the global generator would differ after a resume
+                generator=torch.Generator().manual_seed(0),
+            )
+
+
+def _worker_context() -> BaseContext:
+    """Return how workers are started: never by forking this process, with its CUDA and threads."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # torch is imported once, in the server that all workers are forked from
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _short(value: str | None) -> str:
+    return "unknown" if value is None else value if len(value) <= 32 else f"{value[:16]}..."

@@ -1,0 +1,193 @@
+"""Tokenise a corpus once, into a store that all ranks and all later runs share.
+
+Threads encode, since tiktoken and `tokenizers` release the interpreter lock while they work (two
+threads were measured at 1.8 times one, two processes at 2.0). Processes would have to be started
+safely beside CUDA and gloo, would import the user's main module again, and would pickle every text
+and every token.
+
+Finished stores lie in `training.dataset_cache`, in a folder named after a fingerprint of the corpus
+and the tokenizer. One process of a node builds, under a file lock, in a folder with another name,
+and renames it when it is whole; the others wait for the lock and find the store. No finished store
+is ever deleted: the cache may be emptied by hand whenever no run uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from torchtitan.base.errors import DataError
+from torchtitan.data.source import Advance, Corpus, Piece
+from torchtitan.data.store import StoreWriter, TokenStore, open_writer
+from torchtitan.data.tokenizer import Ids, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# part of the fingerprint: raise it when the same text would be tokenised differently
+FORMAT = 1
+BATCH_CHARS = 1 << 19
+LOG_EVERY_SECONDS = 30.0
+
+
+def cached_store(corpus: Corpus, *, tokenizer: Tokenizer, cache: str) -> TokenStore:
+    """Return the tokens of a corpus, from the cache if they are there, else tokenised now.
+
+    Raises DataError for text that cannot be read and for a cache that cannot be written.
+    """
+    parts = [FORMAT, tokenizer.fingerprint, corpus.name, corpus.identity()]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    root = Path(cache).expanduser()
+    folder = root / key
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            with _locked(root / f"{key}.lock", what=corpus.name):
+                # another process may have built it while this one waited
+                if not folder.exists():
+                    _build(corpus, tokenizer=tokenizer, folder=folder)
+    except OSError as error:
+        raise DataError(
+            f"cannot write tokenised data to {root}: {error.strerror or error}; "
+            f"make room, or set training.dataset_cache to another folder"
+        ) from error
+    return _open(folder)
+
+
+def tokenize(corpus: Corpus, *, tokenizer: Tokenizer, writer: StoreWriter) -> None:
+    """Write all documents of a corpus, in order, each followed by the end-of-document token."""
+    num_threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    start = time.monotonic()
+    logger.info(
+        "tokenising %s (%.1f MB) with %d threads", corpus.name, corpus.num_bytes / 1e6, num_threads
+    )
+    end = np.array([tokenizer.eos_id], np.uint32)
+    with _progress(corpus) as advance, ThreadPoolExecutor(num_threads) as threads:
+        # a few batches ahead: enough to keep all threads busy, never a whole corpus
+        waiting: deque[tuple[list[Piece], Future[list[Ids]]]] = deque()
+        for batch in _batches(corpus.pieces(advance)):
+            texts = [piece.text for piece in batch]
+            waiting.append((batch, threads.submit(tokenizer.encode_batch, texts)))
+            if len(waiting) > 2 * num_threads:
+                _write(*waiting.popleft(), end=end, writer=writer)
+        while waiting:
+            _write(*waiting.popleft(), end=end, writer=writer)
+    logger.info(
+        "%s: %d documents, %d tokens in %.1f s",
+        corpus.name,
+        writer.num_documents,
+        writer.num_tokens,
+        time.monotonic() - start,
+    )
+
+
+def _write(
+    pieces: list[Piece], encoded: Future[list[Ids]], *, end: Ids, writer: StoreWriter
+) -> None:
+    for piece, ids in zip(pieces, encoded.result(), strict=True):
+        tokens = np.concatenate([ids, end]) if piece.ends_document else ids
+        writer.add(tokens, ends_document=piece.ends_document)
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= BATCH_CHARS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _build(corpus: Corpus, *, tokenizer: Tokenizer, folder: Path) -> None:
+    unfinished = folder.with_suffix(".tmp")
+    # left by a process that was killed; nobody else can be at work, the lock is ours
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        with open_writer(unfinished / "tokens", vocab_size=tokenizer.vocab_size) as writer:
+            tokenize(corpus, tokenizer=tokenizer, writer=writer)
+        store = TokenStore(unfinished / "tokens")
+        about = {
+            "source": corpus.name,
+            "tokenizer": tokenizer.fingerprint,
+            "num_documents": store.num_documents,
+            "num_tokens": store.num_tokens,
+            "content": store.content_hash(),
+        }
+        (unfinished / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _open(folder: Path) -> TokenStore:
+    """Open a store of the cache, checked against what was noted when it was written."""
+    try:
+        about = json.loads((folder / "about.json").read_text())
+        store = TokenStore(folder / "tokens")
+        whole = store.content_hash() == about["content"]
+    except (OSError, ValueError, KeyError, DataError) as error:
+        raise DataError(f"the tokenised data in {folder} is damaged; delete it: {error}") from error
+    if not whole:
+        raise DataError(f"the tokenised data in {folder} changed since it was written; delete it")
+    logger.info("%s: %d tokens in %s", about["source"], store.num_tokens, folder)
+    return store
+
+
+@contextlib.contextmanager
+def _locked(file: Path, *, what: str) -> Iterator[None]:
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        logger.info("waiting for the process that tokenises %s", what)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _progress(corpus: Corpus) -> Iterator[Advance]:
+    """Yield a function to tell of bytes read: moves a bar on a terminal, else logs at intervals."""
+    total = corpus.num_bytes
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(f"tokenising {corpus.name}", total=total)
+            yield lambda num_bytes: bar.advance(task, num_bytes)
+    else:
+        yield _ProgressLog(corpus.name, total=total)
+
+
+class _ProgressLog:
+    """Log at intervals how much was read."""
+
+    def __init__(self, name: str, *, total: int) -> None:
+        self._name, self._total = name, total
+        self._done, self._logged = 0, time.monotonic()
+
+    def __call__(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        if time.monotonic() - self._logged >= LOG_EVERY_SECONDS:
+            self._logged = time.monotonic()
+            percent = 100 * self._done / max(self._total, 1)
+            logger.info("tokenising %s: %.0f %% read", self._name, percent)

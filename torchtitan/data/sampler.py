@@ -1,0 +1,108 @@
+"""Which sample comes at which place of the training, as pure functions of the place.
+
+A shuffled list of all samples takes memory for each sample on each rank, and its state is hard to
+store. Here nothing is stored: `Permutation` computes the i-th element of a shuffle, and `Mixture`
+which source the k-th sample is drawn from and how many were drawn from it before. The position in
+the data is therefore a single number, and every rank, worker and resumed run agrees on the order.
+
+The permutation is a Feistel network over pairs of digits, as in format-preserving encryption (Black
+and Rogaway, "Ciphers with arbitrary finite domains", 2002): each round adds a keyed hash of one
+digit to the other, which can be undone whatever the hash is, so all rounds together are one-to-one.
+The pairs number a little over n; a value of n or more is sent through again until it falls below n
+(cycle walking), which again is one-to-one.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from hashlib import blake2b
+from itertools import accumulate
+from math import gcd, isqrt, lcm
+
+ROUNDS = 8
+MASK = 2**64 - 1
+
+
+class Permutation:
+    """A pseudo-random order of 0 ... n-1 in O(1) memory; `permutation[i]` takes microseconds."""
+
+    def __init__(self, n: int, *, seed: int, epoch: int, source: int) -> None:
+        assert n > 0
+        self._n = n
+        # pairs of fewer than 4 digits have too few orders: a shuffle of 5 would not be uniform
+        self._side = max(4, isqrt(n - 1) + 1)
+        name = f"{seed}/{epoch}/{source}".encode()
+        self._keys = struct.unpack(f"<{ROUNDS}Q", blake2b(name, digest_size=8 * ROUNDS).digest())
+
+    def __getitem__(self, i: int) -> int:
+        assert 0 <= i < self._n
+        i = self._encipher(i)
+        while i >= self._n:
+            i = self._encipher(i)
+        return i
+
+    def _encipher(self, i: int) -> int:
+        """Permute 0 ... side**2 - 1."""
+        side = self._side
+        left, right = divmod(i, side)
+        for key in self._keys:
+            # the mixer of MurmurHash3 (fmix64): each bit of its input moves all of its output
+            h = (right + key) & MASK
+            h = ((h ^ (h >> 33)) * 0xFF51AFD7ED558CCD) & MASK
+            h = ((h ^ (h >> 33)) * 0xC4CEB9FE1A85EC53) & MASK
+            left, right = right, (left + (h ^ (h >> 33))) % side
+        return left * side + right
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One sample of a mixture: the `index`-th, counted from 0 without end, of `source`."""
+
+    source: int
+    index: int
+
+
+class Mixture:
+    """Spread samples over sources in proportion to weights, exactly and evenly.
+
+    The first source takes sample k when floor(k * share) grows from k to k + 1; the samples it
+    leaves are numbered anew and shared out among the other sources in the same way. After k samples
+    a source was drawn k times its share, to within 2 for up to four sources, a few more for many.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        assert weights
+        assert all(weight > 0 for weight in weights)
+        # as written in decimals: 0.7 and 0.3 make 7 and 3
+        exact = [Fraction(repr(weight)) for weight in weights]
+        unit = lcm(*(fraction.denominator for fraction in exact))
+        whole = [int(fraction * unit) for fraction in exact]
+        # in lowest terms, the same for weights in the same proportion
+        self.weights = [weight // gcd(*whole) for weight in whole]
+        self._left = list(accumulate(reversed(self.weights)))[::-1]
+
+    def __getitem__(self, k: int) -> Draw:
+        for source, (weight, left) in enumerate(zip(self.weights, self._left, strict=True)):
+            index = k * weight // left
+            if (k + 1) * weight // left > index:
+                return Draw(source, index)
+            k -= index
+        raise AssertionError("the last source takes every sample that is left")
+
+    def count(self, source: int, *, first: int) -> int:
+        """Return how many of the first `first` samples come from `source`."""
+        for weight, left in zip(self.weights[:source], self._left, strict=False):
+            first -= first * weight // left
+        return first * self.weights[source] // self._left[source]
+
+    def exhausted_after(self, source: int, *, num_samples: int) -> int:
+        """Return after how many samples of the mixture `num_samples` came from `source`."""
+        # what earlier sources leave is rounded up: this one is never behind floor(first * share)
+        most = num_samples * self._left[0] // self.weights[source] + 1
+        return bisect_left(
+            range(most), num_samples, key=lambda first: self.count(source, first=first)
+        )

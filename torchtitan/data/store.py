@@ -1,0 +1,223 @@
+"""Tokenised text on disk, in the `.bin`/`.idx` format of Megatron-LM's indexed datasets.
+
+Training reads tokens at random places, over and over, from a corpus that may be far larger than
+memory. So text is tokenised once, and the result is mapped into memory: the kernel loads the pages
+that are read, and all ranks of a node share them. The format is Megatron's because it is the one
+that other tools write and read; inventing one would gain nothing.
+
+`PREFIX.bin` holds the tokens of all documents one after another, little-endian. `PREFIX.idx` holds
+
+    9 bytes   MMIDIDX\\0\\0
+    uint64    version, 1
+    uint8     type of a token: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16
+    uint64    number of sequences, n
+    uint64    number of document boundaries, documents + 1
+    int32[n]  tokens of each sequence
+    int64[n]  where each sequence starts in the .bin file, in bytes
+    int64[.]  index of each document's first sequence, and n at the end
+
+A document is usually one sequence; the writer cuts longer ones, whose length int32 cannot hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan.base.errors import DataError
+
+HEADER = struct.Struct("<9sQBQQ")
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+MAX_SEQUENCE = 2**31 - 1
+CHUNK = 1 << 20
+NUM_HASHED_CHUNKS = 64
+
+
+class TokenStore:
+    """A store opened for reading: `PREFIX.bin` and `PREFIX.idx`, mapped, nothing loaded.
+
+    Raises DataError when a file is missing, cut short, damaged or of another format.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        index_file, token_file = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        token_size = _size(token_file)
+        dtype, num_sequences, num_boundaries = _read_header(index_file)
+        if token_size == 0 or num_sequences == 0 or num_boundaries < 2:
+            raise DataError(f"the token store {prefix} (.bin and .idx) holds no tokens")
+        pointers_at = HEADER.size + 4 * num_sequences
+        starts_at = pointers_at + 8 * num_sequences
+        self.lengths = _map(index_file, "<i4", HEADER.size, num_sequences)
+        pointers = _map(index_file, "<i8", pointers_at, num_sequences)
+        self.document_starts = _map(index_file, "<i8", starts_at, num_boundaries)
+        end = int(pointers[-1]) + int(self.lengths[-1]) * dtype.itemsize
+        if pointers[0] != 0 or end != token_size:
+            raise DataError(
+                f"{token_file} must be {end} bytes by its index, got {token_size}; "
+                f"one of the two files is cut short or belongs to another store"
+            )
+        if self.document_starts[0] != 0 or self.document_starts[-1] != num_sequences:
+            raise DataError(f"{index_file} is damaged: its documents do not cover its sequences")
+        self.tokens: npt.NDArray[Any] = _map(token_file, dtype, 0, token_size // dtype.itemsize)
+
+    def __reduce__(self) -> tuple[type[TokenStore], tuple[str]]:
+        # a worker process maps the files again instead of receiving their contents
+        return TokenStore, (self.prefix,)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens of all documents."""
+        return len(self.tokens)
+
+    @property
+    def num_documents(self) -> int:
+        """Return the number of documents."""
+        return len(self.document_starts) - 1
+
+    def content_hash(self) -> str:
+        """Return a SHA-256 of both files, the same wherever and whenever they were written.
+
+        A file over 64 MiB is represented by its size and 64 chunks of 1 MiB spread evenly over it.
+        """
+        digest = hashlib.sha256()
+        for suffix in (".idx", ".bin"):
+            file = Path(self.prefix + suffix)
+            with file.open("rb") as handle:
+                size = _size(file)
+                digest.update(struct.pack("<Q", size))
+                for offset in _hashed_offsets(size):
+                    handle.seek(offset)
+                    digest.update(handle.read(CHUNK))
+        return digest.hexdigest()
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise DataError(f"cannot read {file}, half of a token store: {error.strerror}") from error
+
+
+def _read_header(file: Path) -> tuple[np.dtype[Any], int, int]:
+    size = _size(file)
+    with file.open("rb") as handle:
+        header = handle.read(HEADER.size)
+    if len(header) < HEADER.size:
+        raise DataError(f"{file} is cut short: {size} bytes are no whole header")
+    magic, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
+    if magic != MAGIC or version != VERSION:
+        raise DataError(f"{file} is no index in Megatron's format, version {VERSION}")
+    if code not in TYPES:
+        raise DataError(
+            f"{file} has tokens of type {code}; only integers {list(TYPES)} can be read"
+        )
+    needed = HEADER.size + 12 * num_sequences + 8 * num_boundaries
+    # multimodal stores append one byte a sequence
+    if size not in (needed, needed + num_sequences):
+        raise DataError(
+            f"{file} must be {needed} bytes for its {num_sequences} sequences and "
+            f"{num_boundaries} document boundaries, got {size}; it is cut short or damaged"
+        )
+    return np.dtype(TYPES[code]), num_sequences, num_boundaries
+
+
+def _map(file: Path, dtype: Any, offset: int, count: int) -> npt.NDArray[Any]:
+    # as a plain array: a slice of np.memmap costs several times as much
+    return np.asarray(np.memmap(file, dtype, mode="r", offset=offset, shape=(count,)))
+
+
+def _hashed_offsets(size: int) -> Iterator[int]:
+    if size <= NUM_HASHED_CHUNKS * CHUNK:
+        yield from range(0, size, CHUNK)
+    else:
+        yield from (i * (size - CHUNK) // (NUM_HASHED_CHUNKS - 1) for i in range(NUM_HASHED_CHUNKS))
+
+
+class StoreWriter:
+    """Take a store document by document; made by `open_writer`.
+
+    Tokens go straight to the file; 12 bytes a document are held in memory for the index.
+    """
+
+    def __init__(self, file: BinaryIO, *, vocab_size: int) -> None:
+        self._file = file
+        self._code = 8 if vocab_size <= 2**16 else 4
+        self._dtype = np.dtype(TYPES[self._code])
+        self._lengths, self._starts = array("i"), array("q", [0])
+        self._open = 0
+        self.num_tokens = 0
+
+    @property
+    def num_documents(self) -> int:
+        """Return the number of documents ended so far."""
+        return len(self._starts) - 1
+
+    def add(self, ids: npt.NDArray[Any], *, ends_document: bool) -> None:
+        """Append tokens to the open document and, if so told, end it."""
+        assert ids.size == 0 or ids.max() <= np.iinfo(self._dtype).max, "id exceeds vocab_size"
+        self._file.write(ids.astype(self._dtype).tobytes())
+        self.num_tokens += len(ids)
+        self._open += len(ids)
+        while self._open > MAX_SEQUENCE:
+            self._lengths.append(MAX_SEQUENCE)
+            self._open -= MAX_SEQUENCE
+        if ends_document:
+            self._lengths.append(self._open)
+            self._open = 0
+            self._starts.append(len(self._lengths))
+
+    def write_index(self, file: BinaryIO) -> None:
+        """Write the index of all that was added."""
+        assert self._open == 0, "the last document was not ended"
+        file.write(HEADER.pack(MAGIC, VERSION, self._code, len(self._lengths), len(self._starts)))
+        lengths = np.array(self._lengths, "<i4")
+        file.write(lengths.tobytes())
+        start = 0
+        for first in range(0, len(lengths), CHUNK):
+            ends = start + np.cumsum(lengths[first : first + CHUNK], dtype="<i8")
+            starts = np.concatenate([[start], ends[:-1]]) * self._dtype.itemsize
+            file.write(starts.astype("<i8").tobytes())
+            start = int(ends[-1])
+        file.write(np.array(self._starts, "<i8").tobytes())
+
+
+@contextmanager
+def open_writer(prefix: str | Path, *, vocab_size: int) -> Iterator[StoreWriter]:
+    """Yield a writer; at the end the store is there whole, after an error nothing is.
+
+    Tokens are uint16 where `vocab_size` allows it, else int32.
+    """
+    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    tokens, index = (Path(f"{prefix}{suffix}.tmp-{os.getpid()}") for suffix in (".bin", ".idx"))
+    try:
+        with tokens.open("wb") as file:
+            writer = StoreWriter(file, vocab_size=vocab_size)
+            yield writer
+            _sync(file)
+        with index.open("wb") as file:
+            writer.write_index(file)
+            _sync(file)
+        # without its index a store does not exist: new tokens never meet an old index
+        Path(f"{prefix}.idx").unlink(missing_ok=True)
+        tokens.replace(f"{prefix}.bin")
+        index.replace(f"{prefix}.idx")
+    finally:
+        tokens.unlink(missing_ok=True)
+        index.unlink(missing_ok=True)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,145 @@
+"""Text to token ids and back, by one small protocol with four implementations.
+
+A tokenizer here knows nothing of batches, padding or chat: it maps text to ids, ids to text, names
+the id that ends a document, and gives a fingerprint of everything that decides the ids, so that
+tokenised data and checkpoints can tell whether they belong to it. Text is always taken literally: a
+document that happens to spell `<|end_of_text|>` cannot end itself, because only the code that cuts
+documents may write special tokens.
+
+`byte` needs no file and suits tests. `bpe_2048` ships with the package (made by
+`scripts/train_tokenizer.py`) and suits small models. tiktoken files (Llama 3's `tokenizer.model`)
+live in `tokenizer_tiktoken.py`, Hugging Face's `tokenizer.json` in `tokenizer_hf.py`; both are
+imported only when one is asked for. None of these formats can run code when it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan.base.errors import ConfigError, DataError
+
+Ids = npt.NDArray[np.uint32]
+
+BEGIN_OF_TEXT = "<|begin_of_text|>"
+END_OF_TEXT = "<|end_of_text|>"
+ASSETS = Path(__file__).parent / "assets"
+BUILT_IN = {"bpe_2048": ASSETS / "bpe_2048.tiktoken"}
+
+
+class Tokenizer(Protocol):
+    """What the data path and the text generator need of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Return one more than the largest id."""
+
+    @property
+    def eos_id(self) -> int:
+        """Return the id written after each document."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of everything that decides which ids a text gets."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, without begin or end token."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the ids of each text; other threads run meanwhile where the library allows."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`; never raises on cut characters (U+FFFD) or unknown ids."""
+
+
+class ByteTokenizer:
+    """Each UTF-8 byte is its own id; 256 begins and 257 ends a text."""
+
+    vocab_size = 258
+    eos_id = 257
+    fingerprint = hashlib.sha256(b"utf-8 bytes, begin 256, end 257").hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of `text`."""
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the bytes of each text."""
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`; what is no UTF-8 becomes U+FFFD."""
+        named = {256: BEGIN_OF_TEXT.encode(), 257: END_OF_TEXT.encode()}
+        parts = (bytes([i]) if 0 <= i < 256 else named.get(i, b"\xff") for i in ids)
+        return b"".join(parts).decode(errors="replace")
+
+
+def build_tokenizer(path: str) -> Tokenizer:
+    """Return the tokenizer that `model.tokenizer_path` names.
+
+    `byte` and `bpe_2048` are built in; a folder or a `.json` file is read as Hugging Face's, any
+    other file as tiktoken's. Raises DataError when it is missing, damaged or has no end token.
+    """
+    if path == "byte":
+        return ByteTokenizer()
+    file = BUILT_IN.get(path, Path(path).expanduser())
+    if not file.exists():
+        raise DataError(
+            f"model.tokenizer_path must be a file, a folder with tokenizer.json, or one of "
+            f"{', '.join(['byte', *BUILT_IN])}; found nothing at {path!r}"
+        )
+    if file.is_dir() or file.suffix == ".json":
+        from torchtitan.data.tokenizer_hf import HuggingFaceTokenizer
+
+        return HuggingFaceTokenizer(file)
+    from torchtitan.data.tokenizer_tiktoken import TiktokenTokenizer
+
+    return TiktokenTokenizer(file)
+
+
+def check_vocabulary(tokenizer: Tokenizer, *, model_vocab_size: int) -> None:
+    """Raise ConfigError if the tokenizer can produce an id that the model has no embedding for."""
+    if tokenizer.vocab_size > model_vocab_size:
+        raise ConfigError(
+            f"the tokenizer's vocabulary must fit the model's: model.tokenizer_path has "
+            f"{tokenizer.vocab_size} ids, the model {model_vocab_size}; "
+            f"choose a larger model.flavor or a smaller tokenizer"
+        )
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return a tokenizer file's bytes, or raise DataError saying why it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read tokenizer file {path}: {error.strerror}") from error
+
+
+def cut_point(text: str, *, limit: int) -> int:
+    """Return how many characters, at most `limit`, to take off the front of `text` in one piece.
+
+    Byte-pair encoders work on words that a pattern finds. A cut between a line end and a line that
+    starts without a space, or else before a space, falls between two such words, so that (for
+    Llama 3's pattern, where there is such a place) cut text gets the ids of the whole.
+    """
+    if len(text) <= limit:
+        return len(text)
+    newline = limit
+    while (newline := text.rfind("\n", 0, newline)) >= 0:
+        if not text[newline + 1].isspace():
+            return newline + 1
+    space = text.rfind(" ", 1, limit)
+    return space if space > 0 else limit
+
+
+def split_text(text: str, *, limit: int) -> Iterator[str]:
+    """Yield `text` in pieces of at most `limit` characters."""
+    while text:
+        cut = cut_point(text, limit=limit)
+        yield text[:cut]
+        text = text[cut:]

@@ -1,0 +1,108 @@
+"""Byte-pair tokenizers in tiktoken's file format: one `base64(token) rank` a line, nothing else.
+
+The file holds only the byte strings in order of merging. The split pattern and the special tokens
+are conventions outside it: every file is read with Llama 3's pattern; a file of exactly 128,000
+ranks is taken for Llama 3's and gets its 256 special tokens, any other gets a begin and an end
+token right after its ranks. The `tiktoken` package encodes (five times as fast as `tokenizers`, and
+other threads run meanwhile); its own loader is not used: it keeps copies in a folder for temporary
+files and does not check what it reads.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from torchtitan.base.errors import DataError
+from torchtitan.data.tokenizer import BEGIN_OF_TEXT, END_OF_TEXT, Ids, read_bytes, split_text
+
+# the split pattern of Llama 3 (contractions, words, up to 3 digits, punctuation, white space)
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_RANKS = 128_000
+# tiktoken's regular expressions overflow their stack on a run of about 700,000 spaces
+MAX_CHARS = 1 << 16
+
+
+def llama3_special_tokens() -> list[str]:
+    """Return the names of Llama 3's ids 128,000 to 128,255."""
+    reserved = [f"<|reserved_special_token_{i}|>" for i in range(251)]
+    headers = ["<|start_header_id|>", "<|end_header_id|>"]
+    names = [BEGIN_OF_TEXT, END_OF_TEXT, *reserved[:4], *headers]
+    return [*names, reserved[4], "<|eot_id|>", *reserved[5:]]
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Return the token-to-rank table of a tiktoken file; raise DataError naming a bad line."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(read_bytes(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            encoded, rank = line.split()
+            token = base64.b64decode(encoded, validate=True)
+            expected = int(rank) == len(ranks) and token and token not in ranks
+        except (ValueError, binascii.Error):
+            expected = False
+        if not expected:
+            raise DataError(
+                f"line {number} of tokenizer file {path} must be a new token in base64 and the "
+                f"rank {len(ranks)}, got {line[:60]!r}; the file is damaged or no tiktoken file"
+            )
+        ranks[token] = len(ranks)
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise DataError(
+            f"tokenizer file {path} must hold all 256 single bytes, {len(missing)} are missing "
+            f"(the first is {missing[0]}); the file is cut short or not in tiktoken format"
+        )
+    return ranks
+
+
+class TiktokenTokenizer:
+    """A byte-pair tokenizer read from a tiktoken file."""
+
+    def __init__(self, path: Path) -> None:
+        import tiktoken
+
+        ranks = read_ranks(path)
+        llama3 = len(ranks) == LLAMA3_RANKS
+        names = llama3_special_tokens() if llama3 else [BEGIN_OF_TEXT, END_OF_TEXT]
+        special = {name: len(ranks) + i for i, name in enumerate(names)}
+        self.vocab_size = len(ranks) + len(special)
+        self.eos_id = special[END_OF_TEXT]
+        parts = [list(map(bytes.hex, ranks)), LLAMA3_PATTERN, names, MAX_CHARS]
+        self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        self._encoding = tiktoken.Encoding(
+            path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`; special tokens spelt in it are plain text."""
+        ids: list[int] = self._encode_array(text).tolist()
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the ids of each text; tiktoken releases the interpreter lock meanwhile."""
+        return [self._encode_array(text) for text in texts]
+
+    def _encode_array(self, text: str) -> Ids:
+        # not encode_to_numpy, though faster: before tiktoken 0.11 it let text spell special tokens
+        encode = self._encoding.encode_ordinary
+        pieces = split_text(text, limit=MAX_CHARS)
+        arrays = [np.array(encode(piece), np.uint32) for piece in pieces]
+        return np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`; cut characters and unknown ids become U+FFFD."""
+        token = self._encoding.decode_single_token_bytes
+        parts = (token(i) if 0 <= i < self.vocab_size else b"\xff" for i in ids)
+        return b"".join(parts).decode(errors="replace")
