@@ -14,13 +14,12 @@ import tiktoken
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.data.text import cut_point, split_text
 from torchtitan.data.tokenizer import (
     BUILT_IN,
     ByteTokenizer,
     build_tokenizer,
     check_vocabulary,
-    cut_point,
-    split_text,
 )
 from torchtitan.data.tokenizer_tiktoken import LLAMA3_PATTERN, MAX_CHARS
 

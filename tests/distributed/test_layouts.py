@@ -8,6 +8,7 @@ differ: 1e-5 in losses and 1e-4 in gradient norms before clipping, relative, ove
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan import trainer
+from torchtitan.models import MODELS
 from torchtitan.optim.loss import count_valid
 from torchtitan.parallel import apply
 
@@ -140,3 +142,26 @@ def test_bfloat16_trains_alike_on_one_device_and_on_two(
     exact = [row["loss"] for row in on_one_device[8].rows]
     assert losses[1] == pytest.approx(exact, rel=2**-8)
     assert losses[1] != pytest.approx(exact, rel=1e-6)
+
+
+def train_tied(job: list[str]) -> jobs.Result:
+    """Train the tiny model with its embedding as output head, as in Llama 3.2."""
+    flavors = MODELS["llama3"].flavors
+    untied = flavors["tiny"]
+    flavors["tiny"] = replace(untied, tie_embeddings=True)
+    try:
+        return jobs.train(job)
+    finally:
+        flavors["tiny"] = untied
+
+
+@pytest.mark.parametrize("layout", ["fsdp 2", "hsdp 2x2", "fsdp 2, offloaded"])
+def test_tied_embeddings_get_both_gradients_in_every_layout(
+    layout: str, ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    world, overrides = LAYOUTS[layout]
+    [reference] = ranks.run(train_tied, jobs.write_job(tmp_path, name="one", cache=cache), world=1)
+    job = [*jobs.write_job(tmp_path, cache=cache), *overrides]
+    result = ranks.run(train_tied, job, world=world)[0]
+    assert "output.weight" not in result.final
+    assert_same_training(result, reference)

@@ -32,7 +32,8 @@ from filelock import FileLock, Timeout
 from torchtitan.base.errors import DataError
 from torchtitan.data.source import Advance, Corpus, Piece
 from torchtitan.data.store import StoreWriter, TokenStore, open_writer
-from torchtitan.data.tokenizer import Ids, Tokenizer
+from torchtitan.data.text import Ids
+from torchtitan.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

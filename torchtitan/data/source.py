@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.tokenizer import cut_point
+from torchtitan.data.text import cut_point
 
 logger = logging.getLogger(__name__)
 

@@ -15,19 +15,15 @@ imported only when one is asked for. None of these formats can run code when it 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT, Ids
 
-Ids = npt.NDArray[np.uint32]
-
-BEGIN_OF_TEXT = "<|begin_of_text|>"
-END_OF_TEXT = "<|end_of_text|>"
 ASSETS = Path(__file__).parent / "assets"
 BUILT_IN = {"bpe_2048": ASSETS / "bpe_2048.tiktoken"}
 
@@ -110,36 +106,3 @@ def check_vocabulary(tokenizer: Tokenizer, *, model_vocab_size: int) -> None:
             f"{tokenizer.vocab_size} ids, the model {model_vocab_size}; "
             f"choose a larger model.flavor or a smaller tokenizer"
         )
-
-
-def read_bytes(path: Path) -> bytes:
-    """Return a tokenizer file's bytes, or raise DataError saying why it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read tokenizer file {path}: {error.strerror}") from error
-
-
-def cut_point(text: str, *, limit: int) -> int:
-    """Return how many characters, at most `limit`, to take off the front of `text` in one piece.
-
-    Byte-pair encoders work on words that a pattern finds. A cut between a line end and a line that
-    starts without a space, or else before a space, falls between two such words, so that (for
-    Llama 3's pattern, where there is such a place) cut text gets the ids of the whole.
-    """
-    if len(text) <= limit:
-        return len(text)
-    newline = limit
-    while (newline := text.rfind("\n", 0, newline)) >= 0:
-        if not text[newline + 1].isspace():
-            return newline + 1
-    space = text.rfind(" ", 1, limit)
-    return space if space > 0 else limit
-
-
-def split_text(text: str, *, limit: int) -> Iterator[str]:
-    """Yield `text` in pieces of at most `limit` characters."""
-    while text:
-        cut = cut_point(text, limit=limit)
-        yield text[:cut]
-        text = text[cut:]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.tokenizer import END_OF_TEXT, Ids, read_bytes
+from torchtitan.data.text import END_OF_TEXT, Ids, read_bytes
 
 KNOWN_END_TOKENS = (END_OF_TEXT, "<|endoftext|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.tokenizer import BEGIN_OF_TEXT, END_OF_TEXT, Ids, read_bytes, split_text
+from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT, Ids, read_bytes, split_text
 
 # the split pattern of Llama 3 (contractions, words, up to 3 digits, punctuation, white space)
 LLAMA3_PATTERN = (
