@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan.base.device import device_name, local_device, peak_flops
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.checkpoint.storage import find_steps
@@ -28,7 +28,7 @@ from torchtitan.data.dataset import build_dataset
 from torchtitan.data.loader import Loader
 from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
 from torchtitan.mesh.dims import Mesh, ParallelDims, build_mesh, resolve_dims
-from torchtitan.mesh.process_group import Launch
+from torchtitan.mesh.process_group import Launch, set_timeout
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import build_sinks
 from torchtitan.models import MODELS
@@ -61,6 +61,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     set_determinism(config)
     log_job(config, architecture=architecture, dims=dims, device=device)
     mesh = build_mesh(dims, device_type=device.type)
+    set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
 
     loader = build_loader(
         config, mesh=mesh, accumulation=accumulation, vocab_size=architecture.vocab_size
@@ -175,8 +176,16 @@ def build_loader(config: Config, *, mesh: Mesh, accumulation: int, vocab_size: i
     training = config.training
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     check_vocabulary(tokenizer, model_vocab_size=vocab_size)
+    dataset = build_dataset(training, tokenizer=tokenizer, seed=config.debug.seed)
+    global_batch_size = training.local_batch_size * mesh.dims.dp * accumulation
+    if dataset.num_samples is not None and dataset.num_samples < global_batch_size:
+        raise DataError(
+            f"the data must fill one global batch: {training.num_epochs} epochs of it hold "
+            f"{dataset.num_samples} samples of {training.seq_len} tokens, the batch "
+            f"{global_batch_size}; add data, or lower training.global_batch_size or seq_len"
+        )
     return Loader(
-        build_dataset(training, tokenizer=tokenizer, seed=config.debug.seed),
+        dataset,
         local_batch_size=training.local_batch_size,
         accumulation=accumulation,
         dp_rank=mesh.dp_rank,

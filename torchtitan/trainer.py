@@ -26,7 +26,7 @@ from torchtitan.checkpoint.state import Progress
 from torchtitan.data.loader import Loader
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.faults import raise_if_nonfinite
-from torchtitan.mesh.process_group import gather, set_timeout
+from torchtitan.mesh.process_group import gather, tighten_timeout
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Row, Sink
 from torchtitan.optim.clip import clip_gradients, global_norm
@@ -102,7 +102,7 @@ class Trainer:
                 run.meter.count(run.tokens_per_step)
                 finished = self._is_finished()
                 if progress.step == first_step:
-                    set_timeout(run.train_timeout_seconds, groups=run.mesh.groups())
+                    tighten_timeout(run.train_timeout_seconds, groups=run.mesh.groups())
                 if progress.step % run.log_freq == 0 or progress.step == 1 or finished:
                     self._report(figures)
                 if run.checkpoints is not None:

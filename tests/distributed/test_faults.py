@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan import trainer
-from torchtitan.base.errors import ConfigError, NonFiniteError
+from torchtitan.base.errors import NonFiniteError, UserError
 from torchtitan.checkpoint.storage import find_steps, read_state
 
 
@@ -81,7 +81,7 @@ def test_the_end_of_the_data_ends_the_run_on_all_ranks(ranks: RankPool, tmp_path
 def refused(job: list[str]) -> str:
     try:
         jobs.train(job)
-    except ConfigError as error:
+    except UserError as error:
         return str(error)
     return "no error"
 
@@ -102,3 +102,12 @@ def test_a_batch_that_the_ranks_cannot_split(ranks: RankPool, tmp_path: Path) ->
     job = [*jobs.write_job(tmp_path), "--training.global_batch_size=8"]
     for message in ranks.run(refused, job, world=3):
         assert "local_batch_size x data-parallel ranks = 2 x 3 = 6, got 8; try 6" in message
+
+
+def test_data_that_fill_no_batch_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 100)
+    job = jobs.write_job(tmp_path)
+    (tmp_path / "epochs.toml").write_text(EPOCHS.format(folder=tmp_path))
+    job[0] = f"--job.config_file={tmp_path / 'epochs.toml'}"
+    [message] = ranks.run(refused, job, world=1)
+    assert "2 epochs of it hold 6 samples of 32 tokens, the batch 8" in message

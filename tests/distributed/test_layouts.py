@@ -32,6 +32,7 @@ LAYOUTS = {
     "fsdp 2, recomputed": (2, ("--activation_checkpoint.mode=full",)),
     "fsdp 2, offloaded": (2, ("--training.enable_cpu_offload",)),
     "fsdp 3 of 12 samples": (3, ("--training.global_batch_size=12",)),
+    "hsdp 2x2, accumulating": (4, (*jobs.HSDP, "--training.local_batch_size=1")),
     "one device, one microbatch": (1, ("--training.local_batch_size=8",)),
 }
 
@@ -165,3 +166,17 @@ def test_tied_embeddings_get_both_gradients_in_every_layout(
     result = ranks.run(train_tied, job, world=world)[0]
     assert "output.weight" not in result.final
     assert_same_training(result, reference)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_other_optimizers_take_sharded_parameters(
+    optimizer: str, ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    choice = [f"--optimizer.name={optimizer}", "--optimizer.lr=0.01", "--training.steps=5"]
+    rows = []
+    for world in (1, 2):
+        job = jobs.write_job(tmp_path, name=f"on{world}", cache=cache)
+        rows.append(ranks.run(jobs.train, [*job, *choice], world=world)[0].rows)
+    for ours, theirs in zip(*rows, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError
-from torchtitan.mesh.process_group import Launch, read_launch
+from torchtitan.mesh.dims import ParallelDims, build_mesh
+from torchtitan.mesh.process_group import Launch, read_launch, set_timeout
+
+MEETING_POINT = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
 def test_a_process_started_alone_is_rank_0_of_1() -> None:
@@ -13,7 +19,7 @@ def test_a_process_started_alone_is_rank_0_of_1() -> None:
 
 
 def test_torchruns_variables() -> None:
-    environ = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16"}
+    environ = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", **MEETING_POINT}
     assert read_launch(environ) == Launch(rank=9, local_rank=1, world_size=16)
 
 
@@ -23,3 +29,32 @@ def test_torchruns_variables() -> None:
 def test_half_an_environment_is_refused(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="must all be numbers, or all be unset"):
         read_launch(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+            "without MASTER_ADDR and MASTER_PORT",
+        ),
+        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **MEETING_POINT}, "got RANK 2, WORLD"),
+    ],
+)
+def test_ranks_that_could_not_meet_are_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_launch(environ)
+
+
+def timeouts(seconds: int | None) -> set[float]:
+    mesh = build_mesh(ParallelDims(dp_shard=2), device_type="cpu")
+    if seconds is not None:
+        set_timeout(seconds, groups=mesh.groups())
+    groups = [dist.group.WORLD, *mesh.groups()]
+    options = [group._get_backend(torch.device("cpu")).options for group in groups]
+    return {option._timeout.total_seconds() for option in options}
+
+
+def test_a_timeout_reaches_every_group(ranks: RankPool) -> None:
+    assert len(ranks.run(timeouts, None, world=2)[0]) > 1  # torch's own differ: hence set_timeout
+    assert ranks.run(timeouts, 77, world=2) == [{77.0}, {77.0}]

@@ -64,7 +64,7 @@ def test_jsonl_is_on_disk_row_by_row(tmp_path: Path) -> None:
     sink.close()
 
 
-@pytest.mark.parametrize(("resume_step", "kept"), [(0, []), (4, [1, 2, 4]), (5, [1, 2, 4])])
+@pytest.mark.parametrize(("resume_step", "kept"), [(4, [1, 2, 4]), (5, [1, 2, 4])])
 def test_jsonl_drops_what_is_trained_again(
     tmp_path: Path, resume_step: int, kept: list[int]
 ) -> None:
@@ -75,6 +75,21 @@ def test_jsonl_drops_what_is_trained_again(
     assert [row["step"] for row in rows] == [*kept, 6, 8]
     assert [row["loss"] for row in rows] == [1.0] * len(kept) + [2.0, 2.0]
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_rows_of_another_training_are_kept_aside(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for loss in (1.0, 2.0, 3.0):
+        _write(path, [1, 2], resume_step=0, loss=loss)
+    for name, loss in (("metrics.1.jsonl", 1.0), ("metrics.2.jsonl", 2.0), (path.name, 3.0)):
+        assert [row["loss"] for row in read_rows(tmp_path / name)] == [loss, loss]
+
+
+def test_a_full_disk_is_said_and_not_traced(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=0)
+    sink._file = open("/dev/full", "a")  # noqa: SIM115 - the sink's from here on
+    with pytest.raises(DataError, match=r"/dev/full must be writable .* make room"):
+        sink.write(_row(1))
 
 
 def test_jsonl_survives_every_place_of_a_torn_last_line(tmp_path: Path) -> None:

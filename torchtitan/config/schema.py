@@ -100,8 +100,8 @@ class OptimizerConfig:
     no_decay_params: Strings = ("*norm*", "*.bias")
     """Parameter names (shell patterns) that are never decayed."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """How the update runs: one kernel for all (fused), one for each operation (foreach), or a plain
-    loop."""
+    """How the update runs: one kernel for all (fused; SGD: foreach), one for each operation
+    (foreach), or a plain loop."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -23,6 +23,7 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.config.schema import CommConfig
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     """Read this process's place from torchrun's variables; alone if there are none.
 
     Raises:
-        ConfigError: Some of the variables are set and others are not, or not numbers.
+        ConfigError: Some of the variables are set and others are not, or they make no sense.
     """
     present = [name for name in VARIABLES if name in environ]
     if not present:
@@ -51,17 +52,21 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
             f"{ {name: environ.get(name) for name in VARIABLES} }; start ranks with torchrun "
             f"or ./run_train.sh"
         ) from error
+    missing = [name for name in MEETING_POINT if name not in environ]
+    if not 0 <= rank < world_size or (world_size > 1 and missing):
+        raise ConfigError(
+            f"RANK must be below WORLD_SIZE, and several ranks need {' and '.join(MEETING_POINT)} "
+            f"to meet; got RANK {rank}, WORLD_SIZE {world_size}"
+            + (f" without {' and '.join(missing)}" if missing else "")
+            + "; start ranks with torchrun or ./run_train.sh"
+        )
     return Launch(rank=rank, local_rank=local_rank, world_size=world_size)
 
 
 def init_process_group(
     launch: Launch, *, device_type: str, settings: CommConfig, dump_folder: Path
 ) -> None:
-    """Join the job's group: NCCL (with gloo for host tensors) on CUDA, gloo on CPU.
-
-    Raises:
-        ConfigError: This process was not started by torchrun and the group has other ranks.
-    """
+    """Join the job's group: NCCL (with gloo for host tensors) on CUDA, gloo on CPU."""
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda" and settings.trace_buf_size > 0:
         _enable_flight_recorder(settings, dump_folder=dump_folder)
@@ -85,7 +90,7 @@ def _enable_flight_recorder(settings: CommConfig, *, dump_folder: Path) -> None:
     os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = os.environ["TORCH_FR_DUMP_TEMP_FILE"]
 
 
-def set_timeout(seconds: int, *, groups: Iterable[dist.ProcessGroup]) -> None:
+def tighten_timeout(seconds: int, *, groups: Iterable[dist.ProcessGroup]) -> None:
     """Give the default group and `groups` a new timeout, once all ranks have arrived here.
 
     The first step of a start compiles, connects and reads; later ones do not, so a rank that
@@ -94,6 +99,11 @@ def set_timeout(seconds: int, *, groups: Iterable[dist.ProcessGroup]) -> None:
     dist.barrier()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    set_timeout(seconds, groups=groups)
+
+
+def set_timeout(seconds: int, *, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Give the default group and `groups` a timeout; a new group has its backend's own."""
     for group in (None, *groups):
         _set_pg_timeout(timedelta(seconds=seconds), group)
 

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -67,21 +68,30 @@ class Sink(Protocol):
 class JsonlSink:
     """Append rows to a file of JSON lines; a row survives a crash of this process at once.
 
-    Rows of an earlier start beyond `resume_step` are dropped first: they are trained again. 0
-    starts over. Raises DataError when the file holds something else than rows.
+    Rows of an earlier start beyond `resume_step` are dropped first: they are trained again. At 0 a
+    new training begins, and the rows of another one are kept beside it under a number. Raises
+    DataError when the file holds something else than rows.
     """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if resume_step == 0 and path.exists() and path.stat().st_size > 0:
+            _set_aside(path)
+        elif path.exists():
             kept = [row for row in read_rows(path) if row["step"] <= resume_step]
             _replace(path, lines=[json.dumps(row) for row in kept])
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
-        """Append the row."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        """Append the row; raises DataError when the disk does not take it."""
+        try:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise DataError(
+                f"{self._file.name} must be writable all along, got: {error.strerror}; make room "
+                f"and start again, checkpoints are untouched"
+            ) from error
 
     def close(self) -> None:
         """Close the file."""
@@ -227,6 +237,14 @@ def _parse(line: str) -> Row | None:
     except json.JSONDecodeError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _set_aside(path: Path) -> None:
+    """Give a file the first free of the names `metrics.1.jsonl`, `metrics.2.jsonl` ..."""
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+    free = next(name for name in names if not name.exists())
+    path.rename(free)
+    logger.warning("%s held rows of another training; they are in %s now", path, free.name)
 
 
 def _replace(path: Path, *, lines: Sequence[str]) -> None:

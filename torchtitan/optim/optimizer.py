@@ -31,10 +31,13 @@ def build_optimizer(model: nn.Module, *, settings: OptimizerConfig) -> torch.opt
         {"params": [p for name, p in named.items() if name in kept], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    implementation = settings.implementation
+    if settings.name == "SGD" and implementation == "fused":
+        implementation = "foreach"  # torch's fused SGD knows no sharded parameters
     common: dict[str, Any] = {
         "lr": settings.lr,
-        "fused": settings.implementation == "fused",
-        "foreach": settings.implementation == "foreach",
+        "fused": implementation == "fused",
+        "foreach": implementation == "foreach",
     }
     if settings.name == "SGD":
         return torch.optim.SGD(groups, momentum=settings.momentum, **common)
