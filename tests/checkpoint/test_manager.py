@@ -11,7 +11,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.storage import find_steps, read_manifest
+from torchtitan.checkpoint.storage import find_steps
 from torchtitan.trainer import Trainer
 
 
@@ -46,16 +46,6 @@ def test_load_only_resumes_and_saves_nothing(ranks: RankPool, tmp_path: Path) ->
     [result] = ranks.run(jobs.train, load_only, world=1)
     assert [row["step"] for row in result.rows] == [1, 2, 3, 4]
     assert steps(tmp_path) == [2]
-
-
-def test_a_last_checkpoint_of_weights_alone_cannot_be_resumed_and_says_so(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    job = [*jobs.write_job(tmp_path), "--checkpoint.last_save_model_only=true"]
-    ranks.run(jobs.train, [*job, "--training.steps=2"], world=1)
-    assert read_manifest(tmp_path / "run" / "checkpoint" / "step-2")["components"] == ["model"]
-    [message] = ranks.run(failure, [*job, "--training.steps=4"], world=1)
-    assert "lacks dataloader, lr_scheduler, optimizer, train_state" in message
 
 
 def failure(job: list[str]) -> str:

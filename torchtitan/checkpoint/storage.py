@@ -176,11 +176,17 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(
-    checkpoint: Path, component: str, *, into: Mapping[str, Tensor], group: dist.ProcessGroup | None
+    checkpoint: Path,
+    component: str,
+    *,
+    into: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None,
+    leaves_out: Callable[[str], bool] = lambda name: True,
 ) -> None:
     """Fill the tensors `into` in place from a component saved in any layout.
 
-    `group` are the ranks that load together; None loads in this process alone.
+    `group` are the ranks that load together; None loads in this process alone. `leaves_out` tells
+    which other names of the component may stay unread; any that may not is unexpected.
 
     Raises:
         CheckpointError: Names, shapes or types differ, or a file is missing or damaged.
@@ -189,23 +195,41 @@ def read_tensors(
     try:
         reader = dcp.FileSystemReader(folder)
         stored = reader.read_metadata().state_dict_metadata
-        _check_match(folder, stored, into)
+        _check_match(folder, stored, into, leaves_out=leaves_out)
         dcp.load(dict(into), storage_reader=reader, process_group=group, no_dist=group is None)
     except (OSError, CheckpointException) as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
 
 
-def _check_match(folder: Path, stored: Mapping[str, Any], into: Mapping[str, Tensor]) -> None:
-    mistakes = [f"'{name}' is not in it" for name in into if name not in stored]
+def _check_match(
+    folder: Path,
+    stored: Mapping[str, Any],
+    into: Mapping[str, Tensor],
+    *,
+    leaves_out: Callable[[str], bool],
+) -> None:
+    shapes, types = [], []
     for name in into.keys() & stored.keys():
         here, there = into[name], stored[name]
         if tuple(here.shape) != tuple(there.size):
-            mistakes.append(f"'{name}' has shape {list(there.size)}, not {list(here.shape)}")
+            shapes.append(f"'{name}' has shape {list(there.size)}, not {list(here.shape)}")
         elif here.dtype != there.properties.dtype:
-            mistakes.append(f"'{name}' has type {there.properties.dtype}, not {here.dtype}")
-    if mistakes:
-        shown = "; ".join(sorted(mistakes)[:8]) + (" ..." if len(mistakes) > 8 else "")
+            types.append(f"'{name}' has type {there.properties.dtype}, not {here.dtype}")
+    mistakes = {
+        "missing": [f"'{name}'" for name in into if name not in stored],
+        "unexpected": [f"'{n}'" for n in stored if n not in into and not leaves_out(n)],
+        "of another shape": shapes,
+        "of another type": types,
+    }
+    if any(mistakes.values()):
         raise CheckpointError(
-            f"{folder} does not fit this job, {len(mistakes)} of {len(into)} tensors differ: "
-            f"{shown}; use the model and precision it was saved with, or another dump_folder"
+            f"{folder} does not fit this job, whose model wants {len(into)} tensors of it:\n  "
+            + "\n  ".join(
+                f"{len(names)} {kind}: {'; '.join(sorted(names)[:8])}"
+                + (" ..." if len(names) > 8 else "")
+                for kind, names in mistakes.items()
+                if names
+            )
+            + "\nuse the model and precision it was saved with; to leave parameters out on purpose "
+            'name them: checkpoint.exclude_from_loading = ["output.*"], or ["optimizer"]'
         )
