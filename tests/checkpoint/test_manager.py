@@ -78,7 +78,7 @@ def test_a_failed_background_save_stops_the_run(ranks: RankPool, tmp_path: Path)
     overrides = ["--checkpoint.async_mode=async", "--checkpoint.interval=2"]
     job = [*jobs.write_job(tmp_path), *overrides]
     [(message, step)] = ranks.run(fail_in_the_background, job, world=1)
-    assert message == "the disk is gone"
+    assert message.endswith("the disk is gone")
     assert 3 <= step <= 4  # at the latest when the next save is due
 
 

@@ -132,30 +132,42 @@ def _own_checkpoint(
 ) -> Path | None:
     wanted = settings.load_step
     if wanted == -1:
-        return _newest(folder, group=group)
+        return _newest(folder, verify=settings.verify_on_load, group=group)
     steps = storage.on_first_rank(lambda: storage.find_steps(folder), group=group)
     if wanted not in steps:
         raise CheckpointError(
             f"checkpoint.load_step {wanted} is not in {folder}; it holds {steps or 'no checkpoint'}"
         )
-    return folder / f"step-{wanted}"
+    return _checked(folder / f"step-{wanted}", verify=settings.verify_on_load, group=group)
 
 
-def _newest(folder: Path, *, group: dist.ProcessGroup) -> Path | None:
-    steps = storage.on_first_rank(lambda: storage.find_steps(folder), group=group)
-    return folder / f"step-{steps[-1]}" if steps else None
+def _newest(folder: Path, *, verify: bool, group: dist.ProcessGroup) -> Path | None:
+    step = storage.newest_whole(folder, group=group, verify=verify)
+    return None if step is None else folder / f"step-{step}"
+
+
+def _checked(source: Path, *, verify: bool, group: dist.ProcessGroup) -> Path:
+    """Return a checkpoint that was asked for by name, which no other may replace."""
+    mistakes = storage.verify(source, group=group) if verify else []
+    if mistakes:
+        raise CheckpointError(
+            f"{source}, asked for by name, is damaged: {storage.summary(mistakes)}; name another, "
+            f"or load it as it is by checkpoint.verify_on_load = false"
+        )
+    return source
 
 
 def find_source(path: Path, *, settings: CheckpointConfig, group: dist.ProcessGroup) -> Path:
     """Return the step's folder that `path` means: itself, the newest in it, or the run's newest.
 
     Raises:
-        CheckpointError: There is no whole checkpoint.
+        CheckpointError: There is no whole checkpoint, or the step that was named is damaged.
     """
+    verify = settings.verify_on_load
     if storage.on_first_rank((path / storage.MANIFEST).is_file, group=group):
-        return path
+        return _checked(path, verify=verify, group=group)
     for folder in (path, path / settings.folder):
-        newest = _newest(folder, group=group)
+        newest = _newest(folder, verify=verify, group=group)
         if newest is not None:
             return newest
     raise CheckpointError(
