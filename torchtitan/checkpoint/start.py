@@ -90,11 +90,9 @@ def _compared(source: Path, compare: Compare, *, group: dist.ProcessGroup) -> Co
 
 
 def _start_from_own(settings: CheckpointConfig, own: Path, *, comparison: Comparison) -> Start:
-    # where weights once came from, and without what, was settled when this run began
-    began_elsewhere = settings.initial_load_path is not None
-    if not comparison.differences and (comparison.same_loading or began_elsewhere):
+    if comparison.same_loading and not comparison.differences:
         return Start(source=own, intention="recover")
-    if "train_state" in settings.exclude_from_loading and not began_elsewhere:
+    if settings.mode == "continue" and "train_state" in settings.exclude_from_loading:
         raise CheckpointError(
             f'checkpoint.exclude_from_loading with "train_state" starts at step 0, beside {own}, '
             f"which would stay the newest; name it by checkpoint.initial_load_path and choose "
