@@ -124,6 +124,25 @@ def test_recover_refuses_another_training_with_both_values_and_the_ways_on(
     assert "--checkpoint.mode continue (or finetune with initial_load_path" in message
 
 
+def test_the_batch_that_ranks_make_is_compared(
+    saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Nothing in the settings differs, but twice the ranks make twice the batch."""
+    cache = saved.parent / "cache"
+    job = [*jobs.write_job(tmp_path, cache=cache), "--training.global_batch_size=-1"]
+    ranks.run(jobs.train, [*job, "--training.steps=1"], world=2)
+    for message in ranks.run(refusal, job, world=4):
+        assert "training.global_batch_size: stored 4, now 8 (2 on each of 4 ranks)\n" in message
+    half = [*job, "--training.local_batch_size=1"]
+    assert ranks.run(refusal, half, world=4) == ["no error"] * 4
+
+
+def test_leaving_out_alone_is_another_job(saved: Path, ranks: RankPool, tmp_path: Path) -> None:
+    job = [*copy_of(saved, tmp_path), CONTINUE, excluding("dataloader")]
+    [begun] = ranks.run(begin, job, world=1)
+    assert (begun.step, begun.position) == (4, 0)
+
+
 def test_the_checkpoint_is_asked_and_not_the_last_start(
     saved: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
