@@ -9,8 +9,11 @@ What a setting or a file can get wrong fails here, before the first long work.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,19 +21,22 @@ from torch import nn
 
 from torchtitan.base.device import device_name, local_device, peak_flops
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.checkpoint.manager import CheckpointManager
+from torchtitan.checkpoint.manager import CheckpointManager, build_group
+from torchtitan.checkpoint.restore import restore
+from torchtitan.checkpoint.start import Comparison, Start, choose_start, refuse_differences
 from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.config.load import to_toml
 from torchtitan.config.schema import Config
-from torchtitan.config.trajectory import trajectory_differences
+from torchtitan.config.trajectory import Job, trajectory_differences
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.loader import Loader
+from torchtitan.data.sample_log import SampleLog
 from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
 from torchtitan.mesh.dims import Mesh, ParallelDims, build_mesh, resolve_dims
 from torchtitan.mesh.process_group import Launch, set_timeout
 from torchtitan.metrics.meter import Meter
-from torchtitan.metrics.sinks import build_sinks
+from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.models import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.models.spec import DecoderConfig, ModelSpec, flops_per_token, num_parameters
@@ -56,25 +62,32 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     )
     tokens_per_step = training.local_batch_size * dims.dp * accumulation * training.seq_len
     spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
-    check_folder(config)
+    group = build_group() if config.checkpoint.enable else None
+    start = find_start(config, dims=dims, group=group)
     device = local_device(launch.local_rank)
     set_determinism(config)
     log_job(config, architecture=architecture, dims=dims, device=device)
     mesh = build_mesh(dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
 
+    progress = Progress()
     loader = build_loader(
-        config, mesh=mesh, accumulation=accumulation, vocab_size=architecture.vocab_size
+        config,
+        mesh=mesh,
+        accumulation=accumulation,
+        vocab_size=architecture.vocab_size,
+        progress=progress,
     )
     model = build_model(config, spec=spec, architecture=architecture, mesh=mesh, device=device)
     optimizer = build_optimizer(model, settings=config.optimizer)
-    progress = Progress()
-    checkpoints = build_checkpoints(
-        config, dims=dims, model=model, optimizer=optimizer, loader=loader, progress=progress
+    state = RunState(
+        model=model,
+        optimizer=optimizer,
+        schedule=describe_schedule(config),
+        loader=loader,
+        progress=progress,
     )
-    if checkpoints is not None:
-        checkpoints.load()
-
+    checkpoints = build_checkpoints(config, dims=dims, state=state, start=start, group=group)
     write_config(config)
     return Run(
         device=device,
@@ -88,15 +101,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         progress=progress,
         checkpoints=checkpoints,
         meter=build_meter(config, architecture=architecture, device=device, dims=dims),
-        sinks=build_sinks(
-            config.metrics,
-            folder=Path(config.job.dump_folder),
-            rank=launch.rank,
-            resume_step=progress.step,
-            color=color,
-            job_config=asdict(config),
-            description=config.job.description,
-        ),
+        sinks=find_sinks(config, rank=launch.rank, resume_step=progress.step, color=color),
         num_steps=training.steps,
         tokens_per_step=tokens_per_step,
         max_norm=training.max_norm,
@@ -140,27 +145,40 @@ def find_model(name: str, *, flavor: str) -> tuple[ModelSpec, DecoderConfig]:
     return spec, spec.flavors[flavor]
 
 
-def check_folder(config: Config) -> None:
-    """Refuse a dump_folder that holds another job's results.
+def find_start(
+    config: Config, *, dims: ParallelDims, group: dist.ProcessGroup | None
+) -> Start | None:
+    """Find what the run starts from, and refuse the results of another job; None: from nothing.
 
     Raises:
-        ConfigError: Lists the settings that differ.
+        CheckpointError: Lists the settings that differ from those of the checkpoint, or of the
+            results where there is no checkpoint.
     """
-    folder = Path(config.job.dump_folder)
-    stored = folder / CONFIG_FILE
-    has_results = any(folder.glob("metrics*.jsonl")) or find_steps(
-        folder / config.checkpoint.folder
-    )
-    if stored.is_file() and has_results:
-        differences = trajectory_differences(stored.read_text(encoding="utf-8"), config)
-        if differences:
-            raise ConfigError(
-                f"[job] dump_folder {folder} holds the results of a job with other settings:\n  "
-                + "\n  ".join(differences)
-                + "\nchoose another --job.dump_folder, restore these settings, or move the old "
-                "folder away"
-            )
+    now = Job(config=config, dp=dims.dp)
+    root = Path(config.job.dump_folder)
+    folder = root / config.checkpoint.folder
+    start = None
+    if group is not None:
+        compare = partial(compare_jobs, now=now)
+        start = choose_start(config.checkpoint, folder=folder, compare=compare, group=group)
+    stored = root / CONFIG_FILE
+    has_results = any(root.glob("metrics*.jsonl")) or find_steps(folder)
+    from_own = start is not None and start.source.parent == folder
+    if stored.is_file() and has_results and not from_own:
+        then = Job.stored(stored.read_text(encoding="utf-8"))
+        refuse_differences(root, tuple(trajectory_differences(then, now)))
     dist.barrier()  # nobody writes before everybody has looked
+    return start
+
+
+def compare_jobs(manifest: Mapping[str, Any], *, now: Job) -> Comparison:
+    """Compare this job with the one whose checkpoint has this manifest."""
+    layout = ParallelDims(**manifest["layout"])
+    then = Job.stored(manifest["config"], dp=layout.dp)
+    differences = trajectory_differences(then, now)
+    before, after = then.config.checkpoint, now.config.checkpoint
+    same = (before.mode, before.exclude_from_loading) == (after.mode, after.exclude_from_loading)
+    return Comparison(differences=tuple(differences), same_loading=same)
 
 
 def set_determinism(config: Config) -> None:
@@ -171,7 +189,14 @@ def set_determinism(config: Config) -> None:
     )
 
 
-def build_loader(config: Config, *, mesh: Mesh, accumulation: int, vocab_size: int) -> Loader:
+def build_loader(
+    config: Config,
+    *,
+    mesh: Mesh,
+    accumulation: int,
+    vocab_size: int,
+    progress: Progress,
+) -> Loader:
     """Build this rank's share of the data, tokenised first where that is not done yet."""
     training = config.training
     tokenizer = build_tokenizer(config.model.tokenizer_path)
@@ -191,6 +216,18 @@ def build_loader(config: Config, *, mesh: Mesh, accumulation: int, vocab_size: i
         dp_rank=mesh.dp_rank,
         dp_degree=mesh.dims.dp,
         settings=training.dataloader,
+        on_sample=build_sample_log(config, progress) if config.debug.log_sample_hashes else None,
+    )
+
+
+def build_sample_log(config: Config, progress: Progress) -> SampleLog:
+    """Build what writes down the samples that this rank draws."""
+    return SampleLog(
+        Path(config.job.dump_folder) / "samples",
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        # samples are drawn for the step after the last one that is done
+        step=lambda: progress.step + 1,
     )
 
 
@@ -217,31 +254,44 @@ def build_model(
     return model
 
 
+def describe_schedule(config: Config) -> dict[str, Any]:
+    """Return all that the learning rate is computed from."""
+    schedule = {"peak_lr": config.optimizer.lr, "training_steps": config.training.steps}
+    return schedule | asdict(config.lr_scheduler)
+
+
 def build_checkpoints(
     config: Config,
     *,
     dims: ParallelDims,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: Loader,
-    progress: Progress,
+    state: RunState,
+    start: Start | None,
+    group: dist.ProcessGroup | None,
 ) -> CheckpointManager | None:
-    """Build what saves and loads the run; None where checkpoints are off."""
-    if not config.checkpoint.enable:
+    """Build what saves the run, None where checkpoints are off, and load what it starts from."""
+    if group is None:
         return None
-    schedule = {"peak_lr": config.optimizer.lr, "training_steps": config.training.steps}
-    state = RunState(
-        model=model,
-        optimizer=optimizer,
-        schedule=schedule | asdict(config.lr_scheduler),
-        loader=loader,
-        progress=progress,
-    )
+    if start is not None:
+        restore(state, start=start, group=group)
     return CheckpointManager(
         state,
         settings=config.checkpoint,
         folder=Path(config.job.dump_folder) / config.checkpoint.folder,
         manifest={"layout": asdict(dims), "config": to_toml(config)},
+        group=group,
+    )
+
+
+def find_sinks(config: Config, *, rank: int, resume_step: int, color: bool) -> list[Sink]:
+    """Build what receives the figures of this rank."""
+    return build_sinks(
+        config.metrics,
+        folder=Path(config.job.dump_folder),
+        rank=rank,
+        resume_step=resume_step,
+        color=color,
+        job_config=asdict(config),
+        description=config.job.description,
     )
 
 

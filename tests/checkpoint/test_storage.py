@@ -126,7 +126,7 @@ def attempt(target: Path, into: dict[str, torch.Tensor]) -> str:
     [
         ({"a.weight": torch.zeros(64, 65)}, "'a.weight' has shape [64, 64], not [64, 65]"),
         ({"a.weight": torch.zeros(64, 64).bfloat16()}, "type torch.float32, not torch.bfloat16"),
-        ({"c": torch.zeros(1)}, "'c' is not in it"),
+        ({"c": torch.zeros(1)}, "1 missing: 'c'"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(

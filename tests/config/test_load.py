@@ -196,6 +196,8 @@ def random_config(seed: int) -> Config:
         ("activation_checkpoint", "selective_ac_option"): str(rng.randrange(1, 9)),
         ("debug", "deterministic"): True,
         ("checkpoint", "enable"): True,
+        ("checkpoint", "mode"): "continue",
+        ("checkpoint", "initial_load_model_only"): False,
         ("optimizer", "name"): "SGD",
         ("lr_scheduler", "total_steps"): None,
     }

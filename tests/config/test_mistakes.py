@@ -57,7 +57,7 @@ from torchtitan.config.schema import Config
         (
             "[debug]\nxyzzy = 1",
             "[debug] xyzzy = 1: [debug] has no key 'xyzzy'; "
-            "valid are seed, deterministic, deterministic_warn_only",
+            "valid are seed, deterministic, deterministic_warn_only, log_sample_hashes",
         ),
         (
             "[job]\nconfig_file = 'x'",

@@ -83,6 +83,48 @@ FILES = '[training]\ndataset = "files"\n'
             "[checkpoint]\nload_only = true",
             "[checkpoint] load_only = true: needs checkpoint.enable = true",
         ),
+        *(
+            (
+                f"[checkpoint]\n{line}",
+                f"[checkpoint] {line}: needs checkpoint.enable = true",
+            )
+            for line in (
+                'mode = "continue"',
+                'initial_load_path = "x"',
+            )
+        ),
+        (
+            '[checkpoint]\nenable = true\nmode = "finetune"',
+            '[checkpoint] mode = "finetune": needs initial_load_path, whose weights it starts from',
+        ),
+        (
+            '[checkpoint]\nenable = true\nmode = "finetune"\ninitial_load_path = "x"\n'
+            "initial_load_model_only = false",
+            '[checkpoint] mode = "finetune": takes the weights alone, but initial_load_model_only '
+            'is false; remove that, or write mode = "continue" to take the optimizer and the data '
+            "position too",
+        ),
+        (
+            '[checkpoint]\nenable = true\nmode = "continue"\ninitial_load_path = "x"',
+            '[checkpoint] mode = "continue": takes optimizer and data position too, but '
+            'initial_load_model_only is true; set it false, or write mode = "finetune" for the '
+            "weights alone",
+        ),
+        *(
+            (
+                f'[checkpoint]\nexclude_from_loading = ["dataloader"]\nenable = true{more}',
+                '[checkpoint] exclude_from_loading = ["dataloader"]: leaves something out, but '
+                'mode = "recover" loads everything; write mode = "continue", or mode = "finetune" '
+                "with an initial_load_path",
+            )
+            for more in ("", '\ninitial_load_path = "x"\ninitial_load_model_only = false')
+        ),
+        (
+            '[checkpoint]\nexclude_from_loading = ["model"]\nenable = true\nmode = "finetune"\n'
+            'initial_load_path = "x"',
+            '[checkpoint] exclude_from_loading = ["model"]: leaves nothing to load with "model" in '
+            "it; remove it, or initial_load_path",
+        ),
         (
             "[debug]\ndeterministic_warn_only = true",
             "[debug] deterministic_warn_only = true: needs debug.deterministic = true; there is "
@@ -119,6 +161,10 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
         "[parallelism]\ndata_parallel_shard_degree = 1",
         "[checkpoint]\nload_step = 0\nload_only = true\nenable = true",
         "[debug]\ndeterministic_warn_only = true\ndeterministic = true",
+        '[checkpoint]\nenable = true\nmode = "continue"\nexclude_from_loading = ["dataloader"]',
+        '[checkpoint]\nenable = true\ninitial_load_path = "x"\nexclude_from_loading = "output.*"',
+        '[checkpoint]\nenable = true\ninitial_load_path = "x"\ninitial_load_model_only = false',
+        '[checkpoint]\nenable = true\nmode = "finetune"\ninitial_load_path = "x"',
         '[activation_checkpoint]\nselective_ac_option = "1"',
     ],
 )

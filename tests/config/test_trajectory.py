@@ -7,8 +7,8 @@ import pytest
 from tests.config.jobs import Jobs
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.fields import fields, sections
-from torchtitan.config.load import load_config, to_toml, trajectory_differences
-from torchtitan.config.trajectory import IGNORED
+from torchtitan.config.load import to_toml
+from torchtitan.config.trajectory import IGNORED, Job, trajectory_differences
 
 BEFORE = """
 [training]
@@ -18,9 +18,14 @@ global_batch_size = 16
 """
 
 
-def differences(jobs: Jobs, *options: str, before: str = BEFORE) -> list[str]:
-    stored = to_toml(jobs.load(before))
-    return trajectory_differences(stored, jobs.load(before, *options))
+def differences(
+    jobs: Jobs,
+    *options: str,
+    before: str = BEFORE,
+    dp: tuple[int | None, int | None] = (None, None),
+) -> list[str]:
+    then = Job.stored(to_toml(jobs.load(before)), dp=dp[0])
+    return trajectory_differences(then, Job(config=jobs.load(before, *options), dp=dp[1]))
 
 
 def test_equal_jobs_do_not_differ(jobs: Jobs) -> None:
@@ -75,6 +80,16 @@ def test_microbatches_count_while_they_set_the_global_batch(jobs: Jobs) -> None:
     assert found_both[-1] == "training.global_batch_size: stored 16, now -1"
 
 
+def test_the_global_batch_that_results_is_what_counts(jobs: Jobs) -> None:
+    local_4 = "--training.local_batch_size=4"
+    assert differences(jobs, local_4, before="", dp=(2, 4)) == []
+    [found] = differences(jobs, before="", dp=(2, 4))
+    assert found == "training.global_batch_size: stored 16, now 32 (8 on each of 4 ranks)"
+    assert differences(jobs, "--training.global_batch_size=-1", dp=(4, 2)) == []
+    [found] = differences(jobs, local_4, before="", dp=(2, 2))
+    assert found == "training.global_batch_size: stored 16, now 8 (4 on each of 2 ranks)"
+
+
 def test_more_steps_bend_the_curve_unless_the_total_is_pinned(jobs: Jobs) -> None:
     [found] = differences(jobs, "--training.steps=200")
     assert found == (
@@ -89,9 +104,9 @@ def test_more_steps_bend_the_curve_unless_the_total_is_pinned(jobs: Jobs) -> Non
 
 def test_stored_settings_that_cannot_be_read_are_an_error() -> None:
     with pytest.raises(ConfigError, match="stored settings, line 1: not valid TOML"):
-        trajectory_differences("= =", load_config([]))
+        Job.stored("= =")
     with pytest.raises(ConfigError, match=r"stored settings: \[training\] stepz = 1"):
-        trajectory_differences("[training]\nstepz = 1", load_config([]))
+        Job.stored("[training]\nstepz = 1")
 
 
 def test_the_table_names_what_exists() -> None:

@@ -1,4 +1,4 @@
-"""When to save, what to keep, and where to go on from.
+"""When to save, and what to keep.
 
 A save runs in the loop (`disabled`) or, once a copy of the state is made, in a thread (`async`)
 that talks over a process group of its own. One save is in flight at most, and older checkpoints are
@@ -15,21 +15,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.state import RunState, rng_tensors, set_rng
+from torchtitan.checkpoint.state import RunState
 from torchtitan.checkpoint.storage import Component
 from torchtitan.config.schema import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 SAVE_TIMEOUT = timedelta(hours=1)
+EXPORT = "export"  # inside the folder, where no name of a step can meet it
+
+
+def build_group() -> dist.ProcessGroup:
+    """Build the group over which ranks talk of checkpoints, also while others train."""
+    return dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
 
 
 class CheckpointManager:
-    """Saves and loads one run's checkpoints.
+    """Saves one run's checkpoints.
 
     `state` is the run; `folder` holds the `step-N` folders; `manifest` is written into each of
-    them."""
+    them; `group` is this manager's own."""
 
     def __init__(
         self,
@@ -38,60 +43,17 @@ class CheckpointManager:
         settings: CheckpointConfig,
         folder: Path,
         manifest: Mapping[str, Any],
+        group: dist.ProcessGroup,
     ) -> None:
         self.folder = folder
         self._state = state
         self._settings = settings
         self._manifest = manifest
-        self._group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
+        self._group = group
         self._thread: ThreadPoolExecutor | None = None
         if settings.async_mode != "disabled":
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-
-    def load(self) -> bool:
-        """Resume from the newest whole checkpoint, or `load_step`; False if there is none.
-
-        Raises:
-            CheckpointError: `load_step` is not there, or the checkpoint does not fit the run.
-        """
-        wanted = self._settings.load_step
-        steps = storage.on_first_rank(lambda: storage.find_steps(self.folder), group=self._group)
-        if wanted == -1 and not steps:
-            return False
-        if wanted != -1 and wanted not in steps:
-            raise CheckpointError(
-                f"checkpoint.load_step {wanted} is not in {self.folder}; it holds "
-                f"{steps or 'no checkpoint'}"
-            )
-        source = self.folder / f"step-{steps[-1] if wanted == -1 else wanted}"
-        self._load(source)
-        logger.info("Resumed from %s", source)
-        return True
-
-    def _load(self, source: Path) -> None:
-        state, components = self._state, self._state.components()
-        missing = components.keys() - storage.read_manifest(source)["components"]
-        if missing:
-            raise CheckpointError(
-                f"a run resumes from a full checkpoint, but {source} lacks "
-                f"{', '.join(sorted(missing))} (saved with last_save_model_only?); choose an "
-                f"earlier one by checkpoint.load_step"
-            )
-        for name in ("model", "optimizer"):
-            tensors = components[name].tensors
-            storage.read_tensors(source, name, into=tensors, group=self._group)
-        state.loader.load_state_dict(storage.read_state(source, "dataloader"))
-        train_state = storage.read_state(source, "train_state")
-        state.progress.step = train_state["step"]
-        state.progress.tokens_seen = train_state["tokens_seen"]
-        if train_state["world_size"] != dist.get_world_size():
-            logger.info("Another number of ranks: random generators start from debug.seed")
-            return
-        rank = dist.get_rank()
-        rng = rng_tensors(rank=rank)
-        storage.read_tensors(source, "train_state", into=rng, group=self._group)
-        set_rng(rng, rank=rank)
 
     def save_if_due(self, *, last: bool) -> None:
         """Save where the cadence or the end of the run asks for it.
@@ -107,21 +69,24 @@ class CheckpointManager:
             return
         self._wait()
         components = self._state.components()
-        if last and self._settings.last_save_model_only:
-            components = {"model": components["model"]}
         if self._thread is None:
             self._save(step, components)
         else:
             self._pending = self._thread.submit(self._save, step, _copied(components))
         if last:
             self._wait()
+            if self._settings.last_save_model_only:
+                self._write(self.folder / EXPORT, step, {"model": components["model"]})
 
-    def _save(self, step: int, components: Mapping[str, Component]) -> None:
-        target = self.folder / f"step-{step}"
+    def _write(self, folder: Path, step: int, components: Mapping[str, Component]) -> None:
+        target = folder / f"step-{step}"
         storage.write(
             target, components, manifest={"step": step, **self._manifest}, group=self._group
         )
         logger.info("Saved %s", target)
+
+    def _save(self, step: int, components: Mapping[str, Component]) -> None:
+        self._write(self.folder, step, components)
         keep = self._settings.keep_latest_k
         if keep:
             storage.on_first_rank(lambda: self._delete_all_but(keep), group=self._group)

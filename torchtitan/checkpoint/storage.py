@@ -2,21 +2,17 @@
 
 A step's folder holds one folder a component. A component's tensors are a plain DCP checkpoint,
 which any tool of PyTorch reads and every layout can load; everything else it knows is `state.json`.
-All of it is written under another name, `manifest.json` last, and one rename makes it the
-checkpoint: a run that dies or a disk that fills up while saving leaves the earlier checkpoints as
-they were."""
+All of it is written under another name, each file hashed on its way to the disk, `manifest.json`
+with the checksums last, and one rename makes it the checkpoint: a run that dies or a disk that
+fills up while saving leaves the earlier checkpoints as they were."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,12 +21,40 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.files import (
+    FileRecord,
+    HashingFileSystem,
+    read_json,
+    write_json,
+    write_sealed_json,
+)
+from torchtitan.checkpoint.folders import (
+    MANIFEST,
+    commit,
+    delete,
+    draft_of,
+    find_steps,
+    make_draft,
+)
+from torchtitan.checkpoint.metadata import TensorReader, is_tensor
+from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank
+from torchtitan.checkpoint.verify import newest_whole, summary, verify
 
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-MANIFEST = "manifest.json"
+__all__ = [
+    "MANIFEST",
+    "Component",
+    "delete",
+    "find_steps",
+    "newest_whole",
+    "on_first_rank",
+    "read_manifest",
+    "read_state",
+    "read_tensors",
+    "summary",
+    "verify",
+    "write",
+]
 STATE = "state.json"
-_STEP_FOLDER = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,32 +66,6 @@ class Component:
     name."""
     state: Mapping[str, Any] | None = None
     """What is no tensor, as JSON can hold it; the same on every rank."""
-
-
-def on_first_rank(action: Callable[[], T], *, group: dist.ProcessGroup) -> T:
-    """Run `action` on rank 0 and return what it returned on every rank.
-
-    Raises:
-        CheckpointError: The action met a file-system error or a damaged file; raised on every rank.
-    """
-    outcome: list[Any] = [None, None]
-    if dist.get_rank(group) == 0:
-        try:
-            outcome[0] = action()
-        except (OSError, ValueError, CheckpointError) as error:
-            outcome[1] = str(error)
-    dist.broadcast_object_list(outcome, group_src=0, group=group)
-    if outcome[1] is not None:
-        raise CheckpointError(outcome[1])
-    return outcome[0]
-
-
-def find_steps(folder: Path) -> list[int]:
-    """Return the steps of the whole checkpoints in `folder`, ascending."""
-    if not folder.is_dir():
-        return []
-    names = (_STEP_FOLDER.fullmatch(p.name) for p in folder.iterdir() if (p / MANIFEST).is_file())
-    return sorted(int(match[1]) for match in names if match)
 
 
 def write(
@@ -82,130 +80,145 @@ def write(
     Raises:
         CheckpointError: A rank could not write its part; nothing at `target` was changed.
     """
-    draft = target.with_name(f".{target.name}.tmp")
-    on_first_rank(lambda: _make_empty(draft, list(components)), group=group)
     try:
+        on_first_rank(lambda: make_draft(target, list(components)), group=group)
+        records: dict[str, FileRecord] = {}
         for name, component in components.items():
-            _save_tensors(component.tensors, draft / name, group=group)
-    except CheckpointException as error:
-        reasons = "; ".join(f"rank {rank}: {e[0]}" for rank, e in error.failures.items())
-        on_first_rank(lambda: shutil.rmtree(draft), group=group)
-        free_gib = shutil.disk_usage(target.parent).free / 2**30
+            written = _save_tensors(component.tensors, draft_of(target) / name, group=group)
+            records |= {f"{name}/{file}": record for file, record in written.items()}
+        everyone = on_every_rank(lambda: records, group=group)
+        on_first_rank(lambda: _commit(target, components, manifest, everyone), group=group)
+    except (CheckpointError, CheckpointException) as error:
+        on_first_rank(lambda: shutil.rmtree(draft_of(target), ignore_errors=True), group=group)
         raise CheckpointError(
             f"{target} could not be written, the checkpoints before it are untouched; "
-            f"{free_gib:.2f} GiB are free there; make room and start again. Torch says: {reasons}"
+            f"{_free_space(target)}; make room or mend the folder, and start again: "
+            f"{_reasons(error)}"
         ) from error
-    on_first_rank(lambda: _commit(draft, target, components, manifest), group=group)
 
 
-def _make_empty(draft: Path, names: list[str]) -> None:
-    if draft.exists():
-        shutil.rmtree(draft)
-    for name in names:
-        (draft / name).mkdir(parents=True)
-
-
-def _save_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: dist.ProcessGroup) -> None:
+def _save_tensors(
+    tensors: Mapping[str, Tensor], folder: Path, *, group: dist.ProcessGroup
+) -> dict[str, FileRecord]:
+    """Write a component's tensors, and return the records of the files that this rank wrote."""
+    files = HashingFileSystem()
     if tensors:
-        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
+        writer.fs = files  # it syncs each file when it is closed
         dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+    return files.records
 
 
 def _commit(
-    draft: Path, target: Path, components: Mapping[str, Component], manifest: Mapping[str, Any]
+    target: Path,
+    components: Mapping[str, Component],
+    manifest: Mapping[str, Any],
+    everyone: list[dict[str, FileRecord]],
 ) -> None:
+    draft = draft_of(target)
+    records = {name: record for each in everyone for name, record in each.items()}
     for name, component in components.items():
         if component.state is not None:
-            _write_json(draft / name / STATE, component.state)
-    about = {"components": list(components), "torch": torch.__version__, **manifest}
-    _write_json(draft / MANIFEST, about)
-    if target.exists():  # saved by an earlier start that died right after, or by another setting
-        delete(target)
-    draft.rename(target)
-    _sync_folder(target.parent)
+            records[f"{name}/{STATE}"] = write_json(draft / name / STATE, component.state)
+    files = {name: {"size": r.size, "xxh3_128": r.digest} for name, r in sorted(records.items())}
+    about = {"components": list(components), "torch": torch.__version__, **manifest, "files": files}
+    write_sealed_json(draft / MANIFEST, about)
+    commit(target)
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+def _reasons(error: CheckpointError | CheckpointException) -> str:
+    """Say which rank failed and why, without the traceback that DCP adds."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
 
 
-def _sync_folder(folder: Path) -> None:
-    # a rename is durable once the folder that holds the name is
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def delete(checkpoint: Path) -> None:
-    """Remove a checkpoint, its name first, so that no half of it can be taken for whole."""
-    trash = checkpoint.with_name(f".{checkpoint.name}.deleted")
-    if trash.exists():
-        shutil.rmtree(trash)
-    checkpoint.rename(trash)
-    shutil.rmtree(trash)
+def _free_space(target: Path) -> str:
+    folder = next(path for path in target.absolute().parents if path.is_dir())
+    return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB are free there"
 
 
 def read_state(checkpoint: Path, component: str) -> dict[str, Any]:
     """Return what a component knows beside its tensors.
 
     Raises:
-        CheckpointError: The file is missing or not JSON.
+        CheckpointError: The file is missing or not a JSON object.
     """
-    return _read_json(checkpoint / component / STATE)
+    return read_json(checkpoint / component / STATE)
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return what the checkpoint says of itself.
 
     Raises:
-        CheckpointError: The file is missing or not JSON.
+        CheckpointError: The file is missing or not a JSON object.
     """
-    return _read_json(checkpoint / MANIFEST)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return read_json(checkpoint / MANIFEST)
 
 
 def read_tensors(
-    checkpoint: Path, component: str, *, into: Mapping[str, Tensor], group: dist.ProcessGroup | None
+    checkpoint: Path,
+    component: str,
+    *,
+    into: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None,
+    leaves_out: Callable[[str], bool] = lambda name: True,
 ) -> None:
     """Fill the tensors `into` in place from a component saved in any layout.
 
-    `group` are the ranks that load together; None loads in this process alone.
+    `group` are the ranks that load together; None loads in this process alone. `leaves_out` tells
+    which other names of the component may stay unread; any that may not is unexpected.
 
     Raises:
-        CheckpointError: Names, shapes or types differ, or a file is missing or damaged.
+        CheckpointError: Names, shapes or types differ, or a file is missing, damaged or refused.
     """
     folder = checkpoint / component
-    try:
-        reader = dcp.FileSystemReader(folder)
+    readers: list[TensorReader] = []
+
+    def open_component() -> None:
+        reader = TensorReader(folder)
         stored = reader.read_metadata().state_dict_metadata
-        _check_match(folder, stored, into)
-        dcp.load(dict(into), storage_reader=reader, process_group=group, no_dist=group is None)
-    except (OSError, CheckpointException) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+        _check_match(folder, stored, into, leaves_out=leaves_out)
+        readers.append(reader)
+
+    on_every_rank(open_component, group=group)
+    try:
+        dcp.load(dict(into), storage_reader=readers[0], process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder} cannot be read: {_reasons(error)}") from error
 
 
-def _check_match(folder: Path, stored: Mapping[str, Any], into: Mapping[str, Tensor]) -> None:
-    mistakes = [f"'{name}' is not in it" for name in into if name not in stored]
+def _check_match(
+    folder: Path,
+    stored: Mapping[str, Any],
+    into: Mapping[str, Tensor],
+    *,
+    leaves_out: Callable[[str], bool],
+) -> None:
+    shapes, types = [], []
     for name in into.keys() & stored.keys():
         here, there = into[name], stored[name]
-        if tuple(here.shape) != tuple(there.size):
-            mistakes.append(f"'{name}' has shape {list(there.size)}, not {list(here.shape)}")
+        if not is_tensor(there):
+            types.append(f"'{name}' is raw bytes, which are never loaded, not a tensor")
+        elif tuple(here.shape) != tuple(there.size):
+            shapes.append(f"'{name}' has shape {list(there.size)}, not {list(here.shape)}")
         elif here.dtype != there.properties.dtype:
-            mistakes.append(f"'{name}' has type {there.properties.dtype}, not {here.dtype}")
-    if mistakes:
-        shown = "; ".join(sorted(mistakes)[:8]) + (" ..." if len(mistakes) > 8 else "")
+            types.append(f"'{name}' has type {there.properties.dtype}, not {here.dtype}")
+    mistakes = {
+        "missing": [f"'{name}'" for name in into if name not in stored],
+        "unexpected": [f"'{n}'" for n in stored if n not in into and not leaves_out(n)],
+        "of another shape": shapes,
+        "of another type": types,
+    }
+    if any(mistakes.values()):
         raise CheckpointError(
-            f"{folder} does not fit this job, {len(mistakes)} of {len(into)} tensors differ: "
-            f"{shown}; use the model and precision it was saved with, or another dump_folder"
+            f"{folder} does not fit this job, whose model wants {len(into)} tensors of it:\n  "
+            + "\n  ".join(
+                f"{len(names)} {kind}: {'; '.join(sorted(names)[:8])}"
+                + (" ..." if len(names) > 8 else "")
+                for kind, names in mistakes.items()
+                if names
+            )
+            + "\nuse the model and precision it was saved with; to leave parameters out on purpose "
+            'name them: checkpoint.exclude_from_loading = ["output.*"], or ["optimizer"]'
         )

@@ -1,4 +1,4 @@
-"""Settings of a job, in and out: files and command line to Config, Config to TOML, and comparison.
+"""Settings of a job, in and out: files and command line to Config, Config to TOML.
 
 Where a value comes from is settled by order alone: the base file, the file, the command line, each
 over the one before. Environment variables are left out on purpose: a run's config.toml says it all.
@@ -19,9 +19,8 @@ from torchtitan.config.fields import values_of
 from torchtitan.config.layers import Layer
 from torchtitan.config.schema import Config
 from torchtitan.config.toml_files import CONFIG_FILE, read_layers
-from torchtitan.config.trajectory import trajectory_differences
 
-__all__ = ["load_config", "to_toml", "trajectory_differences"]
+__all__ = ["load_config", "to_toml"]
 
 logger = logging.getLogger(__name__)
 

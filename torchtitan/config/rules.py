@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import CheckpointConfig, Config
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,52 @@ def _checkpoint(config: Config) -> Iterator[Broken]:
             ("checkpoint.load_step",),
             f"must be -1 (the newest) or a step, got {checkpoint.load_step}",
         )
-    elif checkpoint.load_step != -1 and not checkpoint.enable:
+    needs_loading = {
+        "load_step": checkpoint.load_step > -1,
+        "load_only": checkpoint.load_only,
+        "mode": checkpoint.mode != "recover",
+        "initial_load_path": checkpoint.initial_load_path is not None,
+        "exclude_from_loading": bool(checkpoint.exclude_from_loading),
+    }
+    for key, given in needs_loading.items():
+        if given and not checkpoint.enable:
+            yield Broken(
+                (f"checkpoint.{key}", "checkpoint.enable"), "needs checkpoint.enable = true"
+            )
+    if checkpoint.enable:
+        yield from _intention(checkpoint)
+
+
+def _intention(checkpoint: CheckpointConfig) -> Iterator[Broken]:
+    """Hold the mode, and what is to be loaded, together."""
+    mode, excluded = checkpoint.mode, checkpoint.exclude_from_loading
+    elsewhere, model_only = checkpoint.initial_load_path, checkpoint.initial_load_model_only
+    ties = ("checkpoint.mode", "checkpoint.initial_load_path", "checkpoint.initial_load_model_only")
+    if mode == "finetune" and elsewhere is None:
+        yield Broken(ties[:2], "needs initial_load_path, whose weights it starts from")
+    elif mode == "finetune" and not model_only:
         yield Broken(
-            ("checkpoint.load_step", "checkpoint.enable"), "needs checkpoint.enable = true"
+            ties,
+            "takes the weights alone, but initial_load_model_only is false; remove that, or write "
+            'mode = "continue" to take the optimizer and the data position too',
         )
-    if checkpoint.load_only and not checkpoint.enable:
+    elif mode == "continue" and elsewhere is not None and model_only:
         yield Broken(
-            ("checkpoint.load_only", "checkpoint.enable"), "needs checkpoint.enable = true"
+            ties,
+            "takes optimizer and data position too, but initial_load_model_only is true; set it "
+            'false, or write mode = "finetune" for the weights alone',
+        )
+    weights_alone = elsewhere is not None and model_only
+    keys = ("checkpoint.exclude_from_loading", *ties)
+    if excluded and mode == "recover" and not weights_alone:
+        yield Broken(
+            keys,
+            'leaves something out, but mode = "recover" loads everything; write mode = "continue", '
+            'or mode = "finetune" with an initial_load_path',
+        )
+    elif "model" in excluded and weights_alone:
+        yield Broken(
+            keys, 'leaves nothing to load with "model" in it; remove it, or initial_load_path'
         )
 
 

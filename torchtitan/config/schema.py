@@ -214,7 +214,8 @@ class CheckpointConfig:
     enable_first_step_checkpoint: bool = False
     """Also save after step 1, to see early that saving works."""
     last_save_model_only: bool = False
-    """The last checkpoint holds the weights alone; such a run cannot be extended."""
+    """Beside the last checkpoint, which is a full one, write its weights alone to export/step-N
+    inside folder."""
     async_mode: Literal["disabled", "async"] = "disabled"
     """disabled: training waits for the files. async: it waits for a copy in memory alone."""
     keep_latest_k: NonNegativeInt = 10
@@ -223,6 +224,20 @@ class CheckpointConfig:
     """Resume from this step; -1: the newest."""
     load_only: bool = False
     """Resume, but never save."""
+    mode: Literal["recover", "continue", "finetune"] = "recover"
+    """recover: the same run, everything, and no setting that shapes the training may differ.
+    continue: weights, optimizer and data position under other settings. finetune: the weights of
+    initial_load_path, at step 0. A checkpoint that this very job saved is always recovered."""
+    initial_load_path: Text | None = None
+    """Where to start from while the run's own folder holds no checkpoint: a step's folder, a folder
+    of checkpoints (the newest), or a run's folder."""
+    initial_load_model_only: bool = True
+    """Take the weights alone from initial_load_path; false takes everything, as mode says."""
+    exclude_from_loading: Strings = ()
+    """What not to load: components (model, optimizer, lr_scheduler, dataloader, train_state), and
+    shell patterns of parameter names, as "output.*", which keep their initial values."""
+    verify_on_load: bool = True
+    """Compare a checkpoint's files with its checksums before loading it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -262,6 +277,8 @@ class DebugConfig:
     """Refuse operators that are not reproducible bit for bit."""
     deterministic_warn_only: bool = False
     """Warn of such operators instead."""
+    log_sample_hashes: bool = False
+    """Write step, number and hash of every sample drawn to samples/rank_N.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -9,6 +9,7 @@ thought about it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torchtitan.config.build import build, checked
 from torchtitan.config.fields import values_of
@@ -35,29 +36,59 @@ IGNORED: Mapping[Path, str] = {
     ("optimizer", "implementation"): _ROUNDING,
     ("debug", "deterministic"): _ROUNDING,
     ("debug", "deterministic_warn_only"): "what is warned of",
+    ("debug", "log_sample_hashes"): "what is written down",
 }
-
 
 TOTAL_STEPS = ("lr_scheduler", "total_steps")
 STEPS = ("training", "steps")
+LOCAL_BATCH = ("training", "local_batch_size")
+GLOBAL_BATCH = ("training", "global_batch_size")
 
 
-def trajectory_differences(stored_toml: str, config: Config) -> list[str]:
-    """Say which settings that shape the training differ, one line each.
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The settings of a job, and the data-parallel ranks it runs on where that is known."""
 
-    `stored_toml` is what `to_toml` once wrote. Raises ConfigError if it cannot be read any more.
-    """
-    origin = "stored settings"
-    layer = flatten(parse(stored_toml, origin=origin), origin=origin)
-    then = _resolved(checked(build([layer])))
-    now = _resolved(config)
-    remark = " (as training.steps: total_steps is not given)"
-    unpinned = config.lr_scheduler.total_steps is None
+    config: Config
+    dp: int | None = None
+
+    @classmethod
+    def stored(cls, toml: str, *, dp: int | None = None) -> Job:
+        """Read back what `to_toml` once wrote; raise ConfigError if that is not possible."""
+        origin = "stored settings"
+        return cls(
+            config=checked(build([flatten(parse(toml, origin=origin), origin=origin)])), dp=dp
+        )
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples of a step; None where they depend on an unknown number of ranks."""
+        training = self.config.training
+        if training.global_batch_size != -1:
+            return training.global_batch_size
+        return None if self.dp is None else training.local_batch_size * self.dp
+
+
+def trajectory_differences(then: Job, now: Job) -> list[str]:
+    """Say which settings that shape the training differ, one line each."""
+    before, after = _resolved(then), _resolved(now)
+    if then.global_batch and now.global_batch:
+        # what counts is the batch that results: cut into other microbatches it is the same one
+        for values, job in ((before, then), (after, now)):
+            values[LOCAL_BATCH], values[GLOBAL_BATCH] = None, job.global_batch
+    remarks: dict[Path, str] = {
+        TOTAL_STEPS: " (as training.steps: total_steps is not given)"
+        if now.config.lr_scheduler.total_steps is None
+        else "",
+        GLOBAL_BATCH: f" ({now.config.training.local_batch_size} on each of {now.dp} ranks)"
+        if now.config.training.global_batch_size == -1 and now.dp
+        else "",
+    }
     return [
-        f"{'.'.join(path)}: stored {literal(then[path])}, now {literal(now[path])}"
-        + (remark if path == TOTAL_STEPS and unpinned else "")
-        for path in now
-        if then[path] != now[path] and not _is_ignored(path)
+        f"{'.'.join(path)}: stored {literal(before[path])}, now {literal(after[path])}"
+        + remarks.get(path, "")
+        for path in after
+        if before[path] != after[path] and not _is_ignored(path)
     ]
 
 
@@ -65,12 +96,9 @@ def _is_ignored(path: Path) -> bool:
     return any(path[:end] in IGNORED for end in range(1, len(path) + 1))
 
 
-def _resolved(config: Config) -> dict[Path, object]:
+def _resolved(job: Job) -> dict[Path, object]:
     """Lay the settings out flat, those that follow from others filled in."""
-    values = values_of(config)
+    values = values_of(job.config)
     if values[TOTAL_STEPS] is None:
         values[TOTAL_STEPS] = values[STEPS]
-    if config.training.global_batch_size != -1:
-        # a global batch cut into other microbatches is the same batch
-        values["training", "local_batch_size"] = None
     return values

@@ -42,7 +42,6 @@ _MOE = "mixture-of-experts models are not built yet; use a dense model"
 _PIPELINE = "pipeline parallelism is not built yet; shard with data_parallel_shard_degree"
 _TENSOR = "tensor parallelism is not built yet; shard with data_parallel_shard_degree"
 _CONTEXT = "context parallelism is not built yet; shard with data_parallel_shard_degree"
-_LOAD = "starting from another run's checkpoint is not built yet; a run resumes from its own folder"
 _HF = "Hugging Face weights are not built yet; checkpoints are torch DCP folders"
 _VALIDATION = "validation is not built yet"
 _ESTIMATE = "memory estimation is not built yet; metrics report the peak of a real step"
@@ -120,13 +119,6 @@ UNBUILT: dict[Path, Unbuilt] = {
         pipeline_parallel_expert_parallel_overlap=True,
     ),
     **_section("parallelism", _COMPILE, enable_compiled_autograd=False),
-    **_section(
-        "checkpoint",
-        _LOAD,
-        initial_load_path=None,
-        initial_load_model_only=True,
-        exclude_from_loading=[],
-    ),
     **_section(
         "checkpoint",
         _HF,

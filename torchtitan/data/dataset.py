@@ -25,6 +25,7 @@ import torch
 from torchtitan.base.errors import DataError
 from torchtitan.data.builtin import StdlibCorpus, SyntheticCorpus
 from torchtitan.data.prepare import cached_store
+from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.sampler import Mixture, Permutation
 from torchtitan.data.source import STORE, Corpus, FileCorpus, find_files
 from torchtitan.data.store import TokenStore
@@ -120,7 +121,7 @@ class Dataset:
 
     def sample_hash(self, k: int) -> str:
         """Return 16 hexadecimal digits that tell sample k's tokens from others."""
-        return hashlib.sha256(self._row(k).astype("<i8").tobytes()).hexdigest()[:16]
+        return hash_tokens(self[k]["tokens"])
 
     def _row(self, k: int) -> npt.NDArray[Any]:
         draw = self._mixture[k]

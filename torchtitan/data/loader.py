@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import multiprocessing
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from multiprocessing.context import BaseContext
@@ -57,7 +57,8 @@ class Loader:
     """Iterate over steps: each is the list of this rank's microbatches, `accumulation` of them.
 
     A microbatch is `{"tokens", "labels"}`, int64 [local_batch_size, S] in host memory. Iteration
-    ends when less than a global batch is left, on all ranks alike.
+    ends when less than a global batch is left, on all ranks alike. `on_sample` is told the number
+    and the tokens of each sample handed out.
     """
 
     def __init__(
@@ -70,13 +71,14 @@ class Loader:
         dp_degree: int,
         settings: DataLoaderConfig,
         position: int = 0,
+        on_sample: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
         assert 0 <= dp_rank < dp_degree
         self._dataset, self._settings = dataset, settings
         self._block, self._accumulation = local_batch_size, accumulation
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
         self._global_batch = local_batch_size * accumulation * dp_degree
-        self._position = position
+        self._position, self._on_sample = position, on_sample
         self._batches: Iterator[Batch] | None = None
 
     @property
@@ -103,6 +105,11 @@ class Loader:
             raise DataError(str(error).rpartition("DataError: ")[2].strip()) from error
         if not step:
             raise StopIteration
+        if self._on_sample is not None:
+            numbers = (k for block in islice(self._blocks(), self._accumulation) for k in block)
+            drawn = (tokens for batch in step for tokens in batch["tokens"])
+            for number, tokens in zip(numbers, drawn, strict=True):
+                self._on_sample(number, tokens)
         self._position += self._global_batch
         return step
 
@@ -121,7 +128,9 @@ class Loader:
             )
             raise DataError(
                 f"a run must resume on the data it was started on, but this differs: {changes}; "
-                f"restore it, or start a new run in another job.dump_folder"
+                f"restore it, or leave the position behind and begin with the first sample: "
+                f'checkpoint.mode = "continue" with exclude_from_loading = ["dataloader"]; or '
+                f"start a new run in another job.dump_folder"
             )
         self.close()
         self._position = state["position"]
@@ -131,9 +140,8 @@ class Loader:
         # the last reference: the iterator joins its workers when it goes
         self._batches = None
 
-    def _start(self) -> StatefulDataLoader[Any]:
-        settings = self._settings
-        blocks = Blocks(
+    def _blocks(self) -> Blocks:
+        return Blocks(
             position=self._position,
             num_samples=self._dataset.num_samples,
             block=self._block,
@@ -141,12 +149,15 @@ class Loader:
             dp_rank=self._dp_rank,
             dp_degree=self._dp_degree,
         )
+
+    def _start(self) -> StatefulDataLoader[Any]:
+        settings = self._settings
         with warnings.catch_warnings():
             # torchdata calls what torch 2.13 deprecates; no user can change that
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             return StatefulDataLoader(
                 self._dataset,
-                batch_sampler=blocks,
+                batch_sampler=self._blocks(),
                 num_workers=settings.num_workers,
                 persistent_workers=settings.persistent_workers,
                 prefetch_factor=settings.prefetch_factor,

@@ -1,0 +1,361 @@
+"""Recover, continue, finetune: what each takes from a checkpoint, and what each refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from torchtitan.base.errors import UserError
+from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
+from torchtitan.checkpoint.storage import find_steps, read_manifest
+from torchtitan.trainer import Trainer
+
+CONTINUE = "--checkpoint.mode=continue"
+FINETUNE = "--checkpoint.mode=finetune"
+EVERYTHING = "--checkpoint.initial_load_model_only=false"
+
+
+def excluding(*names: str) -> str:
+    return f"--checkpoint.exclude_from_loading={json.dumps(names)}"
+
+
+def elsewhere(path: Path) -> str:
+    return f"--checkpoint.initial_load_path={path}"
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """A run as it stands before its first step."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    step: int
+    tokens_seen: int
+    position: int
+    rng: Tensor
+
+
+def begin(job: list[str]) -> Beginning:
+    run = jobs.start(job)
+    return Beginning(
+        model={n: jobs.full(t) for n, t in model_tensors(run.model).items()},
+        optimizer={n: jobs.full(t) for n, t in optimizer_tensors(run.model, run.optimizer).items()},
+        step=run.progress.step,
+        tokens_seen=run.progress.tokens_seen,
+        position=run.loader.position,
+        rng=torch.get_rng_state(),
+    )
+
+
+def refusal(job: list[str]) -> str:
+    try:
+        jobs.start(job)
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor], *, but: str = "nothing") -> bool:
+    return all(torch.equal(a[n], b[n]) != n.startswith(but) for n in a) and a.keys() == b.keys()
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of 4 steps, which no test writes to."""
+    folder = tmp_path_factory.mktemp("saved")
+    job = [*jobs.write_job(folder), "--training.steps=4", "--checkpoint.last_save_model_only=true"]
+    ranks.run(jobs.train, job, world=1)
+    return folder / "run"
+
+
+def copy_of(saved: Path, folder: Path) -> list[str]:
+    """Return the arguments of a job whose folder holds what the saved run left."""
+    shutil.copytree(saved, folder / "run")
+    return jobs.write_job(folder, cache=saved.parent / "cache")
+
+
+def logged(job: list[str]) -> list[str]:
+    """Begin a job, and return what it logged."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torchtitan")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        jobs.start(job)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("--optimizer.lr=0.5", "optimizer.lr: stored 0.0008, now 0.5"),
+        ("--debug.seed=7", "debug.seed: stored 0, now 7"),
+        ("--lr_scheduler.total_steps=40", "lr_scheduler.total_steps: stored 20, now 40"),
+        ("--training.global_batch_size=16", "training.global_batch_size: stored 8, now 16"),
+        (
+            "--training.global_batch_size=-1",
+            "training.global_batch_size: stored 8, now 2 (2 on each of 1 ranks)",
+        ),
+    ],
+)
+def test_recover_refuses_another_training_with_both_values_and_the_ways_on(
+    override: str, shown: str, saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    job = copy_of(saved, tmp_path)
+    [message] = ranks.run(refusal, [*job, override], world=1)
+    assert "checkpoint/step-4 was made by a job with other settings" in message
+    assert f"\n  {shown}\n" in message
+    assert "restore these settings to recover that run" in message
+    assert "--checkpoint.mode continue (or finetune with initial_load_path" in message
+
+
+def test_the_batch_that_ranks_make_is_compared(
+    saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Nothing in the settings differs, but twice the ranks make twice the batch."""
+    cache = saved.parent / "cache"
+    job = [*jobs.write_job(tmp_path, cache=cache), "--training.global_batch_size=-1"]
+    ranks.run(jobs.train, [*job, "--training.steps=1"], world=2)
+    for message in ranks.run(refusal, job, world=4):
+        assert "training.global_batch_size: stored 4, now 8 (2 on each of 4 ranks)\n" in message
+    half = [*job, "--training.local_batch_size=1"]
+    assert ranks.run(refusal, half, world=4) == ["no error"] * 4
+
+
+def test_leaving_out_alone_is_another_job(saved: Path, ranks: RankPool, tmp_path: Path) -> None:
+    job = [*copy_of(saved, tmp_path), CONTINUE, excluding("dataloader")]
+    [begun] = ranks.run(begin, job, world=1)
+    assert (begun.step, begun.position) == (4, 0)
+
+
+def test_the_checkpoint_is_asked_and_not_the_last_start(
+    saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """A start that died before it saved leaves its settings, but no training."""
+    job = copy_of(saved, tmp_path)
+    toml = tmp_path / "run" / "config.toml"
+    toml.write_text(toml.read_text().replace("lr = 0.0008", "lr = 0.5"))
+    assert ranks.run(refusal, job, world=1) == ["no error"]
+
+
+def test_results_without_a_checkpoint_are_protected(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*jobs.write_job(tmp_path), "--training.steps=2", "--checkpoint.enable=false"]
+    ranks.run(jobs.train, job, world=1)
+    for more in ([], ["--checkpoint.enable=true"]):
+        [message] = ranks.run(refusal, [*job, "--optimizer.lr=0.5", *more], world=1)
+        assert "optimizer.lr: stored 0.0008, now 0.5" in message
+
+
+def first_rates(job: list[str]) -> list[float]:
+    """Train one step; return the rate that the optimizer used in it."""
+    run = jobs.start(job)
+    used: list[float] = []
+    correct = run.optimizer.step
+
+    def step() -> None:
+        used.extend(group["lr"] for group in run.optimizer.param_groups)
+        correct()
+
+    run.optimizer.step = step  # type: ignore[method-assign,assignment]
+    Trainer(run).train()
+    return used
+
+
+def test_continue_takes_all_and_plans_the_rate_anew(
+    saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    job = copy_of(saved, tmp_path)
+    [then] = ranks.run(begin, job, world=1)
+    new = [*job, CONTINUE, "--optimizer.lr=0.01", "--lr_scheduler.warmup_steps=0"]
+    [now] = ranks.run(begin, new, world=1)
+    assert equal(now.model, then.model)
+    assert equal(now.optimizer, then.optimizer)
+    assert (now.step, now.tokens_seen, now.position) == (4, 4 * 8 * 32, 32)
+    assert torch.equal(now.rng, then.rng)
+    [lines] = ranks.run(logged, new, world=1)
+    [table] = [line for line in lines if "planned anew" in line]
+    rows = [line.split() for line in table.splitlines()[1:]]
+    assert rows[0] == ["step", "old", "lr", "new", "lr"]
+    # 5 of 5 warmup steps to 0.0008; 20 linear steps from 0.01 to 0, 5 of them done
+    assert rows[1] == ["5", "0.0008", "0.0075"]
+    assert rows[-1] == ["20", "0", "0"]
+    assert [int(row[0]) for row in rows[1:]] == [5, 8, 12, 16, 20]
+    [changes] = [line for line in lines if line.startswith("Settings that are new")]
+    assert "optimizer.lr: stored 0.0008, now 0.01" in changes
+    rates = ranks.run(first_rates, [*new, "--training.steps=5"], world=1)
+    assert set(rates[0]) == {0.0075}
+
+
+def test_a_continued_run_is_recovered_by_its_own_command(
+    saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """What is left out is left out once, not again at each restart."""
+    job = [*copy_of(saved, tmp_path), CONTINUE, excluding("dataloader"), "--optimizer.lr=0.01"]
+    [begun] = ranks.run(begin, job, world=1)
+    assert (begun.step, begun.position) == (4, 0)
+    ranks.run(jobs.train, [*job, "--training.steps=6"], world=1)
+    [restarted] = ranks.run(begin, job, world=1)
+    assert (restarted.step, restarted.position) == (6, 16)
+
+
+@pytest.mark.parametrize("override", ["--training.seq_len=16", "--training.dataset=synthetic"])
+def test_a_position_in_other_data_cannot_be_kept(
+    override: str, saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    job = [*copy_of(saved, tmp_path), CONTINUE, override]
+    [message] = ranks.run(refusal, job, world=1)
+    assert 'exclude_from_loading = ["dataloader"]' in message
+    assert override.rpartition(".")[2].split("=")[0] in message or "masked labels" in message
+    [begun] = ranks.run(begin, [*job, excluding("dataloader")], world=1)
+    assert (begun.step, begun.position) == (4, 0)
+
+
+COMPONENTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
+
+
+@pytest.mark.parametrize("left_out", COMPONENTS)
+def test_each_component_can_be_left_out(
+    left_out: str, saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    cache = saved.parent / "cache"
+    [whole] = ranks.run(begin, copy_of(saved, tmp_path), world=1)
+    [fresh] = ranks.run(begin, jobs.write_job(tmp_path, name="fresh", cache=cache), world=1)
+    job = [*jobs.write_job(tmp_path, name="new", cache=cache), elsewhere(saved)]
+    [part] = ranks.run(begin, [*job, CONTINUE, EVERYTHING, excluding(left_out)], world=1)
+    expected = {name: fresh if name == left_out else whole for name in COMPONENTS}
+    assert equal(part.model, expected["model"].model)
+    assert equal(part.optimizer, expected["optimizer"].optimizer)
+    assert part.position == expected["dataloader"].position
+    assert part.step == expected["train_state"].step
+    assert part.tokens_seen == expected["train_state"].tokens_seen
+    assert not equal(whole.model, fresh.model)
+
+
+def test_leaving_out_the_step_beside_later_checkpoints_is_refused(
+    saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    job = [*copy_of(saved, tmp_path), CONTINUE, excluding("train_state")]
+    [message] = ranks.run(refusal, job, world=1)
+    assert "starts at step 0, beside" in message
+    assert "choose another job.dump_folder" in message
+
+
+@pytest.mark.parametrize("place", ["", "checkpoint", "checkpoint/step-4", "checkpoint/export"])
+@pytest.mark.parametrize("mode", [FINETUNE, "--checkpoint.mode=recover"])
+def test_finetune_takes_the_weights_alone(
+    mode: str, place: str, saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    cache = saved.parent / "cache"
+    [whole] = ranks.run(begin, copy_of(saved, tmp_path), world=1)
+    [fresh] = ranks.run(begin, jobs.write_job(tmp_path, name="fresh", cache=cache), world=1)
+    job = jobs.write_job(tmp_path, name="tuned", cache=cache)
+    [tuned] = ranks.run(
+        begin, [*job, mode, elsewhere(saved / place), "--optimizer.lr=1e-5"], world=1
+    )
+    assert equal(tuned.model, whole.model)
+    assert equal(tuned.optimizer, fresh.optimizer)
+    assert (tuned.step, tuned.tokens_seen, tuned.position) == (0, 0, 0)
+    assert torch.equal(tuned.rng, fresh.rng)
+
+
+def test_an_own_checkpoint_comes_before_the_path(
+    saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    cache = saved.parent / "cache"
+    job = [*jobs.write_job(tmp_path, cache=cache), FINETUNE, elsewhere(saved)]
+    job += [excluding("output.*"), "--optimizer.lr=0.01"]
+    ranks.run(jobs.train, [*job, "--training.steps=2"], world=1)
+    [lines] = ranks.run(logged, job, world=1)
+    assert any(line.startswith("checkpoint.initial_load_path is not read") for line in lines)
+    [trained] = ranks.run(jobs.train, [*job, "--training.steps=2"], world=1)
+    [again] = ranks.run(begin, job, world=1)
+    assert (again.step, again.position) == (2, 16)
+    assert equal(again.model, trained.final)  # the new head too
+
+
+def test_recover_from_elsewhere_holds_the_settings_too(
+    saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    cache = saved.parent / "cache"
+    job = [*jobs.write_job(tmp_path, name="fork", cache=cache), elsewhere(saved), EVERYTHING]
+    [message] = ranks.run(refusal, [*job, "--optimizer.lr=0.5"], world=1)
+    assert "optimizer.lr: stored 0.0008, now 0.5" in message
+    [forked] = ranks.run(begin, job, world=1)
+    assert (forked.step, forked.position) == (4, 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ([CONTINUE], ['mode = "continue" needs a checkpoint', "checkpoint holds none"]),
+        (
+            [FINETUNE, elsewhere(Path("nowhere"))],
+            ["folder of a step, of checkpoints or of a run, got nowhere, which does not exist"],
+        ),
+        ([FINETUNE, elsewhere(Path("tests"))], ["got tests, which holds no whole checkpoint"]),
+    ],
+)
+def test_a_source_that_is_not_there(
+    options: list[str], parts: list[str], ranks: RankPool, tmp_path: Path
+) -> None:
+    for message in ranks.run(refusal, [*jobs.write_job(tmp_path), *options], world=2):
+        assert all(part in message for part in parts)
+
+
+def test_the_export_is_no_full_checkpoint_and_says_so(
+    saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    job = [*jobs.write_job(tmp_path), elsewhere(saved / "checkpoint" / "export"), EVERYTHING]
+    [message] = ranks.run(refusal, job, world=1)
+    assert "lacks optimizer, lr_scheduler, dataloader, train_state, it holds model alone" in message
+    assert "initial_load_model_only = true" in message
+
+
+def test_the_last_checkpoint_is_full_and_a_finished_run_goes_on(
+    saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """The curve of the rate is pinned: to the last digit that of one long run."""
+    folder = saved / "checkpoint"
+    assert find_steps(folder) == find_steps(folder / "export") == [4]
+    assert read_manifest(folder / "export" / "step-4")["components"] == ["model"]
+    job = [*copy_of(saved, tmp_path), "--checkpoint.last_save_model_only=true"]
+    [longer] = ranks.run(jobs.train, [*job, "--training.steps=8"], world=1)
+    whole = [*jobs.write_job(tmp_path, name="whole"), "--training.steps=8"]
+    [through] = ranks.run(jobs.train, whole, world=1)
+    assert [r["lr"] for r in longer.rows] == [r["lr"] for r in through.rows]
+    assert longer.state_hash == through.state_hash
+    assert find_steps(tmp_path / "run" / "checkpoint" / "export") == [4, 8]
+
+
+def test_damage_is_passed_over_unless_asked_for(
+    saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    job = copy_of(saved, tmp_path)
+    ranks.run(jobs.train, [*job, "--training.steps=6"], world=1)
+    damaged = tmp_path / "run" / "checkpoint" / "step-6"
+    [file] = (damaged / "model").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert [b.step for b in ranks.run(begin, job, world=1)] == [4]
+    for named in (["--checkpoint.load_step=6"], [elsewhere(damaged), "--job.dump_folder=other"]):
+        [message] = ranks.run(refusal, [*job, *named], world=1)
+        assert "step-6, asked for by name, is damaged" in message
+        assert "checksum" in message
+    unverified = ["--checkpoint.verify_on_load=false", "--checkpoint.load_step=6"]
+    assert [b.step for b in ranks.run(begin, [*job, *unverified], world=1)] == [6]

@@ -1,0 +1,143 @@
+"""Weights into a model that is not quite the one they came from: by pattern, and never silently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_intentions import (
+    CONTINUE,
+    EVERYTHING,
+    FINETUNE,
+    begin,
+    elsewhere,
+    equal,
+    excluding,
+    logged,
+    refusal,
+)
+from torchtitan.models import llama3
+
+T = TypeVar("T")
+IN_A_LAYER = 9
+
+
+def resized(function: Callable[[list[str]], T], sizes: dict[str, int], job: list[str]) -> T:
+    """Call `function(job)` while the tiny model has other sizes."""
+    tiny = llama3.FLAVORS["tiny"]
+    llama3.FLAVORS["tiny"] = replace(tiny, **sizes)  # type: ignore[arg-type]
+    try:
+        return function(job)
+    finally:
+        llama3.FLAVORS["tiny"] = tiny
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of 3 steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    ranks.run(jobs.train, [*jobs.write_job(folder), "--training.steps=3"], world=2)
+    return folder / "run"
+
+
+@pytest.fixture
+def job(saved: Path, tmp_path: Path) -> list[str]:
+    """A job that begins with the weights of that run, in a folder of its own."""
+    return [*jobs.write_job(tmp_path, cache=saved.parent / "cache"), FINETUNE, elsewhere(saved)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        (
+            {"num_layers": 3},
+            ["model wants 30 tensors", "9 missing: 'layers.2.attention.wk.weight'; ", " ..."],
+        ),
+        ({"num_layers": 1}, ["9 unexpected: 'layers.1.attention.wk.weight'; "]),
+        (
+            {"vocab_size": 300, "num_layers": 1},
+            [
+                "9 unexpected: ",
+                "2 of another shape: 'output.weight' has shape [263, 32], not [300, 32]; "
+                "'tok_embeddings.weight' has shape [263, 32], not [300, 32]\n",
+            ],
+        ),
+    ],
+)
+def test_every_name_that_does_not_fit_is_counted_in_one_message(
+    sizes: dict[str, int], parts: list[str], job: list[str], ranks: RankPool
+) -> None:
+    for message in ranks.run(resized, refusal, sizes, job, world=2):
+        assert all(part in message for part in parts), message
+        assert 'exclude_from_loading = ["output.*"]' in message
+
+
+def test_another_type_is_named(job: list[str], ranks: RankPool) -> None:
+    [message] = ranks.run(refusal, [*job, "--training.dtype=bfloat16"], world=1)
+    assert "21 of another type: " in message
+    assert "'layers.0.attention.wk.weight' has type torch.float32, not torch.bfloat16" in message
+
+
+def test_an_optimizer_of_another_kind_is_left_out_by_name(job: list[str], ranks: RankPool) -> None:
+    sgd = [*job, CONTINUE, EVERYTHING, "--optimizer.name=SGD", "--optimizer.momentum=0.9"]
+    [message] = ranks.run(refusal, sgd, world=1)
+    assert "21 missing: " in message
+    assert "63 unexpected: " in message
+    assert 'or ["optimizer"]' in message
+    [begun] = ranks.run(begin, [*sgd, excluding("optimizer")], world=1)
+    assert begun.step == 3
+
+
+def test_a_new_head_by_pattern(saved: Path, job: list[str], ranks: RankPool) -> None:
+    sizes = {"vocab_size": 300}
+    [old] = ranks.run(begin, [*jobs.write_job(saved.parent)], world=1)
+    fresh_job = [argument for argument in job if "initial_load_path" not in argument][:-1]
+    [fresh] = ranks.run(resized, begin, sizes, fresh_job, world=1)
+    by_pattern = [*job, excluding("output.*", "tok_*")]
+    for begun in ranks.run(resized, begin, sizes, by_pattern, world=2):
+        for name, value in begun.model.items():
+            replaced = name in ("output.weight", "tok_embeddings.weight")
+            assert value.equal((fresh if replaced else old).model[name]), name
+    [lines] = ranks.run(resized, logged, sizes, by_pattern, world=1)
+    assert "Not loaded, as 'output.*' asks: 1 parameters: output.weight" in lines
+    assert "Not loaded, as 'tok_*' asks: 1 parameters: tok_embeddings.weight" in lines
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_more_or_fewer_layers_by_pattern(
+    num_layers: int, saved: Path, job: list[str], ranks: RankPool
+) -> None:
+    """A pattern leaves out a parameter with its optimizer state, here or there."""
+    [old] = ranks.run(begin, [*jobs.write_job(saved.parent)], world=1)
+    part = [*job, CONTINUE, EVERYTHING, excluding(f"layers.{min(num_layers, 2)}.*")]
+    [begun] = ranks.run(resized, begin, {"num_layers": num_layers}, part, world=1)
+    common = begun.model.keys() & old.model.keys()
+    assert len(common) == 3 + IN_A_LAYER * min(num_layers, 2)
+    assert len(begun.model) == 3 + IN_A_LAYER * num_layers
+    assert all(begun.model[name].equal(old.model[name]) for name in common)
+    for name, value in begun.optimizer.items():
+        assert value.equal(old.optimizer[name]) if name in old.optimizer else not value.any()
+    assert begun.step == 3
+
+
+def test_a_pattern_leaves_out_the_optimizer_state_too(
+    saved: Path, job: list[str], ranks: RankPool
+) -> None:
+    [old] = ranks.run(begin, [*jobs.write_job(saved.parent)], world=1)
+    [begun] = ranks.run(begin, [*job, CONTINUE, EVERYTHING, excluding("norm.*")], world=2)[:1]
+    assert equal(begun.model, old.model, but="norm.")
+    state = {name: value for name, value in begun.optimizer.items() if name.startswith("norm.")}
+    assert len(state) == 3
+    assert not any(value.any() for value in state.values())
+
+
+def test_a_pattern_that_stands_for_nothing(job: list[str], ranks: RankPool) -> None:
+    for message in ranks.run(refusal, [*job, excluding("outptu.*", "norm.*")], world=2):
+        assert "exclude_from_loading 'outptu.*' is neither a component (model, optimizer" in message
+        assert "nor does it match a parameter" in message

@@ -1,0 +1,57 @@
+"""What one rank does for all, and what all do together: a failure anywhere is raised everywhere.
+
+A rank that raises alone leaves the others waiting in their next collective until it times out. So
+ranks exchange their errors before anybody goes on. A group of None is this process by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from torchtitan.base.errors import CheckpointError
+
+T = TypeVar("T")
+_EXPECTED = (OSError, ValueError, CheckpointError)
+
+
+def on_first_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
+    """Run `action` on rank 0 and return what it returned on every rank.
+
+    Raises:
+        CheckpointError: The action met a file-system error or a damaged file; raised on every rank.
+    """
+    outcome: list[Any] = [None, None]
+    if group is None or dist.get_rank(group) == 0:
+        try:
+            outcome[0] = action()
+        except _EXPECTED as error:
+            outcome[1] = str(error)
+    if group is not None:
+        dist.broadcast_object_list(outcome, group_src=0, group=group)
+    if outcome[1] is not None:
+        raise CheckpointError(outcome[1])
+    return outcome[0]
+
+
+def on_every_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> list[T]:
+    """Run `action` on each rank and return what every one returned, in the order of ranks.
+
+    Raises:
+        CheckpointError: A rank met a file-system error or a damaged file; raised on every rank.
+    """
+    value: T | None = None
+    message: str | None = None
+    try:
+        value = action()
+    except _EXPECTED as error:
+        message = str(error)
+    outcomes: list[Any] = [(value, message)]
+    if group is not None:
+        outcomes = [None] * dist.get_world_size(group)
+        dist.all_gather_object(outcomes, (value, message), group=group)
+    messages = dict.fromkeys(message for _, message in outcomes if message is not None)
+    if messages:
+        raise CheckpointError("; ".join(messages))
+    return [value for value, _ in outcomes]

@@ -1,0 +1,165 @@
+"""From a checkpoint into a run: whole, or the parts that were asked for.
+
+Every name is accounted for. A parameter that the checkpoint lacks, or that the model lacks, is an
+error unless a pattern of `exclude_from_loading` covers it, so that a renamed layer never stays at
+its random initial weights unseen. A pattern stands for a parameter with its optimizer state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.start import Intention, Start
+from torchtitan.checkpoint.state import (
+    RunState,
+    model_tensors,
+    optimizer_tensors,
+    rng_tensors,
+    set_rng,
+)
+from torchtitan.config.schema import LRSchedulerConfig
+from torchtitan.optim.schedule import Schedule, build_schedule
+
+logger = logging.getLogger(__name__)
+COMPONENTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
+TAKEN: Mapping[Intention, tuple[str, ...]] = {
+    "recover": COMPONENTS,
+    "continue": COMPONENTS,
+    "finetune": ("model",),
+}
+NUM_SHOWN_STEPS = 5
+
+
+class Patterns:
+    """Shell patterns of parameter names that are not loaded, and what each of them left out."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._left_out: dict[str, set[str]] = {pattern: set() for pattern in patterns}
+
+    def match(self, parameter: str) -> bool:
+        """Tell whether a pattern stands for this parameter, and remember that it did."""
+        hits = [pattern for pattern in self._left_out if fnmatchcase(parameter, pattern)]
+        for pattern in hits:
+            self._left_out[pattern].add(parameter)
+        return bool(hits)
+
+    def match_state(self, name: str) -> bool:
+        """Tell it of a parameter's optimizer state, `<parameter>.<state>`."""
+        return self.match(name.rpartition(".")[0])
+
+    def report(self) -> None:
+        """Log what was left out.
+
+        Raises:
+            CheckpointError: A pattern stands for nothing.
+        """
+        for pattern, names in self._left_out.items():
+            if not names:
+                raise CheckpointError(
+                    f"checkpoint.exclude_from_loading '{pattern}' is neither a component "
+                    f"({', '.join(COMPONENTS)}) nor does it match a parameter of this model or of "
+                    f"the checkpoint; correct or remove it"
+                )
+            shown = ", ".join(sorted(names)[:8]) + (" ..." if len(names) > 8 else "")
+            logger.info("Not loaded, as '%s' asks: %d parameters: %s", pattern, len(names), shown)
+
+
+def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
+    """Load into the run what `start` says; what is left out keeps its fresh state.
+
+    Raises:
+        CheckpointError: The checkpoint lacks a component, or does not fit the run.
+        DataError: The data position counts in other data.
+    """
+    source = start.source
+    taken = [name for name in TAKEN[start.intention] if name not in start.exclude]
+    patterns = Patterns(entry for entry in start.exclude if entry not in COMPONENTS)
+    manifest = storage.on_first_rank(lambda: storage.read_manifest(source), group=group)
+    missing = [name for name in taken if name not in manifest["components"]]
+    if missing:
+        raise CheckpointError(
+            f"{source} lacks {', '.join(missing)}, it holds {', '.join(manifest['components'])} "
+            f"alone; take a full checkpoint, or only the weights of this one: "
+            f"checkpoint.initial_load_path with initial_load_model_only = true"
+        )
+    if "model" in taken:
+        tensors = model_tensors(state.model)
+        wanted = {name: t for name, t in tensors.items() if not patterns.match(name)}
+        storage.read_tensors(source, "model", into=wanted, group=group, leaves_out=patterns.match)
+    if "optimizer" in taken:
+        tensors = optimizer_tensors(state.model, state.optimizer)
+        wanted = {name: t for name, t in tensors.items() if not patterns.match_state(name)}
+        storage.read_tensors(
+            source, "optimizer", into=wanted, group=group, leaves_out=patterns.match_state
+        )
+    if "dataloader" in taken:
+        state.loader.load_state_dict(storage.read_state(source, "dataloader"))
+    if "train_state" in taken:
+        _restore_train_state(state, source, group=group)
+    if start.intention == "continue" and "lr_scheduler" in taken:
+        _report_schedule(
+            storage.read_state(source, "lr_scheduler"), state.schedule, step=state.progress.step
+        )
+    patterns.report()
+    _report(start, taken=taken, step=manifest["step"])
+
+
+def _restore_train_state(state: RunState, source: Path, *, group: dist.ProcessGroup) -> None:
+    train_state = storage.read_state(source, "train_state")
+    state.progress.step = train_state["step"]
+    state.progress.tokens_seen = train_state["tokens_seen"]
+    if train_state["world_size"] != dist.get_world_size():
+        logger.info("Another number of ranks: random generators start from debug.seed")
+        return
+    rank = dist.get_rank()
+    rng: dict[str, Tensor] = rng_tensors(rank=rank)
+    storage.read_tensors(source, "train_state", into=rng, group=group)
+    set_rng(rng, rank=rank)
+
+
+def _report(start: Start, *, taken: list[str], step: int) -> None:
+    if start.intention == "recover":
+        logger.info("Resumed from %s", start.source)
+        return
+    verb = "Continued" if start.intention == "continue" else "Finetuning at step 0"
+    logger.info("%s from %s (step %d), loaded: %s", verb, start.source, step, ", ".join(taken))
+    if start.differences:
+        logger.info("Settings that are new:\n  %s", "\n  ".join(start.differences))
+
+
+def _report_schedule(old: Mapping[str, Any], new: Mapping[str, Any], *, step: int) -> None:
+    """Log the learning rate as it was planned and as it is now, from the next step on."""
+    if old == new:
+        return
+    rates = schedule_table(old, new, step=step)
+    rows = [f"{at:>10} {before:>12.6g} {now:>12.6g}" for at, before, now in rates]
+    head = f"{'step':>10} {'old lr':>12} {'new lr':>12}"
+    logger.info("The learning rate is planned anew:\n%s", "\n".join([head, *rows]))
+
+
+def schedule_table(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, step: int
+) -> list[tuple[int, float, float]]:
+    """Return (step, old rate, new rate) of the step after `step` and of some up to the end."""
+    old_lr, new_lr = _rebuild(old), _rebuild(new)
+    first = step + 1
+    end = max(first, new["total_steps"] or new["training_steps"])
+    steps = {first + (end - first) * i // (NUM_SHOWN_STEPS - 1) for i in range(NUM_SHOWN_STEPS)}
+    return [(at, old_lr(at), new_lr(at)) for at in sorted(steps)]
+
+
+def _rebuild(stored: Mapping[str, Any]) -> Schedule:
+    settings = dict(stored)
+    peak_lr, training_steps = settings.pop("peak_lr"), settings.pop("training_steps")
+    return build_schedule(
+        LRSchedulerConfig(**settings), peak_lr=peak_lr, training_steps=training_steps
+    )

@@ -1,0 +1,174 @@
+"""From which checkpoint a run starts, and what it takes from it.
+
+People come back to a checkpoint with one of three intentions, and a trainer that guesses which one
+gets two of them wrong. So `checkpoint.mode` names it:
+
+recover    the very same run: everything, and a setting that shapes the training may not differ
+continue   the same weights, optimizer and data position, under other settings
+finetune   the weights alone, as the beginning of a new run
+
+A checkpoint in the run's own folder always comes first, and one that this very job saved is always
+recovered whole: a job that was killed is started again with the command that started it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint import storage
+from torchtitan.config.schema import CheckpointConfig
+
+logger = logging.getLogger(__name__)
+Intention = Literal["recover", "continue", "finetune"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What to load, and with which intention."""
+
+    source: Path
+    """Folder of the step."""
+    intention: Intention
+    exclude: tuple[str, ...] = ()
+    """Components and parameter patterns that are not loaded."""
+    differences: tuple[str, ...] = ()
+    """Settings that shape the training and are not those of the checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The job beside the one that saved a checkpoint."""
+
+    differences: tuple[str, ...]
+    """Settings that shape the training and differ, one line each."""
+    same_loading: bool
+    """Whether that job was also told to load the same way."""
+
+
+Compare = Callable[[Mapping[str, Any]], Comparison]
+"""From a checkpoint's manifest to the comparison with this job."""
+
+
+def choose_start(
+    settings: CheckpointConfig, *, folder: Path, compare: Compare, group: dist.ProcessGroup
+) -> Start | None:
+    """Return what the run with its checkpoints in `folder` starts from; None: from nothing.
+
+    Raises:
+        CheckpointError: What was asked for is not there, or the mode does not allow what differs.
+    """
+    own = _own_checkpoint(settings, folder=folder, group=group)
+    if own is not None:
+        if settings.initial_load_path is not None:
+            logger.info(
+                "checkpoint.initial_load_path is not read: %s, of this run itself, comes first", own
+            )
+        return _start_from_own(settings, own, comparison=_compared(own, compare, group=group))
+    if settings.initial_load_path is not None:
+        source = find_source(Path(settings.initial_load_path), settings=settings, group=group)
+        intention: Intention = "finetune" if settings.initial_load_model_only else settings.mode
+        if intention == "finetune":
+            return Start(source=source, intention=intention, exclude=settings.exclude_from_loading)
+        return _start_from(settings, source, comparison=_compared(source, compare, group=group))
+    if settings.mode == "continue":
+        raise CheckpointError(
+            f'checkpoint.mode = "continue" needs a checkpoint, {folder} holds none; name one by '
+            f'checkpoint.initial_load_path, or write mode = "recover" to start from nothing'
+        )
+    return None
+
+
+def _compared(source: Path, compare: Compare, *, group: dist.ProcessGroup) -> Comparison:
+    return compare(storage.on_first_rank(lambda: storage.read_manifest(source), group=group))
+
+
+def _start_from_own(settings: CheckpointConfig, own: Path, *, comparison: Comparison) -> Start:
+    if comparison.same_loading and not comparison.differences:
+        return Start(source=own, intention="recover")
+    if settings.mode == "continue" and "train_state" in settings.exclude_from_loading:
+        raise CheckpointError(
+            f'checkpoint.exclude_from_loading with "train_state" starts at step 0, beside {own}, '
+            f"which would stay the newest; name it by checkpoint.initial_load_path and choose "
+            f"another job.dump_folder"
+        )
+    return _start_from(settings, own, comparison=comparison)
+
+
+def _start_from(settings: CheckpointConfig, source: Path, *, comparison: Comparison) -> Start:
+    if settings.mode == "continue":
+        return Start(
+            source=source,
+            intention="continue",
+            exclude=settings.exclude_from_loading,
+            differences=comparison.differences,
+        )
+    refuse_differences(source, comparison.differences)
+    return Start(source=source, intention="recover")
+
+
+def refuse_differences(place: Path, differences: tuple[str, ...]) -> None:
+    """Raise CheckpointError with the settings that make this job another training, if any."""
+    if differences:
+        raise CheckpointError(
+            f"{place} was made by a job with other settings:\n  "
+            + "\n  ".join(differences)
+            + "\nrestore these settings to recover that run; or go on from its checkpoint with the "
+            "new ones: --checkpoint.mode continue (or finetune with initial_load_path: weights "
+            "alone); or choose another --job.dump_folder to begin a new run"
+        )
+
+
+def _own_checkpoint(
+    settings: CheckpointConfig, *, folder: Path, group: dist.ProcessGroup
+) -> Path | None:
+    wanted = settings.load_step
+    if wanted == -1:
+        return _newest(folder, verify=settings.verify_on_load, group=group)
+    steps = storage.on_first_rank(lambda: storage.find_steps(folder), group=group)
+    if wanted not in steps:
+        raise CheckpointError(
+            f"checkpoint.load_step {wanted} is not in {folder}; it holds {steps or 'no checkpoint'}"
+        )
+    return _checked(folder / f"step-{wanted}", verify=settings.verify_on_load, group=group)
+
+
+def _newest(folder: Path, *, verify: bool, group: dist.ProcessGroup) -> Path | None:
+    step = storage.newest_whole(folder, group=group, verify=verify)
+    return None if step is None else folder / f"step-{step}"
+
+
+def _checked(source: Path, *, verify: bool, group: dist.ProcessGroup) -> Path:
+    """Return a checkpoint that was asked for by name, which no other may replace."""
+    mistakes = storage.verify(source, group=group) if verify else []
+    if mistakes:
+        raise CheckpointError(
+            f"{source}, asked for by name, is damaged: {storage.summary(mistakes)}; name another, "
+            f"or load it as it is by checkpoint.verify_on_load = false"
+        )
+    return source
+
+
+def find_source(path: Path, *, settings: CheckpointConfig, group: dist.ProcessGroup) -> Path:
+    """Return the step's folder that `path` means: itself, the newest in it, or the run's newest.
+
+    Raises:
+        CheckpointError: There is no whole checkpoint, or the step that was named is damaged.
+    """
+    verify = settings.verify_on_load
+    if storage.on_first_rank((path / storage.MANIFEST).is_file, group=group):
+        return _checked(path, verify=verify, group=group)
+    for folder in (path, path / settings.folder):
+        newest = _newest(folder, verify=verify, group=group)
+        if newest is not None:
+            return newest
+    raise CheckpointError(
+        f"checkpoint.initial_load_path must be the folder of a step, of checkpoints or of a run, "
+        f"got {path}, which {'holds no whole checkpoint' if path.is_dir() else 'does not exist'}"
+    )

@@ -1,0 +1,133 @@
+"""Is this checkpoint the one that was written, to the last byte?
+
+The manifest lists every file with size and digest. The ranks share the files among them, largest
+first, and exchange what they found, so that all of them come to the same answer."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.files import FileRecord, hash_file, read_json, seal_is_whole
+from torchtitan.checkpoint.folders import MANIFEST, finish_commits, list_steps
+from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank
+
+logger = logging.getLogger(__name__)
+
+
+def verify(checkpoint: Path, *, group: dist.ProcessGroup | None) -> list[str]:
+    """Return what is wrong with a checkpoint's files, the same on every rank; empty if it is whole.
+
+    `group` are the ranks that share the work; None is this process alone.
+    """
+    mistakes, to_hash = on_first_rank(lambda: _survey(checkpoint), group=group)
+    rank, num_ranks = (
+        (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    )
+    mine = _share(to_hash, rank=rank, num_ranks=num_ranks)
+    found = on_every_rank(lambda: _damaged(checkpoint, mine), group=group)
+    return sorted([*mistakes, *(mistake for each in found for mistake in each)])
+
+
+def newest_whole(folder: Path, *, group: dist.ProcessGroup | None, verify: bool) -> int | None:
+    """Return the step of the newest whole checkpoint, the same on every rank; None if `folder`
+    has no checkpoint.
+
+    Each newer one that is damaged or partial is named in a warning. Without `verify` only the
+    presence of the manifest is looked at.
+
+    Raises:
+        CheckpointError: There are checkpoints, and none of them is whole.
+    """
+    steps = on_first_rank(lambda: _find(folder), group=group)
+    for step, has_manifest in reversed(steps):
+        path = folder / f"step-{step}"
+        mistakes = _mistakes(path, group=group) if verify else _lacks(has_manifest)
+        if not mistakes:
+            return step
+        if group is None or dist.get_rank(group) == 0:
+            logger.warning("%s is damaged and is not used: %s", path, summary(mistakes))
+    if steps:
+        raise CheckpointError(
+            f"none of the {len(steps)} checkpoints in {folder} is whole, the newest is step "
+            f"{steps[-1][0]}; restore one from a copy, or move them away to start anew"
+        )
+    return None
+
+
+def summary(mistakes: list[str]) -> str:
+    """Put what is wrong into one line."""
+    more = f"; and {len(mistakes) - 5} more" if len(mistakes) > 5 else ""
+    return "; ".join(mistakes[:5]) + more
+
+
+def _find(folder: Path) -> list[tuple[int, bool]]:
+    finish_commits(folder)
+    return list_steps(folder)
+
+
+def _mistakes(checkpoint: Path, *, group: dist.ProcessGroup | None) -> list[str]:
+    return verify(checkpoint, group=group)
+
+
+def _lacks(has_manifest: bool) -> list[str]:
+    return [] if has_manifest else [f"{MANIFEST} is missing"]
+
+
+def _survey(checkpoint: Path) -> tuple[list[str], dict[str, FileRecord]]:
+    """Compare the manifest with the names and sizes on disk; return mistakes and what to hash."""
+    path = checkpoint / MANIFEST
+    if not path.is_file():
+        return [f"{MANIFEST} is missing"], {}
+    if not seal_is_whole(path):
+        return [f"{MANIFEST} is damaged: its checksum differs"], {}
+    try:
+        listed = _records(read_json(path)["files"])
+    except (CheckpointError, KeyError, TypeError, AttributeError) as error:
+        return [f"{MANIFEST} lists no files with their checksums: {error}"], {}
+    sizes = {
+        p.relative_to(checkpoint).as_posix(): p.stat().st_size
+        for p in checkpoint.rglob("*")
+        if not p.is_dir()
+    }
+    del sizes[MANIFEST]
+    mistakes = [f"{name} is missing" for name in listed.keys() - sizes.keys()]
+    mistakes += [f"{name} does not belong to it" for name in sizes.keys() - listed.keys()]
+    to_hash = {}
+    for name in listed.keys() & sizes.keys():
+        if sizes[name] == listed[name].size:
+            to_hash[name] = listed[name]
+        else:
+            mistakes.append(f"{name} has {sizes[name]} bytes, not {listed[name].size}")
+    return mistakes, to_hash
+
+
+def _records(files: dict[str, dict[str, Any]]) -> dict[str, FileRecord]:
+    return {name: FileRecord(entry["size"], entry["xxh3_128"]) for name, entry in files.items()}
+
+
+def _share(files: dict[str, FileRecord], *, rank: int, num_ranks: int) -> dict[str, FileRecord]:
+    """Return this rank's part of the files, about as many bytes as every other's."""
+    loads = [0] * num_ranks
+    mine = {}
+    for name in sorted(files, key=lambda name: (-files[name].size, name)):
+        taker = loads.index(min(loads))
+        loads[taker] += files[name].size
+        if taker == rank:
+            mine[name] = files[name]
+    return mine
+
+
+def _damaged(checkpoint: Path, files: dict[str, FileRecord]) -> list[str]:
+    mistakes = []
+    for name, record in files.items():
+        try:
+            if hash_file(checkpoint / name) != record.digest:
+                mistakes.append(f"{name} is damaged: its checksum differs")
+        except OSError as error:
+            mistakes.append(f"{name} cannot be read: {error}")
+    return mistakes
