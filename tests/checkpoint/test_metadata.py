@@ -209,15 +209,9 @@ def test_a_crafted_payload_is_refused_and_nothing_runs(protocol: str, folder: Pa
     assert Path("run").exists()
 
 
-def test_damaged_metadata_never_fail_otherwise(folder: Path) -> None:
-    """Each flipped bit either still loads, or is a CheckpointError, whatever pickle makes of it."""
+def test_damaged_metadata_are_named_whatever_pickle_makes_of_them(folder: Path) -> None:
     correct = (folder / ".metadata").read_bytes()
-    refused = 0
-    for offset, byte in enumerate(correct):
-        damaged = correct[:offset] + bytes([byte ^ 1 << offset % 7]) + correct[offset + 1 :]
-        (folder / ".metadata").write_bytes(damaged)
-        try:
+    for length in range(len(correct)):
+        (folder / ".metadata").write_bytes(correct[:length])
+        with pytest.raises(CheckpointError, match=r"model/\.metadata"):
             read_metadata(folder)
-        except CheckpointError:
-            refused += 1
-    assert refused > len(correct) // 4

@@ -79,11 +79,12 @@ def test_a_whole_one_is_whole_and_its_digests_are_those_of_its_files(
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_any_flipped_bit_of_any_file_is_found(name: str, folder: Path) -> None:
+def test_any_flipped_byte_of_any_file_is_found(name: str, folder: Path) -> None:
     path = folder / "step-3" / name
     correct = path.read_bytes()
     with path.open("r+b") as file:
-        for offset, byte in enumerate(correct):
+        for offset in range(0, len(correct), 1 + len(correct) // 400):  # all of a short one
+            byte = correct[offset]
             os.pwrite(file.fileno(), bytes([byte ^ 1 << offset % 8]), offset)
             assert verify(folder / "step-3", group=None) == [
                 f"{name} is damaged: its checksum differs"

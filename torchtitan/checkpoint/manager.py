@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.staging import Staging
 from torchtitan.checkpoint.state import RunState, rng_tensors, set_rng
 from torchtitan.checkpoint.storage import Component
 from torchtitan.config.schema import CheckpointConfig
@@ -48,6 +49,7 @@ class CheckpointManager:
         if settings.async_mode != "disabled":
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        self._staging = Staging()
 
     def load(self) -> bool:
         """Resume from the newest whole checkpoint, or `load_step`; False if there is none.
@@ -112,7 +114,7 @@ class CheckpointManager:
         if self._thread is None:
             self._save(step, components)
         else:
-            self._pending = self._thread.submit(self._save, step, _copied(components))
+            self._pending = self._thread.submit(self._save, step, self._staging.copy(components))
         if last:
             self._wait()
 
@@ -144,14 +146,3 @@ class CheckpointManager:
         self._wait()
         if self._thread is not None:
             self._thread.shutdown()
-
-
-def _copied(components: Mapping[str, Component]) -> dict[str, Component]:
-    """Copy every tensor into host memory, where training does not change it."""
-    return {
-        name: Component(
-            tensors={key: t.detach().to("cpu", copy=True) for key, t in c.tensors.items()},
-            state=c.state,
-        )
-        for name, c in components.items()
-    }
