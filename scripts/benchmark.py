@@ -157,11 +157,12 @@ def _measure_blocked(
     folder: Path, tensors: dict[str, Tensor], mode: Literal["disabled", "async"]
 ) -> Callable[[], float]:
     """Return what measures how long `save_if_due` holds up a loop, then waits for the save."""
-    model = nn.ParameterDict({n.replace(".", "_"): nn.Parameter(t) for n, t in tensors.items()})
+    half = list(tensors.values())[::2]  # the optimizer's momentum is the other half of the state
+    model = nn.ParameterList(nn.Parameter(tensor) for tensor in half)
     progress = Progress()
     state = RunState(
         model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9),
         schedule={},
         loader=_NoData(),
         progress=progress,
