@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torchtitan.checkpoint.storage import (
     read_manifest,
     read_state,
     read_tensors,
+    verify,
     write,
 )
 
@@ -113,6 +115,62 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(
     assert after == before
 
 
+def refusal(target: Path) -> str:
+    try:
+        save(target)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("where", ["file/step-6", "/proc/nowhere/step-6"])
+def test_a_folder_that_cannot_be_written(where: str, ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    for message in ranks.run(refusal, tmp_path / where, world=2):
+        assert "step-6 could not be written" in message
+        assert "[Errno" in message
+
+
+def save_much_state_on_a_full_disk(target: Path) -> str:
+    large = {**components(), "dataloader": Component(state={"seen": "x" * 100_000})}
+    try:
+        with file_size_limit(50_000):
+            write(target, large, manifest={}, group=dist.group.WORLD)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_disk_that_is_full_when_all_tensors_are_written(ranks: RankPool, tmp_path: Path) -> None:
+    for message in ranks.run(save_much_state_on_a_full_disk, tmp_path / "step-6", world=2):
+        assert "step-6 could not be written" in message
+        assert "File too large" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_again_and_fail_to_rename(target: Path) -> str:
+    save(target)
+    correct = Path.rename
+
+    def failing(self: Path, to: Path) -> Path:
+        if self.name.endswith(".tmp") and to == target:
+            raise OSError("no")
+        return correct(self, to)
+
+    Path.rename = failing  # type: ignore[method-assign]
+    try:
+        return refusal(target)
+    finally:
+        Path.rename = correct  # type: ignore[method-assign]
+
+
+def test_what_cannot_be_replaced_stays(ranks: RankPool, tmp_path: Path) -> None:
+    [message] = ranks.run(save_again_and_fail_to_rename, tmp_path / "step-3", world=1)
+    assert "could not be written" in message
+    assert find_steps(tmp_path) == [3]
+    assert verify(tmp_path / "step-3", group=None) == []
+
+
 def attempt(target: Path, into: dict[str, torch.Tensor]) -> str:
     try:
         read_tensors(target, "model", into=into, group=dist.group.WORLD)
@@ -143,14 +201,40 @@ def test_a_truncated_file_and_a_missing_one_are_errors(ranks: RankPool, tmp_path
     [file] = (tmp_path / "step-3" / "model").glob("*.distcp")
     os.truncate(file, file.stat().st_size // 2)
     [answer] = ranks.run(attempt, tmp_path / "step-3", into, world=1)
-    assert "model cannot be read" in answer
+    assert f"{file} cannot be read" in answer
     (tmp_path / "step-3" / "model" / ".metadata").unlink()
     [answer] = ranks.run(attempt, tmp_path / "step-3", into, world=1)
-    assert "model cannot be read" in answer
+    assert "model/.metadata cannot be read" in answer
 
 
-def test_a_state_that_is_no_json_is_an_error(tmp_path: Path) -> None:
+class Command:
+    """A pickle of this runs a command."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps({"position": 8})[:-1].encode(),
+        pickle.dumps(Command("touch run")),
+        b"[" * 100_000,
+        b'["a list"]',
+        b'{"position": ' + b"9" * 5000 + b"}",
+        b"\xff\xfe",
+    ],
+    ids=["cut off", "pickle", "nested", "list", "number", "encoding"],
+)
+def test_a_state_that_is_no_json_object_is_an_error(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "dataloader").mkdir()
-    (tmp_path / "dataloader" / "state.json").write_text(json.dumps({"position": 8})[:-1])
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    (tmp_path / "dataloader" / "state.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"dataloader/state\.json"):
         read_state(tmp_path, "dataloader")
+    assert not Path("run").exists()

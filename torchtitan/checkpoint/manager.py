@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.staging import Staging
 from torchtitan.checkpoint.state import RunState
 from torchtitan.checkpoint.storage import Component
 from torchtitan.config.schema import CheckpointConfig
@@ -54,6 +55,7 @@ class CheckpointManager:
         if settings.async_mode != "disabled":
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        self._staging = Staging()
 
     def save_if_due(self, *, last: bool) -> None:
         """Save where the cadence or the end of the run asks for it.
@@ -72,7 +74,7 @@ class CheckpointManager:
         if self._thread is None:
             self._save(step, components)
         else:
-            self._pending = self._thread.submit(self._save, step, _copied(components))
+            self._pending = self._thread.submit(self._save, step, self._staging.copy(components))
         if last:
             self._wait()
             if self._settings.last_save_model_only:
@@ -109,14 +111,3 @@ class CheckpointManager:
         self._wait()
         if self._thread is not None:
             self._thread.shutdown()
-
-
-def _copied(components: Mapping[str, Component]) -> dict[str, Component]:
-    """Copy every tensor into host memory, where training does not change it."""
-    return {
-        name: Component(
-            tensors={key: t.detach().to("cpu", copy=True) for key, t in c.tensors.items()},
-            state=c.state,
-        )
-        for name, c in components.items()
-    }

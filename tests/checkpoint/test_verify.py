@@ -1,0 +1,220 @@
+"""No byte of a checkpoint can change without being found, and the newest whole one is found."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import xxhash
+
+from tests.distributed.rank_pool import RankPool
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.files import FileRecord
+from torchtitan.checkpoint.storage import (
+    Component,
+    find_steps,
+    newest_whole,
+    read_manifest,
+    verify,
+    write,
+)
+from torchtitan.checkpoint.verify import _share
+
+FILES = [
+    "manifest.json",
+    "model/.metadata",
+    "model/__0_0.distcp",
+    "model/__1_0.distcp",
+    "train_state/state.json",
+]
+
+
+def save(target: Path) -> None:
+    """Save from every rank a tensor of its own, so that each writes a file."""
+    rank = dist.get_rank()
+    components = {
+        "model": Component(tensors={f"rank_{rank}": torch.full((8,), rank), "b": torch.ones(3)}),
+        "train_state": Component(state={"step": 3}),
+    }
+    write(target, components, manifest={"step": 3}, group=dist.group.WORLD)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify")
+    ranks.run(save, folder / "step-3", world=2)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy to do harm to, with steps 3, 6 and 9."""
+    for step in (3, 6, 9):
+        shutil.copytree(saved / "step-3", tmp_path / f"step-{step}")
+    return tmp_path
+
+
+def verify_together(checkpoint: Path) -> list[str]:
+    return verify(checkpoint, group=dist.group.WORLD)
+
+
+def test_a_whole_one_is_whole_and_its_digests_are_those_of_its_files(
+    saved: Path, ranks: RankPool
+) -> None:
+    step = saved / "step-3"
+    present = sorted(p.relative_to(step).as_posix() for p in step.rglob("*") if p.is_file())
+    assert present == FILES
+    assert verify(step, group=None) == []
+    assert ranks.run(verify_together, step, world=3) == [[], [], []]
+    for name, entry in read_manifest(step)["files"].items():
+        content = (step / name).read_bytes()
+        digest = xxhash.xxh3_128_hexdigest(content)
+        assert entry == {"size": len(content), "xxh3_128": digest}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_flipped_byte_of_any_file_is_found(name: str, folder: Path) -> None:
+    path = folder / "step-3" / name
+    correct = path.read_bytes()
+    with path.open("r+b") as file:
+        for offset in range(0, len(correct), 1 + len(correct) // 150):  # all of a short one
+            byte = correct[offset]
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << offset % 8]), offset)
+            assert verify(folder / "step-3", group=None) == [
+                f"{name} is damaged: its checksum differs"
+            ], offset
+            os.pwrite(file.fileno(), bytes([byte]), offset)
+    assert verify(folder / "step-3", group=None) == []
+
+
+def cut(path: Path) -> str:
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    if path.name == "manifest.json":
+        return "manifest.json is damaged: its checksum differs"
+    return f"{{}} has {size - 1} bytes, not {size}"
+
+
+def grow(path: Path) -> str:
+    size = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(b"\0")
+    if path.name == "manifest.json":
+        return "manifest.json is damaged: its checksum differs"
+    return f"{{}} has {size + 1} bytes, not {size}"
+
+
+def remove(path: Path) -> str:
+    path.unlink()
+    return "{} is missing"
+
+
+def flip(path: Path) -> str:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+    return "{} is damaged: its checksum differs"
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("harm", [cut, grow, remove, flip])
+def test_all_ranks_name_what_is_wrong(
+    harm: Callable[[Path], str], name: str, folder: Path, ranks: RankPool
+) -> None:
+    expected = harm(folder / "step-3" / name).format(name)
+    assert ranks.run(verify_together, folder / "step-3", world=2) == [[expected]] * 2
+
+
+def test_extra_files_and_several_mistakes_are_named(folder: Path) -> None:
+    (folder / "step-3" / "model" / "__2_0.distcp").write_bytes(b"")
+    remove(folder / "step-3" / "model" / ".metadata")
+    assert verify(folder / "step-3", group=None) == [
+        "model/.metadata is missing",
+        "model/__2_0.distcp does not belong to it",
+    ]
+
+
+def test_a_manifest_without_checksums_is_not_whole(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"components": []}')
+    assert verify(tmp_path, group=None) == ["manifest.json is damaged: its checksum differs"]
+
+
+def test_each_file_is_hashed_by_one_rank_and_the_bytes_are_shared() -> None:
+    files = {f"f{i}": FileRecord(size, "") for i, size in enumerate([900, 500, 500, 400, 300, 100])}
+    shares = [_share(files, rank=rank, num_ranks=3) for rank in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(files)
+    assert [sum(r.size for r in share.values()) for share in shares] == [900, 900, 900]
+
+
+def find_together(folder: Path) -> int | None:
+    return newest_whole(folder, group=dist.group.WORLD, verify=True)
+
+
+@pytest.mark.parametrize("harm", [cut, remove, flip])
+@pytest.mark.parametrize("name", ["manifest.json", "model/__1_0.distcp"])
+def test_the_newest_whole_one_is_taken_by_all_ranks(
+    harm: Callable[[Path], str], name: str, folder: Path, ranks: RankPool
+) -> None:
+    harm(folder / "step-9" / name)
+    harm(folder / "step-6" / name)
+    assert ranks.run(find_together, folder, world=2) == [3, 3]
+
+
+def test_what_is_not_used_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flip(folder / "step-9" / "model" / "__0_0.distcp")
+    remove(folder / "step-6" / "manifest.json")
+    with caplog.at_level(logging.WARNING):
+        assert newest_whole(folder, group=None, verify=True) == 3
+    nine, six = (record.getMessage() for record in caplog.records)
+    assert "step-9 is damaged and is not used: model/__0_0.distcp is damaged" in nine
+    assert "step-6 is damaged and is not used: manifest.json is missing" in six
+
+
+def test_without_checksums_the_newest_is_taken(folder: Path) -> None:
+    flip(folder / "step-9" / "model" / "__0_0.distcp")
+    assert newest_whole(folder, group=None, verify=False) == 9
+    remove(folder / "step-9" / "manifest.json")
+    assert newest_whole(folder, group=None, verify=False) == 6
+
+
+def test_no_checkpoint_is_none_and_no_whole_one_an_error(folder: Path, tmp_path: Path) -> None:
+    assert newest_whole(tmp_path / "nowhere", group=None, verify=True) is None
+    for step in (3, 6, 9):
+        flip(folder / f"step-{step}" / "model" / ".metadata")
+    with pytest.raises(CheckpointError, match=r"none of the 3 checkpoints in .* is whole"):
+        newest_whole(folder, group=None, verify=True)
+
+
+def test_a_complete_draft_gets_the_name_that_a_kill_kept_from_it(folder: Path) -> None:
+    """Killed while replacing step 9: the old one is put aside, the new one not yet named."""
+    (folder / "step-9").rename(folder / ".step-9.deleted")
+    (folder / "step-6").rename(folder / ".step-9.tmp")
+    assert newest_whole(folder, group=None, verify=True) == 9
+    assert sorted(p.name for p in folder.iterdir()) == ["step-3", "step-9"]
+
+
+@pytest.mark.parametrize("harm", [cut, remove])
+def test_a_draft_that_is_not_complete_stays_one(harm: Callable[[Path], str], folder: Path) -> None:
+    (folder / "step-9").rename(folder / ".step-9.tmp")
+    harm(folder / ".step-9.tmp" / "manifest.json")
+    assert newest_whole(folder, group=None, verify=True) == 6
+    assert find_steps(folder) == [3, 6]
+
+
+def save_at(folder: Path) -> None:
+    save(folder / "step-12")
+
+
+def test_a_save_clears_what_dead_ones_left(folder: Path, ranks: RankPool) -> None:
+    (folder / "step-6").rename(folder / ".step-6.deleted")
+    (folder / "step-9").rename(folder / ".step-9.tmp")
+    remove(folder / ".step-9.tmp" / "manifest.json")
+    (folder / ".mine").mkdir()
+    ranks.run(save_at, folder, world=1)
+    assert sorted(p.name for p in folder.iterdir()) == [".mine", "step-12", "step-3"]
