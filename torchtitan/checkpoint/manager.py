@@ -93,8 +93,8 @@ class CheckpointManager:
         storage.read_tensors(source, "train_state", into=rng, group=self._group)
         set_rng(rng, rank=rank)
 
-    def save_if_due(self, *, last: bool) -> None:
-        """Save where the cadence or the end of the run asks for it.
+    def save_if_due(self, *, last: bool, now: bool = False) -> bool:
+        """Save where the cadence, the end of the run or `now` asks for it; tell whether it did.
 
         Raises:
             CheckpointError: This save, or an earlier one in the background, failed.
@@ -103,8 +103,8 @@ class CheckpointManager:
         step = self._state.progress.step
         due = step % self._settings.interval == 0
         first = step == 1 and self._settings.enable_first_step_checkpoint
-        if self._settings.load_only or not (last or due or first):
-            return
+        if self._settings.load_only or not (last or now or due or first):
+            return False
         self._wait()
         components = self._state.components()
         if last and self._settings.last_save_model_only:
@@ -115,6 +115,7 @@ class CheckpointManager:
             self._pending = self._thread.submit(self._save, step, _copied(components))
         if last:
             self._wait()
+        return True
 
     def _save(self, step: int, components: Mapping[str, Component]) -> None:
         target = self.folder / f"step-{step}"

@@ -118,6 +118,11 @@ def _checkpoint(config: Config) -> Iterator[Broken]:
         yield Broken(
             ("checkpoint.load_only", "checkpoint.enable"), "needs checkpoint.enable = true"
         )
+    if checkpoint.save_before_seconds is not None and not checkpoint.enable:
+        yield Broken(
+            ("checkpoint.save_before_seconds", "checkpoint.enable"),
+            "needs checkpoint.enable = true; there is nothing to save to without",
+        )
 
 
 def _debug(config: Config) -> Iterator[Broken]:

@@ -223,6 +223,9 @@ class CheckpointConfig:
     """Resume from this step; -1: the newest."""
     load_only: bool = False
     """Resume, but never save."""
+    save_before_seconds: PositiveInt | None = None
+    """Seconds after the start of the job at which it saves and ends: its wall-clock limit less a
+    margin for a step and a save; if not given it has no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
