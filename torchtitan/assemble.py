@@ -9,6 +9,7 @@ What a setting or a file can get wrong fails here, before the first long work.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan.base.device import device_name, local_device, peak_flops
+from torchtitan.base.determinism import set_determinism
+from torchtitan.base.device import device_name, device_type, local_device, peak_flops
 from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.config.load import to_toml
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Config, DebugConfig
 from torchtitan.config.trajectory import trajectory_differences
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.loader import Loader
@@ -57,8 +59,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     tokens_per_step = training.local_batch_size * dims.dp * accumulation * training.seq_len
     spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
     check_folder(config)
-    device = local_device(launch.local_rank)
-    set_determinism(config)
+    device = prepare_device(config.debug, local_rank=launch.local_rank)
     log_job(config, architecture=architecture, dims=dims, device=device)
     mesh = build_mesh(dims, device_type=device.type)
 
@@ -162,12 +163,16 @@ def check_folder(config: Config) -> None:
     dist.barrier()  # nobody writes before everybody has looked
 
 
-def set_determinism(config: Config) -> None:
-    """Seed the random generators, and hold operators to reproducible ones where asked."""
-    torch.manual_seed(config.debug.seed)
-    torch.use_deterministic_algorithms(
-        config.debug.deterministic, warn_only=config.debug.deterministic_warn_only
+def prepare_device(debug: DebugConfig, *, local_rank: int) -> torch.device:
+    """Take this rank's device, determinism first: it must be settled before anything runs there."""
+    set_determinism(
+        seed=debug.seed,
+        deterministic=debug.deterministic,
+        warn_only=debug.deterministic_warn_only,
+        device_type=device_type(),
+        environ=os.environ,
     )
+    return local_device(local_rank)
 
 
 def build_loader(config: Config, *, mesh: Mesh, accumulation: int, vocab_size: int) -> Loader:
