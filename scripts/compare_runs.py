@@ -12,6 +12,7 @@ of any size and layout fit into a laptop's memory.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from torchtitan.metrics.sinks import Row, read_rows
 # figures of a row that no two runs share: how fast it went, and on what
 TIMING = ("tokens_per_second", "tflops", "mfu", "_time_s", "memory_peak")
 # what belongs to the ranks, which another layout has others of
-OF_RANKS = ("rank_", "world_size")
+OF_RANKS = ("rank_", "world_size", "max_loss")
 
 
 @dataclass
@@ -48,22 +49,17 @@ class Comparison:
         rows_a, rows_b = ({int(row["step"]): row for row in rows} for rows in (a, b))
         num_differing, largest, num_figures = 0, 0.0, 0
         for step in sorted(rows_a.keys() | rows_b.keys()):
-            row_a, row_b = _exact(rows_a.get(step)), _exact(rows_b.get(step))
+            if step not in rows_a or step not in rows_b:
+                self.differences.append(f"step {step}: only in {'A' if step in rows_a else 'B'}")
+                num_differing += 1
+                continue
+            row_a, row_b = (_exact(rows[step], self.tolerance) for rows in (rows_a, rows_b))
             num_figures += len(row_a.keys() | row_b.keys())
             for key in {**row_a, **row_b}:
-                x, y = row_a.get(key), row_b.get(key)
-                if x is None or y is None:
-                    self.differences.append(
-                        f"step {step}, {key}: only in {'B' if x is None else 'A'}"
-                    )
-                elif x != y and (x == x or y == y) and not _close(x, y, self.tolerance):
-                    self.differences.append(
-                        f"step {step}, {key}: {x!r} and {y!r}, by {abs(x - y)!r}"
-                    )
-                    largest = max(largest, abs(x - y))
-                else:
-                    continue
-                num_differing += 1
+                gap, text = _gap(row_a.get(key), row_b.get(key), tolerance=self.tolerance)
+                if text:
+                    self.differences.append(f"step {step}, {key}: {text}")
+                    num_differing, largest = num_differing + 1, max(largest, gap)
         self.table.append(("metrics.jsonl", num_figures, num_differing, largest))
 
     def compare_tensors(self, part: str, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
@@ -87,12 +83,20 @@ class Comparison:
                 self.differences.append(f"{part}, {key}: {a.get(key)!r} and {b.get(key)!r}")
 
 
-def _exact(row: Row | None) -> Row:
-    return {k: v for k, v in (row or {}).items() if not any(part in k for part in TIMING)}
+def _exact(row: Row, tolerance: float) -> Row:
+    left_out = (*TIMING, *(OF_RANKS if tolerance else ()))
+    return {key: value for key, value in row.items() if not any(part in key for part in left_out)}
 
 
-def _close(x: float, y: float, tolerance: float) -> bool:
-    return abs(x - y) <= tolerance * max(abs(x), abs(y))
+def _gap(x: float | None, y: float | None, *, tolerance: float) -> tuple[float, str]:
+    if x is None or y is None:
+        return 0.0, f"only in {'B' if x is None else 'A'}"
+    if x == y or (math.isnan(x) and math.isnan(y)):
+        return 0.0, ""
+    gap = abs(x - y)
+    if gap <= tolerance * max(abs(x), abs(y)):
+        return 0.0, ""
+    return gap, f"{x!r} and {y!r}, by {gap!r}"
 
 
 def tensor_difference(a: Tensor, b: Tensor, *, tolerance: float) -> tuple[float, str]:
