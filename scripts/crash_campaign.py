@@ -3,10 +3,11 @@
     python scripts/crash_campaign.py --kills 50
 
 A small job saves every few steps, for one rank and for two, in the loop and in the background. Each
-of its lives ends by SIGKILL to one rank or to all, a random moment after one of its first saves.
-After every life each step that the log reported as saved must be there whole, unless retention has
-replaced it, and the next life must go on from the newest. At the end the run is finished and
-compared, bit for bit, with one that was never killed. Exit code 0 if all of that holds, 1 if not.
+of its lives ends by SIGKILL to one rank or to all, a random moment after one of its first saves or
+within the next one. After every life each step that the log reported as saved must be there whole,
+unless retention has replaced it, and the next life must go on from the newest. At the end the run
+is finished and compared, bit for bit, with one that was never killed. Exit code 0 if all of that
+holds, 1 if not.
 
 The ranks are started here, without a launcher, so that one of them can be killed alone: the others
 then find out by themselves, in the middle of a step or of a save.
@@ -55,7 +56,8 @@ async_mode = "{mode}"
 """
 KEEP = 3
 VARIANTS = [(1, "disabled"), (2, "disabled"), (1, "async"), (2, "async")]
-SECONDS_TO_SAVE, SECONDS_TO_END, MAX_DELAY = 120, 60, 0.15
+SECONDS_TO_SAVE, SECONDS_TO_END = 120, 60
+MAX_DELAY, MAX_DELAY_IN_SAVE = 0.15, 0.03
 _SAVED, _RESUMED = re.compile(r"Saved \S*step-(\d+)"), re.compile(r"Resumed from \S*step-(\d+)")
 
 
@@ -102,6 +104,11 @@ class Run:
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
     @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written, or was when its writers died."""
+        return any((self.folder / "run" / "checkpoint").glob(".step-*.tmp"))
+
+    @property
     def output(self) -> str:
         """The end of what each rank of the last life wrote."""
         return "\n".join(p.read_text()[-2000:] for p in sorted(self.folder.glob("output_*.txt")))
@@ -136,15 +143,18 @@ def live_and_die(run: Run, *, rng: random.Random) -> tuple[str, bool]:
     ranks = run.start(steps=1_000_000)
     try:
         deadline = time.monotonic() + SECONDS_TO_SAVE
-        while len(_SAVED.findall(run.log[len(before) :])) < saves:
+        within_next = rng.random() < 0.5
+        while len(_SAVED.findall(run.log[len(before) :])) < saves or (
+            within_next and not run.is_saving
+        ):
             if time.monotonic() > deadline or any(rank.poll() is not None for rank in ranks):
                 raise CampaignError(f"a life ended before its save number {saves}:\n{run.output}")
-            time.sleep(0.002)
-        time.sleep(rng.uniform(0, MAX_DELAY))
+            time.sleep(0.0005)
+        time.sleep(rng.uniform(0, MAX_DELAY_IN_SAVE if within_next else MAX_DELAY))
         victims = ranks if rng.random() < 0.5 else [rng.choice(ranks)]
         for rank in victims:
             rank.kill()
-        within = any((run.folder / "run" / "checkpoint").glob(".step-*.tmp"))
+        within = run.is_saving
         deadline = time.monotonic() + SECONDS_TO_END
         for rank in ranks:
             rank.wait(timeout=max(0.1, deadline - time.monotonic()))
