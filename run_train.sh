@@ -15,11 +15,13 @@ for argument in "$@"; do
     [[ $argument == --job.config_file* ]] && config=()
 done
 
+# in this shell's place, so that a signal to it reaches the trainer
+interpreter=$(python -c 'import sys; print(sys.executable)')
 if [ "$NGPU" = 1 ]; then
-    python -m torchtitan.train "${config[@]}" "$@"
+    exec "$interpreter" -m torchtitan.train "${config[@]}" "$@"
 else
     # ranks that share the cores of one machine must not each start a thread a core
     cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
-    python -m torchtitan.launch --nproc_per_node "$NGPU" -m torchtitan.train "${config[@]}" "$@"
+    exec "$interpreter" -m torchtitan.launch --nproc_per_node "$NGPU" -m torchtitan.train "${config[@]}" "$@"
 fi

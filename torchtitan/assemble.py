@@ -9,6 +9,7 @@ What a setting or a file can get wrong fails here, before the first long work.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan.base.device import device_name, local_device, peak_flops
+from torchtitan.base.determinism import set_determinism
+from torchtitan.base.device import device_name, device_type, local_device, peak_flops
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.manager import CheckpointManager, build_group
 from torchtitan.checkpoint.restore import restore
@@ -27,7 +29,7 @@ from torchtitan.checkpoint.start import Comparison, Start, choose_start, refuse_
 from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.config.load import to_toml
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Config, DebugConfig
 from torchtitan.config.trajectory import Job, trajectory_differences
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.loader import Loader
@@ -64,8 +66,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
     group = build_group() if config.checkpoint.enable else None
     start = find_start(config, dims=dims, group=group)
-    device = local_device(launch.local_rank)
-    set_determinism(config)
+    device = prepare_device(config.debug, local_rank=launch.local_rank)
     log_job(config, architecture=architecture, dims=dims, device=device)
     mesh = build_mesh(dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
@@ -181,12 +182,16 @@ def compare_jobs(manifest: Mapping[str, Any], *, now: Job) -> Comparison:
     return Comparison(differences=tuple(differences), same_loading=same)
 
 
-def set_determinism(config: Config) -> None:
-    """Seed the random generators, and hold operators to reproducible ones where asked."""
-    torch.manual_seed(config.debug.seed)
-    torch.use_deterministic_algorithms(
-        config.debug.deterministic, warn_only=config.debug.deterministic_warn_only
+def prepare_device(debug: DebugConfig, *, local_rank: int) -> torch.device:
+    """Take this rank's device, determinism first: it must be settled before anything runs there."""
+    set_determinism(
+        seed=debug.seed,
+        deterministic=debug.deterministic,
+        warn_only=debug.deterministic_warn_only,
+        device_type=device_type(),
+        environ=os.environ,
     )
+    return local_device(local_rank)
 
 
 def build_loader(

@@ -1,7 +1,9 @@
 """The trainer's command: settings -> process group -> run -> exit code. Nothing is built here.
 
 Exit codes: 0 done; 2 a setting, file or checkpoint has to be mended, said in one message; 3 the
-loss or gradient norm was not finite; anything else is a fault of ours, with its traceback."""
+loss or gradient norm was not finite; 4 stopped early by a signal or the deadline, saved where
+checkpoints are on; 128 + n a second signal n; anything else is a fault of ours, with its traceback.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 from torchtitan.assemble import assemble
 from torchtitan.base.device import device_type
-from torchtitan.base.errors import UserError
+from torchtitan.base.errors import StoppedError, UserError
 from torchtitan.base.log import init_logging, is_terminal, shown_ranks, use_color
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
@@ -26,44 +28,77 @@ from torchtitan.mesh.process_group import (
     leave,
     read_launch,
 )
+from torchtitan.mesh.stop import StopRequest, watch_signals
 from torchtitan.metrics.progress import Summary, progress_bar, show_summary, shows_bar
 from torchtitan.trainer import Trainer
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 
 
-def train(argv: Sequence[str]) -> None:
-    """Run the job that the command line describes on this rank.
+def train(argv: Sequence[str], *, stop: StopRequest) -> None:
+    """Run the job that the command line describes on this rank, until its end or `stop`.
 
     Raises:
-        UserError: Something outside the library has to change.
+        UserError: Something outside the library has to change, or the run was stopped.
     """
     launch, log_rank = read_launch(os.environ), os.environ.get("LOG_RANK")
     shown = shown_ranks(log_rank or "0", world_size=launch.world_size)
     log = partial(init_logging, rank=launch.rank, world_size=launch.world_size, log_rank=log_rank)
     log(folder=None, color=False)  # the settings, which name the folder, may give notices already
     config = load_config(argv)
+    stop.end_after(config.checkpoint.save_before_seconds)
     folder = Path(config.job.dump_folder)
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
     log(folder=folder, color=color)
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
     started = time.monotonic()
     run = assemble(config, launch=launch, color=color)
-    trainer = Trainer(run)
+    trainer = Trainer(run, stop=stop)
+    begin_together(stop)
     with progress_bar(
         done_steps=run.progress.step,
         total_steps=run.num_steps,
         show=shows_bar(launch.rank, shown=shown),
         color=color,
     ) as on_step:
-        trainer.train(on_step=on_step)
+        reason = trainer.train(on_step=on_step)
     trainer.close()
+    if reason is not None:
+        raise StoppedError(tell_stop(trainer, reason=reason, saved=saves(config)))
     if launch.rank == min(shown):
         show_summary(
             summarize(trainer, seconds=time.monotonic() - started, places=find_places(config)),
             terminal=is_terminal(sys.stderr),
             color=color,
         )
+
+
+def begin_together(stop: StopRequest) -> None:
+    """Wait for all ranks, so that none meets a signal in set-up while others train.
+
+    Raises:
+        StoppedError: A rank has left on a signal that this one got too.
+    """
+    stop.defer()
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        if stop.is_signalled:
+            raise StoppedError("stopped by a signal before the first step") from error
+        raise
+
+
+def saves(config: Config) -> bool:
+    """Tell whether a run that is stopped leaves a checkpoint."""
+    return config.checkpoint.enable and not config.checkpoint.load_only
+
+
+def tell_stop(trainer: Trainer, *, reason: str, saved: bool) -> str:
+    """Say why and where the run stopped, and how it goes on."""
+    where = f"stopped after step {trainer.run.progress.step} of {trainer.run.num_steps} by {reason}"
+    if saved:
+        return f"{where}; it is saved: start the same command again to go on"
+    return f"{where}; nothing is saved, since checkpoint.enable is off or load_only on"
 
 
 def summarize(trainer: Trainer, *, seconds: float, places: dict[str, str]) -> Summary:
@@ -93,12 +128,13 @@ def find_places(config: Config) -> dict[str, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train, and return the exit code."""
-    try:
-        train(argv)
-    except UserError as error:
-        _report(error)
-        return error.exit_code
+    """Train, and return the exit code; from the main thread, which alone may take signals."""
+    with watch_signals() as stop:
+        try:
+            train(argv, stop=stop)
+        except UserError as error:
+            _report(error)
+            return error.exit_code
     return 0
 
 

@@ -27,6 +27,7 @@ from torchtitan.data.loader import Loader
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.faults import raise_if_nonfinite
 from torchtitan.mesh.process_group import gather, tighten_timeout
+from torchtitan.mesh.stop import StopRequest, describe
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Row, Sink
 from torchtitan.optim.clip import clip_gradients, global_norm
@@ -70,19 +71,23 @@ class StepFigures:
     """This rank's valid tokens."""
     grad_norm: Tensor
     """Global gradient norm before clipping."""
+    votes: Tensor
+    """Whether to stop: `StopRequest.votes` summed over all ranks."""
 
 
 class Trainer:
     """Takes a run from where it is to its last step."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, stop: StopRequest | None = None) -> None:
         self.run = run
         self.last_row: Row | None = None
+        self._stop = stop or StopRequest()
 
-    def train(self, *, on_step: Callable[[int], None] = lambda step: None) -> None:
+    def train(self, *, on_step: Callable[[int], None] = lambda step: None) -> str | None:
         """Train until `num_steps` or the end of the data; the last step is reported and saved.
 
-        `on_step` is told of each step that is done.
+        `on_step` is told of each step that is done. Returns why the run was stopped before, on all
+        ranks alike, or None.
 
         Raises:
             NonFiniteError: The loss or the gradient norm is not finite; weights are unchanged.
@@ -90,10 +95,10 @@ class Trainer:
         """
         run, progress = self.run, self.run.progress
         first_step = progress.step + 1
-        finished = self._is_finished()
+        finished, stopped = self._is_finished(), None
         run.meter.start_interval()
         with _collecting_garbage_by_hand() as collect:
-            while not finished:
+            while not (finished or stopped):
                 with run.meter.waiting_for_data():
                     microbatches = next(run.loader)
                 progress.step += 1
@@ -101,16 +106,29 @@ class Trainer:
                 progress.tokens_seen += run.tokens_per_step
                 run.meter.count(run.tokens_per_step)
                 finished = self._is_finished()
+                stopped = None if finished else describe(figures.votes.tolist())
                 if progress.step == first_step:
                     tighten_timeout(run.train_timeout_seconds, groups=run.mesh.groups())
                 if progress.step % run.log_freq == 0 or progress.step == 1 or finished:
                     self._report(figures)
-                if run.checkpoints is not None:
-                    with run.meter.paused():
-                        run.checkpoints.save_if_due(last=finished)
+                if self._save(last=finished, now=stopped is not None) and not finished:
+                    stopped = stopped or self._ask_all()
                 on_step(progress.step)
                 if progress.step % run.gc_freq == 0:
                     collect()
+        return stopped
+
+    def _save(self, *, last: bool, now: bool) -> bool:
+        if self.run.checkpoints is None:
+            return False
+        with self.run.meter.paused():
+            return self.run.checkpoints.save_if_due(last=last, now=now)
+
+    def _ask_all(self) -> str | None:
+        """Ask again after a save: it may have taken long, and the step need not be saved twice."""
+        votes = torch.tensor(self._stop.votes(), device=self.run.device)
+        dist.all_reduce(votes)
+        return describe(votes.tolist())
 
     def _is_finished(self) -> bool:
         run = self.run
@@ -125,8 +143,7 @@ class Trainer:
             {k: v.to(run.device, non_blocking=True) for k, v in b.items()} for b in microbatches
         ]
         num_valid = torch.stack([count_valid(batch["labels"]) for batch in batches]).sum()
-        num_valid_global = num_valid.clone()
-        dist.all_reduce(num_valid_global, group=run.mesh.loss_group)
+        num_valid_global, votes = self._sum_over_ranks(num_valid)
 
         loss_sum = self._forward_backward(batches, divisor=num_valid_global.clamp(min=1))
         parameters = [p for p in run.model.parameters() if p.requires_grad]
@@ -135,7 +152,15 @@ class Trainer:
         clip_gradients(parameters, norm=grad_norm, max_norm=run.max_norm)
         run.optimizer.step()
         run.optimizer.zero_grad()
-        return StepFigures(loss_sum=loss_sum, num_valid=num_valid, grad_norm=grad_norm)
+        return StepFigures(loss_sum=loss_sum, num_valid=num_valid, grad_norm=grad_norm, votes=votes)
+
+    def _sum_over_ranks(self, num_valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the valid tokens of the global batch and, by the way, the votes to stop."""
+        votes = torch.tensor(self._stop.votes(), device=num_valid.device)
+        sums = torch.cat([num_valid.reshape(1), votes])
+        dist.all_reduce(sums)  # every rank: a vote on one must reach all of them
+        dims = self.run.mesh.dims
+        return sums[0] // (dims.pp * dims.tp), sums[1:]  # ranks along pp and tp hold equal tokens
 
     def _forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
         """Accumulate the gradients of all microbatches; return this rank's summed loss."""

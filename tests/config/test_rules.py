@@ -126,6 +126,11 @@ FILES = '[training]\ndataset = "files"\n'
             "it; remove it, or initial_load_path",
         ),
         (
+            "[checkpoint]\nsave_before_seconds = 60",
+            "[checkpoint] save_before_seconds = 60: needs checkpoint.enable = true; there is "
+            "nothing to save to without",
+        ),
+        (
             "[debug]\ndeterministic_warn_only = true",
             "[debug] deterministic_warn_only = true: needs debug.deterministic = true; there is "
             "nothing to warn of without",

@@ -36,3 +36,9 @@ class NonFiniteError(UserError):
     """The loss or the gradient norm is not a finite number; the weights were left unchanged."""
 
     exit_code = 3
+
+
+class StoppedError(UserError):
+    """The run was asked to end before its last step; started again, it goes on."""
+
+    exit_code = 4

@@ -57,8 +57,8 @@ class CheckpointManager:
         self._pending: Future[None] | None = None
         self._staging = Staging()
 
-    def save_if_due(self, *, last: bool) -> None:
-        """Save where the cadence or the end of the run asks for it.
+    def save_if_due(self, *, last: bool, now: bool = False) -> bool:
+        """Save where the cadence, the end of the run or `now` asks for it; tell whether it did.
 
         Raises:
             CheckpointError: This save, or an earlier one in the background, failed.
@@ -67,8 +67,8 @@ class CheckpointManager:
         step = self._state.progress.step
         due = step % self._settings.interval == 0
         first = step == 1 and self._settings.enable_first_step_checkpoint
-        if self._settings.load_only or not (last or due or first):
-            return
+        if self._settings.load_only or not (last or now or due or first):
+            return False
         self._wait()
         components = self._state.components()
         if self._thread is None:
@@ -79,6 +79,7 @@ class CheckpointManager:
             self._wait()
             if self._settings.last_save_model_only:
                 self._write(self.folder / EXPORT, step, {"model": components["model"]})
+        return True
 
     def _write(self, folder: Path, step: int, components: Mapping[str, Component]) -> None:
         target = folder / f"step-{step}"

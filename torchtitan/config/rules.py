@@ -157,6 +157,11 @@ def _intention(checkpoint: CheckpointConfig) -> Iterator[Broken]:
         yield Broken(
             keys, 'leaves nothing to load with "model" in it; remove it, or initial_load_path'
         )
+    if checkpoint.save_before_seconds is not None and not checkpoint.enable:
+        yield Broken(
+            ("checkpoint.save_before_seconds", "checkpoint.enable"),
+            "needs checkpoint.enable = true; there is nothing to save to without",
+        )
 
 
 def _debug(config: Config) -> Iterator[Broken]:

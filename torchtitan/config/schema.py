@@ -238,6 +238,9 @@ class CheckpointConfig:
     shell patterns of parameter names, as "output.*", which keep their initial values."""
     verify_on_load: bool = True
     """Compare a checkpoint's files with its checksums before loading it."""
+    save_before_seconds: PositiveInt | None = None
+    """Seconds after the start of the job at which it saves and ends: its wall-clock limit less a
+    margin for a step and a save; if not given it has no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -12,10 +12,12 @@ belongs to one number of workers and one rank, and counts batches where the posi
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any
 
@@ -175,7 +177,19 @@ def _worker_context() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     # torch is imported once, in the server that all workers are forked from
     context.set_forkserver_preload([__name__])
+    _start_server_deaf_to_signals()
     return context
+
+
+def _start_server_deaf_to_signals() -> None:
+    # A signal to the whole job, or Ctrl-C, would end the workers, and with them the step that the
+    # ranks want to finish. They inherit what is blocked here, and end when their rank ends.
+    blocked = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # starting it has unblocked some of them
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _short(value: str | None) -> str:

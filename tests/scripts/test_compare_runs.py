@@ -1,0 +1,152 @@
+"""Two runs compared: equal ones are, and each planted difference is named."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "compare_runs.py"
+
+
+@pytest.fixture(scope="module")
+def compare() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compare_runs", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["compare_runs"] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same job on two ranks, twice, and on one."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, world in {"a": 2, "b": 2, "alone": 1}.items():
+        job = jobs.write_job(folder, name=name, cache=folder / "cache")
+        ranks.run(jobs.train, [*job, "--training.steps=4", "--checkpoint.interval=2"], world=world)
+    return {name: folder / name for name in ("a", "b", "alone")}
+
+
+def test_equal_runs(
+    compare: ModuleType, runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.main([str(runs["a"]), str(runs["b"])]) == 0
+    said = capsys.readouterr().out
+    assert "equal, bit for bit" in said
+    assert [line.split()[0] for line in said.splitlines() if line.startswith("step-")] == [
+        f"step-{step}/{part}" for step in (2, 4) for part in ("model", "optimizer", "train_state")
+    ]
+
+
+def test_layouts_are_equal_within_a_tolerance(
+    compare: ModuleType, runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(runs["a"]), str(runs["alone"])]
+    assert compare.main(arguments) == 1
+    assert compare.main([*arguments, "--tolerance=1e-4"]) == 0, capsys.readouterr().out
+    assert compare.main([*arguments, "--tolerance=1e-12"]) == 1
+
+
+@pytest.fixture
+def spoiled(runs: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(runs["a"], tmp_path / "spoiled"))
+
+
+def change_tensor(folder: Path, name: str, index: tuple[int, ...], value: float) -> None:
+    """Rewrite a component with one element changed, by torch alone."""
+    reader = FileSystemReader(folder)
+    about = reader.read_metadata().state_dict_metadata
+    tensors = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in about.items()}
+    load(tensors, storage_reader=reader, no_dist=True)
+    tensors[name][index] = value
+    for path in folder.iterdir():
+        path.unlink()
+    save(tensors, storage_writer=FileSystemWriter(folder), no_dist=True)
+
+
+def test_one_element_of_the_optimizer_is_named(
+    compare: ModuleType, runs: dict[str, Path], spoiled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What no logged figure shows."""
+    name = "layers.1.attention.wq.weight.exp_avg"
+    change_tensor(spoiled / "checkpoint" / "step-4" / "optimizer", name, (3, 5), 2.0)
+    assert compare.main([str(runs["a"]), str(spoiled)]) == 1
+    said = capsys.readouterr().out
+    assert f"different; first: step-4/optimizer, {name}: 1 of " in said
+    assert "first [3, 5]: " in said
+    assert "and 2.0; at most by 2" in said
+    row = next(line for line in said.splitlines() if line.startswith("step-4/optimizer"))
+    assert row.split()[2:] == ["1", "2"]
+
+
+def test_a_figure_is_named(
+    compare: ModuleType, runs: dict[str, Path], spoiled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = jobs.read_rows(spoiled)
+    rows[2]["grad_norm"] += 0.5
+    rows[3]["tokens_per_second"] = 1.0  # no two runs share this one
+    (spoiled / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert compare.main([str(runs["a"]), str(spoiled)]) == 1
+    said = capsys.readouterr().out
+    assert f"first: step 3, grad_norm: {rows[2]['grad_norm'] - 0.5!r} and" in said
+    assert ", by 0.5" in said
+
+
+def test_a_step_or_component_that_one_of_them_lacks(
+    compare: ModuleType, runs: dict[str, Path], spoiled: Path
+) -> None:
+    lines = (spoiled / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (spoiled / "metrics.jsonl").write_text("".join(lines[:3]))
+    manifest = spoiled / "checkpoint" / "step-4" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["components"].remove("optimizer")
+    manifest.write_text(json.dumps(content))
+    found = compare.compare_runs(runs["a"], spoiled, folder="checkpoint", tolerance=0.0)
+    assert found.differences[0] == "step 4: only in A"
+    assert "step-4/optimizer: only in A" in found.differences
+
+
+def test_the_data_position(compare: ModuleType, runs: dict[str, Path], spoiled: Path) -> None:
+    path = spoiled / "checkpoint" / "step-2" / "dataloader" / "state.json"
+    path.write_text(path.read_text().replace('"position": 16', '"position": 17'))
+    found = compare.compare_runs(runs["a"], spoiled, folder="checkpoint", tolerance=0.0)
+    assert found.differences == ["step-2/dataloader, position: 16 and 17"]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "tolerance", "said"),
+    [
+        ([1.0, float("nan")], [1.0, float("nan")], 0.0, ""),
+        ([2.0], [float("nan")], 0.1, "1 of 1 elements, first [0]: 2.0 and nan; at most by inf"),
+        ([1.0, 2.0], [1.0, 2.001], 0.01, ""),
+        ([0.0], [-0.0], 0.0, "equal numbers, other bits (-0.0 or nan)"),
+        ([0.0], [-0.0], 0.1, ""),
+        ([1.0], [1.0, 2.0], 0.1, "torch.float32 [1] and torch.float32 [2]"),
+        ([float("inf")], [float("inf")], 0.0, ""),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_tensors(
+    compare: ModuleType, a: list[float], b: list[float], tolerance: float, said: str
+) -> None:
+    _, text = compare.tensor_difference(torch.tensor(a), torch.tensor(b), tolerance=tolerance)
+    assert text == said
+
+
+def test_a_folder_that_is_no_run_is_a_mistake(
+    compare: ModuleType, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.main([str(runs["a"]), str(tmp_path)]) == 2
+    assert "must be a run's folder" in capsys.readouterr().err

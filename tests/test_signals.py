@@ -1,0 +1,168 @@
+"""The trainer as a scheduler or a person ends it: signals, the deadline, exit codes, no traceback.
+
+Each job is a process with ranks of its own; what it does is read from its log files, and nothing
+is sent before the log says that the moment has come."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.jobs import TINY, read_rows, write_job
+from torchtitan.checkpoint.storage import find_steps
+
+ROOT = Path(__file__).parent.parent
+LONG = TINY.replace("steps = 20", "steps = 1000000") + "async_mode = '{mode}'\n"
+STEP, SECONDS = "step:      3", 100
+
+
+class Job:
+    """A running job; `Job.pid` is its launcher, or its one rank."""
+
+    def __init__(
+        self, folder: Path, *overrides: str, ranks: int = 1, mode: str = "disabled"
+    ) -> None:
+        self.folder = folder / "run"
+        arguments = [*write_job(folder, LONG.format(mode=mode)), *overrides]
+        launcher = ["-m", "torchtitan.launch", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+        self.process = subprocess.Popen(
+            [sys.executable, *launcher, "-m", "torchtitan.train", *arguments],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "LOG_RANK": "all"},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a group of its own, as a shell or Slurm would make
+        )
+
+    def log(self, rank: int = 0) -> str:
+        path = self.folder / "logs" / f"rank_{rank}.log"
+        return path.read_text() if path.is_file() else ""
+
+    def wait_for(self, text: str, *, rank: int = 0) -> None:
+        self.wait_until(lambda: text in self.log(rank))
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.01)
+
+    def end(self) -> tuple[int, str]:
+        try:
+            _, errors = self.process.communicate(timeout=SECONDS)
+        finally:
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+        assert "Traceback" not in errors, errors
+        return self.process.returncode, errors
+
+    def rank_pids(self) -> list[int]:
+        parents = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in parents.read_text().split()]
+
+
+def saved_step(job: Job) -> int:
+    """The one checkpoint, which is that of the last step done."""
+    [step] = find_steps(job.folder / "checkpoint")
+    assert read_rows(job.folder)[-1]["step"] == step
+    return step
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_one_process_saves_and_the_next_start_goes_on(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, "--checkpoint.interval=1000000")
+    job.wait_for(STEP)
+    job.process.send_signal(number)
+    code, errors = job.end()
+    assert code == 4, errors
+    step = saved_step(job)
+    assert f"stopped after step {step} of 1000000 by a signal" in errors
+    assert "start the same command again" in errors
+    if number is signal.SIGTERM:
+        again = Job(tmp_path, "--checkpoint.save_before_seconds=1")
+        code, errors = again.end()
+        assert code == 4, errors
+        assert "by its deadline, checkpoint.save_before_seconds" in errors
+        assert f"Resumed from {job.folder}/checkpoint/step-{step}" in errors
+        assert find_steps(job.folder / "checkpoint")[-1] > step
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_the_launcher_passes_a_signal_on_and_waits(mode: str, tmp_path: Path) -> None:
+    """Saves follow one another closely, so that the signal falls into one or right beside it."""
+    keep = ["--checkpoint.interval=2", "--checkpoint.keep_latest_k=1"]
+    job = Job(tmp_path, *keep, ranks=2, mode=mode)
+    job.wait_for("Saved", rank=0)
+    job.process.send_signal(signal.SIGTERM)
+    code, errors = job.end()
+    assert code == 4, errors
+    step = saved_step(job)
+    assert errors.count(f"stopped after step {step} of 1000000") == 1
+
+
+def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
+    job = Job(tmp_path, "--checkpoint.interval=1000000", ranks=2)
+    job.wait_for(STEP, rank=1)
+    os.kill(job.rank_pids()[1], signal.SIGUSR1)
+    code, errors = job.end()
+    assert code == 4, errors
+    assert f"stopped after step {saved_step(job)} of 1000000 by a signal (to 1 rank)" in errors
+
+
+def test_data_workers_live_on_when_the_whole_group_is_signalled(tmp_path: Path) -> None:
+    job = Job(tmp_path, "--training.dataloader.num_workers=2", "--checkpoint.interval=1000000")
+    job.wait_for(STEP)
+    os.killpg(job.process.pid, signal.SIGINT)
+    code, errors = job.end()
+    assert code == 4, errors
+    saved_step(job)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_during_set_up(ranks: int, tmp_path: Path) -> None:
+    """The first lines of the log come before data, model and group are there."""
+    job = Job(tmp_path, ranks=ranks)
+    job.wait_until(lambda: all(job.log(rank) for rank in range(ranks)))
+    job.process.send_signal(signal.SIGTERM)
+    code, errors = job.end()
+    assert code == 4, errors
+    assert not find_steps(job.folder / "checkpoint") or "Saved" in job.log()
+
+
+def test_a_second_signal_ends_a_rank_that_hangs(tmp_path: Path) -> None:
+    """Rank 0 waits in a collective for rank 1, which is stopped by SIGSTOP."""
+    job = Job(tmp_path, ranks=2)
+    job.wait_for(STEP)
+    first, second = job.rank_pids()
+    os.kill(second, signal.SIGSTOP)
+    try:
+        os.kill(first, signal.SIGTERM)
+        job.wait_for("stopping after this step")
+        time.sleep(1.1)  # one request is what comes within a second
+        assert job.process.poll() is None
+        os.kill(first, signal.SIGTERM)
+        job.wait_until(lambda: first not in job.rank_pids())
+    finally:
+        os.kill(second, signal.SIGKILL)
+    _, errors = job.process.communicate(timeout=SECONDS)
+    assert job.process.returncode == 128 + signal.SIGTERM
+    assert "SIGTERM again: quitting" in errors
+
+
+def test_nothing_is_saved_where_checkpoints_are_off_and_it_says_so(tmp_path: Path) -> None:
+    job = Job(tmp_path, "--checkpoint.enable=false")
+    job.wait_for(STEP)
+    job.process.send_signal(signal.SIGTERM)
+    code, errors = job.end()
+    assert code == 4, errors
+    assert re.search(r"nothing is saved, since checkpoint.enable is off", errors)
