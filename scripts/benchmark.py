@@ -36,7 +36,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.manager import CheckpointManager
+from torchtitan.checkpoint.manager import CheckpointManager, build_group
 from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.config.schema import CheckpointConfig
 
@@ -169,7 +169,9 @@ def _measure_blocked(
     )
     settings = CheckpointConfig(enable=True, interval=1, keep_latest_k=1, async_mode=mode)
 
-    manager = CheckpointManager(state, settings=settings, folder=folder, manifest={})
+    manager = CheckpointManager(
+        state, settings=settings, folder=folder, manifest={}, group=build_group()
+    )
 
     def run() -> float:
         progress.step += 1

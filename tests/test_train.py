@@ -26,7 +26,11 @@ def run(command: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def train(*arguments: str, ranks: int = 1, **environ: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torchtitan.launch", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    launcher = (
+        ["-m", "torchtitan.launch", "--standalone", "--nproc_per_node", str(ranks)]
+        if ranks > 1
+        else []
+    )
     return run([sys.executable, *launcher, "-m", "torchtitan.train", *arguments], **environ)
 
 
@@ -89,7 +93,18 @@ def test_a_loss_that_is_not_finite_ends_in_code_3(tmp_path: Path) -> None:
     done = train(*write_job(tmp_path), "--optimizer.lr=1e30", ranks=2)
     assert done.returncode == 3, done.stderr
     assert done.stderr.count("must have a finite loss and gradient norm") == 1
+    for rank in (0, 1):
+        log = (tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text()
+        assert log.count("must have a finite loss and gradient norm") == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("ngpu", ["0", "two", "-1"])
+def test_a_number_of_ranks_that_is_none_is_refused(ngpu: str) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = run(["bash", str(ROOT / "run_train.sh")], NGPU=ngpu, PATH=path)
+    assert done.returncode == 2
+    assert done.stderr == f"NGPU must be the number of ranks, 1 or more, got: {ngpu}\n"
 
 
 def test_run_train_uses_the_given_file_and_ranks(tmp_path: Path) -> None:

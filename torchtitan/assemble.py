@@ -32,7 +32,7 @@ from torchtitan.config.load import to_toml
 from torchtitan.config.schema import Config, DebugConfig
 from torchtitan.config.trajectory import Job, trajectory_differences
 from torchtitan.data.dataset import build_dataset
-from torchtitan.data.loader import Loader
+from torchtitan.data.loader import Loader, accumulation_steps
 from torchtitan.data.sample_log import SampleLog
 from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
 from torchtitan.mesh.dims import Mesh, ParallelDims, build_mesh, resolve_dims
@@ -110,24 +110,6 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         gc_freq=training.gc_freq,
         train_timeout_seconds=config.comm.train_timeout_seconds,
     )
-
-
-def accumulation_steps(global_batch_size: int, *, local_batch_size: int, dp: int) -> int:
-    """Return the number of microbatches of a step on each data-parallel rank.
-
-    Raises:
-        ConfigError: The global batch is no multiple of what the ranks take at once.
-    """
-    at_once = local_batch_size * dp
-    if global_batch_size == -1:
-        return 1
-    if global_batch_size % at_once:
-        nearest = max(1, round(global_batch_size / at_once)) * at_once
-        raise ConfigError(
-            f"[training] global_batch_size must be a multiple of local_batch_size x data-parallel "
-            f"ranks = {local_batch_size} x {dp} = {at_once}, got {global_batch_size}; try {nearest}"
-        )
-    return global_batch_size // at_once
 
 
 def find_model(name: str, *, flavor: str) -> tuple[ModelSpec, DecoderConfig]:

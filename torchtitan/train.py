@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,8 @@ import torch.distributed as dist
 
 from torchtitan.assemble import assemble
 from torchtitan.base.device import device_type
-from torchtitan.base.errors import StoppedError, UserError
-from torchtitan.base.log import init_logging, is_terminal, shown_ranks, use_color
+from torchtitan.base.errors import NonFiniteError, StoppedError, UserError
+from torchtitan.base.log import init_logging, is_terminal, note_in_file, shown_ranks, use_color
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
 from torchtitan.mesh.process_group import (
@@ -61,7 +62,11 @@ def train(argv: Sequence[str], *, stop: StopRequest) -> None:
         show=shows_bar(launch.rank, shown=shown),
         color=color,
     ) as on_step:
-        reason = trainer.train(on_step=on_step)
+        try:
+            reason = trainer.train(on_step=on_step)
+        except NonFiniteError:
+            trainer.close()  # all ranks are here: the save in flight is worth waiting for
+            raise
     trainer.close()
     if reason is not None:
         raise StoppedError(tell_stop(trainer, reason=reason, saved=saves(config)))
@@ -135,16 +140,20 @@ def main(argv: Sequence[str]) -> int:
         except UserError as error:
             _report(error)
             return error.exit_code
+        except Exception:
+            note_in_file(traceback.format_exc())
+            raise
     return 0
 
 
 def _report(error: UserError) -> None:
     """Say what is wrong once a job, though every rank may have met the same mistake."""
+    note_in_file(str(error))
     if dist.is_initialized():
         if is_first_to("report an error"):
             sys.stderr.write(f"{error}\n")
         return
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0":
         # the launcher ends all ranks when one ends: only a mistake that rank 0 has not met is said
         time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
     sys.stderr.write(f"{error}\n")

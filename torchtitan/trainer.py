@@ -73,6 +73,8 @@ class StepFigures:
     """Global gradient norm before clipping."""
     votes: Tensor
     """Whether to stop: `StopRequest.votes` summed over all ranks."""
+    failed_saves: Tensor
+    """Ranks whose save in the background has failed."""
 
 
 class Trainer:
@@ -111,12 +113,18 @@ class Trainer:
                     tighten_timeout(run.train_timeout_seconds, groups=run.mesh.groups())
                 if progress.step % run.log_freq == 0 or progress.step == 1 or finished:
                     self._report(figures)
+                self._raise_failed_save(figures)
                 if self._save(last=finished, now=stopped is not None) and not finished:
                     stopped = stopped or self._ask_all()
                 on_step(progress.step)
                 if progress.step % run.gc_freq == 0:
                     collect()
         return stopped
+
+    def _raise_failed_save(self, figures: StepFigures) -> None:
+        # agreed in the step's reduction: one rank that stopped alone would leave the others hanging
+        if self.run.checkpoints is not None and figures.failed_saves.item() > 0:
+            self.run.checkpoints.wait()
 
     def _save(self, *, last: bool, now: bool) -> bool:
         if self.run.checkpoints is None:
@@ -143,7 +151,7 @@ class Trainer:
             {k: v.to(run.device, non_blocking=True) for k, v in b.items()} for b in microbatches
         ]
         num_valid = torch.stack([count_valid(batch["labels"]) for batch in batches]).sum()
-        num_valid_global, votes = self._sum_over_ranks(num_valid)
+        num_valid_global, votes, failed_saves = self._sum_over_ranks(num_valid)
 
         loss_sum = self._forward_backward(batches, divisor=num_valid_global.clamp(min=1))
         parameters = [p for p in run.model.parameters() if p.requires_grad]
@@ -152,15 +160,25 @@ class Trainer:
         clip_gradients(parameters, norm=grad_norm, max_norm=run.max_norm)
         run.optimizer.step()
         run.optimizer.zero_grad()
-        return StepFigures(loss_sum=loss_sum, num_valid=num_valid, grad_norm=grad_norm, votes=votes)
+        return StepFigures(
+            loss_sum=loss_sum,
+            num_valid=num_valid,
+            grad_norm=grad_norm,
+            votes=votes,
+            failed_saves=failed_saves,
+        )
 
-    def _sum_over_ranks(self, num_valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the valid tokens of the global batch and, by the way, the votes to stop."""
-        votes = torch.tensor(self._stop.votes(), device=num_valid.device)
-        sums = torch.cat([num_valid.reshape(1), votes])
-        dist.all_reduce(sums)  # every rank: a vote on one must reach all of them
+    def _sum_over_ranks(self, num_valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the valid tokens of the global batch and, by the way, the votes to stop and the
+        number of ranks whose save has failed."""
+        checkpoints = self.run.checkpoints
+        failed = checkpoints is not None and checkpoints.has_failed()
+        notes = torch.tensor([int(failed), *self._stop.votes()], device=num_valid.device)
+        sums = torch.cat([num_valid.reshape(1), notes])
+        dist.all_reduce(sums)  # every rank: a note on one must reach all of them
         dims = self.run.mesh.dims
-        return sums[0] // (dims.pp * dims.tp), sums[1:]  # ranks along pp and tp hold equal tokens
+        # ranks along pp and tp hold equal tokens
+        return sums[0] // (dims.pp * dims.tp), sums[2:], sums[1]
 
     def _forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
         """Accumulate the gradients of all microbatches; return this rank's summed loss."""

@@ -92,3 +92,26 @@ def test_what_a_dead_save_left_is_replaced(ranks: RankPool, tmp_path: Path) -> N
     assert steps(tmp_path) == [2, 4]
     assert not (folder / "step-4" / "model" / "stray").exists()
     assert not (folder / ".step-4.tmp").exists()
+
+
+def test_going_back_to_an_earlier_step_leaves_the_other_course(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Steps beyond the new ones are set aside: the next start resumes the new course."""
+    job = [*jobs.write_job(tmp_path), "--checkpoint.interval=2"]
+    ranks.run(jobs.train, [*job, "--training.steps=10"], world=2)
+    back = ["--training.steps=6", "--checkpoint.load_step=2", "--checkpoint.keep_latest_k=2"]
+    ranks.run(jobs.train, [*job, *back], world=2)
+    assert steps(tmp_path) == [4, 6]
+    [result, _] = ranks.run(jobs.train, [*job, "--training.steps=8"], world=2)
+    assert [row["step"] for row in result.rows] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_failed_background_save_stops_all_ranks_at_the_same_step(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    overrides = ["--checkpoint.async_mode=async", "--checkpoint.interval=2"]
+    job = [*jobs.write_job(tmp_path), *overrides]
+    answers = ranks.run(fail_in_the_background, job, world=2)
+    assert answers[0] == answers[1]
+    assert answers[0][0].endswith("the disk is gone")

@@ -68,6 +68,16 @@ def init_logging(
         _adopt_library_loggers()
 
 
+def note_in_file(message: str) -> None:
+    """Write to this process's log file alone: for what the console is told in another way."""
+    record = logging.makeLogRecord(
+        {"name": __name__, "levelno": logging.ERROR, "levelname": "ERROR", "msg": message}
+    )
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
+
+
 def reset_logging() -> None:
     """Take away what `init_logging` installed; files are closed."""
     root = logging.getLogger()

@@ -3,6 +3,7 @@
     .step-N.tmp       a draft; with a manifest it is complete, and only lacks its name
     step-N            a checkpoint
     .step-N.deleted   on its way out
+    .step-N.aside     left behind by a run that went back to an earlier step; for a person to judge
 
 Each passes to the next by a rename, so that at every instant a folder is one of these. A process
 may be killed between any two lines: `finish_commits` does what it still had to do."""
@@ -92,3 +93,11 @@ def delete(checkpoint: Path) -> None:
 
 def _trash_of(checkpoint: Path) -> Path:
     return checkpoint.with_name(f".{checkpoint.name}.deleted")
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Take a checkpoint out of the row of steps without deleting it."""
+    aside = checkpoint.with_name(f".{checkpoint.name}.aside")
+    if aside.exists():
+        shutil.rmtree(aside)
+    checkpoint.rename(aside)

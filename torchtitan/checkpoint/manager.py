@@ -63,20 +63,19 @@ class CheckpointManager:
         Raises:
             CheckpointError: This save, or an earlier one in the background, failed.
         """
-        self._raise_if_failed()
         step = self._state.progress.step
         due = step % self._settings.interval == 0
         first = step == 1 and self._settings.enable_first_step_checkpoint
         if self._settings.load_only or not (last or now or due or first):
             return False
-        self._wait()
+        self.wait()
         components = self._state.components()
         if self._thread is None:
             self._save(step, components)
         else:
             self._pending = self._thread.submit(self._save, step, self._staging.copy(components))
         if last:
-            self._wait()
+            self.wait()
             if self._settings.last_save_model_only:
                 self._write(self.folder / EXPORT, step, {"model": components["model"]})
         return True
@@ -90,25 +89,30 @@ class CheckpointManager:
 
     def _save(self, step: int, components: Mapping[str, Component]) -> None:
         self._write(self.folder, step, components)
-        keep = self._settings.keep_latest_k
-        if keep:
-            storage.on_first_rank(lambda: self._delete_all_but(keep), group=self._group)
+        storage.on_first_rank(lambda: self._tidy(step), group=self._group)
 
-    def _delete_all_but(self, keep: int) -> None:
-        for step in storage.find_steps(self.folder)[:-keep]:
+    def _tidy(self, saved: int) -> None:
+        steps = storage.find_steps(self.folder)
+        for step in steps:
+            if step > saved:  # of a course that load_step has left: it must not be resumed
+                storage.set_aside(self.folder / f"step-{step}")
+        keep = self._settings.keep_latest_k
+        for step in [step for step in steps if step <= saved][:-keep] if keep else ():
             storage.delete(self.folder / f"step-{step}")
 
-    def _raise_if_failed(self) -> None:
-        if self._pending is not None and self._pending.done():
-            self._wait()
+    def has_failed(self) -> bool:
+        """Tell whether the save in flight has failed, as far as this rank knows."""
+        pending = self._pending
+        return pending is not None and pending.done() and pending.exception() is not None
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait for the save in flight, and raise what it raised."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Wait for the save in flight, and raise what it raised."""
-        self._wait()
+        """Wait for the save in flight, raise what it raised, and end the thread."""
+        self.wait()
         if self._thread is not None:
             self._thread.shutdown()

@@ -35,6 +35,7 @@ from torchtitan.checkpoint.folders import (
     draft_of,
     find_steps,
     make_draft,
+    set_aside,
 )
 from torchtitan.checkpoint.metadata import TensorReader, is_tensor
 from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank
@@ -50,6 +51,7 @@ __all__ = [
     "read_manifest",
     "read_state",
     "read_tensors",
+    "set_aside",
     "summary",
     "verify",
     "write",

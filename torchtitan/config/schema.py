@@ -128,7 +128,8 @@ class DataLoaderConfig:
     num_workers: NonNegativeInt = 0
     """Processes that read ahead on each rank; 0 reads in the trainer itself."""
     persistent_workers: bool = False
-    """Keep the workers alive between epochs (needs num_workers > 0)."""
+    """For torchtitan's files: here the workers live as long as the run, whatever is said (needs
+    num_workers > 0)."""
     pin_memory: bool = False
     """Read into page-locked memory for faster copies to the GPU (CUDA only)."""
     prefetch_factor: PositiveInt | None = None

@@ -24,13 +24,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from torchtitan.config.schema import DataLoaderConfig
     from torchtitan.data.dataset import Dataset
 
 Batch = dict[str, torch.Tensor]
+
+
+def accumulation_steps(global_batch_size: int, *, local_batch_size: int, dp: int) -> int:
+    """Return the number of microbatches of a step on each data-parallel rank.
+
+    Raises:
+        ConfigError: The global batch is no multiple of what the ranks take at once.
+    """
+    at_once = local_batch_size * dp
+    if global_batch_size == -1:
+        return 1
+    if global_batch_size % at_once:
+        nearest = max(1, round(global_batch_size / at_once)) * at_once
+        raise ConfigError(
+            f"[training] global_batch_size must be a multiple of local_batch_size x data-parallel "
+            f"ranks = {local_batch_size} x {dp} = {at_once}, got {global_batch_size}; try {nearest}"
+        )
+    return global_batch_size // at_once
 
 
 @dataclass(frozen=True)

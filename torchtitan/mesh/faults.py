@@ -33,6 +33,6 @@ def raise_if_nonfinite(norm: Tensor, *, loss: Tensor, step: int) -> None:
         seen = f"the loss is finite on every rank, but the gradient norm is {norm.item()}"
     raise NonFiniteError(
         f"step {step} must have a finite loss and gradient norm: {seen}. The weights were not "
-        f"changed; resume from the last checkpoint with a lower optimizer.lr, a longer warmup or "
-        f"other data"
+        f"changed; go on from the last checkpoint with checkpoint.mode = 'continue' and a lower "
+        f"optimizer.lr, or start anew in another dump_folder"
     )
