@@ -122,6 +122,11 @@ def _checkpoint(config: Config) -> Iterator[Broken]:
             yield Broken(
                 (f"checkpoint.{key}", "checkpoint.enable"), "needs checkpoint.enable = true"
             )
+    if checkpoint.save_before_seconds is not None and not checkpoint.enable:
+        yield Broken(
+            ("checkpoint.save_before_seconds", "checkpoint.enable"),
+            "needs checkpoint.enable = true; there is nothing to save to without",
+        )
     if checkpoint.enable:
         yield from _intention(checkpoint)
 
@@ -156,11 +161,6 @@ def _intention(checkpoint: CheckpointConfig) -> Iterator[Broken]:
     elif "model" in excluded and weights_alone:
         yield Broken(
             keys, 'leaves nothing to load with "model" in it; remove it, or initial_load_path'
-        )
-    if checkpoint.save_before_seconds is not None and not checkpoint.enable:
-        yield Broken(
-            ("checkpoint.save_before_seconds", "checkpoint.enable"),
-            "needs checkpoint.enable = true; there is nothing to save to without",
         )
 
 
