@@ -93,7 +93,7 @@ def test_a_folder_of_another_job_is_refused_with_what_differs(
     ranks.run(jobs.train, job, world=1)
     rows = jobs.read_rows(tmp_path / "run")
     [message] = ranks.run(refused, [*job, "--training.seq_len=16"], world=1)
-    assert "run holds the results of a job with other settings" in message
+    assert "was made by a job with other settings" in message
     assert "training.seq_len: stored 32, now 16" in message
     assert jobs.read_rows(tmp_path / "run") == rows
 
