@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import signal
+import time
 import warnings
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,7 @@ import torch
 from tests.data.helpers import SEQ_LEN, dataset_of, loader_of, rows
 from torchtitan.base.errors import DataError
 from torchtitan.data.dataset import Dataset
-from torchtitan.data.loader import Loader
+from torchtitan.data.loader import Loader, _is_alive
 from torchtitan.data.store import open_writer
 
 Rows = list[tuple[int, ...]]
@@ -137,6 +140,29 @@ def test_close_ends_workers_in_the_middle(dataset: Dataset) -> None:
     assert set(multiprocessing.active_children()) == others
     assert rows(next(loader)) == in_order(dataset, 4)[2:]
     loader.close()
+
+
+def read_and_be_killed(folder: Path, pipe: Connection) -> None:
+    loader = loader_of(dataset_of(folder), num_workers=2)
+    next(loader)
+    pipe.send([child.pid for child in multiprocessing.active_children()])
+    signal.pause()
+
+
+def test_workers_end_when_their_trainer_is_killed(tmp_path: Path) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    trainer = context.Process(target=read_and_be_killed, args=(tmp_path, theirs))
+    trainer.start()
+    assert ours.poll(60)
+    workers = ours.recv()
+    assert len(workers) == 2
+    trainer.kill()
+    trainer.join()
+    deadline = time.monotonic() + 30
+    while any(_is_alive(worker) for worker in workers):
+        assert time.monotonic() < deadline, f"{workers} live on"
+        time.sleep(0.1)
 
 
 def test_epochs_reshuffle(tmp_path: Path) -> None:

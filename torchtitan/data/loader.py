@@ -12,10 +12,14 @@ belongs to one number of workers and one rank, and counts batches where the posi
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
     from torchtitan.data.dataset import Dataset
 
 Batch = dict[str, torch.Tensor]
+SECONDS_BETWEEN_LOOKS = 1.0
+"""How often a worker looks whether its trainer still lives."""
 
 
 def accumulation_steps(global_batch_size: int, *, local_batch_size: int, dp: int) -> int:
@@ -183,6 +189,7 @@ class Loader:
                 prefetch_factor=settings.prefetch_factor,
                 pin_memory=settings.pin_memory and torch.cuda.is_available(),
                 multiprocessing_context=_worker_context() if settings.num_workers else None,
+                worker_init_fn=partial(_end_with_trainer, os.getpid()),
                 # its own: draws from the global generator would differ after a resume
                 generator=torch.Generator().manual_seed(0),
             )
@@ -208,6 +215,24 @@ def _start_server_deaf_to_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # starting it has unblocked some of them
     forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with_trainer(trainer: int, worker: int) -> None:
+    # torch's workers watch their parent; theirs is the server, which lives on when a rank is killed
+    def watch() -> None:
+        while _is_alive(trainer):
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="trainer watch", daemon=True).start()
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _short(value: str | None) -> str:
