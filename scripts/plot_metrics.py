@@ -57,8 +57,7 @@ def draw(runs: Mapping[str, Sequence[Row]]) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            f"drawing needs matplotlib, which cannot be imported ({error}); "
-            f'pip install "torchtitan[plot]" or pip install matplotlib'
+            f"drawing needs matplotlib, which cannot be imported ({error}); pip install matplotlib"
         ) from error
     figure = Figure(figsize=(11, 7), dpi=150, layout="constrained")
     panels = figure.subplots(2, 2, sharex=True)

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("files", nargs="*", help="text or JSON Lines files, globs, .gz, .zst")
     parser.add_argument("--vocab_size", type=int, default=2048, help="ids, with begin and end")
     parser.add_argument("--text_key", default="text", help="key of a JSON object's text")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if args.vocab_size < 256 + NUM_SPECIAL:
         parser.error(f"--vocab_size must be at least {256 + NUM_SPECIAL}, got {args.vocab_size}")
     try:

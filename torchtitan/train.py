@@ -7,6 +7,7 @@ checkpoints are on; 128 + n a second signal n; anything else is a fault of ours,
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -33,6 +34,7 @@ from torchtitan.mesh.stop import StopRequest, watch_signals
 from torchtitan.metrics.progress import Summary, progress_bar, show_summary, shows_bar
 from torchtitan.trainer import Trainer
 
+logger = logging.getLogger(__name__)
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 
 
@@ -70,7 +72,15 @@ def train(argv: Sequence[str], *, stop: StopRequest) -> None:
     trainer.close()
     if reason is not None:
         raise StoppedError(tell_stop(trainer, reason=reason, saved=saves(config)))
-    if launch.rank == min(shown):
+    if trainer.last_row is None:
+        logger.info(
+            "Nothing to train: %s is at step %d of %d already; choose another job.dump_folder, or "
+            "go on with more training.steps",
+            folder,
+            run.progress.step,
+            run.num_steps,
+        )
+    elif launch.rank == min(shown):
         show_summary(
             summarize(trainer, seconds=time.monotonic() - started, places=find_places(config)),
             terminal=is_terminal(sys.stderr),
