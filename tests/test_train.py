@@ -119,3 +119,12 @@ def test_run_train_uses_the_given_file_and_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "layout: dp_shard 2" in done.stderr
     assert len(read_rows(tmp_path / "run")) == 2
+
+
+def test_a_finished_run_says_that_there_is_nothing_to_train(tmp_path: Path) -> None:
+    job = [*write_job(tmp_path), "--training.steps=1"]
+    assert train(*job).returncode == 0
+    again = train(*job)
+    assert again.returncode == 0
+    assert "is at step 1 of 1 already" in again.stderr
+    assert "training finished" not in again.stderr

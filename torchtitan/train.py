@@ -34,7 +34,7 @@ from torchtitan.mesh.stop import StopRequest, watch_signals
 from torchtitan.metrics.progress import Summary, progress_bar, show_summary, shows_bar
 from torchtitan.trainer import Trainer
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("torchtitan.train")  # __name__ is "__main__" when this is started
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 
 
