@@ -149,6 +149,23 @@ def read_and_be_killed(folder: Path, pipe: Connection) -> None:
     signal.pause()
 
 
+def read_and_leave(folder: Path) -> None:
+    next(loader_of(dataset_of(folder), num_workers=2))
+    kept.append(loader_of(dataset_of(folder), num_workers=2))
+    next(kept[0])
+
+
+kept: list[Loader] = []
+
+
+def test_a_loader_that_is_not_closed_does_not_keep_its_process(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=read_and_leave, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
 def test_workers_end_when_their_trainer_is_killed(tmp_path: Path) -> None:
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -220,11 +221,22 @@ def _start_server_deaf_to_signals() -> None:
 def _end_with_trainer(trainer: int, worker: int) -> None:
     # torch's workers watch their parent; theirs is the server, which lives on when a rank is killed
     def watch() -> None:
-        while _is_alive(trainer):
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+        asked = False
+        while _is_alive(trainer) and not asked:
+            asked = _is_asked_to_end(by=trainer)
         os._exit(1)
 
     threading.Thread(target=watch, name="trainer watch", daemon=True).start()
+
+
+def _is_asked_to_end(*, by: int) -> bool:
+    """Wait a moment for a SIGTERM of this process: deaf to all others, a worker must hear its own
+    trainer's, which ends what is left at exit and joins it."""
+    if sys.platform != "linux":
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+        return False
+    signal_info = signal.sigtimedwait([signal.SIGTERM], SECONDS_BETWEEN_LOOKS)
+    return signal_info is not None and signal_info.si_pid == by
 
 
 def _is_alive(process: int) -> bool:
