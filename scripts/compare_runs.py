@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 
 from torchtitan.base.errors import DataError, UserError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.metadata import METADATA, read_metadata
 from torchtitan.metrics.sinks import Row, read_rows
 
 # figures of a row that no two runs share: how fast it went, and on what
@@ -133,8 +133,8 @@ class StoredTensors(Mapping[str, Tensor]):
         self._checkpoint, self._component = checkpoint, component
         folder = checkpoint / component
         self._metadata: dict[str, Any] = {}
-        if (folder / ".metadata").is_file():
-            stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+        if (folder / METADATA).is_file():
+            stored = read_metadata(folder).state_dict_metadata
             self._metadata = {k: v for k, v in stored.items() if not k.startswith(skip)}
 
     def __getitem__(self, name: str) -> Tensor:

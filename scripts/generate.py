@@ -3,14 +3,16 @@
     python scripts/generate.py --checkpoint outputs --prompt "def main(" --temperature 0.8
 
 The checkpoint is a run's folder or its checkpoint folder (the newest step is taken), or one step's
-folder. A step knows the settings it was saved under, so it can be copied anywhere by itself; a
-tokenizer that is a file must still lie where model.tokenizer_path says. An empty prompt begins a
-new document.
+folder. Its checksums are verified first: a damaged step that you named is an error, else the newest
+whole one is taken. A step knows the settings it was saved under, so it can be copied anywhere by
+itself; a tokenizer that is a file must still lie where model.tokenizer_path says. An empty prompt
+begins a new document.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import tempfile
 import warnings
@@ -23,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 
 from torchtitan.assemble import CONFIG_FILE, find_model
 from torchtitan.base.device import local_device
-from torchtitan.base.errors import CheckpointError, UserError
+from torchtitan.base.errors import CheckpointError, ConfigError, UserError
 from torchtitan.checkpoint import storage
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import ModelConfig
@@ -35,8 +37,10 @@ from torchtitan.models.generate import generate
 def main(argv: Sequence[str]) -> int:
     """Write the prompt and its continuation; 2 with one message for what the user can mend."""
     args = _parser().parse_args(argv)
+    logging.basicConfig(format="%(levelname)s: %(message)s")  # names the damaged steps
     try:
-        model, tokenizer = load(find_step(args.checkpoint))
+        _check_seed(args.seed)
+        model, tokenizer = load(find_step(args.checkpoint, verify=not args.skip_verify))
         prompt_ids = tokenizer.encode(args.prompt) or [tokenizer.eos_id]
         new_ids = generate(
             model,
@@ -70,28 +74,52 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--top_k", type=int, metavar="K", help="draw from the K likeliest alone")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws")
+    parser.add_argument("--skip_verify", action="store_true", help="do not verify checksums")
     return parser
 
 
-def find_step(path: Path) -> Path:
+def _check_seed(seed: int) -> None:
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError(
+            f"--seed must fit into 64 bits, -2**63 to 2**64 - 1, got {seed}; take a smaller number"
+        )
+
+
+def find_step(path: Path, *, verify: bool) -> Path:
     """Return the folder of the step that `path` means.
 
     Raises:
-        CheckpointError: There is no whole checkpoint.
+        CheckpointError: There is no whole checkpoint, or the step that was named is damaged.
     """
     if (path / storage.MANIFEST).is_file():
+        mistakes = storage.verify(path, group=None) if verify else []
+        if mistakes:
+            raise CheckpointError(
+                f"{path} is damaged: {storage.summary(mistakes)}; name another step, or read it as "
+                f"it is with --skip_verify"
+            )
         return path
-    folder = path
+    folders = [path]
     if (path / CONFIG_FILE).is_file():
         config = load_config(["--job.config_file", str(path / CONFIG_FILE)])
-        folder = path / config.checkpoint.folder
-    steps = storage.find_steps(folder)
-    if not steps:
-        raise CheckpointError(
-            f"--checkpoint must be a run's folder, its checkpoint folder or a step-N folder with a "
-            f"whole checkpoint, got {path}; train with --checkpoint.enable to make one"
-        )
-    return folder / f"step-{steps[-1]}"
+        folders.append(path / config.checkpoint.folder)
+    for folder in folders:
+        step = storage.newest_whole(folder, group=None, verify=verify)
+        if step is not None:
+            return folder / f"step-{step}"
+    raise CheckpointError(
+        f"--checkpoint must be a run's folder, its checkpoint folder or a step-N folder, got "
+        f"{path}, which {_found_instead(path)}"
+    )
+
+
+def _found_instead(path: Path) -> str:
+    if not path.is_dir():
+        return "does not exist" if not path.exists() else "is a file"
+    runs = sorted(str(config.parent) for config in path.glob(f"*/{CONFIG_FILE}"))
+    if runs and not (path / CONFIG_FILE).is_file():
+        return f"holds runs; name one of them: {', '.join(runs[:8])}"
+    return "holds no whole checkpoint; train with --checkpoint.enable to make one"
 
 
 def load(step: Path) -> tuple[Decoder, Tokenizer]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -143,6 +145,28 @@ def test_what_is_said_of_tensors(
 ) -> None:
     _, text = compare.tensor_difference(torch.tensor(a), torch.tensor(b), tolerance=tolerance)
     assert text == said
+
+
+class Command:
+    """A pickle of this runs a command."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch run",)
+
+
+def test_a_crafted_checkpoint_is_refused_and_nothing_runs(
+    compare: ModuleType,
+    runs: dict[str, Path],
+    spoiled: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(spoiled)
+    model = spoiled / "checkpoint" / "step-4" / "model"
+    (model / ".metadata").write_bytes(pickle.dumps(Command()))
+    assert compare.main([str(runs["a"]), str(spoiled)]) == 2
+    assert "model/.metadata is refused, nothing in it was run" in capsys.readouterr().err
+    assert not Path("run").exists()
 
 
 def test_a_folder_that_is_no_run_is_a_mistake(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -78,8 +79,12 @@ def test_an_earlier_step_and_a_copied_one_can_be_named(script, trained, capsys, 
 @pytest.mark.parametrize(
     ("folder", "options", "message"),
     [
-        ("nowhere", [], "step-N"),
-        ("logs", [], "step-N"),
+        ("nowhere", [], "nowhere, which does not exist"),
+        ("config.toml", [], "config.toml, which is a file"),
+        ("checkpoint/step-3/model", [], "model, which holds no whole checkpoint"),
+        ("..", [], "holds runs; name one of them: "),
+        (".", ["--seed", str(2**64)], "--seed must fit into 64 bits"),
+        (".", ["--seed", str(-(2**63) - 1)], "--seed must fit into 64 bits"),
         (".", ["--temperature", "-1"], "temperature"),
     ],
 )
@@ -92,3 +97,31 @@ def test_mistakes_end_with_one_message_and_code_2(
     assert captured.out == ""
     assert message in captured.err
     assert captured.err.count("error:") == 1
+
+
+@pytest.fixture
+def damaged(trained: tuple[Path, jobs.Result], tmp_path: Path) -> Path:
+    """A copy of step 3 twice, the later one with one byte of a weight changed."""
+    for step in (3, 4):
+        shutil.copytree(trained[0] / "checkpoint" / "step-3", tmp_path / f"step-{step}")
+    file = next((tmp_path / "step-4" / "model").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return tmp_path
+
+
+def test_a_damaged_step_that_was_named_is_refused(script, damaged, capsys):
+    arguments = ["--checkpoint", str(damaged / "step-4"), "--prompt", PROMPT]
+    assert script.main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "step-4 is damaged: model/" in said.err
+    assert "its checksum differs; name another step" in said.err
+    assert script.main([*arguments, "--skip_verify"]) == 0
+
+
+def test_the_newest_whole_step_is_taken_and_the_damaged_one_named(script, damaged, caplog):
+    assert script.find_step(damaged, verify=True) == damaged / "step-3"
+    assert "step-4 is damaged and is not used" in caplog.text
+    assert script.find_step(damaged, verify=False) == damaged / "step-4"
