@@ -195,15 +195,22 @@ def test_a_complete_draft_gets_the_name_that_a_kill_kept_from_it(folder: Path) -
     """Killed while replacing step 9: the old one is put aside, the new one not yet named."""
     (folder / "step-9").rename(folder / ".step-9.deleted")
     (folder / "step-6").rename(folder / ".step-9.tmp")
-    assert newest_whole(folder, group=None, verify=True) == 9
+    assert newest_whole(folder, group=None, verify=True, finish=True) == 9
     assert sorted(p.name for p in folder.iterdir()) == ["step-3", "step-9"]
+
+
+def test_the_drafts_of_another_run_are_left_to_it(folder: Path) -> None:
+    """It may be alive, right between the manifest and the rename."""
+    (folder / "step-9").rename(folder / ".step-9.tmp")
+    assert newest_whole(folder, group=None, verify=True) == 6
+    assert sorted(p.name for p in folder.iterdir()) == [".step-9.tmp", "step-3", "step-6"]
 
 
 @pytest.mark.parametrize("harm", [cut, remove])
 def test_a_draft_that_is_not_complete_stays_one(harm: Callable[[Path], str], folder: Path) -> None:
     (folder / "step-9").rename(folder / ".step-9.tmp")
     harm(folder / ".step-9.tmp" / "manifest.json")
-    assert newest_whole(folder, group=None, verify=True) == 6
+    assert newest_whole(folder, group=None, verify=True, finish=True) == 6
     assert find_steps(folder) == [3, 6]
 
 

@@ -273,6 +273,21 @@ def test_finetune_takes_the_weights_alone(
     assert torch.equal(tuned.rng, fresh.rng)
 
 
+def test_a_complete_draft_is_finished_in_the_own_folder_alone(
+    saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Another run may be alive, and about to rename it."""
+    job = copy_of(saved, tmp_path)
+    folder = tmp_path / "run" / "checkpoint"
+    (folder / "step-4").rename(folder / ".step-4.tmp")
+    other = jobs.write_job(tmp_path, name="tuned", cache=saved.parent / "cache")
+    [message] = ranks.run(refusal, [*other, FINETUNE, elsewhere(tmp_path / "run")], world=1)
+    assert "holds no whole checkpoint" in message
+    assert (folder / ".step-4.tmp").is_dir()
+    assert [b.step for b in ranks.run(begin, job, world=1)] == [4]
+    assert find_steps(folder) == [4]
+
+
 def test_an_own_checkpoint_comes_before_the_path(
     saved: Path, ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -130,7 +130,7 @@ def _own_checkpoint(
 ) -> Path | None:
     wanted = settings.load_step
     if wanted == -1:
-        return _newest(folder, verify=settings.verify_on_load, group=group)
+        return _newest(folder, verify=settings.verify_on_load, group=group, finish=True)
     steps = storage.on_first_rank(lambda: storage.find_steps(folder), group=group)
     if wanted not in steps:
         raise CheckpointError(
@@ -139,8 +139,10 @@ def _own_checkpoint(
     return _checked(folder / f"step-{wanted}", verify=settings.verify_on_load, group=group)
 
 
-def _newest(folder: Path, *, verify: bool, group: dist.ProcessGroup) -> Path | None:
-    step = storage.newest_whole(folder, group=group, verify=verify)
+def _newest(
+    folder: Path, *, verify: bool, group: dist.ProcessGroup, finish: bool = False
+) -> Path | None:
+    step = storage.newest_whole(folder, group=group, verify=verify, finish=finish)
     return None if step is None else folder / f"step-{step}"
 
 

@@ -33,17 +33,20 @@ def verify(checkpoint: Path, *, group: dist.ProcessGroup | None) -> list[str]:
     return sorted([*mistakes, *(mistake for each in found for mistake in each)])
 
 
-def newest_whole(folder: Path, *, group: dist.ProcessGroup | None, verify: bool) -> int | None:
+def newest_whole(
+    folder: Path, *, group: dist.ProcessGroup | None, verify: bool, finish: bool = False
+) -> int | None:
     """Return the step of the newest whole checkpoint, the same on every rank; None if `folder`
     has no checkpoint.
 
     Each newer one that is damaged or partial is named in a warning. Without `verify` only the
-    presence of the manifest is looked at.
+    presence of the manifest is looked at. `finish` gives complete drafts their name first: only for
+    the folder's own run, since in that of another they may be written at this moment.
 
     Raises:
         CheckpointError: There are checkpoints, and none of them is whole.
     """
-    steps = on_first_rank(lambda: _find(folder), group=group)
+    steps = on_first_rank(lambda: _find(folder, finish=finish), group=group)
     for step, has_manifest in reversed(steps):
         path = folder / f"step-{step}"
         mistakes = _mistakes(path, group=group) if verify else _lacks(has_manifest)
@@ -65,8 +68,9 @@ def summary(mistakes: list[str]) -> str:
     return "; ".join(mistakes[:5]) + more
 
 
-def _find(folder: Path) -> list[tuple[int, bool]]:
-    finish_commits(folder)
+def _find(folder: Path, *, finish: bool) -> list[tuple[int, bool]]:
+    if finish:
+        finish_commits(folder)
     return list_steps(folder)
 
 
