@@ -23,6 +23,7 @@ from torch import nn
 from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_name, device_type, local_device, peak_flops
 from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.checkpoint.lock import lock_folder
 from torchtitan.checkpoint.manager import CheckpointManager, build_group
 from torchtitan.checkpoint.restore import restore
 from torchtitan.checkpoint.start import Comparison, Start, choose_start, refuse_differences
@@ -65,6 +66,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     tokens_per_step = training.local_batch_size * dims.dp * accumulation * training.seq_len
     spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
     group = build_group() if config.checkpoint.enable else None
+    lock_folder(Path(config.job.dump_folder))
     start = find_start(config, dims=dims, group=group)
     device = prepare_device(config.debug, local_rank=launch.local_rank)
     log_job(config, architecture=architecture, dims=dims, device=device)

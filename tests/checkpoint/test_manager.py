@@ -48,14 +48,6 @@ def test_load_only_resumes_and_saves_nothing(ranks: RankPool, tmp_path: Path) ->
     assert steps(tmp_path) == [2]
 
 
-def failure(job: list[str]) -> str:
-    try:
-        jobs.train(job)
-    except CheckpointError as error:
-        return str(error)
-    return "no error"
-
-
 def fail_in_the_background(job: list[str]) -> tuple[str, int]:
     """Take the folder away while steps go on: the save in flight fails, the run stops."""
     run = jobs.start(job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.assemble import assemble
+from torchtitan.base.errors import UserError
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.config.load import load_config
 from torchtitan.mesh.process_group import Launch
@@ -103,6 +105,24 @@ def train(arguments: list[str]) -> Result:
         final={name: full(p) for name, p in run.model.named_parameters()},
         state_hash=hash_state(run),
     )
+
+
+def refusal(job: list[str]) -> str:
+    """Begin a job; return what it is refused for."""
+    return _error_of(start, job)
+
+
+def failure(job: list[str]) -> str:
+    """Run a job; return what it fails with."""
+    return _error_of(train, job)
+
+
+def _error_of(action: Callable[[list[str]], object], job: list[str]) -> str:
+    try:
+        action(job)
+    except UserError as error:
+        return str(error)
+    return "no error"
 
 
 def read_rows(folder: str | Path) -> list[dict[str, Any]]:

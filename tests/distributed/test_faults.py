@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan import trainer
-from torchtitan.base.errors import NonFiniteError, UserError
+from torchtitan.base.errors import NonFiniteError
 from torchtitan.checkpoint.storage import find_steps, read_state
 
 
@@ -78,21 +78,13 @@ def test_the_end_of_the_data_ends_the_run_on_all_ranks(ranks: RankPool, tmp_path
     assert read_state(folder / "step-3", "dataloader")["position"] == 24
 
 
-def refused(job: list[str]) -> str:
-    try:
-        jobs.train(job)
-    except UserError as error:
-        return str(error)
-    return "no error"
-
-
 def test_a_folder_of_another_job_is_refused_with_what_differs(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     job = [*jobs.write_job(tmp_path), "--training.steps=2"]
     ranks.run(jobs.train, job, world=1)
     rows = jobs.read_rows(tmp_path / "run")
-    [message] = ranks.run(refused, [*job, "--training.seq_len=16"], world=1)
+    [message] = ranks.run(jobs.failure, [*job, "--training.seq_len=16"], world=1)
     assert "was made by a job with other settings" in message
     assert "training.seq_len: stored 32, now 16" in message
     assert jobs.read_rows(tmp_path / "run") == rows
@@ -100,7 +92,7 @@ def test_a_folder_of_another_job_is_refused_with_what_differs(
 
 def test_a_batch_that_the_ranks_cannot_split(ranks: RankPool, tmp_path: Path) -> None:
     job = [*jobs.write_job(tmp_path), "--training.global_batch_size=8"]
-    for message in ranks.run(refused, job, world=3):
+    for message in ranks.run(jobs.failure, job, world=3):
         assert "local_batch_size x data-parallel ranks = 2 x 3 = 6, got 8; try 6" in message
 
 
@@ -109,5 +101,5 @@ def test_data_that_fill_no_batch_are_refused(ranks: RankPool, tmp_path: Path) ->
     job = jobs.write_job(tmp_path)
     (tmp_path / "epochs.toml").write_text(EPOCHS.format(folder=tmp_path))
     job[0] = f"--job.config_file={tmp_path / 'epochs.toml'}"
-    [message] = ranks.run(refused, job, world=1)
+    [message] = ranks.run(jobs.failure, job, world=1)
     assert "2 epochs of it hold 6 samples of 32 tokens, the batch 8" in message

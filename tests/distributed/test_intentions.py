@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan.base.errors import UserError
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.checkpoint.storage import find_steps, read_manifest
 from torchtitan.trainer import Trainer
@@ -54,14 +53,6 @@ def begin(job: list[str]) -> Beginning:
         position=run.loader.position,
         rng=torch.get_rng_state(),
     )
-
-
-def refusal(job: list[str]) -> str:
-    try:
-        jobs.start(job)
-    except UserError as error:
-        return str(error)
-    return "no error"
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor], *, but: str = "nothing") -> bool:
@@ -117,7 +108,7 @@ def test_recover_refuses_another_training_with_both_values_and_the_ways_on(
     override: str, shown: str, saved: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     job = copy_of(saved, tmp_path)
-    [message] = ranks.run(refusal, [*job, override], world=1)
+    [message] = ranks.run(jobs.refusal, [*job, override], world=1)
     assert "checkpoint/step-4 was made by a job with other settings" in message
     assert f"\n  {shown}\n" in message
     assert "restore these settings to recover that run" in message
@@ -131,10 +122,10 @@ def test_the_batch_that_ranks_make_is_compared(
     cache = saved.parent / "cache"
     job = [*jobs.write_job(tmp_path, cache=cache), "--training.global_batch_size=-1"]
     ranks.run(jobs.train, [*job, "--training.steps=1"], world=2)
-    for message in ranks.run(refusal, job, world=4):
+    for message in ranks.run(jobs.refusal, job, world=4):
         assert "training.global_batch_size: stored 4, now 8 (2 on each of 4 ranks)\n" in message
     half = [*job, "--training.local_batch_size=1"]
-    assert ranks.run(refusal, half, world=4) == ["no error"] * 4
+    assert ranks.run(jobs.refusal, half, world=4) == ["no error"] * 4
 
 
 def test_leaving_out_alone_is_another_job(saved: Path, ranks: RankPool, tmp_path: Path) -> None:
@@ -150,14 +141,14 @@ def test_the_checkpoint_is_asked_and_not_the_last_start(
     job = copy_of(saved, tmp_path)
     toml = tmp_path / "run" / "config.toml"
     toml.write_text(toml.read_text().replace("lr = 0.0008", "lr = 0.5"))
-    assert ranks.run(refusal, job, world=1) == ["no error"]
+    assert ranks.run(jobs.refusal, job, world=1) == ["no error"]
 
 
 def test_results_without_a_checkpoint_are_protected(ranks: RankPool, tmp_path: Path) -> None:
     job = [*jobs.write_job(tmp_path), "--training.steps=2", "--checkpoint.enable=false"]
     ranks.run(jobs.train, job, world=1)
     for more in ([], ["--checkpoint.enable=true"]):
-        [message] = ranks.run(refusal, [*job, "--optimizer.lr=0.5", *more], world=1)
+        [message] = ranks.run(jobs.refusal, [*job, "--optimizer.lr=0.5", *more], world=1)
         assert "optimizer.lr: stored 0.0008, now 0.5" in message
 
 
@@ -218,7 +209,7 @@ def test_a_position_in_other_data_cannot_be_kept(
     override: str, saved: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     job = [*copy_of(saved, tmp_path), CONTINUE, override]
-    [message] = ranks.run(refusal, job, world=1)
+    [message] = ranks.run(jobs.refusal, job, world=1)
     assert 'exclude_from_loading = ["dataloader"]' in message
     assert override.rpartition(".")[2].split("=")[0] in message or "masked labels" in message
     [begun] = ranks.run(begin, [*job, excluding("dataloader")], world=1)
@@ -250,7 +241,7 @@ def test_leaving_out_the_step_beside_later_checkpoints_is_refused(
     saved: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     job = [*copy_of(saved, tmp_path), CONTINUE, excluding("train_state")]
-    [message] = ranks.run(refusal, job, world=1)
+    [message] = ranks.run(jobs.refusal, job, world=1)
     assert "starts at step 0, beside" in message
     assert "choose another job.dump_folder" in message
 
@@ -281,7 +272,7 @@ def test_a_complete_draft_is_finished_in_the_own_folder_alone(
     folder = tmp_path / "run" / "checkpoint"
     (folder / "step-4").rename(folder / ".step-4.tmp")
     other = jobs.write_job(tmp_path, name="tuned", cache=saved.parent / "cache")
-    [message] = ranks.run(refusal, [*other, FINETUNE, elsewhere(tmp_path / "run")], world=1)
+    [message] = ranks.run(jobs.refusal, [*other, FINETUNE, elsewhere(tmp_path / "run")], world=1)
     assert "holds no whole checkpoint" in message
     assert (folder / ".step-4.tmp").is_dir()
     assert [b.step for b in ranks.run(begin, job, world=1)] == [4]
@@ -308,7 +299,7 @@ def test_recover_from_elsewhere_holds_the_settings_too(
 ) -> None:
     cache = saved.parent / "cache"
     job = [*jobs.write_job(tmp_path, name="fork", cache=cache), elsewhere(saved), EVERYTHING]
-    [message] = ranks.run(refusal, [*job, "--optimizer.lr=0.5"], world=1)
+    [message] = ranks.run(jobs.refusal, [*job, "--optimizer.lr=0.5"], world=1)
     assert "optimizer.lr: stored 0.0008, now 0.5" in message
     [forked] = ranks.run(begin, job, world=1)
     assert (forked.step, forked.position) == (4, 32)
@@ -328,7 +319,7 @@ def test_recover_from_elsewhere_holds_the_settings_too(
 def test_a_source_that_is_not_there(
     options: list[str], parts: list[str], ranks: RankPool, tmp_path: Path
 ) -> None:
-    for message in ranks.run(refusal, [*jobs.write_job(tmp_path), *options], world=2):
+    for message in ranks.run(jobs.refusal, [*jobs.write_job(tmp_path), *options], world=2):
         assert all(part in message for part in parts)
 
 
@@ -336,7 +327,7 @@ def test_the_export_is_no_full_checkpoint_and_says_so(
     saved: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     job = [*jobs.write_job(tmp_path), elsewhere(saved / "checkpoint" / "export"), EVERYTHING]
-    [message] = ranks.run(refusal, job, world=1)
+    [message] = ranks.run(jobs.refusal, job, world=1)
     assert "lacks optimizer, lr_scheduler, dataloader, train_state, it holds model alone" in message
     assert "initial_load_model_only = true" in message
 
@@ -369,7 +360,7 @@ def test_damage_is_passed_over_unless_asked_for(
     file.write_bytes(content)
     assert [b.step for b in ranks.run(begin, job, world=1)] == [4]
     for named in (["--checkpoint.load_step=6"], [elsewhere(damaged), "--job.dump_folder=other"]):
-        [message] = ranks.run(refusal, [*job, *named], world=1)
+        [message] = ranks.run(jobs.refusal, [*job, *named], world=1)
         assert "step-6, asked for by name, is damaged" in message
         assert "checksum" in message
     unverified = ["--checkpoint.verify_on_load=false", "--checkpoint.load_step=6"]

@@ -12,7 +12,6 @@ from torch import Tensor
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan import trainer
-from torchtitan.base.errors import CheckpointError
 
 EXACT = ("step", "loss", "max_loss", "grad_norm", "lr", "num_tokens", "valid_token_fraction")
 
@@ -116,19 +115,11 @@ def test_another_number_of_ranks_goes_on_at_the_next_sample(
         assert ours["valid_token_fraction"] == theirs["valid_token_fraction"]
 
 
-def failing(job: list[str]) -> str:
-    try:
-        jobs.train(job)
-    except CheckpointError as error:
-        return str(error)
-    return "no error"
-
-
 def test_a_step_that_was_not_saved_is_an_error_that_says_what_is_there(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     job = [*jobs.write_job(tmp_path), "--training.steps=2"]
     ranks.run(jobs.train, job, world=2)
-    for message in ranks.run(failing, [*job, "--checkpoint.load_step=7"], world=2):
+    for message in ranks.run(jobs.failure, [*job, "--checkpoint.load_step=7"], world=2):
         assert "load_step 7 is not in" in message
         assert "[2]" in message
