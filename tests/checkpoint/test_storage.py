@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -195,16 +195,52 @@ def test_tensors_that_do_not_fit_are_named(
     assert message in answer
 
 
-def test_a_truncated_file_and_a_missing_one_are_errors(ranks: RankPool, tmp_path: Path) -> None:
+def halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_the_end(path: Path) -> None:
+    """Change a byte of what torch's format keeps at the end of an entry."""
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"PK\x05\x06")] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "said"),
+    [
+        ("__0_0.distcp", halve, "RuntimeError: PytorchStreamReader failed"),
+        ("__0_0.distcp", flip_the_end, "RuntimeError: PytorchStreamReader failed"),
+        ("__0_0.distcp", Path.unlink, "FileNotFoundError: No such file or directory"),
+        (".metadata", halve, "UnpicklingError: pickle data was truncated"),
+        (".metadata", Path.unlink, "FileNotFoundError: No such file or directory"),
+    ],
+)
+def test_damage_is_said_in_one_line_on_all_ranks(
+    name: str, harm: Callable[[Path], None], said: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Torch adds its stack, its own source lines and advice that would be wrong here."""
     ranks.run(save, tmp_path / "step-3", world=1)
-    into = {"a.weight": torch.zeros(64, 64)}
-    [file] = (tmp_path / "step-3" / "model").glob("*.distcp")
-    os.truncate(file, file.stat().st_size // 2)
-    [answer] = ranks.run(attempt, tmp_path / "step-3", into, world=1)
-    assert f"{file} cannot be read" in answer
-    (tmp_path / "step-3" / "model" / ".metadata").unlink()
-    [answer] = ranks.run(attempt, tmp_path / "step-3", into, world=1)
-    assert "model/.metadata cannot be read" in answer
+    file = tmp_path / "step-3" / "model" / name
+    harm(file)
+    into = {"b": torch.zeros(5, dtype=torch.int64), "a.weight": torch.zeros(64, 64)}
+    answers = ranks.run(attempt, tmp_path / "step-3", into, world=2)
+    for answer in answers:
+        assert f"{file} cannot be read" in answer
+        assert said in answer
+        assert answer.endswith("; use another checkpoint")
+        assert "\n" not in answer
+        assert "Traceback" not in answer
+        assert "frame #" not in answer
+        assert answer.count(str(file)) == 1
+
+
+def test_a_key_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """A changed byte of the manifest, where checksums are not verified."""
+    (tmp_path / "manifest.json").write_text('{"compOnents": []}')
+    manifest = pickle.loads(pickle.dumps(read_manifest(tmp_path)))  # as ranks exchange it
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: it lacks 'components'"):
+        manifest["components"]
 
 
 class Command:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,23 @@ def train(arguments: list[str]) -> Result:
         final={name: full(p) for name, p in run.model.named_parameters()},
         state_hash=hash_state(run),
     )
+
+
+def logged(job: list[str]) -> list[str]:
+    """Begin a job, and return what it logged."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torchtitan")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        start(job)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return lines
 
 
 def refusal(job: list[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,23 +71,6 @@ def copy_of(saved: Path, folder: Path) -> list[str]:
     """Return the arguments of a job whose folder holds what the saved run left."""
     shutil.copytree(saved, folder / "run")
     return jobs.write_job(folder, cache=saved.parent / "cache")
-
-
-def logged(job: list[str]) -> list[str]:
-    """Begin a job, and return what it logged."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torchtitan")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        jobs.start(job)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    return lines
 
 
 @pytest.mark.parametrize(
@@ -178,7 +160,7 @@ def test_continue_takes_all_and_plans_the_rate_anew(
     assert equal(now.optimizer, then.optimizer)
     assert (now.step, now.tokens_seen, now.position) == (4, 4 * 8 * 32, 32)
     assert torch.equal(now.rng, then.rng)
-    [lines] = ranks.run(logged, new, world=1)
+    [lines] = ranks.run(jobs.logged, new, world=1)
     [table] = [line for line in lines if "planned anew" in line]
     rows = [line.split() for line in table.splitlines()[1:]]
     assert rows[0] == ["step", "old", "lr", "new", "lr"]
@@ -286,7 +268,7 @@ def test_an_own_checkpoint_comes_before_the_path(
     job = [*jobs.write_job(tmp_path, cache=cache), FINETUNE, elsewhere(saved)]
     job += [excluding("output.*"), "--optimizer.lr=0.01"]
     ranks.run(jobs.train, [*job, "--training.steps=2"], world=1)
-    [lines] = ranks.run(logged, job, world=1)
+    [lines] = ranks.run(jobs.logged, job, world=1)
     assert any(line.startswith("checkpoint.initial_load_path is not read") for line in lines)
     [trained] = ranks.run(jobs.train, [*job, "--training.steps=2"], world=1)
     [again] = ranks.run(begin, job, world=1)

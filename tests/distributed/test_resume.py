@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan import trainer
+from torchtitan.checkpoint import restore
 
 EXACT = ("step", "loss", "max_loss", "grad_norm", "lr", "num_tokens", "valid_token_fraction")
 
@@ -113,6 +114,36 @@ def test_another_number_of_ranks_goes_on_at_the_next_sample(
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         assert ours["valid_token_fraction"] == theirs["valid_token_fraction"]
+
+
+def resume_with_another_generator(job: list[str]) -> tuple[dict[str, Tensor], list[str]]:
+    """Resume as where there is a kind of generator that the checkpoint knows nothing of."""
+    correct = restore.rng_tensors
+    taken: list[dict[str, Tensor]] = []
+    restore.rng_tensors = lambda *, rank: {
+        **correct(rank=rank),
+        f"rank_{rank}.cuda": torch.zeros(16, dtype=torch.uint8),
+    }
+    correct_set = restore.set_rng
+    restore.set_rng = lambda states: (taken.append(dict(states)), correct_set(states))
+    try:
+        lines = jobs.logged(job)
+    finally:
+        restore.rng_tensors, restore.set_rng = correct, correct_set
+    return taken[0], lines
+
+
+def test_a_checkpoint_without_the_generators_of_a_gpu_is_resumed(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """It was saved on CPUs."""
+    job = [*jobs.write_job(tmp_path), "--training.steps=2"]
+    ranks.run(jobs.train, job, world=2)
+    for rank, (taken, lines) in enumerate(ranks.run(resume_with_another_generator, job, world=2)):
+        assert list(taken) == [f"rank_{rank}.cpu"]
+        kind = f"rank_{rank}.cuda"
+        said = f"The checkpoint holds no random generators {kind}: they start from debug.seed"
+        assert said in lines
 
 
 def test_a_step_that_was_not_saved_is_an_error_that_says_what_is_there(

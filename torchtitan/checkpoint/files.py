@@ -123,8 +123,22 @@ def write_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
     return file.record
 
 
+class _Content(dict[str, Any]):
+    """An object read from a file, which names the file when a key is not there."""
+
+    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        super().__init__(content)
+        self._path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise CheckpointError(f"{self._path} is damaged: it lacks '{key}'; use another checkpoint")
+
+    def __reduce__(self) -> tuple[type[_Content], tuple[Path, dict[str, Any]]]:
+        return _Content, (self._path, dict(self))
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """Read an object.
+    """Read an object; asked for a key that it lacks, it raises CheckpointError.
 
     Raises:
         CheckpointError: The file is missing, or is not JSON, or holds something else.
@@ -135,7 +149,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content
+    return _Content(path, content)
 
 
 def write_sealed_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.ranks import reason
 
 METADATA = ".metadata"
 _DATA_CLASSES = {
@@ -58,7 +59,7 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointError(f"{path} is refused, nothing in it was run: {error}") from error
     except Exception as error:  # damaged bytes can make a pickle fail in any way
         raise CheckpointError(
-            f"{path} cannot be read: {type(error).__name__}: {error}; use another checkpoint"
+            f"{path} cannot be read: {reason(error)}; use another checkpoint"
         ) from error
     return metadata
 
@@ -163,7 +164,7 @@ class TensorReader(dcp.FileSystemReader):
             except Exception as error:  # damaged bytes can make reading fail in any way
                 raise CheckpointError(
                     f"{Path(self.path) / name} cannot be read, nothing in it was run: "
-                    f"{type(error).__name__}: {error}"
+                    f"{reason(error)}; use another checkpoint"
                 ) from error
         done: Future[None] = Future()
         done.set_result(None)

@@ -13,7 +13,17 @@ import torch.distributed as dist
 from torchtitan.base.errors import CheckpointError
 
 T = TypeVar("T")
+_LONGEST_REASON = 300
 _EXPECTED = (OSError, ValueError, CheckpointError)
+
+
+def reason(error: BaseException) -> str:
+    """Say what went wrong in one line: torch's texts go on with its stack and with advice."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason'}"[:_LONGEST_REASON]
 
 
 def on_first_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:

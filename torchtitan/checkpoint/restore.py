@@ -8,7 +8,7 @@ its random initial weights unseen. A pattern stands for a parameter with its opt
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -121,9 +121,24 @@ def _restore_train_state(state: RunState, source: Path, *, group: dist.ProcessGr
         logger.info("Another number of ranks: random generators start from debug.seed")
         return
     rank = dist.get_rank()
-    rng: dict[str, Tensor] = rng_tensors(rank=rank)
+    stored = storage.stored_names(source, "train_state", group=group)
+    rng = stored_generators(rng_tensors(rank=rank), stored)
     storage.read_tensors(source, "train_state", into=rng, group=group)
-    set_rng(rng, rank=rank)
+    set_rng(rng)
+
+
+def stored_generators(states: Mapping[str, Tensor], stored: Collection[str]) -> dict[str, Tensor]:
+    """Return the random generators that the checkpoint has too, and log which it lacks.
+
+    One that was saved on CPUs knows nothing of a GPU's.
+    """
+    lacking = [name for name in states if name not in stored]
+    if lacking:
+        logger.info(
+            "The checkpoint holds no random generators %s: they start from debug.seed",
+            ", ".join(lacking),
+        )
+    return {name: state for name, state in states.items() if name in stored}
 
 
 def _report(start: Start, *, taken: list[str], step: int) -> None:

@@ -112,8 +112,8 @@ def rng_tensors(*, rank: int) -> dict[str, Tensor]:
     return states
 
 
-def set_rng(states: Mapping[str, Tensor], *, rank: int) -> None:
-    """Give this rank's random generators the states that `rng_tensors` returned."""
-    torch.set_rng_state(states[f"rank_{rank}.cpu"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(states[f"rank_{rank}.cuda"])
+def set_rng(states: Mapping[str, Tensor]) -> None:
+    """Give this rank's random generators the states that `rng_tensors` returned, or some."""
+    setters = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
+    for name, state in states.items():
+        setters[name.rpartition(".")[2]](state)

@@ -37,8 +37,8 @@ from torchtitan.checkpoint.folders import (
     make_draft,
     set_aside,
 )
-from torchtitan.checkpoint.metadata import TensorReader, is_tensor
-from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank
+from torchtitan.checkpoint.metadata import TensorReader, is_tensor, read_metadata
+from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank, reason
 from torchtitan.checkpoint.verify import newest_whole, summary, verify
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "read_state",
     "read_tensors",
     "set_aside",
+    "stored_names",
     "summary",
     "verify",
     "write",
@@ -129,10 +130,15 @@ def _commit(
 
 
 def _reasons(error: CheckpointError | CheckpointException) -> str:
-    """Say which rank failed and why, without the traceback that DCP adds."""
+    """Say which ranks failed and why, without the traceback that DCP adds."""
     if isinstance(error, CheckpointError):
         return str(error)
-    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+    ranks: dict[str, list[str]] = {}
+    for rank, failure in error.failures.items():
+        ranks.setdefault(reason(failure[0]), []).append(str(rank))
+    return "; ".join(
+        f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {why}" for why, who in ranks.items()
+    )
 
 
 def _free_space(target: Path) -> str:
@@ -156,6 +162,22 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: The file is missing or not a JSON object.
     """
     return read_json(checkpoint / MANIFEST)
+
+
+def stored_names(
+    checkpoint: Path, component: str, *, group: dist.ProcessGroup | None
+) -> frozenset[str]:
+    """Return the names of a component's tensors.
+
+    Raises:
+        CheckpointError: The metadata are missing, damaged or refused.
+    """
+
+    def names() -> frozenset[str]:
+        stored = read_metadata(checkpoint / component).state_dict_metadata
+        return frozenset(name for name, entry in stored.items() if is_tensor(entry))
+
+    return on_first_rank(names, group=group)
 
 
 def read_tensors(
@@ -187,7 +209,7 @@ def read_tensors(
     try:
         dcp.load(dict(into), storage_reader=readers[0], process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        raise CheckpointError(f"{folder} cannot be read: {_reasons(error)}") from error
+        raise CheckpointError(f"{folder}: {_reasons(error)}") from error
 
 
 def _check_match(
