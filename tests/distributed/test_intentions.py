@@ -341,7 +341,10 @@ def test_damage_is_passed_over_unless_asked_for(
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     assert [b.step for b in ranks.run(begin, job, world=1)] == [4]
-    for named in (["--checkpoint.load_step=6"], [elsewhere(damaged), "--job.dump_folder=other"]):
+    for named in (
+        ["--checkpoint.load_step=6"],
+        [elsewhere(damaged), f"--job.dump_folder={tmp_path / 'other'}"],
+    ):
         [message] = ranks.run(jobs.refusal, [*job, *named], world=1)
         assert "step-6, asked for by name, is damaged" in message
         assert "checksum" in message

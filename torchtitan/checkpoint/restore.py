@@ -83,6 +83,9 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
     source = start.source
     taken = [name for name in TAKEN[start.intention] if name not in start.exclude]
     patterns = Patterns(entry for entry in start.exclude if entry not in COMPONENTS)
+    if start.is_plain:
+        _restore_plain(state, source, patterns=patterns, group=group)
+        return
     manifest = storage.on_first_rank(lambda: storage.read_manifest(source), group=group)
     missing = [name for name in taken if name not in manifest["components"]]
     if missing:
@@ -111,6 +114,37 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
         )
     patterns.report()
     _report(start, taken=taken, step=manifest["step"])
+
+
+def _restore_plain(
+    state: RunState, folder: Path, *, patterns: Patterns, group: dist.ProcessGroup
+) -> None:
+    """Load the weights from a DCP folder of another writer, where other things may lie beside.
+
+    torchtitan 0.2 writes one folder a step: parameters by their names, all else below the name of
+    its component, much of it as pickles, which are never read.
+    """
+    tensors = storage.stored_names(folder.parent, folder.name, group=group)
+    beside: set[str] = set()
+
+    def leaves_out(name: str) -> bool:
+        if patterns.match(name):
+            return True
+        if name in tensors and name.partition(".")[0] not in COMPONENTS[1:]:
+            return False
+        beside.add(name)
+        return True
+
+    parameters = model_tensors(state.model)
+    wanted = {name: t for name, t in parameters.items() if not patterns.match(name)}
+    storage.read_tensors(
+        folder.parent, folder.name, into=wanted, group=group, leaves_out=leaves_out
+    )
+    patterns.report()
+    logger.info("Finetuning at step 0 from %s, of another writer, loaded: model", folder)
+    if beside:
+        shown = ", ".join(sorted(beside)[:8]) + (" ..." if len(beside) > 8 else "")
+        logger.info("Not read, as no parameters: %d entries: %s", len(beside), shown)
 
 
 def _restore_train_state(state: RunState, source: Path, *, group: dist.ProcessGroup) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.metadata import METADATA
 from torchtitan.config.schema import CheckpointConfig
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class Start:
     """Components and parameter patterns that are not loaded."""
     differences: tuple[str, ...] = ()
     """Settings that shape the training and are not those of the checkpoint."""
+    is_plain: bool = False
+    """Whether the source is a DCP folder of another writer, without our manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +77,16 @@ def choose_start(
     if settings.initial_load_path is not None:
         source = find_source(Path(settings.initial_load_path), settings=settings, group=group)
         intention: Intention = "finetune" if settings.initial_load_model_only else settings.mode
+        is_plain = storage.on_first_rank(lambda: _is_plain(source), group=group)
         if intention == "finetune":
-            return Start(source=source, intention=intention, exclude=settings.exclude_from_loading)
+            excluded = settings.exclude_from_loading
+            return Start(source=source, intention=intention, exclude=excluded, is_plain=is_plain)
+        if is_plain:
+            raise CheckpointError(
+                f"{source} has no {storage.MANIFEST}: another trainer wrote it, and its weights "
+                f"alone can be taken; write checkpoint.initial_load_model_only = true, with mode "
+                f'"finetune" or without a mode'
+            )
         return _start_from(settings, source, comparison=_compared(source, compare, group=group))
     if settings.mode == "continue":
         raise CheckpointError(
@@ -157,15 +168,24 @@ def _checked(source: Path, *, verify: bool, group: dist.ProcessGroup) -> Path:
     return source
 
 
+def _is_plain(path: Path) -> bool:
+    return (path / METADATA).is_file() and not (path / storage.MANIFEST).is_file()
+
+
 def find_source(path: Path, *, settings: CheckpointConfig, group: dist.ProcessGroup) -> Path:
-    """Return the step's folder that `path` means: itself, the newest in it, or the run's newest.
+    """Return the folder that `path` means: a step's, which is itself, the newest in it or the run's
+    newest, or a DCP folder of another writer.
 
     Raises:
         CheckpointError: There is no whole checkpoint, or the step that was named is damaged.
     """
     verify = settings.verify_on_load
-    if storage.on_first_rank((path / storage.MANIFEST).is_file, group=group):
-        return _checked(path, verify=verify, group=group)
+    for step in (path, path.parent) if path.name == "model" else (path,):
+        if storage.on_first_rank((step / storage.MANIFEST).is_file, group=group):
+            return _checked(step, verify=verify, group=group)
+    if storage.on_first_rank(lambda: _is_plain(path), group=group):
+        logger.info("%s cannot be verified: it has no checksums", path)
+        return path
     for folder in (path, path / settings.folder):
         newest = _newest(folder, verify=verify, group=group)
         if newest is not None:

@@ -1,0 +1,158 @@
+"""Weights of torchtitan 0.2, and of any other writer of plain DCP folders, as a beginning."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from torchtitan.checkpoint.state import model_tensors
+from torchtitan.models import MODELS
+from torchtitan.models.decoder import Decoder
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Command:
+    """A pickle of this runs a command."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch was_run",)
+
+
+def weights() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    model = Decoder(MODELS["llama3"].flavors["tiny"])
+    return {name: torch.randn_like(p) for name, p in model.named_parameters()}
+
+
+def everything() -> dict[str, Any]:
+    """What torchtitan 0.2 hands to DCP: parameters on top, the rest below its component."""
+    state = {f"{name}.exp_avg": torch.zeros_like(t) for name, t in weights().items()}
+    return {
+        **weights(),
+        "optimizer": {"state": state, "param_groups": {"norm.weight.lr": 1e-3}},
+        "lr_scheduler": {"last_epoch": 7},
+        "dataloader": {"dp_rank_0": b"a pickle", "world_size": 1},
+        "train_state": Command(),
+    }
+
+
+def write(folder: Path, state: dict[str, Any]) -> Path:
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    return folder
+
+
+def job_from(folder: Path, source: Path, *options: str) -> list[str]:
+    path = f"--checkpoint.initial_load_path={source}"
+    return [*jobs.write_job(folder), path, *options]
+
+
+def begin(job: list[str]) -> tuple[dict[str, Tensor], int]:
+    run = jobs.start(job)
+    return {n: jobs.full(t) for n, t in model_tensors(run.model).items()}, run.progress.step
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("content", [everything, weights])
+def test_the_weights_of_another_writer_are_a_beginning(
+    content: Callable[[], dict[str, Any]],
+    world: int,
+    ranks: RankPool,
+    tmp_path: Path,
+) -> None:
+    source = write(tmp_path / "theirs" / "step-7", content())
+    expected = weights()
+    job = job_from(tmp_path, source, "--checkpoint.mode=finetune")
+    for model, step in ranks.run(begin, job, world=world):
+        assert step == 0
+        assert model.keys() == expected.keys()
+        assert all(torch.equal(model[name], expected[name]) for name in expected)
+    lines = ranks.run(jobs.logged, job, world=world)[0]
+    assert lines.count(f"{source} cannot be verified: it has no checksums") == 1
+    beside = [line for line in lines if line.startswith("Not read, as no parameters:")]
+    if content is weights:
+        assert beside == []
+    else:
+        # one for each parameter's state, its group's lr, and the four of the others
+        assert beside[0].startswith(f"Not read, as no parameters: {len(expected) + 5} entries: ")
+        assert "dataloader.dp_rank_0" in beside[0]
+
+
+def test_pickles_that_lie_beside_are_never_run(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = write(tmp_path / "step-7", everything())
+    here = ranks.run(os.getcwd, world=1)[0]
+    ran = [Path("was_run"), Path(here) / "was_run"]
+    assert not any(path.exists() for path in ran)
+    assert ranks.run(jobs.refusal, job_from(tmp_path, source), world=1) == ["no error"]
+    assert not any(path.exists() for path in ran)
+    payload = next(source.glob("*.distcp")).read_bytes()
+    assert b"touch was_run" in payload  # the attack is there
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda state: state.pop("norm.weight"), "1 missing: 'norm.weight'"),
+        (lambda state: state.update(extra=torch.ones(1)), "1 unexpected: 'extra'"),
+        (lambda state: state.update({"norm.weight": torch.ones(1)}), "'norm.weight' has shape [1]"),
+        (lambda state: state.update({"norm.weight": "text"}), "'norm.weight' is raw bytes"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    change: Callable[[dict[str, Any]], Any], said: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    state = everything()
+    change(state)
+    source = write(tmp_path / "step-7", state)
+    for message in ranks.run(jobs.refusal, job_from(tmp_path, source), world=2):
+        assert said in message
+    pattern = '--checkpoint.exclude_from_loading=["norm.weight", "extra*"]'
+    if "raw bytes" not in said:
+        state["extras"] = torch.ones(1)  # both patterns stand for something
+        state.setdefault("norm.weight", torch.ones(1))
+        source = write(tmp_path / "again", state)
+        job = job_from(tmp_path, source, pattern)
+        assert ranks.run(jobs.refusal, job, world=1) == ["no error"]
+
+
+@pytest.mark.parametrize("mode", ["recover", "continue"])
+def test_more_than_weights_is_refused_with_what_to_do(
+    mode: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "step-7", everything())
+    options = [f"--checkpoint.mode={mode}", "--checkpoint.initial_load_model_only=false"]
+    for message in ranks.run(jobs.refusal, job_from(tmp_path, source, *options), world=2):
+        assert f"{source} has no manifest.json: another trainer wrote it" in message
+        assert "write checkpoint.initial_load_model_only = true" in message
+
+
+def test_the_model_folder_of_an_own_step(ranks: RankPool, tmp_path: Path) -> None:
+    """In its step it is verified, alone it is a plain folder."""
+    saved = jobs.write_job(tmp_path, name="saved")
+    [result] = ranks.run(jobs.train, [*saved, "--training.steps=1"], world=1)
+    inside = tmp_path / "saved" / "checkpoint" / "step-1" / "model"
+    alone = Path(shutil.copytree(inside, tmp_path / "alone"))
+    for source in (inside, alone):
+        job = job_from(tmp_path, source)
+        [(model, step)] = ranks.run(begin, job, world=1)
+        assert step == 0
+        assert all(torch.equal(model[name], result.final[name]) for name in model)
+    file = next(inside.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    [message] = ranks.run(jobs.refusal, job_from(tmp_path, inside), world=1)
+    assert "step-1, asked for by name, is damaged" in message
