@@ -24,7 +24,7 @@ from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_name, device_type, local_device, peak_flops
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.lock import lock_folder
-from torchtitan.checkpoint.manager import CheckpointManager, build_group
+from torchtitan.checkpoint.manager import CheckpointManager, build_group, check_staging
 from torchtitan.checkpoint.restore import restore
 from torchtitan.checkpoint.start import Comparison, Start, choose_start, refuse_differences
 from torchtitan.checkpoint.state import Progress, RunState
@@ -65,8 +65,8 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     )
     tokens_per_step = training.local_batch_size * dims.dp * accumulation * training.seq_len
     spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
+    check_staging(config.checkpoint, device_type=device_type())
     group = build_group() if config.checkpoint.enable else None
-    lock_folder(Path(config.job.dump_folder))
     start = find_start(config, dims=dims, group=group)
     device = prepare_device(config.debug, local_rank=launch.local_rank)
     log_job(config, architecture=architecture, dims=dims, device=device)
@@ -133,14 +133,15 @@ def find_model(name: str, *, flavor: str) -> tuple[ModelSpec, DecoderConfig]:
 def find_start(
     config: Config, *, dims: ParallelDims, group: dist.ProcessGroup | None
 ) -> Start | None:
-    """Find what the run starts from, and refuse the results of another job; None: from nothing.
+    """Take the folder, find what the run starts from (None: nothing); refuse another job's results.
 
     Raises:
-        CheckpointError: Lists the settings that differ from those of the checkpoint, or of the
-            results where there is no checkpoint.
+        CheckpointError: Another run writes there; or settings differ from those of the checkpoint,
+            or of the results where there is no checkpoint.
     """
     now = Job(config=config, dp=dims.dp)
     root = Path(config.job.dump_folder)
+    lock_folder(root)
     folder = root / config.checkpoint.folder
     start = None
     if group is not None:

@@ -107,3 +107,9 @@ def test_a_failed_background_save_stops_all_ranks_at_the_same_step(
     answers = ranks.run(fail_in_the_background, job, world=2)
     assert answers[0] == answers[1]
     assert answers[0][0].endswith("the disk is gone")
+
+
+def test_page_locked_staging_is_refused_on_a_cpu(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*jobs.write_job(tmp_path), "--checkpoint.async_mode=async_with_pinned_mem"]
+    for message in ranks.run(jobs.refusal, job, world=2):
+        assert message.endswith('write "async"')

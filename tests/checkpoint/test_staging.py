@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.distributed.rank_pool import RankPool
+from torchtitan.base.errors import ConfigError
+from torchtitan.checkpoint import staging
+from torchtitan.checkpoint.manager import check_staging
 from torchtitan.checkpoint.staging import Staging
 from torchtitan.checkpoint.storage import Component
+from torchtitan.config.schema import CheckpointConfig
 
 
 def stage_twice() -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     mesh = init_device_mesh("cpu", (2,))
     sharded = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
     tensors = {"plain": torch.arange(3), "sharded": sharded}
-    staging = Staging()
+    stage = Staging()
     found = []
     for step in range(2):
         before = {name: t.clone() for name, t in tensors.items()}
-        copy = staging.copy({"model": Component(tensors=tensors, state={"step": step})})["model"]
+        copy = stage.copy({"model": Component(tensors=tensors, state={"step": step})})["model"]
         for t in tensors.values():
             t += 7  # training goes on
         assert copy.state == {"step": step}
@@ -41,8 +47,100 @@ def test_a_copy_keeps_what_training_changes_in_memory_that_is_kept(ranks: RankPo
 
 
 def test_another_shape_gets_other_memory() -> None:
-    staging = Staging()
+    stage = Staging()
     for tensor in (torch.ones(3), torch.ones(4), torch.ones(4, dtype=torch.int32)):
-        copy = staging.copy({"model": Component(tensors={"a": tensor})})["model"].tensors["a"]
+        copy = stage.copy({"model": Component(tensors={"a": tensor})})["model"].tensors["a"]
         assert copy.dtype == tensor.dtype
         assert torch.equal(copy, tensor)
+
+
+def test_copies_from_a_gpu_are_finished_once_and_before_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a stand-in for the GPU, whose copies are done only when they are waited for."""
+    begun: list[tuple[torch.Tensor, torch.Tensor]] = []
+    waits: list[int] = []
+
+    class Remote(torch.Tensor):
+        """A tensor that is copied from late."""
+
+    class Buffer(torch.Tensor):
+        """Page-locked memory."""
+
+        def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+            assert non_blocking
+            begun.append((self, other))
+            return self
+
+    def finish() -> None:
+        waits.append(len(begun))
+        for buffer, source in begun:
+            buffer.as_subclass(torch.Tensor).copy_(source.as_subclass(torch.Tensor))
+        begun.clear()
+
+    monkeypatch.setattr(staging, "_is_on_gpu", lambda t: isinstance(t, Remote))
+    monkeypatch.setattr(
+        staging, "_pinned_like", lambda t: torch.full_like(t, -1.0).as_subclass(Buffer)
+    )
+    monkeypatch.setattr(staging, "_finish_copies", finish)
+    tensors = {name: torch.rand(3).as_subclass(Remote) for name in "ab"}
+    tensors["on the host"] = torch.rand(2)
+    stage = Staging(pinned=True)
+    addresses = []
+    for _ in range(2):
+        copy = stage.copy({"model": Component(tensors=tensors)})["model"].tensors
+        for name, t in tensors.items():
+            assert torch.equal(copy[name].as_subclass(torch.Tensor), t.as_subclass(torch.Tensor))
+            t.mul_(2)
+        addresses.append([t.data_ptr() for t in copy.values()])
+    assert waits == [2, 2]
+    assert addresses[0] == addresses[1]
+
+
+def empty_like_elsewhere() -> tuple[bool, bool, list[int]]:
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
+    like = torch.empty_like(sharded, device="meta")
+    assert isinstance(like, DTensor)
+    return like.to_local().is_meta, like.placements == sharded.placements, list(like.shape)
+
+
+def test_memory_like_a_sharded_tensor_may_lie_on_another_device(ranks: RankPool) -> None:
+    """What page-locked memory for a GPU's shards is made by: the options reach the local part."""
+    assert ranks.run(empty_like_elsewhere, world=2) == [(True, True, [5])] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_page_locked_copies_of_a_gpu(tmp_path_factory: pytest.TempPathFactory) -> None:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        sharded = distribute_tensor(torch.rand(1 << 20, device="cuda"), mesh, [Shard(0)])
+        tensors = {"plain": torch.rand(1 << 20, device="cuda"), "sharded": sharded}
+        stage = Staging(pinned=True)
+        addresses = []
+        for _ in range(2):
+            before = {name: t.clone() for name, t in tensors.items()}
+            copy = stage.copy({"model": Component(tensors=tensors)})["model"].tensors
+            for t in tensors.values():
+                t += 7  # training goes on
+            for name, then in before.items():
+                local, expected = (
+                    t.to_local() if isinstance(t, DTensor) else t for t in (copy[name], then)
+                )
+                assert isinstance(copy[name], DTensor) == (name == "sharded")
+                assert local.is_pinned()
+                assert torch.equal(local, expected.cpu())
+                addresses.append(local.data_ptr())
+        assert addresses[:2] == addresses[2:]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_page_locked_memory_without_a_gpu_is_refused() -> None:
+    pinned = CheckpointConfig(enable=True, async_mode="async_with_pinned_mem")
+    with pytest.raises(ConfigError, match='this job computes on cpu; write "async"'):
+        check_staging(pinned, device_type="cpu")
+    check_staging(pinned, device_type="cuda")
+    check_staging(CheckpointConfig(enable=True, async_mode="async"), device_type="cpu")

@@ -1,8 +1,9 @@
 """When to save, and what to keep.
 
-A save runs in the loop (`disabled`) or, once a copy of the state is made, in a thread (`async`)
-that talks over a process group of its own. One save is in flight at most, and older checkpoints are
-removed only after the new one is committed."""
+A save runs in the loop (`disabled`) or, once a copy of the state is made, in a thread (`async`, and
+`async_with_pinned_mem` by another way of copying) that talks over a process group of its own. One
+save is in flight at most, and older checkpoints are removed only after the new one is committed.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.staging import Staging
 from torchtitan.checkpoint.state import RunState
@@ -23,12 +25,26 @@ from torchtitan.config.schema import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 SAVE_TIMEOUT = timedelta(hours=1)
+PINNED = "async_with_pinned_mem"
 EXPORT = "export"  # inside the folder, where no name of a step can meet it
 
 
 def build_group() -> dist.ProcessGroup:
     """Build the group over which ranks talk of checkpoints, also while others train."""
     return dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
+
+
+def check_staging(settings: CheckpointConfig, *, device_type: str) -> None:
+    """Refuse page-locked memory where there is no GPU to copy from.
+
+    Raises:
+        ConfigError: Says what to write.
+    """
+    if settings.enable and settings.async_mode == PINNED and device_type != "cuda":
+        raise ConfigError(
+            f'checkpoint.async_mode = "{PINNED}" copies from a GPU, and this job computes on '
+            f'{device_type}; write "async"'
+        )
 
 
 class CheckpointManager:
@@ -55,7 +71,7 @@ class CheckpointManager:
         if settings.async_mode != "disabled":
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._staging = Staging()
+        self._staging = Staging(pinned=settings.async_mode == PINNED)
 
     def save_if_due(self, *, last: bool, now: bool = False) -> bool:
         """Save where the cadence, the end of the run or `now` asks for it; tell whether it did.

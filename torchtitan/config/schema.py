@@ -217,8 +217,9 @@ class CheckpointConfig:
     last_save_model_only: bool = False
     """Beside the last checkpoint, which is a full one, write its weights alone to export/step-N
     inside folder."""
-    async_mode: Literal["disabled", "async"] = "disabled"
-    """disabled: training waits for the files. async: it waits for a copy in memory alone."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """disabled: training waits for the files. async: it waits for a copy in memory alone.
+    async_with_pinned_mem: the same from GPUs, into page-locked memory."""
     keep_latest_k: NonNegativeInt = 10
     """Whole checkpoints to keep, older ones are deleted; 0 keeps all."""
     load_step: int = -1

@@ -253,9 +253,6 @@ _C4 = (
 # Values of built keys that torchtitan knows and that are not built.
 UNBUILT_VALUES: dict[Path, dict[object, str]] = {
     ("training", "dataset"): {"c4": _C4, "c4_test": _C4, "c4_validation": _C4},
-    ("checkpoint", "async_mode"): {
-        "async_with_pinned_mem": 'pinned staging is not built yet; write "async" or "disabled"'
-    },
     ("activation_checkpoint", "mode"): {"memory_budget": _RECOMPUTE},
     ("activation_checkpoint", "selective_ac_option"): {
         "op": 'selection by operator is not built yet; write a number, "2" is every second block'
