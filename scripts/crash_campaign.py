@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))  # works without being installed
 
 from torchtitan.checkpoint.storage import find_steps
 
-JOB = """
+TINY = """
 [model]
 flavor = "tiny"
 tokenizer_path = "byte"
@@ -42,17 +42,18 @@ dataset = "synthetic_masked"
 seq_len = 32
 local_batch_size = 2
 global_batch_size = 8
-steps = {steps}
+steps = 20
 mixed_precision_param = "float32"
 [lr_scheduler]
-total_steps = 1000000
+warmup_steps = 5
+total_steps = 20
+[activation_checkpoint]
+mode = "none"
 [metrics]
 log_freq = 1
 [checkpoint]
 enable = true
-interval = 2
-keep_latest_k = {keep}
-async_mode = "{mode}"
+interval = 100
 """
 KEEP = 3
 VARIANTS = [(1, "disabled"), (2, "disabled"), (1, "async"), (2, "async")]
@@ -79,8 +80,11 @@ class Run:
         """Start every rank; their output goes to a file each."""
         self.folder.mkdir(parents=True, exist_ok=True)
         config = self.folder / "job.toml"
-        config.write_text(JOB.format(steps=steps, keep=KEEP, mode=self.mode))
+        config.write_text(TINY)
         command = [sys.executable, "-m", "torchtitan.train", f"--job.config_file={config}"]
+        command += [f"--training.steps={steps}", "--lr_scheduler.total_steps=1000000"]
+        command += ["--checkpoint.interval=2", f"--checkpoint.keep_latest_k={KEEP}"]
+        command += [f"--checkpoint.async_mode={self.mode}"]
         command += [f"--job.dump_folder={self.folder / 'run'}", "--comm.init_timeout_seconds=60"]
         command += [f"--training.dataset_cache={self.folder.parent / 'cache'}"]
         port = _free_port()

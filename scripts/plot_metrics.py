@@ -2,8 +2,9 @@
 
     python scripts/plot_metrics.py outputs/a outputs/b --out metrics.png
 
-A run is its folder (or its metrics.jsonl). TensorBoard shows the same, and more; a picture is what
-one puts into a report, and it needs no server and works where only a shell does.
+The suffix of --out says the format: png, svg, pdf or jpg. A run is its folder (or its
+metrics.jsonl). TensorBoard shows the same, and more; a picture is what one puts into a report, and
+it needs no server and works where only a shell does.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+FORMATS = (".png", ".svg", ".pdf", ".jpg")
 # figure of a row -> label of its axis
 PANELS: Mapping[str, str] = {
     "loss": "loss",
@@ -41,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("metrics.png"), help="picture to write")
     options = parser.parse_args(argv)
     try:
+        _check_format(options.out)
         runs = {label: _rows(run) for label, run in _labels(options.runs).items()}
         figure = draw(runs)
         _save(figure, out=options.out)
@@ -98,10 +101,18 @@ def _dress(axes: Axes, *, label: str) -> None:
         axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
+def _check_format(out: Path) -> None:
+    if out.suffix.lower() not in FORMATS and not out.is_dir():
+        raise ConfigError(
+            f"--out must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, got {out}; "
+            f"try {out.with_suffix('.png')}"
+        )
+
+
 def _save(figure: Figure, *, out: Path) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, format="png")
+        figure.savefig(out, format=out.suffix.lower().removeprefix(".") or "png")
     except OSError as error:
         raise ConfigError(
             f"--out must be a file that can be written, got {out} ({error.strerror}); name another"

@@ -12,6 +12,14 @@ FILES = '[training]\ndataset = "files"\n'
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        *(
+            (
+                f'[job]\nsave_config_file = "{path}"',
+                f'[job] save_config_file = "{path}": must be a file inside dump_folder, got '
+                f'"{path}"; write a name alone, as "job.toml"',
+            )
+            for path in ("/etc/passwd", "../job.toml", "a/../../job.toml", "..", ".", "a/..")
+        ),
         (
             '[training]\ndataset = "files"',
             '[training] dataset = "files": needs dataset_path, the files to read',
@@ -152,6 +160,7 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        '[job]\nsave_config_file = "a/../configs/job.toml"',
         FILES + 'dataset_path = ["a", "b"]\ndataset_weights = [1.0, 2.0]',
         FILES + 'dataset_path = ["a", "b"]',
         "[training]\nglobal_batch_size = 16\nlocal_batch_size = 8",

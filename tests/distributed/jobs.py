@@ -15,35 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from scripts.crash_campaign import TINY
 from torchtitan.assemble import assemble
 from torchtitan.base.errors import UserError
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.config.load import load_config
 from torchtitan.mesh.process_group import Launch
 from torchtitan.trainer import Run, Trainer
-
-TINY = """
-[model]
-flavor = "tiny"
-tokenizer_path = "byte"
-[training]
-dataset = "synthetic_masked"
-seq_len = 32
-local_batch_size = 2
-global_batch_size = 8
-steps = 20
-mixed_precision_param = "float32"
-[lr_scheduler]
-warmup_steps = 5
-total_steps = 20
-[activation_checkpoint]
-mode = "none"
-[metrics]
-log_freq = 1
-[checkpoint]
-enable = true
-interval = 100
-"""
 
 FSDP: tuple[str, ...] = ()
 DDP = (

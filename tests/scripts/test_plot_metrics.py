@@ -69,6 +69,31 @@ def test_writes_a_png(plot: ModuleType, tmp_path: Path, capsys: pytest.CaptureFi
     assert "a (3 rows), b (1 rows)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "magic"),
+    [("a.svg", b"<?xml"), ("a.pdf", b"%PDF-"), ("a.JPG", b"\xff\xd8\xff"), ("a.png", b"\x89PNG")],
+)
+def test_the_suffix_says_the_format(
+    name: str, magic: bytes, plot: ModuleType, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert plot.main([str(_run(tmp_path / "run")), "--out", str(tmp_path / name)]) == 0
+    assert (tmp_path / name).read_bytes().startswith(magic)
+
+
+@pytest.mark.parametrize(("name", "try_"), [("a.bmp", "a.png"), ("a", "a.png"), ("..x", "..png")])
+def test_another_suffix_is_refused(
+    name: str, try_: str, plot: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plot.main([str(_run(tmp_path / "run")), "--out", str(tmp_path / name)]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        f"error: --out must end in .png, .svg, .pdf or .jpg, got {tmp_path / name}; "
+        f"try {tmp_path / try_}\n"
+    )
+    assert not (tmp_path / name).exists()
+
+
 def test_runs_of_one_name_are_told_apart(plot: ModuleType, tmp_path: Path) -> None:
     folders = [tmp_path / "x" / "outputs", tmp_path / "y" / "outputs"]
     assert list(plot._labels(folders)) == ["x/outputs", "y/outputs"]

@@ -7,6 +7,7 @@ model's sizes is checked at assembly.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ class Broken:
 
 def broken_rules(config: Config) -> Iterator[Broken]:
     """Check every rule."""
+    yield from _job(config)
     yield from _data(config)
     yield from _batch(config)
     yield from _workers(config)
@@ -30,6 +32,18 @@ def broken_rules(config: Config) -> Iterator[Broken]:
     yield from _degrees(config)
     yield from _checkpoint(config)
     yield from _debug(config)
+
+
+def _job(config: Config) -> Iterator[Broken]:
+    name = config.job.save_config_file
+    if name is None:
+        return
+    inside = os.path.normpath(name)  # as text: the folder need not be there yet
+    if os.path.isabs(name) or inside == "." or inside.split(os.sep)[0] == "..":
+        yield Broken(
+            ("job.save_config_file",),
+            f'must be a file inside dump_folder, got "{name}"; write a name alone, as "job.toml"',
+        )
 
 
 def _data(config: Config) -> Iterator[Broken]:
