@@ -211,6 +211,7 @@ def flip_the_end(path: Path) -> None:
     [
         ("__0_0.distcp", halve, "RuntimeError: PytorchStreamReader failed"),
         ("__0_0.distcp", flip_the_end, "RuntimeError: PytorchStreamReader failed"),
+        ("__0_0.distcp", lambda path: os.truncate(path, 0), "it ends too early"),
         ("__0_0.distcp", Path.unlink, "FileNotFoundError: No such file or directory"),
         (".metadata", halve, "UnpicklingError: pickle data was truncated"),
         (".metadata", Path.unlink, "FileNotFoundError: No such file or directory"),
@@ -233,6 +234,7 @@ def test_damage_is_said_in_one_line_on_all_ranks(
         assert "Traceback" not in answer
         assert "frame #" not in answer
         assert answer.count(str(file)) == 1
+        assert len(answer) < 250 + 2 * len(str(file))
 
 
 def test_a_key_that_is_not_there_is_named(tmp_path: Path) -> None:

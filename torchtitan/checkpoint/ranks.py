@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchtitan.base.errors import CheckpointError
 
 T = TypeVar("T")
-_LONGEST_REASON = 300
+_LONGEST_REASON = 160
 _EXPECTED = (OSError, ValueError, CheckpointError)
 
 
@@ -23,7 +23,10 @@ def reason(error: BaseException) -> str:
         return str(error)
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no reason'}"[:_LONGEST_REASON]
+    if not lines:
+        return "it ends too early" if isinstance(error, EOFError) else type(error).__name__
+    line = f"{type(error).__name__}: {lines[0]}"
+    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."
 
 
 def on_first_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
