@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan import trainer
+from torchtitan import assemble
 from torchtitan.models import MODELS
 from torchtitan.optim.loss import count_valid
 from torchtitan.parallel import apply
@@ -100,16 +100,16 @@ def train_with_averaged_gradients(job: list[str]) -> jobs.Result:
 
 def train_on_a_mean_of_means(job: list[str]) -> jobs.Result:
     """Plant another: each microbatch's mean weighs the same, however few its valid tokens."""
-    correct = trainer.cross_entropy_sum
+    correct = assemble.cross_entropy_sum
 
     def mean(logits: Tensor, labels: Tensor) -> Tensor:
         return correct(logits, labels) / count_valid(labels).clamp(min=1) * labels.numel() / 2
 
-    trainer.cross_entropy_sum = mean
+    assemble.cross_entropy_sum = mean
     try:
         return jobs.train(job)
     finally:
-        trainer.cross_entropy_sum = correct
+        assemble.cross_entropy_sum = correct
 
 
 @pytest.mark.parametrize("bug", [train_with_averaged_gradients, train_on_a_mean_of_means])
