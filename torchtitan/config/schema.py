@@ -21,6 +21,11 @@ def _in_a_list(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
+def _number_in_a_list(value: object) -> object:
+    """Let one plain number stand for a list of one."""
+    return (value,) if isinstance(value, (float, int)) else value
+
+
 Text = Annotated[str, Field(min_length=1)]
 Degree = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -28,7 +33,9 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 FinitePositive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 FiniteNonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Strings = Annotated[tuple[Text, ...], Field(strict=False), BeforeValidator(_in_a_list)]
-Weights = Annotated[tuple[FinitePositive, ...], Field(strict=False)]
+Weights = Annotated[
+    tuple[FinitePositive, ...], Field(strict=False), BeforeValidator(_number_in_a_list)
+]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
