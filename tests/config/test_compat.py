@@ -225,6 +225,13 @@ def test_what_shapes_a_feature_that_is_off_loads_with_a_notice(
     assert any(f"has no effect, {known.switch} is off" in text for text in caplog.messages)
 
 
+def test_one_notice_a_feature_that_is_off(jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
+    jobs.load("[validation]\nfreq = 7\nsteps = 3")
+    [notice] = caplog.messages
+    assert notice.startswith("job.toml: [validation] freq = 7; job.toml: [validation] steps = 3: ")
+    assert "have no effect, validation.enable is off" in notice
+
+
 def test_the_switches_themselves_are_refused() -> None:
     """So that no key behind one can ever be meant and do nothing."""
     behind = {known.switch for known in UNBUILT.values() if known.switch}

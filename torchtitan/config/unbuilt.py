@@ -8,6 +8,7 @@ write instead. Building a feature means moving its keys from here into `schema.p
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from torchtitan.config.fields import fields
@@ -260,11 +261,16 @@ def without_unbuilt(settings: Layer) -> tuple[Layer, list[str]]:
 
 
 def notices(settings: Layer) -> list[str]:
-    """Name the keys that shape a feature which is switched off, and not built."""
+    """Name the keys that shape a feature which is switched off, and not built; a line a feature."""
+    without_effect: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for path, setting in settings.items():
+        known = UNBUILT.get(path)
+        if known and known.switch and not _is_harmless(setting, known):
+            without_effect[known.switch, known.instead].append(setting.where())
     return [
-        f"{setting.where()}: has no effect, {known.switch} is off ({known.instead})"
-        for path, setting in settings.items()
-        if (known := UNBUILT.get(path)) and known.switch and not _is_harmless(setting, known)
+        f"{'; '.join(places)}: {'has' if len(places) == 1 else 'have'} no effect, {switch} is off "
+        f"({instead})"
+        for (switch, instead), places in without_effect.items()
     ]
 
 
