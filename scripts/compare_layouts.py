@@ -15,13 +15,13 @@ Exit code 0 the same training in all of them, 1 a layout diverges or fails, 2 a 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 from scripts.layouts.gaps import (
     TOLERANCES,
     WEIGHTS_TOLERANCE,
-    Divergence,
-    WeightGap,
     compare_rows,
     compare_weights,
     first_unequal,
 )
 from scripts.layouts.launch import Outcome, launch, settings_of_all
+from scripts.layouts.report import Verdict, show_steps, show_table, write_json
 from scripts.layouts.words import Layout, fit_local_batch, option_key, parse_layout
 from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.config.load import load_config
@@ -53,49 +52,6 @@ class Plan:
     layout: Layout
     arguments: tuple[str, ...]
     refusal: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """How one layout compares with the reference."""
-
-    layout: str
-    world_size: int
-    seconds: float
-    problem: str = ""
-    """Why there is nothing to compare."""
-    initial: str = ""
-    """The first initial weight that is not equal bit for bit."""
-    steps: Divergence | None = None
-    weights: WeightGap | None = None
-    weights_tolerance: float = WEIGHTS_TOLERANCE
-
-    @property
-    def complaints(self) -> list[str]:
-        """Say all that is wrong; empty where it is the same training."""
-        found = [self.problem] if self.problem else []
-        if self.initial:
-            found.append(f"initial weights: {self.initial}")
-        if self.steps is not None and self.steps.is_found:
-            found.append(str(self.steps))
-        if self.weights is not None and self.weights.largest > self.weights_tolerance:
-            found.append(
-                f"final weights, most of all {self.weights.name}, by {self.weights.largest:.2g} "
-                f"(tolerance {self.weights_tolerance:g})"
-            )
-        return found
-
-    def summary(self) -> str:
-        """Say it in a few words."""
-        if self.problem:
-            return "FAILED"
-        if self.initial:
-            return "DIVERGES at the initial weights"
-        first = self.steps.first if self.steps is not None else None
-        if first is not None:
-            step, size = first.beyond[0]
-            return f"DIVERGES at step {step}: {first.figure} by {size:.2g}"
-        return "DIVERGES: see below" if self.complaints else "same"
 
 
 def make_plan(layout: Layout, *, common: Sequence[str], global_batch_size: int) -> Plan:
@@ -155,115 +111,77 @@ def run_plan(plan: Plan, *, label: str, folder: Path, options: argparse.Namespac
     head = f"{label}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
     if plan.refusal:
         return Outcome(folder=folder, seconds=0.0, rows=[], problem=plan.refusal)
-    with_end = progress(head, num_steps=options.steps)
     outcome = launch(
         plan.arguments,
         world_size=ranks,
         folder=folder,
         timeout_s=options.timeout,
-        on_wait=with_end,
+        on_wait=progress(head, num_steps=options.steps),
     )
-    say(f"\r{head}: {'failed' if outcome.problem else 'trained'}, {outcome.seconds:.0f} s")
+    clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+    say(f"{clear}{head}: {'failed' if outcome.problem else 'trained'}, {outcome.seconds:.0f} s")
     return outcome
 
 
-def compare_outcome(
-    plan: Plan, outcome: Outcome, reference: Outcome, options: argparse.Namespace
-) -> Verdict:
+def judge(plan: Plan, outcome: Outcome, reference: Outcome, options: argparse.Namespace) -> Verdict:
     """Compare what a layout left with what the reference left."""
-    known: dict[str, Any] = {
-        "layout": plan.layout.name,
-        "world_size": plan.layout.world_size,
-        "seconds": outcome.seconds,
-        "weights_tolerance": options.weights_tolerance,
-    }
-    if reference.problem:
-        return Verdict(**known, problem="the reference failed: nothing to compare with")
-    if outcome.problem:
-        return Verdict(**known, problem=outcome.problem)
-    tolerances = {
-        **TOLERANCES,
-        "loss": options.loss_tolerance,
-        "grad_norm": options.grad_norm_tolerance,
-    }
-    return Verdict(
-        **known,
-        initial=first_unequal(reference.weights(0), outcome.weights(0)),
-        steps=compare_rows(reference.rows, outcome.rows, tolerances=tolerances),
-        weights=compare_weights(reference.weights(options.steps), outcome.weights(options.steps)),
+    verdict = Verdict(
+        layout=plan.layout.name,
+        world_size=plan.layout.world_size,
+        seconds=outcome.seconds,
+        is_reference=outcome is reference,
+        problem=outcome.problem,
+        rows=outcome.rows,
+    )
+    if outcome is reference or outcome.problem:
+        return verdict
+    return replace(
+        verdict,
+        unequal=first_unequal(reference.initial_weights(), outcome.initial_weights()),
+        steps=compare_rows(
+            reference.rows,
+            outcome.rows,
+            tolerances={
+                **TOLERANCES,
+                "loss": options.loss_tolerance,
+                "grad_norm": options.grad_norm_tolerance,
+            },
+        ),
+        weights=compare_weights(reference.final_weights(), outcome.final_weights()),
+        weights_tolerance=options.weights_tolerance,
     )
 
 
 def compare(
-    plans: Sequence[Plan], *, clipping: Sequence[str], folder: Path, options: argparse.Namespace
+    plans: Sequence[Plan], *, max_norm: float, folder: Path, options: argparse.Namespace
 ) -> list[Verdict]:
-    """Launch all layouts under one clipping, print the table, and return the verdicts."""
+    """Launch all layouts, print how they compare, and return the verdicts.
+
+    Nothing more is launched once the reference has failed.
+    """
     reference: Outcome | None = None
-    verdicts = []
-    for number, plan in enumerate(plans):
-        plan = _checked(plan.layout, (*plan.arguments, *clipping))
-        label = f"[{number + 1}/{len(plans)}] {plan.layout.name}"
-        if reference is not None and reference.problem:
-            outcome = reference
-        else:
-            outcome = run_plan(plan, label=label, folder=folder / str(number), options=options)
-        if reference is None:
-            reference = outcome
-            _show_reference(plan, outcome, options)
-        else:
-            verdicts.append(compare_outcome(plan, outcome, reference, options))
+    verdicts: list[Verdict] = []
+    for number, plan in enumerate(plans, start=1):
+        label = f"[{number}/{len(plans)}] {plan.layout.name}"
+        plan = replace(plan, arguments=(*plan.arguments, f"--training.max_norm={max_norm}"))
+        outcome = run_plan(plan, label=label, folder=folder / str(number), options=options)
+        reference = reference or outcome
+        verdicts.append(judge(plan, outcome, reference, options))
+        if reference.problem:
+            say("the reference failed: the other layouts are not trained")
+            break
         if options.verbose and outcome.rows:
-            _show_rows(plan.layout.name, outcome, reference)
+            show_steps(plan.layout.name, outcome.rows, reference_rows=reference.rows)
     if reference is not None and not reference.problem:
-        _show_table(verdicts)
+        moved = compare_weights(reference.initial_weights(), reference.final_weights())
+        clipped = sum(row["grad_norm"] > max_norm for row in reference.rows)
+        print(
+            f"reference: loss {reference.rows[0]['loss']:.5f} to {reference.rows[-1]['loss']:.5f}, "
+            f"weights moved by up to {moved.largest:.2g}, {clipped} of {len(reference.rows)} steps "
+            f"clipped (max_norm {max_norm:g})"
+        )
+    show_table(verdicts)
     return verdicts
-
-
-def _show_reference(plan: Plan, outcome: Outcome, options: argparse.Namespace) -> None:
-    if outcome.problem:
-        print(f"the reference, {plan.layout.name}, {outcome.problem}")
-        return
-    moved = compare_weights(outcome.weights(0), outcome.weights(options.steps))
-    [max_norm] = [word.partition("=")[2] for word in plan.arguments if "max_norm" in word][-1:]
-    clipped = sum(row["grad_norm"] > float(max_norm) for row in outcome.rows)
-    print(
-        f"reference: {plan.layout.name}; loss {outcome.rows[0]['loss']:.5f} to "
-        f"{outcome.rows[-1]['loss']:.5f}; weights moved by up to {moved.largest:.2g}; "
-        f"max_norm {max_norm} clipped {clipped} of {options.steps} steps"
-    )
-
-
-def _show_rows(name: str, outcome: Outcome, reference: Outcome) -> None:
-    theirs = {int(row["step"]): row for row in reference.rows}
-    print(f"{name}\n{'step':>6}{'loss':>18}{'relative':>10}{'grad_norm':>18}{'relative':>10}")
-    for row in outcome.rows:
-        step = int(row["step"])
-        cells = f"{step:>6}"
-        for figure in ("loss", "grad_norm"):
-            gaps = compare_rows([theirs[step]], [row], tolerances={figure: math.inf}).gaps
-            cells += f"{row[figure]:>18.10g}{gaps[figure].largest:>10.1e}"
-        print(cells)
-
-
-def _show_table(verdicts: Sequence[Verdict]) -> None:
-    width = max(len("layout"), *(len(each.layout) for each in verdicts))
-    print(f"{'layout':<{width}}{'ranks':>7}{'loss':>10}{'grad_norm':>11}{'weights':>10}  verdict")
-    for each in verdicts:
-        cells = ["-"] * 3
-        if each.steps is not None and each.weights is not None:
-            gaps = each.steps.gaps
-            sizes = (gaps["loss"].largest, gaps["grad_norm"].largest, each.weights.largest)
-            cells = [f"{size:.1e}" for size in sizes]
-        loss, norm, weights = cells
-        figures = f"{each.world_size:>7}{loss:>10}{norm:>11}{weights:>10}"
-        print(f"{each.layout:<{width}}{figures}  {each.summary()}")
-    print(
-        "Largest relative differences: of figures over all steps; of final weights in any tensor, "
-        "against its largest element."
-    )
-    for each in verdicts:
-        for complaint in each.complaints:
-            print(f"{each.layout}: {complaint}")
 
 
 def say(text: str) -> None:
@@ -285,32 +203,21 @@ def progress(head: str, *, num_steps: int) -> Callable[[int, float], None]:
     return show
 
 
-def find_clippings(options: argparse.Namespace, common: Sequence[str]) -> Mapping[str, list[str]]:
-    """Return the options of each clipping by its name.
+def find_clippings(options: argparse.Namespace, common: Sequence[str]) -> dict[str, float]:
+    """Return the norms to clip at, by what to call each.
 
     Raises:
-        ConfigError: Both are asked for, but the job clips at no norm.
+        ConfigError: Both ways are asked for, but the job clips at no norm.
     """
     max_norm = load_config(common).training.max_norm
-    clippings = {"": [f"--training.max_norm={max_norm}"]}
     if not options.both_clippings:
-        return clippings
+        return {"": max_norm}
     if math.isinf(max_norm):
         raise ConfigError(
             "--both_clippings needs a training.max_norm to clip at, got inf; add "
             "--training.max_norm=N with N below the gradient norms"
         )
-    return {"unclipped": ["--training.max_norm=inf"], "clipped": clippings[""]}
-
-
-def write_json(path: Path, verdicts: Mapping[str, Sequence[Verdict]], *, toml: Path) -> None:
-    """Write every figure of every verdict."""
-    runs = [
-        {"clipping": clipping, **asdict(each), "verdict": each.summary(), "why": each.complaints}
-        for clipping, group in verdicts.items()
-        for each in group
-    ]
-    path.write_text(json.dumps({"toml": str(toml), "runs": runs}, indent=1), encoding="utf-8")
+    return {"unclipped": math.inf, "clipped": max_norm}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -359,6 +266,8 @@ def _check(options: argparse.Namespace, common: Sequence[str]) -> None:
 def main(argv: Sequence[str]) -> int:
     """Compare, print what was found, and return the exit code."""
     options, extra = _parser().parse_known_args(argv)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    verdicts: dict[str, list[Verdict]] = {}
     try:
         _check(options, extra)
         file = f"--job.config_file={options.toml}"
@@ -367,20 +276,21 @@ def main(argv: Sequence[str]) -> int:
         clippings = find_clippings(options, common)
         with tempfile.TemporaryDirectory() as temporary:
             folder = (options.out or Path(temporary)).resolve()
-            verdicts = {}
-            for name, clipping in clippings.items():
+            for name, max_norm in clippings.items():
                 if name:
-                    print(f"{name}:")
-                place = folder / name if name else folder
-                verdicts[name] = compare(plans, clipping=clipping, folder=place, options=options)
+                    print(f"{name}:", flush=True)
+                verdicts[name] = compare(
+                    plans, max_norm=max_norm, folder=folder / name, options=options
+                )
+        if options.json is not None:
+            write_json(options.json, verdicts, toml=options.toml)
     except UserError as error:
         say(f"error: {error}")
         return error.exit_code
-    if options.json is not None:
-        write_json(options.json, verdicts, toml=options.toml)
     return int(any(each.complaints for group in verdicts.values() for each in group))
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends its ranks
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.exit(main(sys.argv[1:]))

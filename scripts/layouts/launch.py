@@ -11,13 +11,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.compare_runs import StoredTensors
 from scripts.layouts.rank import PIDS
+from torchtitan.checkpoint.storage import find_steps
 from torchtitan.metrics.sinks import Row, read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -37,9 +38,17 @@ class Outcome:
     problem: str
     """Why it did not train to its end; "" if it did."""
 
-    def weights(self, step: int) -> StoredTensors:
-        """The weights after a step that was saved: 0, or the last one."""
-        return StoredTensors(self.folder / CHECKPOINTS / f"step-{step}", "model", skip=())
+    def initial_weights(self) -> StoredTensors:
+        """The weights before the first step."""
+        return self._weights(min)
+
+    def final_weights(self) -> StoredTensors:
+        """The weights after the last one."""
+        return self._weights(max)
+
+    def _weights(self, choose: Callable[[Iterable[int]], int]) -> StoredTensors:
+        folder = self.folder / CHECKPOINTS
+        return StoredTensors(folder / f"step-{choose(find_steps(folder))}", "model", skip=())
 
 
 def settings_of_all(*, steps: int) -> tuple[str, ...]:
@@ -90,13 +99,16 @@ def launch(
             _end(process, pids=folder / "run" / PIDS)
     if not problem and process.returncode:
         problem = f"ended with exit code {process.returncode}"
+    metrics = folder / "run" / "metrics.jsonl"
+    rows = read_rows(metrics) if metrics.is_file() else []
+    if not problem and not rows:
+        problem = "trained no step"
     if problem:
         problem += f"; its last lines:\n{_last_lines(folder / 'output.txt')}"
-    metrics = folder / "run" / "metrics.jsonl"
     return Outcome(
         folder=folder / "run",
         seconds=time.monotonic() - started,
-        rows=read_rows(metrics) if metrics.is_file() else [],
+        rows=rows,
         problem=problem,
     )
 
