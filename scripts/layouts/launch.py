@@ -24,6 +24,7 @@ from torchtitan.metrics.sinks import Row, read_rows
 ROOT = Path(__file__).parents[2]
 CHECKPOINTS = "checkpoint"
 POLL_SECONDS = 0.2
+SECONDS_TO_END = 20
 NUM_LAST_LINES = 15
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -78,8 +79,9 @@ def launch(
 ) -> Outcome:
     """Train with the trainer's `arguments`; `on_wait` is told steps done and seconds passed."""
     folder.mkdir(parents=True)
+    log, metrics = folder / "output.txt", folder / "run" / "metrics.jsonl"
     started, problem = time.monotonic(), ""
-    with (folder / "output.txt").open("wb") as output:
+    with log.open("wb") as output:
         process = subprocess.Popen(
             [*_command(world_size), *arguments, f"--job.dump_folder={folder / 'run'}"],
             env=_environment(world_size),
@@ -91,20 +93,17 @@ def launch(
         try:
             while process.poll() is None and not problem:
                 seconds = time.monotonic() - started
-                if seconds > timeout_s:
-                    problem = f"did not end within {timeout_s:g} s"
-                on_wait(_count_rows(folder), seconds)
+                on_wait(_count_lines(metrics), seconds)
                 time.sleep(POLL_SECONDS)
+                if seconds > timeout_s:
+                    problem = f"did not end within {timeout_s:g} s{_last_lines(log)}"
         finally:
             _end(process, pids=folder / "run" / PIDS)
-    if not problem and process.returncode:
-        problem = f"ended with exit code {process.returncode}"
-    metrics = folder / "run" / "metrics.jsonl"
     rows = read_rows(metrics) if metrics.is_file() else []
+    if not problem and process.returncode:
+        problem = f"ended with exit code {process.returncode}{_last_lines(log)}"
     if not problem and not rows:
-        problem = "trained no step"
-    if problem:
-        problem += f"; its last lines:\n{_last_lines(folder / 'output.txt')}"
+        problem = f"trained no step{_last_lines(log)}"
     return Outcome(
         folder=folder / "run",
         seconds=time.monotonic() - started,
@@ -133,22 +132,25 @@ def _environment(world_size: int) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes], *, pids: Path) -> None:
-    """Kill what still runs: the launcher first, lest it report the ranks as crashed."""
+    """End what still runs; the launcher, where there is one, clears up after its ranks."""
     if process.poll() is not None:
         return
-    process.kill()
+    process.terminate()  # for ranks that have not left their number yet
     for pid in pids.iterdir() if pids.is_dir() else ():
         with suppress(ProcessLookupError):  # it has ended already
-            os.kill(int(pid.name), signal.SIGKILL)
-    process.wait()
+            os.kill(int(pid.name), signal.SIGKILL)  # one that hangs hears nothing else
+    try:
+        process.wait(SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
-def _count_rows(folder: Path) -> int:
-    metrics = folder / "run" / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+def _count_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
-def _last_lines(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    said = [line for line in lines if line.strip()][-NUM_LAST_LINES:]
-    return "\n".join(f"    {line}" for line in said) or "    (it said nothing)"
+def _last_lines(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    said = [line for line in lines if line.strip()][-NUM_LAST_LINES:] or ["(it said nothing)"]
+    return "\n".join(["; its last lines:", *(f"    {line}" for line in said)])
