@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -333,23 +334,30 @@ def test_the_reference_gives_a_global_batch_that_is_not_set(
 
 
 def test_a_launch_that_hangs_is_ended_with_all_its_ranks(tmp_path: Path) -> None:
-    """Steps without end stand in for a hang."""
+    """One rank is frozen after the first steps, so that the other waits for it."""
     layout = parse_layout("fsdp2")
     common = (f"--job.config_file={TOML}", *settings_of_all(steps=1000), *layout.arguments)
     cache = f"--training.dataset_cache={tmp_path / 'cache'}"
-    told: list[int] = []
+    frozen: list[int] = []
+
+    def freeze(step: int, seconds: float) -> None:
+        if step > 0 and not frozen:
+            frozen.append(min(int(path.name) for path in (tmp_path / "hang/run/pids").iterdir()))
+            os.kill(frozen[0], signal.SIGSTOP)
+
     outcome = launch(
         (*common, cache),
         world_size=layout.world_size,
         folder=tmp_path / "hang",
-        timeout_s=9,
-        on_wait=lambda step, seconds: told.append(step),
+        timeout_s=15,
+        on_wait=freeze,
     )
-    assert outcome.problem.startswith("did not end within 9 s; its last lines:\n")
+    assert outcome.problem.startswith("did not end within 15 s; its last lines:\n")
     assert outcome.rows
-    assert max(told) > 0
+    assert len(outcome.rows) < 1000
     pids = [int(path.name) for path in (outcome.folder / "pids").iterdir()]
     assert len(pids) == 2
+    assert frozen[0] in pids
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
