@@ -243,9 +243,14 @@ def _parser() -> argparse.ArgumentParser:
         help="each with max_norm = inf, then with the job's",
     )
     tolerance: dict[str, Any] = {"type": float, "metavar": "X"}
-    add("--loss_tolerance", default=TOLERANCES["loss"], **tolerance, help="(1e-5)")
-    add("--grad_norm_tolerance", default=TOLERANCES["grad_norm"], **tolerance, help="(1e-4)")
-    add("--weights_tolerance", default=WEIGHTS_TOLERANCE, **tolerance, help="(1e-4)")
+    add("--loss_tolerance", default=TOLERANCES["loss"], **tolerance, help="relative (1e-5)")
+    add(
+        "--grad_norm_tolerance",
+        default=TOLERANCES["grad_norm"],
+        **tolerance,
+        help="relative (1e-4)",
+    )
+    add("--weights_tolerance", default=WEIGHTS_TOLERANCE, **tolerance, help="of the largest (1e-4)")
     return parser
 
 
@@ -291,6 +296,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends its ranks
+    for number in (signal.SIGTERM, signal.SIGINT):  # an exception, on whose way ranks are ended
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.exit(main(sys.argv[1:]))
