@@ -243,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
         help="each with max_norm = inf, then with the job's",
     )
     tolerance: dict[str, Any] = {"type": float, "metavar": "X"}
-    add("--loss_tolerance", default=TOLERANCES["loss"], **tolerance, help="relative (1e-5)")
+    add("--loss_tolerance", default=TOLERANCES["loss"], **tolerance, help="(1e-5)")
     add(
         "--grad_norm_tolerance",
         default=TOLERANCES["grad_norm"],
