@@ -214,21 +214,30 @@ def compare(folder: Path, *arguments: str) -> Said:
     return Said(code, out.getvalue(), err.getvalue(), stored["runs"])
 
 
-def test_two_layouts_that_train_the_same(tmp_path: Path) -> None:
-    said = compare(tmp_path, "fsdp2", "--steps=3", "--verbose", "--training.max_norm=0.5")
+def test_two_layouts_that_train_the_same_unclipped_and_clipped(tmp_path: Path) -> None:
+    options = ("--steps=3", "--verbose", "--both_clippings", "--training.max_norm=0.5")
+    said = compare(tmp_path, "fsdp2", *options)
     assert said.code == 0, said.out + said.err
-    reference, fsdp = said.runs
-    assert [reference["verdict"], fsdp["verdict"]] == ["reference", "same"]
-    assert [len(run["rows"]) for run in said.runs] == [3, 3]
-    assert "weights moved by up to 0.1" in said.out
-    assert "3 of 3 steps clipped" in said.out
+    assert [(run["clipping"], run["verdict"]) for run in said.runs] == [
+        ("unclipped", "reference"),
+        ("unclipped", "same"),
+        ("clipped", "reference"),
+        ("clipped", "same"),
+    ]
+    assert [len(run["rows"]) for run in said.runs] == [3] * 4
+    unclipped, _, clipped = said.out.partition("\nclipped:\n")
+    assert "0 of 3 steps clipped (max_norm inf)" in unclipped
+    assert "3 of 3 steps clipped (max_norm 0.5)" in clipped
+    assert said.runs[0]["rows"][2]["loss"] != said.runs[2]["rows"][2]["loss"]
+    assert "weights moved by up to 0.1" in unclipped
     for name, world in (("single", 1), ("fsdp2", 2)):
         assert f"{name}, {world} rank" in said.err
         assert f"{name}\n  step" in said.out
-    assert fsdp["weights"]["largest"] < 1e-5
-    config = (tmp_path / "out" / "2" / "run" / "config.toml").read_text()
+    assert said.runs[1]["weights"]["largest"] < 1e-5
+    config = (tmp_path / "out" / "clipped" / "2" / "run" / "config.toml").read_text()
     assert "data_parallel_shard_degree = 2" in config
     assert "global_batch_size = 16" in config
+    assert "max_norm = 0.5" in config
 
 
 DECAY, SEED = "single --optimizer.weight_decay=0.5", "single --debug.seed=1"
