@@ -5,7 +5,13 @@
 #   CONFIG_FILE=F    TOML file of the job (default train_configs/debug_model.toml)
 #   LOG_RANK=0,1     global ranks whose log is shown, or `all` (default 0)
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+script=${BASH_SOURCE[0]}
+while [ -L "$script" ]; do # it may be called by another name, from anywhere
+    target=$(readlink "$script")
+    [[ $target == /* ]] || target=$(dirname "$script")/$target
+    script=$target
+done
+root=$(cd "$(dirname "$script")" && pwd)
 source "$root/scripts/env.sh"
 use_python
 

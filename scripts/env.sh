@@ -24,8 +24,8 @@ use_python() {
     echo "Setting up $venv with pip, once; PyTorch is a large download ..." >&2
     # also where an earlier set-up was interrupted before pip was there
     python -m pip --version >/dev/null 2>&1 || python3 -m venv --clear "$venv" || exit 2
-    if ! python -m pip install --quiet --disable-pip-version-check packaging \
-        --editable "$_root${extra:+[$extra]}"; then
+    if ! python -m pip install --progress-bar on --disable-pip-version-check packaging \
+        --editable "$_root${extra:+[$extra]}" >&2; then
         echo "pip could not install torchtitan's requirements; run the command again to go on" >&2
         exit 2
     fi

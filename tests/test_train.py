@@ -61,7 +61,7 @@ def test_two_ranks_show_the_picked_one_and_log_both(tmp_path: Path) -> None:
         (["--training.stepz=3"], "did you mean --training.steps?"),
         (["--parallelism.data_parallel_shard_degree=4"], "start NGPU=4 ranks"),
         (["--model.tokenizer_path=bpe_2048"], "model.tokenizer_path has 2048 ids, the model 263"),
-        (["--model.flavor=9B"], "flavor of llama3 must be one of tiny, debugmodel"),
+        (["--model.flavor=9B"], "flavor of llama3 must be one of tiny, tiny8, debugmodel"),
         (["--training.dataset=files", "--training.dataset_path=no/*.txt"], "no/*.txt"),
         (["--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree"),
         (["--job.dump_folder=/proc/nowhere"], "/proc/nowhere"),

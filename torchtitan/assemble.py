@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_name, device_type, local_device, peak_flops
@@ -41,11 +40,13 @@ from torchtitan.mesh.process_group import Launch, set_timeout
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.models import MODELS
-from torchtitan.models.init import initialize
+from torchtitan.models.parts import ModelParts
 from torchtitan.models.spec import DecoderConfig, ModelSpec, flops_per_token, num_parameters
+from torchtitan.optim.loss import cross_entropy_sum
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import build_schedule
-from torchtitan.parallel.apply import parallelize
+from torchtitan.parallel.build import build_execution, build_model
+from torchtitan.parallel.execution import Execution
 from torchtitan.trainer import Run
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,6 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     log_job(config, architecture=architecture, dims=dims, device=device)
     mesh = build_mesh(dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
-
     progress = Progress()
     loader = build_loader(
         config,
@@ -81,7 +81,9 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         vocab_size=architecture.vocab_size,
         progress=progress,
     )
-    model = build_model(config, spec=spec, architecture=architecture, mesh=mesh, device=device)
+    model, execution = build_parts(
+        config, spec=spec, architecture=architecture, mesh=mesh, device=device
+    )
     optimizer = build_optimizer(model, settings=config.optimizer)
     state = RunState(
         model=model,
@@ -91,11 +93,13 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         progress=progress,
     )
     checkpoints = build_checkpoints(config, dims=dims, state=state, start=start, group=group)
+    execution.after_update()  # a checkpoint may have changed the weights
     write_config(config)
     return Run(
         device=device,
         mesh=mesh,
         model=model,
+        execution=execution,
         optimizer=optimizer,
         schedule=build_schedule(
             config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps
@@ -105,11 +109,9 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         checkpoints=checkpoints,
         meter=build_meter(config, architecture=architecture, device=device, dims=dims),
         sinks=find_sinks(config, rank=launch.rank, resume_step=progress.step, color=color),
-        num_steps=training.steps,
+        training=training,
         tokens_per_step=tokens_per_step,
-        max_norm=training.max_norm,
         log_freq=config.metrics.log_freq,
-        gc_freq=training.gc_freq,
         train_timeout_seconds=config.comm.train_timeout_seconds,
     )
 
@@ -221,27 +223,26 @@ def build_sample_log(config: Config, progress: Progress) -> SampleLog:
     )
 
 
-def build_model(
+def build_parts(
     config: Config,
     *,
     spec: ModelSpec,
     architecture: DecoderConfig,
     mesh: Mesh,
     device: torch.device,
-) -> nn.Module:
-    """Build the model on the meta device, make it parallel, and fill this rank's part of it."""
-    with torch.device("meta"):
-        model = spec.build(architecture).to(getattr(torch, config.training.dtype))
-    parallelize(
-        model,
+) -> tuple[ModelParts, Execution]:
+    """Build this rank's parts of the model, and what runs batches through all of them."""
+    model = build_model(
+        spec,
+        architecture=architecture,
         mesh=mesh,
         training=config.training,
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
+        device=device,
+        seed=config.debug.seed,
     )
-    model.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
-    initialize(model, seed=config.debug.seed)
-    return model
+    return model, build_execution(model, loss=cross_entropy_sum)
 
 
 def describe_schedule(config: Config) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def train(argv: Sequence[str], *, stop: StopRequest) -> None:
     begin_together(stop)
     with progress_bar(
         done_steps=run.progress.step,
-        total_steps=run.num_steps,
+        total_steps=run.training.steps,
         show=shows_bar(launch.rank, shown=shown),
         color=color,
     ) as on_step:
@@ -78,7 +78,7 @@ def train(argv: Sequence[str], *, stop: StopRequest) -> None:
             "go on with more training.steps",
             folder,
             run.progress.step,
-            run.num_steps,
+            run.training.steps,
         )
     elif launch.rank == min(shown):
         show_summary(
@@ -110,7 +110,8 @@ def saves(config: Config) -> bool:
 
 def tell_stop(trainer: Trainer, *, reason: str, saved: bool) -> str:
     """Say why and where the run stopped, and how it goes on."""
-    where = f"stopped after step {trainer.run.progress.step} of {trainer.run.num_steps} by {reason}"
+    run = trainer.run
+    where = f"stopped after step {run.progress.step} of {run.training.steps} by {reason}"
     if saved:
         return f"{where}; it is saved: start the same command again to go on"
     return f"{where}; nothing is saved, since checkpoint.enable is off or load_only on"

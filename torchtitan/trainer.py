@@ -19,10 +19,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.state import Progress
+from torchtitan.config.schema import TrainingConfig
 from torchtitan.data.loader import Loader
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.faults import raise_if_nonfinite
@@ -30,13 +31,13 @@ from torchtitan.mesh.process_group import gather, tighten_timeout
 from torchtitan.mesh.stop import StopRequest, describe
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Row, Sink
+from torchtitan.models.parts import ModelParts
 from torchtitan.optim.clip import clip_gradients, global_norm
-from torchtitan.optim.loss import count_valid, cross_entropy_sum
+from torchtitan.optim.loss import count_valid
 from torchtitan.optim.schedule import Schedule, set_lr
-from torchtitan.parallel.fsdp import sync_gradients
+from torchtitan.parallel.execution import Batch, Execution
 
 logger = logging.getLogger(__name__)
-Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,8 @@ class Run:
 
     device: torch.device
     mesh: Mesh
-    model: nn.Module
+    model: ModelParts
+    execution: Execution
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     loader: Loader
@@ -53,11 +55,9 @@ class Run:
     checkpoints: CheckpointManager | None
     meter: Meter
     sinks: Sequence[Sink]
-    num_steps: int
+    training: TrainingConfig
     tokens_per_step: int
-    max_norm: float
     log_freq: int
-    gc_freq: int
     train_timeout_seconds: int
 
 
@@ -117,7 +117,7 @@ class Trainer:
                 if self._save(last=finished, now=stopped is not None) and not finished:
                     stopped = stopped or self._ask_all()
                 on_step(progress.step)
-                if progress.step % run.gc_freq == 0:
+                if progress.step % run.training.gc_freq == 0:
                     collect()
         return stopped
 
@@ -140,9 +140,9 @@ class Trainer:
 
     def _is_finished(self) -> bool:
         run = self.run
-        if run.loader.exhausted and run.progress.step < run.num_steps:
-            logger.info("The data ends after step %d of %d", run.progress.step, run.num_steps)
-        return run.loader.exhausted or run.progress.step >= run.num_steps
+        if run.loader.exhausted and run.progress.step < run.training.steps:
+            logger.info("The data ends after step %d of %d", run.progress.step, run.training.steps)
+        return run.loader.exhausted or run.progress.step >= run.training.steps
 
     def _train_step(self, microbatches: Sequence[Batch]) -> StepFigures:
         run, step = self.run, self.run.progress.step
@@ -153,13 +153,14 @@ class Trainer:
         num_valid = torch.stack([count_valid(batch["labels"]) for batch in batches]).sum()
         num_valid_global, votes, failed_saves = self._sum_over_ranks(num_valid)
 
-        loss_sum = self._forward_backward(batches, divisor=num_valid_global.clamp(min=1))
+        loss_sum = run.execution.forward_backward(batches, divisor=num_valid_global.clamp(min=1))
         parameters = [p for p in run.model.parameters() if p.requires_grad]
         grad_norm = global_norm(parameters, loss=loss_sum)
         raise_if_nonfinite(grad_norm, loss=loss_sum, step=step)
-        clip_gradients(parameters, norm=grad_norm, max_norm=run.max_norm)
+        clip_gradients(parameters, norm=grad_norm, max_norm=run.training.max_norm)
         run.optimizer.step()
         run.optimizer.zero_grad()
+        run.execution.after_update()
         return StepFigures(
             loss_sum=loss_sum,
             num_valid=num_valid,
@@ -180,22 +181,14 @@ class Trainer:
         # ranks along pp and tp hold equal tokens
         return sums[0] // (dims.pp * dims.tp), sums[2:], sums[1]
 
-    def _forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
-        """Accumulate the gradients of all microbatches; return this rank's summed loss."""
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.run.device)
-        for index, batch in enumerate(batches):
-            sync_gradients(self.run.model, last=index == len(batches) - 1)
-            loss = cross_entropy_sum(self.run.model(batch["tokens"]), batch["labels"])
-            (loss / divisor).backward()
-            loss_sum += loss.detach()
-        return loss_sum
-
     def _report(self, figures: StepFigures) -> None:
         """Reduce the step's figures over all ranks, in one collective, and hand them to the
         sinks."""
         run, step = self.run, self.run.progress.step
-        local = torch.stack([figures.loss_sum, figures.num_valid.double()])
-        loss_sums, num_valid = gather(local, group=run.mesh.loss_group).unbind(1)
+        counted = figures.num_valid if run.execution.owns_loss else figures.num_valid * 0
+        local = torch.stack([figures.loss_sum, counted.double()])
+        # all ranks: wherever the last pipeline stage is, everybody learns the loss
+        loss_sums, num_valid = gather(local).unbind(1)
         self.last_row = run.meter.report(
             step,
             figures={
@@ -204,7 +197,8 @@ class Trainer:
                 "grad_norm": figures.grad_norm,
                 "lr": run.schedule(step),
                 "num_tokens": run.progress.tokens_seen,
-                "valid_token_fraction": num_valid.sum() / run.tokens_per_step,
+                # ranks along tp hold equal tokens
+                "valid_token_fraction": num_valid.sum() / run.mesh.dims.tp / run.tokens_per_step,
             },
         )
         for sink in run.sinks:

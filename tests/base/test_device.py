@@ -130,11 +130,11 @@ def test_measuring_leaves_the_random_state_alone(dtype: torch.dtype) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_matmul_rate_is_flop_over_median_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmul_rate_is_flop_over_the_shortest_time(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([9.0, 9.0, 0.01, 0.02, 0.5, 0.02, 0.6])  # two to warm up, then until 1 s is full
     monkeypatch.setattr(device_module, "_timed_matmul", lambda a_NN: next(times))
     rate = measure_matmul_flops(CPU, dtype=torch.float32, seconds=1.0)
-    assert rate == pytest.approx(2 * 512**3 / 0.02)
+    assert rate == pytest.approx(2 * 512**3 / 0.01)
     assert not list(times)
 
 

@@ -62,6 +62,8 @@ def test_lists_of_numbers(jobs: Jobs) -> None:
     for words in (["0.5", "1"], ["[0.5, 1]"], ["[0.5, 1.0]"]):
         config = jobs.load(text, "--training.dataset_weights", *words)
         assert config.training.dataset_weights == (0.5, 1.0)
+    one = jobs.load('[training]\ndataset = "files"\ndataset_path = "a"\ndataset_weights = 2')
+    assert one.training.dataset_weights == (2,)
 
 
 def test_none_takes_an_optional_setting_back(jobs: Jobs) -> None:

@@ -34,6 +34,8 @@ OTHER_DEFAULTS = {
     "model.tokenizer_path",
     "debug.seed",
     "training.seed",
+    "parallelism.pipeline_parallel_first_stage_less_layers",
+    "parallelism.pipeline_parallel_last_stage_less_layers",
 }
 # Nothing ever depended on these.
 WITHOUT_EFFECT = {"job.use_for_integration_test"}
@@ -131,8 +133,6 @@ def test_c4_is_refused_with_what_to_do(jobs: Jobs, dataset: str) -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("[parallelism]\ntensor_parallel_degree = 2", "tensor parallelism is not built yet"),
-        ("[parallelism]\npipeline_parallel_degree = 4", "pipeline parallelism is not built yet"),
         ("[parallelism]\ncontext_parallel_degree = 2", "context parallelism is not built yet"),
         ("[parallelism]\nexpert_parallel_degree = 8", "mixture-of-experts models"),
         ("[checkpoint]\ncreate_seed_checkpoint = true", "no seed checkpoint is needed"),
@@ -141,8 +141,6 @@ def test_c4_is_refused_with_what_to_do(jobs: Jobs, dataset: str) -> None:
         ("[model]\nconverters = ['quantize.linear.float8']", "float8 is not built yet"),
         ("[compile]\nenable = true", "torch.compile is not built yet (only false is accepted)"),
         ("[training]\ncompile = true", "torch.compile is not built yet"),
-        ("[parallelism]\ntensor_parallel_degree = 1.5", "only 1 is accepted"),
-        ("[parallelism]\ntensor_parallel_degree = true", "only 1 is accepted"),
     ],
 )
 def test_unbuilt_features_are_refused(jobs: Jobs, text: str, rule: str) -> None:
@@ -225,6 +223,13 @@ def test_what_shapes_a_feature_that_is_off_loads_with_a_notice(
     jobs.load(f"{section(path[:-1])}\n{path[-1]} = {literal(other_than(default))}")
     known = UNBUILT[RENAMED.get(path, path)]
     assert any(f"has no effect, {known.switch} is off" in text for text in caplog.messages)
+
+
+def test_one_notice_a_feature_that_is_off(jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
+    jobs.load("[validation]\nfreq = 7\nsteps = 3")
+    [notice] = caplog.messages
+    assert notice.startswith("job.toml: [validation] freq = 7; job.toml: [validation] steps = 3: ")
+    assert "have no effect, validation.enable is off" in notice
 
 
 def test_the_switches_themselves_are_refused() -> None:

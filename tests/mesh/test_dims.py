@@ -42,7 +42,6 @@ def views(dims: ParallelDims) -> dict[str, list[int]]:
     mesh = build_mesh(dims, device_type="cpu")
     return {
         "dp": [mesh.dp_rank],
-        "loss": dist.get_process_group_ranks(mesh.loss_group),
         "fsdp": dist.get_process_group_ranks(mesh.params.get_group("fsdp")),
         "tp": dist.get_process_group_ranks(mesh.params.get_group("tp")),
         "fully_shard": mesh.data_parallel.mesh.flatten().tolist(),
@@ -54,7 +53,6 @@ def test_views_of_eight_ranks(ranks: RankPool) -> None:
     answers = ranks.run(views, dims, world=8)
     assert answers[5] == {
         "dp": [2],
-        "loss": [1, 3, 5, 7],
         "fsdp": [5, 7],
         "tp": [4, 5],
         "fully_shard": [1, 3, 5, 7],

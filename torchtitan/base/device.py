@@ -12,7 +12,6 @@ from __future__ import annotations
 import platform
 import re
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Mapping
@@ -144,10 +143,10 @@ def table_peaks(name: str) -> GpuPeaks | None:
 def measure_matmul_flops(
     device: torch.device, *, dtype: torch.dtype, seconds: float = 0.2
 ) -> float:
-    """Time square matrix products for about `seconds` and return the median rate in FLOP/s.
+    """Time square matrix products for about `seconds` and return the best rate in FLOP/s.
 
-    The median and not the best: processes that share cores (gloo ranks on one machine) are slowed
-    in training as they are here, while a rare interruption should not count.
+    The best and not the median: a neighbour that is busy in this moment, and not in training, would
+    give a peak that training exceeds.
     """
     n = 8192 if device.type == "cuda" else 512
     a_NN = torch.ones(n, n, dtype=dtype, device=device)  # a random draw would move the generator
@@ -156,7 +155,7 @@ def measure_matmul_flops(
     times: list[float] = []
     while sum(times) < seconds:
         times.append(_timed_matmul(a_NN))
-    return 2 * n**3 / statistics.median(times)
+    return 2 * n**3 / min(times)
 
 
 def memory_peak_gib(device: torch.device) -> float:

@@ -17,9 +17,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan.checkpoint.storage import Component
+from torchtitan.models.parts import HasParameters
 
 
 class Resumable(Protocol):
@@ -46,7 +47,7 @@ class Progress:
 class RunState:
     """All that a checkpoint saves of a run."""
 
-    model: nn.Module
+    model: HasParameters
     optimizer: torch.optim.Optimizer
     schedule: Mapping[str, Any]
     loader: Resumable
@@ -70,12 +71,12 @@ class RunState:
         }
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def model_tensors(model: HasParameters) -> dict[str, Tensor]:
     """Return the parameters by name."""
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(model: HasParameters, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's state by parameter name, made first where no step was taken yet."""
     if not optimizer.state:
         _create_state(optimizer)

@@ -21,6 +21,11 @@ def _in_a_list(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
+def _number_in_a_list(value: object) -> object:
+    """Let one plain number stand for a list of one."""
+    return (value,) if isinstance(value, (float, int)) else value
+
+
 Text = Annotated[str, Field(min_length=1)]
 Degree = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -28,7 +33,9 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 FinitePositive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 FiniteNonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Strings = Annotated[tuple[Text, ...], Field(strict=False), BeforeValidator(_in_a_list)]
-Weights = Annotated[tuple[FinitePositive, ...], Field(strict=False)]
+Weights = Annotated[
+    tuple[FinitePositive, ...], Field(strict=False), BeforeValidator(_number_in_a_list)
+]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -196,8 +203,38 @@ class ParallelismConfig:
     always, but never under pipeline parallelism."""
     tensor_parallel_degree: Degree = 1
     """Ranks that split each layer's matrices."""
+    enable_sequence_parallel: bool = True
+    """Under tensor parallelism, split the residual stream along the sequence between the layers'
+    matrices, so that norms and their activations are split too."""
+    disable_loss_parallel: bool = False
+    """Under tensor parallelism, gather the logits of the whole vocabulary on every rank for the
+    loss, instead of computing it from the parts."""
     pipeline_parallel_degree: Degree = 1
     """Ranks that split the layers into stages."""
+    pipeline_parallel_schedule: Literal[
+        "GPipe",
+        "1F1B",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ] = "1F1B"
+    """In which order stages run the forward and backward passes of microbatches."""
+    pipeline_parallel_schedule_csv: str = ""
+    """File with a schedule of your own, a line of actions for each rank; it takes the place of
+    pipeline_parallel_schedule."""
+    pipeline_parallel_microbatch_size: PositiveInt = 1
+    """Samples of a microbatch; local_batch_size is a multiple of it."""
+    pipeline_parallel_num_microbatches: PositiveInt | None = None
+    """Microbatches into which local_batch_size is cut, as another way to give their size."""
+    pipeline_parallel_layers_per_stage: PositiveInt | None = None
+    """Layers of a stage; if not given, one stage a rank, two for schedules of several, with layers
+    dealt out so that the costliest stage costs least."""
+    pipeline_parallel_first_stage_less_layers: NonNegativeInt | None = None
+    """Layers that the embedding counts for; if not given, what it costs."""
+    pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
+    """Layers that the last norm and the output head count for; if not given, what they cost."""
     context_parallel_degree: Degree = 1
     """Ranks that split the sequence."""
 

@@ -8,6 +8,7 @@ write instead. Building a feature means moving its keys from here into `schema.p
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from torchtitan.config.fields import fields
@@ -39,8 +40,10 @@ _COMPILE = "torch.compile is not built yet"
 _FLOAT8 = "float8 is not built yet; train in bfloat16 (training.mixed_precision_param)"
 _MX = "MX formats are not built yet; train in bfloat16 (training.mixed_precision_param)"
 _MOE = "mixture-of-experts models are not built yet; use a dense model"
-_PIPELINE = "pipeline parallelism is not built yet; shard with data_parallel_shard_degree"
-_TENSOR = "tensor parallelism is not built yet; shard with data_parallel_shard_degree"
+_ASYNC_TENSOR = "asynchronous tensor parallelism needs torch.compile, which is not built yet"
+_SPLIT_POINTS = (
+    "stages are not cut by split points; write module_fqns_per_model_part, the modules of each"
+)
 _CONTEXT = "context parallelism is not built yet; shard with data_parallel_shard_degree"
 _HF = "Hugging Face weights are not built yet; checkpoints are torch DCP folders"
 _VALIDATION = "validation is not built yet"
@@ -76,31 +79,12 @@ UNBUILT: dict[Path, Unbuilt] = {
     **_section(
         "training", "looking for leaked cycles is not built in; use the gc module", gc_debug=False
     ),
+    **_section("parallelism", _ASYNC_TENSOR, enable_async_tensor_parallel=False),
     **_section(
         "parallelism",
-        _TENSOR,
-        tensor_parallel_degree=1,
-        enable_async_tensor_parallel=False,
-    ),
-    **_section(
-        "parallelism",
-        _TENSOR,
-        switch="parallelism.tensor_parallel_degree",
-        disable_loss_parallel=False,
-    ),
-    **_section("parallelism", _PIPELINE, pipeline_parallel_degree=1),
-    **_section(
-        "parallelism",
-        _PIPELINE,
-        switch="parallelism.pipeline_parallel_degree",
-        module_fqns_per_model_part=None,
+        _SPLIT_POINTS,
         pipeline_parallel_split_points=[],
-        pipeline_parallel_first_stage_less_layers=1,
-        pipeline_parallel_last_stage_less_layers=1,
-        pipeline_parallel_layers_per_stage=None,
-        pipeline_parallel_schedule="1F1B",
-        pipeline_parallel_schedule_csv="",
-        pipeline_parallel_microbatch_size=1,
+        module_fqns_per_model_part=None,
     ),
     **_section("parallelism", _CONTEXT, context_parallel_degree=1),
     **_section(
@@ -274,11 +258,16 @@ def without_unbuilt(settings: Layer) -> tuple[Layer, list[str]]:
 
 
 def notices(settings: Layer) -> list[str]:
-    """Name the keys that shape a feature which is switched off, and not built."""
+    """Name the keys that shape a feature which is switched off, and not built; a line a feature."""
+    without_effect: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for path, setting in settings.items():
+        known = UNBUILT.get(path)
+        if known and known.switch and not _is_harmless(setting, known):
+            without_effect[known.switch, known.instead].append(setting.where())
     return [
-        f"{setting.where()}: has no effect, {known.switch} is off ({known.instead})"
-        for path, setting in settings.items()
-        if (known := UNBUILT.get(path)) and known.switch and not _is_harmless(setting, known)
+        f"{'; '.join(places)}: {'has' if len(places) == 1 else 'have'} no effect, {switch} is off "
+        f"({instead})"
+        for (switch, instead), places in without_effect.items()
     ]
 
 

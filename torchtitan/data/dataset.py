@@ -184,8 +184,9 @@ def build_dataset(training: TrainingConfig, *, tokenizer: Tokenizer, seed: int) 
     # a store made with another tokenizer mostly shows in the first sample, before any long work
     dataset[0]
     logger.info(
-        "data: %d sources, %d tokens, samples of %d, %s",
+        "data: %d %s, %d tokens, samples of %d, %s",
         len(stores),
+        "source" if len(stores) == 1 else "sources",
         sum(store.num_tokens for parts in stores for store in parts),
         training.seq_len,
         "repeated" if dataset.num_samples is None else f"{dataset.num_samples} in all",

@@ -2,9 +2,9 @@
 
 The ranks of a job form a five-dimensional box: pp, dp_replicate, dp_shard, cp and tp, outermost
 first, so that the ranks that talk most (tp) are neighbours. Parts of the trainer look at the same
-box in their own way: parameters are sharded over dp_shard and cp together (`fsdp`), the loss is
-summed over every axis that splits the data (`loss`). Each view is a plain `init_device_mesh` over
-the same ranks in the same order, so no private slicing or flattening of torch is needed.
+box in their own way: parameters are sharded over dp_shard and cp together (`fsdp`), samples are
+dealt out over both kinds of dp together. Each view is a plain `init_device_mesh` over the same
+ranks in the same order, so no private slicing or flattening of torch is needed.
 """
 
 from __future__ import annotations
@@ -103,8 +103,6 @@ class Mesh:
     """Axes pp, dp_replicate, fsdp, tp: how parameters are laid out."""
     data: DeviceMesh
     """Axes pp, dp, cp, tp: dp ranks read different samples, cp ranks parts of the same ones."""
-    loss: DeviceMesh
-    """Axes pp, loss, tp: `loss` holds every rank among which the tokens of a batch are split."""
 
     @property
     def dp_rank(self) -> int:
@@ -120,16 +118,11 @@ class Mesh:
             else self.params["fsdp"]
         )
 
-    @property
-    def loss_group(self) -> dist.ProcessGroup:
-        """The ranks among which the tokens of a batch are split."""
-        return self.loss.get_group("loss")
-
     def groups(self) -> list[dist.ProcessGroup]:
         """Every process group of the views, for settings that apply to all."""
         return [
             view.get_group(axis)
-            for view in (self.params, self.data, self.loss)
+            for view in (self.params, self.data)
             for axis in view.mesh_dim_names or ()
         ]
 
@@ -144,5 +137,4 @@ def build_mesh(dims: ParallelDims, *, device_type: str) -> Mesh:
         dims=dims,
         params=view(pp=dims.pp, dp_replicate=dims.dp_replicate, fsdp=dims.fsdp, tp=dims.tp),
         data=view(pp=dims.pp, dp=dims.dp, cp=dims.cp, tp=dims.tp),
-        loss=view(pp=dims.pp, loss=dims.dp * dims.cp, tp=dims.tp),
     )

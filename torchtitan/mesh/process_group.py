@@ -108,10 +108,10 @@ def set_timeout(seconds: int, *, groups: Iterable[dist.ProcessGroup]) -> None:
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def gather(tensor: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors of all ranks of `group`, stacked along a new first dimension."""
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, tensor, group=group)
+def gather(tensor: Tensor) -> Tensor:
+    """Return the tensors of all ranks, stacked along a new first dimension."""
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)
     return torch.stack(gathered)
 
 

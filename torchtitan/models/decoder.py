@@ -3,13 +3,16 @@
 Parameter names are torchtitan's, so that checkpoints interchange. Every parallel layout is applied
 to this module from outside, which is why it holds no buffers (nothing to move, cast or re-create
 after meta construction) and why a block maps `(x, rope)` to `x`, so that activation checkpointing,
-compilation and sharding can wrap it as it is. `layers` is a dictionary keyed by number: a pipeline
-stage that keeps layers 8 to 15 keeps their names too.
+compilation and sharding can wrap it as it is. A pipeline stage is this module with the rest of it
+taken out (`keep_only`); `layers` is a dictionary keyed by number, so that a stage that keeps layers
+8 to 15 keeps their names too.
 
 Shapes: B batch, S sequence, C = dim, V vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Container
 
 import torch
 import torch.nn.functional as F
@@ -52,15 +55,28 @@ class Block(nn.Module):
         return x_BSC + self.feed_forward(self.ffn_norm(x_BSC))
 
 
-class Decoder(nn.Module):
-    """Tokens to logits.
+class TiedOutput(nn.Module):
+    """An output head that has no weight of its own."""
 
-    With tied embeddings there is no `output` module and no `output.weight`: a parameter under two
-    names would be untied by meta construction with `to_empty()`. The head then multiplies by
-    `tok_embeddings.weight` outside that module's own forward, so a parallel layer must keep
-    `tok_embeddings` in the root's FSDP group (gathered for the whole forward) and never shard it
-    as a group of its own.
+    def forward(self, x_BSC: torch.Tensor, weight_VC: torch.Tensor) -> torch.Tensor:
+        """Return the logits by the embedding's weight."""
+        return F.linear(x_BSC, weight_VC)
+
+
+class Decoder(nn.Module):
+    """Tokens to logits, or one pipeline stage of the way.
+
+    With tied embeddings there is no `output.weight`: a parameter under two names would be untied by
+    meta construction with `to_empty()`. The head then multiplies by `tok_embeddings.weight` outside
+    that module's own forward, so a parallel layer must keep `tok_embeddings` in the root's FSDP
+    group (gathered for the whole forward) and never shard it as a group of its own.
     """
+
+    tok_embeddings: nn.Embedding | None
+    norm: nn.RMSNorm | None
+    output: nn.Linear | TiedOutput | None
+    embedding_is_copy = False
+    """Whether the embedding's parameter is another stage's."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -69,8 +85,27 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.num_layers)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = (
-            None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+            TiedOutput()
+            if config.tie_embeddings
+            else nn.Linear(config.dim, config.vocab_size, bias=False)
         )
+
+    def keep_only(self, modules: Container[str]) -> None:
+        """Become the pipeline stage of these modules: tok_embeddings, layers.0 ..., norm, output.
+
+        A stage with the output of tied embeddings keeps a copy of the embedding, to multiply by.
+        """
+        if "tok_embeddings" not in modules:
+            self.embedding_is_copy = self.config.tie_embeddings and "output" in modules
+            if not self.embedding_is_copy:
+                self.tok_embeddings = None
+        for name in list(self.layers):
+            if f"layers.{name}" not in modules:
+                del self.layers[name]
+        if "norm" not in modules:
+            self.norm = None
+        if "output" not in modules:
+            self.output = None
 
     def forward(
         self,
@@ -81,7 +116,9 @@ class Decoder(nn.Module):
         """Return the logits of the token after each one, in the dtype of the computation.
 
         `positions_S` (int64) are the tokens' places in the sequence; by default they follow what
-        the cache holds, or start at 0.
+        the cache holds, or start at 0. A pipeline stage takes the (B, S, C) residual stream of the
+        stage before it in the place of the tokens, then needs positions, and returns the stream
+        unless it has the head.
         """
         if positions_S is None:
             start = 0 if cache is None else cache.length
@@ -92,10 +129,15 @@ class Decoder(nn.Module):
             theta=self.config.rope_theta,
             scaling=self.config.rope_scaling,
         )
-        x_BSC = self.tok_embeddings(tokens_BS)
+        x_BSC = tokens_BS
+        if self.tok_embeddings is not None and not self.embedding_is_copy:
+            x_BSC = self.tok_embeddings(tokens_BS)
         for name, block in self.layers.items():
             x_BSC = block(x_BSC, rope, None if cache is None else cache.layers[name])
+        if self.norm is None or self.output is None:
+            return x_BSC
         x_BSC = self.norm(x_BSC)
-        if self.output is None:
-            return F.linear(x_BSC, self.tok_embeddings.weight)
+        if isinstance(self.output, TiedOutput):
+            assert self.tok_embeddings is not None
+            return self.output(x_BSC, self.tok_embeddings.weight)
         return self.output(x_BSC)

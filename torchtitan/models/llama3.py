@@ -2,7 +2,8 @@
 
 The architecture is `Decoder`; a family of models is this one file, sizes as data and initial
 weights as a pure function from a parameter's name. `debugmodel` is torchtitan's. `tiny` has an odd
-vocabulary and sizes that few degrees divide, so that tests meet uneven shards.
+vocabulary and sizes that few degrees divide, so that tests meet uneven shards; `tiny8` has eight
+layers and sizes that 4 divides, for tests of tensor and pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ LLAMA_32 = RopeScaling(factor=32.0)
 FLAVORS = {
     "tiny": DecoderConfig(
         dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96, vocab_size=263
+    ),
+    "tiny8": DecoderConfig(
+        dim=32, num_layers=8, num_heads=8, num_kv_heads=4, hidden_dim=96, vocab_size=264
     ),
     "debugmodel": DecoderConfig(
         dim=256, num_layers=6, num_heads=16, num_kv_heads=16, hidden_dim=768, vocab_size=2048

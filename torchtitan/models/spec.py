@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:
+    from torchtitan.models.decoder import Decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class ModelSpec:
     """Key of the family in MODELS."""
     flavors: Mapping[str, DecoderConfig]
     """Sizes by name."""
-    build: Callable[[DecoderConfig], nn.Module]
+    build: Callable[[DecoderConfig], Decoder]
     """Makes the module, on whatever device is the default when it is called, meta included."""
 
 

@@ -10,12 +10,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
 
 from torchtitan.config.schema import OptimizerConfig
+from torchtitan.models.parts import HasParameters
 
 
-def build_optimizer(model: nn.Module, *, settings: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: HasParameters, *, settings: OptimizerConfig) -> torch.optim.Optimizer:
     """Build the optimizer over the parameters of `model` that require gradients."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     kept = {

@@ -55,12 +55,17 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, policy: FSDPPolicy) -> Non
     for block in model.layers.values():
         fully_shard(block, reshard_after_forward=policy.reshard_after_forward, **arguments)
     # a tied embedding is used at both ends: it stays in the root's group, gathered throughout
-    if model.output is not None:
-        fully_shard(
-            model.tok_embeddings, reshard_after_forward=policy.reshard_after_forward, **arguments
-        )
+    if not model.config.tie_embeddings:
+        if model.tok_embeddings is not None:
+            fully_shard(
+                model.tok_embeddings,
+                reshard_after_forward=policy.reshard_after_forward,
+                **arguments,
+            )
         # used last in forward and first in backward: freed in between it would be gathered twice
-        fully_shard([model.norm, model.output], reshard_after_forward=False, **arguments)
+        last = [module for module in (model.norm, model.output) if module is not None]
+        if last:
+            fully_shard(last, reshard_after_forward=False, **arguments)
     fully_shard(model, reshard_after_forward=False, **arguments)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,0 +1,302 @@
+"""Train one job in several layouts on this machine, and say where they part.
+
+    python scripts/compare_layouts.py train_configs/compare_layouts.toml single fsdp2 hsdp2x2
+    python scripts/compare_layouts.py my.toml single "fsdp2 --activation_checkpoint.mode=full"
+
+A layout is words with numbers of ranks joined by commas (fsdpN, ddpN, hsdpNxN, tpN, ppN, cpN; 1 or
+single is one device) and options of the trainer behind them. Each is a real launch with the same
+global batch; the first one is the reference, and single goes before a layout that is given alone.
+Initial weights must be equal bit for bit, losses, gradient norms before clipping and final weights
+within the tolerances. Options of the trainer outside quotes count for all layouts.
+
+Exit code 0 the same training in all of them, 1 a layout diverges or fails, 2 a mistake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
+
+from scripts.layouts.gaps import (
+    TOLERANCES,
+    WEIGHTS_TOLERANCE,
+    compare_rows,
+    compare_weights,
+    first_unequal,
+)
+from scripts.layouts.launch import Outcome, launch, settings_of_all
+from scripts.layouts.report import Verdict, show_steps, show_table, write_json
+from scripts.layouts.words import Layout, fit_local_batch, option_key, parse_layout
+from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.config.load import load_config
+
+SET_HERE = ("training.steps", "training.max_norm", "training.global_batch_size")
+SET_HERE_SECTIONS = ("job.", "metrics.", "checkpoint.")
+LOCAL_BATCH = "training.local_batch_size"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One layout with the options it is launched with, or why it cannot be."""
+
+    layout: Layout
+    arguments: tuple[str, ...]
+    refusal: str
+
+
+def make_plan(layout: Layout, *, common: Sequence[str], global_batch_size: int) -> Plan:
+    """Check a layout's settings, and cut the global batch for it.
+
+    Raises:
+        ConfigError: It sets what must be equal in all layouts, or cannot share the global batch.
+    """
+    for option in layout.overrides:
+        key = option_key(option)
+        if key in SET_HERE or key.startswith(SET_HERE_SECTIONS):
+            raise ConfigError(
+                f"layout '{layout.name}': {key} is the same for all layouts; give it outside the "
+                "quotes, or as an option of this script (--help)"
+            )
+    arguments = (*common, *layout.arguments, f"--training.global_batch_size={global_batch_size}")
+    if any(option_key(option) == LOCAL_BATCH for option in layout.overrides):
+        return _checked(layout, arguments)
+    local = load_config(common).training.local_batch_size
+    fitting = fit_local_batch(local, global_batch_size=global_batch_size, layout=layout)
+    if fitting != local:
+        say(f"{layout.name}: {LOCAL_BATCH} {fitting}, not {local}, to share {global_batch_size}")
+    return _checked(layout, (*arguments, f"--{LOCAL_BATCH}={fitting}"))
+
+
+def _checked(layout: Layout, arguments: tuple[str, ...]) -> Plan:
+    try:
+        load_config(arguments)
+    except ConfigError as error:
+        return Plan(
+            layout=layout, arguments=arguments, refusal=f"its settings are refused: {error}"
+        )
+    return Plan(layout=layout, arguments=arguments, refusal="")
+
+
+def make_plans(texts: Sequence[str], *, common: Sequence[str]) -> list[Plan]:
+    """Read the layouts; the first is the reference, whose global batch all of them take."""
+    layouts = [parse_layout(text) for text in texts]
+    if len(layouts) == 1:
+        layouts.insert(0, parse_layout("single"))
+    for option in common:
+        if option_key(option).removeprefix("parallelism.") in layouts[0].degrees:
+            raise ConfigError(f"{option} differs by layout: write it as a layout's word")
+    config = load_config(common)
+    whole = config.training.global_batch_size
+    if whole == -1:
+        whole = config.training.local_batch_size * layouts[0].dp
+        say(f"training.global_batch_size is not set: {whole}, as in {layouts[0].name}")
+    if "bfloat16" in (config.training.mixed_precision_param, config.training.dtype):
+        say("the job computes in bfloat16; tolerances are for float32, see --help to change either")
+    return [make_plan(each, common=common, global_batch_size=whole) for each in layouts]
+
+
+def run_plan(plan: Plan, *, label: str, folder: Path, options: argparse.Namespace) -> Outcome:
+    """Launch one layout, showing how far it is."""
+    ranks = plan.layout.world_size
+    head = f"{label}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    if plan.refusal:
+        return Outcome(folder=folder, seconds=0.0, rows=[], problem=plan.refusal)
+    outcome = launch(
+        plan.arguments,
+        world_size=ranks,
+        folder=folder,
+        timeout_s=options.timeout,
+        on_wait=progress(head, num_steps=options.steps),
+    )
+    clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+    say(f"{clear}{head}: {'failed' if outcome.problem else 'trained'}, {outcome.seconds:.0f} s")
+    return outcome
+
+
+def judge(plan: Plan, outcome: Outcome, reference: Outcome, options: argparse.Namespace) -> Verdict:
+    """Compare what a layout left with what the reference left."""
+    verdict = Verdict(
+        layout=plan.layout.name,
+        world_size=plan.layout.world_size,
+        seconds=outcome.seconds,
+        is_reference=outcome is reference,
+        problem=outcome.problem,
+        rows=outcome.rows,
+    )
+    if outcome is reference or outcome.problem:
+        return verdict
+    return replace(
+        verdict,
+        unequal=first_unequal(reference.initial_weights(), outcome.initial_weights()),
+        steps=compare_rows(
+            reference.rows,
+            outcome.rows,
+            tolerances={
+                **TOLERANCES,
+                "loss": options.loss_tolerance,
+                "grad_norm": options.grad_norm_tolerance,
+            },
+        ),
+        weights=compare_weights(reference.final_weights(), outcome.final_weights()),
+        weights_tolerance=options.weights_tolerance,
+    )
+
+
+def compare(
+    plans: Sequence[Plan], *, max_norm: float, folder: Path, options: argparse.Namespace
+) -> list[Verdict]:
+    """Launch all layouts, print how they compare, and return the verdicts.
+
+    Nothing more is launched once the reference has failed.
+    """
+    reference: Outcome | None = None
+    verdicts: list[Verdict] = []
+    for number, plan in enumerate(plans, start=1):
+        label = f"[{number}/{len(plans)}] {plan.layout.name}"
+        plan = replace(plan, arguments=(*plan.arguments, f"--training.max_norm={max_norm}"))
+        outcome = run_plan(plan, label=label, folder=folder / str(number), options=options)
+        reference = reference or outcome
+        verdicts.append(judge(plan, outcome, reference, options))
+        if reference.problem:
+            say("the reference failed: the other layouts are not trained")
+            break
+        if options.verbose and outcome.rows:
+            show_steps(plan.layout.name, outcome.rows, reference_rows=reference.rows)
+    if reference is not None and not reference.problem:
+        moved = compare_weights(reference.initial_weights(), reference.final_weights())
+        clipped = sum(row["grad_norm"] > max_norm for row in reference.rows)
+        print(
+            f"reference: loss {reference.rows[0]['loss']:.5f} to {reference.rows[-1]['loss']:.5f}, "
+            f"weights moved by up to {moved.largest:.2g}, {clipped} of {len(reference.rows)} steps "
+            f"clipped (max_norm {max_norm:g})"
+        )
+    show_table(verdicts)
+    return verdicts
+
+
+def say(text: str) -> None:
+    """Say what goes on, beside the results."""
+    sys.stderr.write(text + "\n")
+
+
+def progress(head: str, *, num_steps: int) -> Callable[[int, float], None]:
+    """Return what shows steps and seconds: on a terminal, in one line."""
+    terminal = sys.stderr.isatty()
+    if not terminal:
+        say(f"{head}: training")
+
+    def show(step: int, seconds: float) -> None:
+        if terminal:
+            sys.stderr.write(f"\r{head}: step {step}/{num_steps}, {seconds:.0f} s ")
+            sys.stderr.flush()
+
+    return show
+
+
+def find_clippings(options: argparse.Namespace, common: Sequence[str]) -> dict[str, float]:
+    """Return the norms to clip at, by what to call each.
+
+    Raises:
+        ConfigError: Both ways are asked for, but the job clips at no norm.
+    """
+    max_norm = load_config(common).training.max_norm
+    if not options.both_clippings:
+        return {"": max_norm}
+    if math.isinf(max_norm):
+        raise ConfigError(
+            "--both_clippings needs a training.max_norm to clip at, got inf; add "
+            "--training.max_norm=N with N below the gradient norms"
+        )
+    return {"unclipped": math.inf, "clipped": max_norm}
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s TOML LAYOUT [LAYOUT ...] [options] [--section.key=value ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("toml", type=Path, metavar="TOML", help="the job")
+    parser.add_argument("layouts", nargs="+", metavar="LAYOUT", help="the first is the reference")
+    add = parser.add_argument
+    add("--steps", type=int, default=10, metavar="N", help="of each training (default 10)")
+    add("--timeout", type=float, default=600, metavar="S", help="seconds a layout may take (600)")
+    add("--out", type=Path, metavar="DIR", help="keep the runs here; else they are deleted")
+    add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("--verbose", action="store_true", help="show every step")
+    add(
+        "--both_clippings",
+        action="store_true",
+        help="each with max_norm = inf, then with the job's",
+    )
+    tolerance: dict[str, Any] = {"type": float, "metavar": "X"}
+    add("--loss_tolerance", default=TOLERANCES["loss"], **tolerance, help="(1e-5)")
+    add(
+        "--grad_norm_tolerance",
+        default=TOLERANCES["grad_norm"],
+        **tolerance,
+        help="relative (1e-4)",
+    )
+    add("--weights_tolerance", default=WEIGHTS_TOLERANCE, **tolerance, help="of the largest (1e-4)")
+    return parser
+
+
+def _check(options: argparse.Namespace, common: Sequence[str]) -> None:
+    for word in common:
+        if not (word.startswith("--") and "." in option_key(word)):
+            raise ConfigError(f"unknown option {word}; the trainer's are --section.key=value")
+        if option_key(word) in ("training.steps", "job.dump_folder", "job.config_file"):
+            raise ConfigError(f"{option_key(word)} is given as --steps, --out or TOML here")
+    if options.steps < 1 or options.timeout <= 0:
+        raise ConfigError(
+            f"--steps and --timeout must be positive, got {options.steps} and {options.timeout:g}"
+        )
+    if options.out is not None and options.out.exists() and any(options.out.iterdir()):
+        raise ConfigError(f"--out must be a new folder or an empty one, got {options.out}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare, print what was found, and return the exit code."""
+    options, extra = _parser().parse_known_args(argv)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    verdicts: dict[str, list[Verdict]] = {}
+    try:
+        _check(options, extra)
+        file = f"--job.config_file={options.toml}"
+        common = (file, *extra, *settings_of_all(steps=options.steps))
+        plans = make_plans(options.layouts, common=common)
+        clippings = find_clippings(options, common)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = (options.out or Path(temporary)).resolve()
+            for name, max_norm in clippings.items():
+                if name:
+                    print(f"{name}:", flush=True)
+                verdicts[name] = compare(
+                    plans, max_norm=max_norm, folder=folder / name, options=options
+                )
+        if options.json is not None:
+            write_json(options.json, verdicts, toml=options.toml)
+    except UserError as error:
+        say(f"error: {error}")
+        return error.exit_code
+    return int(any(each.complaints for group in verdicts.values() for each in group))
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGINT):  # an exception, on whose way ranks are ended
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.exit(main(sys.argv[1:]))

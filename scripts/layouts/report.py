@@ -1,0 +1,106 @@
+"""What is said of layouts that were compared: a verdict each, a table of them, every step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from scripts.layouts.gaps import WEIGHTS_TOLERANCE, Divergence, WeightGap, relative
+from torchtitan.metrics.sinks import Row
+
+EXPLANATION = (
+    "Largest relative differences: loss and grad_norm (before clipping) of any step, final weights "
+    "of any tensor against its largest element."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How one layout compares with the reference, or that it is the reference."""
+
+    layout: str
+    world_size: int
+    seconds: float
+    is_reference: bool = False
+    problem: str = ""
+    """Why there is nothing to compare."""
+    unequal: str = ""
+    """The first initial weight that is not equal bit for bit."""
+    steps: Divergence | None = None
+    weights: WeightGap | None = None
+    weights_tolerance: float = WEIGHTS_TOLERANCE
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def complaints(self) -> list[str]:
+        """Say all that is wrong; empty where it is the same training."""
+        found = [self.problem] if self.problem else []
+        if self.unequal:
+            found.append(f"initial weights: {self.unequal}")
+        if self.steps is not None and self.steps.is_found:
+            found.append(str(self.steps))
+        if self.weights is not None and self.weights.largest > self.weights_tolerance:
+            found.append(
+                f"final weights, most of all {self.weights.name}, by {self.weights.largest:.2g} "
+                f"(tolerance {self.weights_tolerance:g})"
+            )
+        return found
+
+    @property
+    def summary(self) -> str:
+        """Say it in a few words."""
+        if self.problem:
+            return "FAILED"
+        if self.is_reference:
+            return "reference"
+        first = self.steps.first if self.steps is not None else None
+        if self.unequal:
+            return "DIVERGES at the initial weights"
+        if first is not None:
+            step, size = first.beyond[0]
+            return f"DIVERGES at step {step}: {first.figure} by {size:.2g}"
+        return "DIVERGES, see below" if self.complaints else "same"
+
+
+def show_table(verdicts: Sequence[Verdict]) -> None:
+    """Print a line for each layout, and below what is wrong with it."""
+    width = max(len("layout"), *(len(each.layout) for each in verdicts))
+    head = f"{'ranks':>7}{'seconds':>9}{'loss':>10}{'grad_norm':>11}{'weights':>10}"
+    print(f"{'layout':<{width}}{head}  verdict")
+    for each in verdicts:
+        loss = norm = weights = "-"
+        if each.steps is not None:
+            loss, norm = (f"{each.steps.gaps[key].largest:.1e}" for key in ("loss", "grad_norm"))
+        if each.weights is not None:
+            weights = f"{each.weights.largest:.1e}"
+        cells = f"{each.world_size:>7}{each.seconds:>9.0f}{loss:>10}{norm:>11}{weights:>10}"
+        print(f"{each.layout:<{width}}{cells}  {each.summary}")
+    print(EXPLANATION)
+    for each in verdicts:
+        for complaint in each.complaints:
+            print(f"{each.layout}: {complaint}")
+
+
+def show_steps(name: str, rows: Sequence[Row], *, reference_rows: Sequence[Row]) -> None:
+    """Print loss and gradient norm of every step, each with its difference from the reference."""
+    theirs = {int(row["step"]): row for row in reference_rows}
+    print(f"{name}\n{'step':>6}{'loss':>18}{'relative':>10}{'grad_norm':>18}{'relative':>10}")
+    for row in rows:
+        step = int(row["step"])
+        cells = f"{step:>6}"
+        for figure in ("loss", "grad_norm"):
+            gap = relative(theirs.get(step, {}).get(figure), row[figure])
+            cells += f"{row[figure]:>18.10g}{gap:>10.1e}"
+        print(cells)
+
+
+def write_json(path: Path, verdicts: Mapping[str, Sequence[Verdict]], *, toml: Path) -> None:
+    """Write every figure of every verdict."""
+    runs = [
+        {"clipping": clipping, **asdict(each), "verdict": each.summary, "why": each.complaints}
+        for clipping, group in verdicts.items()
+        for each in group
+    ]
+    path.write_text(json.dumps({"toml": str(toml), "runs": runs}, indent=1), encoding="utf-8")

@@ -1,0 +1,378 @@
+"""Layouts written, compared and launched: what is equal is said to be, what is planted is found."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts import compare_layouts
+from scripts.layouts import gaps
+from scripts.layouts.launch import launch, settings_of_all
+from scripts.layouts.words import fit_local_batch, parse_layout
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.load import load_config
+
+TOML = Path(__file__).parents[2] / "train_configs" / "compare_layouts.toml"
+
+
+@pytest.mark.parametrize(
+    ("text", "degrees", "world", "dp"),
+    [
+        ("single", {}, 1, 1),
+        ("1", {}, 1, 1),
+        ("fsdp4", {"data_parallel_shard_degree": 4}, 4, 4),
+        ("ddp2", {"data_parallel_replicate_degree": 2}, 2, 2),
+        (
+            "hsdp2x3",
+            {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 3},
+            6,
+            6,
+        ),
+        ("tp2", {"tensor_parallel_degree": 2}, 2, 1),
+        (
+            "pp2, fsdp2 tp4",
+            {
+                "pipeline_parallel_degree": 2,
+                "data_parallel_shard_degree": 2,
+                "tensor_parallel_degree": 4,
+            },
+            16,
+            2,
+        ),
+        ("cp2", {"context_parallel_degree": 2}, 2, 1),
+    ],
+)
+def test_words(text: str, degrees: Mapping[str, int], world: int, dp: int) -> None:
+    layout = parse_layout(text)
+    assert {key: n for key, n in layout.degrees.items() if n > 1} == degrees
+    assert (layout.world_size, layout.dp, layout.overrides) == (world, dp, ())
+
+
+def test_every_degree_is_given_so_that_the_toml_has_no_say() -> None:
+    given = [word.split("=") for word in parse_layout("ddp2").arguments]
+    assert {key.removeprefix("--parallelism."): int(degree) for key, degree in given} == {
+        "data_parallel_replicate_degree": 2,
+        "data_parallel_shard_degree": 1,
+        "tensor_parallel_degree": 1,
+        "pipeline_parallel_degree": 1,
+        "context_parallel_degree": 1,
+    }
+    load_config([f"--job.config_file={TOML}", *parse_layout("ddp2").arguments])
+
+
+def test_options_go_behind_the_words() -> None:
+    layout = parse_layout("pp2 --parallelism.pipeline_parallel_schedule=ZBV 'fsdp2' --a.b='x y'")
+    assert layout.overrides == ("--parallelism.pipeline_parallel_schedule=ZBV", "--a.b=x y")
+    assert layout.arguments[-2:] == layout.overrides
+    assert layout.world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("zero3", "unknown word 'zero3'; known: single, 1, fsdpN, ddpN, hsdpNxN, tpN, ppN, cpN"),
+        ("fsdp2 --a.b 3", "unknown word '3'.*written --section.key=value"),
+        ("fsdp", "with its number of ranks, as fsdp2, got 'fsdp'"),
+        ("hsdp4", "as hsdp2x2, got 'hsdp4'"),
+        ("tp2x2", "as tp2, got 'tp2x2'"),
+        ("tp0", "as tp2, got 'tp0'"),
+        ("fsdp2,hsdp2x2", "fsdp2 and hsdp2x2 both set data_parallel_shard_degree"),
+        ("single,tp2", "single is one device, and stands alone"),
+        ("--debug.seed=1", "names no ranks"),
+        ("fsdp2 '", "No closing quotation"),
+        ("fsdp2 --parallelism.tensor_parallel_degree=2", "must be written as a word"),
+    ],
+)
+def test_a_layout_that_makes_no_sense_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_layout(text)
+
+
+@pytest.mark.parametrize(
+    ("layout", "local", "fitting"),
+    [("single", 8, 8), ("fsdp2", 8, 8), ("fsdp4", 8, 4), ("fsdp8,pp2", 8, 2), ("tp4", 3, 2)],
+)
+def test_the_local_batch_shrinks_where_ranks_share_the_global_one(
+    layout: str, local: int, fitting: int
+) -> None:
+    assert fit_local_batch(local, global_batch_size=16, layout=parse_layout(layout)) == fitting
+
+
+def test_ranks_that_do_not_divide_the_global_batch() -> None:
+    with pytest.raises(ConfigError, match=r"3 data-parallel ranks, got 16.*batch_size=18"):
+        fit_local_batch(8, global_batch_size=16, layout=parse_layout("fsdp3"))
+
+
+def rows(losses: list[float]) -> list[dict[str, float]]:
+    return [{"step": i, "loss": loss, "grad_norm": 2.0} for i, loss in enumerate(losses, start=1)]
+
+
+BOTH = {"loss": 1e-5, "grad_norm": 1e-4}
+
+
+def test_rounding_is_no_divergence() -> None:
+    found = gaps.compare_rows(rows([4.0, 3.0]), rows([4.0, 3.00002]), tolerances=BOTH)
+    assert not found.is_found
+    assert found.gaps["loss"].largest == pytest.approx(2e-5 / 3.00002)
+    assert str(found) == "none"
+
+
+def test_the_first_step_beyond_the_tolerance_and_its_size() -> None:
+    found = gaps.compare_rows(rows([4, 3, 2, 1]), rows([4, 3, 2.002, 1.5]), tolerances=BOTH)
+    assert found.is_found
+    assert found.first is found.gaps["loss"]
+    assert [step for step, _ in found.first.beyond] == [3, 4]
+    assert found.first.beyond[0][1] == pytest.approx(0.002 / 2.002)
+    assert found.first.largest == pytest.approx(0.5 / 1.5)
+    assert "loss from step 3, there by 0.001 (tolerance 1e-05), at most by 0.33" in str(found)
+
+
+def test_the_figure_that_parts_first_comes_first() -> None:
+    other = rows([4.0, 3.1])
+    other[0]["grad_norm"] = 1.0
+    found = gaps.compare_rows(rows([4.0, 3.0]), other, tolerances=BOTH)
+    assert found.first is found.gaps["grad_norm"]
+    assert str(found).index("grad_norm") < str(found).index("loss")
+
+
+@pytest.mark.parametrize("loss", [-1.0, math.nan, math.inf, None])
+def test_a_placeholder_or_no_number_is_a_divergence(loss: float | None) -> None:
+    other = rows([4.0, 3.0])
+    other[1]["loss"] = loss  # type: ignore[assignment]
+    first = gaps.compare_rows(rows([4.0, 3.0]), other, tolerances=BOTH).first
+    assert first is not None
+    assert first.beyond[0][0] == 2
+    assert first.largest > 1
+
+
+def test_a_figure_computed_without_sums_must_be_equal() -> None:
+    a, b = ([{"step": 1, **dict.fromkeys(gaps.TOLERANCES, 1.0)}] for _ in "ab")
+    assert not gaps.compare_rows(a, b).is_found
+    b[0]["valid_token_fraction"] = 1.0 + 2**-52
+    assert gaps.compare_rows(a, b).is_found
+
+
+def test_a_step_that_one_run_lacks() -> None:
+    found = gaps.compare_rows(rows([4.0, 3.0]), rows([4.0]), tolerances=BOTH)
+    assert found.is_found
+    assert found.unmatched_steps == (2,)
+    assert "only one of the runs has steps [2]" in str(found)
+
+
+def test_weights_are_compared_against_the_largest_element() -> None:
+    a = {"small": torch.tensor([1e-6, 2.0]), "w": torch.tensor([4.0, 1.0])}
+    b = {"small": torch.tensor([2e-6, 2.0]), "w": torch.tensor([4.0, 1.1])}
+    gap = gaps.compare_weights(a, b)
+    assert (gap.name, gap.largest) == ("w", pytest.approx(0.1 / 4.0))
+    assert gaps.compare_weights(a, {**a, "small": b["small"]}).largest < 1e-6
+    assert gaps.compare_weights(a, a).largest == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{}, {"w": torch.ones(3)}, {"w": torch.ones(2), "v": torch.ones(1)}]
+    + [{"w": torch.tensor([1.0, bad])} for bad in (math.nan, math.inf)],
+)
+def test_weights_that_cannot_be_compared_differ(other: dict[str, torch.Tensor]) -> None:
+    assert gaps.compare_weights({"w": torch.ones(2)}, other).largest == math.inf
+
+
+def test_initial_weights_are_compared_by_their_bits() -> None:
+    a = {"v": torch.ones(2), "w": torch.zeros(2)}
+    assert gaps.first_unequal(a, {name: tensor.clone() for name, tensor in a.items()}) == ""
+    assert gaps.first_unequal(a, {**a, "w": -torch.zeros(2)}).startswith("w: equal numbers, other")
+    assert gaps.first_unequal(a, {"w": a["w"]}) == "v: only in the reference"
+    assert gaps.first_unequal({"w": a["w"]}, a) == "v: only in this layout"
+
+
+@dataclass(frozen=True)
+class Said:
+    code: int
+    out: str
+    err: str
+    runs: list[dict[str, Any]]
+
+
+def compare(folder: Path, *arguments: str) -> Said:
+    out, err, figures = io.StringIO(), io.StringIO(), folder / "figures.json"
+    words = [str(TOML), *arguments, f"--json={figures}", f"--out={folder / 'out'}"]
+    cache = f"--training.dataset_cache={folder / 'cache'}"
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = compare_layouts.main([*words, cache])
+    stored = json.loads(figures.read_text()) if figures.is_file() else {"runs": []}
+    return Said(code, out.getvalue(), err.getvalue(), stored["runs"])
+
+
+def test_two_layouts_that_train_the_same_unclipped_and_clipped(tmp_path: Path) -> None:
+    options = ("--steps=3", "--verbose", "--both_clippings", "--training.max_norm=0.5")
+    said = compare(tmp_path, "fsdp2", *options)
+    assert said.code == 0, said.out + said.err
+    assert [(run["clipping"], run["verdict"]) for run in said.runs] == [
+        ("unclipped", "reference"),
+        ("unclipped", "same"),
+        ("clipped", "reference"),
+        ("clipped", "same"),
+    ]
+    assert [len(run["rows"]) for run in said.runs] == [3] * 4
+    unclipped, _, clipped = said.out.partition("\nclipped:\n")
+    assert "0 of 3 steps clipped (max_norm inf)" in unclipped
+    assert "3 of 3 steps clipped (max_norm 0.5)" in clipped
+    assert said.runs[0]["rows"][2]["loss"] != said.runs[2]["rows"][2]["loss"]
+    assert "weights moved by up to 0.1" in unclipped
+    for name, world in (("single", 1), ("fsdp2", 2)):
+        assert f"{name}, {world} rank" in said.err
+        assert f"{name}\n  step" in said.out
+    assert said.runs[1]["weights"]["largest"] < 1e-5
+    config = (tmp_path / "out" / "clipped" / "2" / "run" / "config.toml").read_text()
+    assert "data_parallel_shard_degree = 2" in config
+    assert "global_batch_size = 16" in config
+    assert "max_norm = 0.5" in config
+
+
+DECAY, SEED = "single --optimizer.weight_decay=0.5", "single --debug.seed=1"
+CRASH, REFUSED = "single --optimizer.lr=1e30", "fsdp2 --training.dataloader.num_workers=-1"
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    folder = tmp_path_factory.mktemp("planted")
+    return compare(folder, "1", CRASH, REFUSED, DECAY, SEED, "--steps=3")
+
+
+def verdict(said: Said, layout: str) -> dict[str, Any]:
+    [found] = [run for run in said.runs if run["layout"] == layout]
+    return found
+
+
+def test_a_planted_divergence_is_found_with_its_first_step(planted: Said) -> None:
+    assert planted.code == 1
+    found = verdict(planted, DECAY)
+    assert found["verdict"].startswith("DIVERGES at step 2: loss by 2.")
+    assert found["unequal"] == ""
+    assert found["steps"]["gaps"]["loss"]["beyond"][0][0] == 2
+    assert found["steps"]["gaps"]["valid_token_fraction"]["beyond"] == []
+    assert f"{DECAY}: final weights, most of all" in planted.out
+
+
+def test_other_initial_weights_are_found(planted: Said) -> None:
+    found = verdict(planted, SEED)
+    assert found["verdict"] == "DIVERGES at the initial weights"
+    assert "512 of 512 elements" in found["unequal"]
+
+
+def test_layouts_that_fail_are_reported_and_the_others_run(planted: Said) -> None:
+    crash, refused = verdict(planted, CRASH), verdict(planted, REFUSED)
+    assert [crash["verdict"], refused["verdict"]] == ["FAILED", "FAILED"]
+    assert crash["problem"].startswith("ended with exit code 3; its last lines:\n")
+    assert "checkpoint.mode = 'continue' and a lower optimizer.lr" in crash["problem"]
+    assert "its settings are refused" in refused["problem"]
+    assert "num_workers" in refused["problem"]
+    assert crash["problem"] in planted.out
+
+
+def test_nothing_else_is_trained_where_the_reference_fails(tmp_path: Path) -> None:
+    said = compare(tmp_path, CRASH, "fsdp2", "--steps=3")
+    assert said.code == 1
+    assert [run["verdict"] for run in said.runs] == ["FAILED"]
+    assert "the other layouts are not trained" in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["single", "warp9"], "unknown word 'warp9'"),
+        (["single", "fsdp3"], "multiple of its 3 data-parallel ranks, got 16"),
+        (["single", "fsdp2 --training.steps=3"], "training.steps is the same for all layouts"),
+        (["single", "fsdp2 --checkpoint.enable=false"], "is the same for all layouts"),
+        (["fsdp2", "--training.steps=3"], "is given as --steps"),
+        (["fsdp2", "--parallelism.tensor_parallel_degree=2"], "write it as a layout's word"),
+        (["fsdp2", "--stepz=3"], "unknown option --stepz=3"),
+        (["fsdp2", "--steps=0"], "must be positive"),
+        (["fsdp2", "--both_clippings"], "needs a training.max_norm to clip at, got inf"),
+        (["fsdp2", "--training.seq_lem=3"], "did you mean --training.seq_len"),
+    ],
+)
+def test_mistakes_cost_no_training(arguments: list[str], message: str, tmp_path: Path) -> None:
+    said = compare(tmp_path, *arguments)
+    assert said.code == 2
+    assert message in said.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_are_never_mixed_with_older_ones(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").touch()
+    said = compare(tmp_path, "fsdp2")
+    assert said.code == 2
+    assert "--out must be a new folder" in said.err
+
+
+def test_float32_tolerances_are_not_meant_for_bfloat16(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    common = [f"--job.config_file={TOML}", *settings_of_all(steps=3)]
+    compare_layouts.make_plans(["fsdp2"], common=common)
+    assert "bfloat16" not in capsys.readouterr().err
+    common.append("--training.mixed_precision_param=bfloat16")
+    compare_layouts.make_plans(["fsdp2"], common=common)
+    assert "tolerances are for float32" in capsys.readouterr().err
+
+
+def test_the_reference_gives_a_global_batch_that_is_not_set(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    common = [f"--job.config_file={TOML}", "--training.global_batch_size=-1"]
+    plans = compare_layouts.make_plans(["ddp2", "single", "fsdp8"], common=common)
+    sizes = [load_config(plan.arguments).training for plan in plans]
+    assert [training.global_batch_size for training in sizes] == [16, 16, 16]
+    assert [training.local_batch_size for training in sizes] == [8, 8, 2]
+    said = capsys.readouterr().err
+    assert "global_batch_size is not set: 16, as in ddp2" in said
+    assert "fsdp8: training.local_batch_size 2, not 8" in said
+
+
+class InterruptedLaunchError(Exception):
+    """What Ctrl-C raises in the middle of a launch."""
+
+
+def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
+    """One rank is frozen after the first step, so that the other waits for it."""
+    layout, run = parse_layout("fsdp2"), tmp_path / "hang" / "run"
+    common = (f"--job.config_file={TOML}", *settings_of_all(steps=100_000), *layout.arguments)
+    pids: list[int] = []
+
+    def freeze(step: int, seconds: float) -> None:
+        if step > 0:
+            pids.extend(int(path.name) for path in (run / "pids").iterdir())
+            os.kill(pids[0], signal.SIGSTOP)
+            raise InterruptedLaunchError
+
+    with pytest.raises(InterruptedLaunchError):
+        launch(
+            (*common, f"--training.dataset_cache={tmp_path / 'cache'}"),
+            world_size=layout.world_size,
+            folder=tmp_path / "hang",
+            timeout_s=200,
+            on_wait=freeze,
+        )
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_layout_that_takes_too_long_has_failed(tmp_path: Path) -> None:
+    said = compare(tmp_path, "fsdp2", "--steps=100000", "--timeout=1")
+    assert said.code == 1
+    assert said.runs[0]["problem"].startswith("did not end within 1 s; its last lines:\n")

@@ -1,0 +1,72 @@
+"""How a step runs through the model: what the loop asks for, and the plain answer.
+
+A pipeline gives the other answer (`pipeline.py`). Either takes the accumulation steps of one
+optimizer step and leaves summed gradients, so the loop does not know which one it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchtitan.models.decoder import Decoder
+from torchtitan.parallel.fsdp import sync_gradients
+
+Batch = Mapping[str, Tensor]
+"""`tokens` and `labels`, int64 of shape (B, S)."""
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""From logits and labels to the summed loss, float32, of this rank's tokens."""
+
+
+class Execution(Protocol):
+    """Runs batches through all parts of the model, on all ranks that hold one."""
+
+    owns_loss: bool
+    """Whether the loss is computed on this rank; elsewhere it is reported as 0."""
+
+    def forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
+        """Accumulate the gradients of the loss divided by `divisor`; return the summed loss.
+
+        The result is a float64 scalar of this rank's tokens.
+        """
+        ...
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Return the summed loss of one batch, without gradients; else as `forward_backward`."""
+        ...
+
+    def after_update(self) -> None:
+        """Bring copies of parameters up to date, after the optimizer or a checkpoint changed
+        them."""
+        ...
+
+
+class WholeModel:
+    """All layers on every rank."""
+
+    owns_loss = True
+
+    def __init__(self, model: Decoder, *, loss: LossFunction) -> None:
+        self._model = model
+        self._loss = loss
+
+    def forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
+        """Run one batch after the other, the loss of each divided by the same number."""
+        loss_sum = torch.zeros((), dtype=torch.float64, device=divisor.device)
+        for index, batch in enumerate(batches):
+            sync_gradients(self._model, last=index == len(batches) - 1)
+            loss = self._loss(self._model(batch["tokens"]), batch["labels"])
+            (loss / divisor).backward()
+            loss_sum += loss.detach()
+        return loss_sum
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Return the summed loss of one batch."""
+        return self._loss(self._model(batch["tokens"]), batch["labels"]).double()
+
+    def after_update(self) -> None:
+        """Do nothing: there are no copies."""
