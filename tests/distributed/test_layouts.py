@@ -103,7 +103,12 @@ def train_on_a_mean_of_means(job: list[str]) -> jobs.Result:
     correct = assemble.build_loss
 
     def mean(logits: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy_sum(logits, labels) / count_valid(labels).clamp(min=1) * labels.numel() / 2
+        return (
+            cross_entropy_sum(logits, labels)
+            / count_valid(labels).clamp(min=1)
+            * labels.numel()
+            / 2
+        )
 
     assemble.build_loss = lambda group: mean
     try:

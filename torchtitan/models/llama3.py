@@ -1,9 +1,10 @@
 """Llama 3: its sizes and its initial weights (arXiv:2407.21783).
 
 The architecture is `Decoder`; a family of models is this one file: sizes and the roles of modules
-under tensor parallelism as data, initial weights as a pure function from a parameter's name. `debugmodel` is torchtitan's. `tiny` has an odd
-vocabulary and sizes that few degrees divide, so that tests meet uneven shards; `tiny8` has eight
-layers and sizes that 4 divides, for tests of tensor and pipeline parallelism.
+under tensor parallelism as data, initial weights as a pure function from a parameter's name.
+`debugmodel` is torchtitan's. `tiny` has an odd vocabulary and sizes that few degrees divide, for
+tests of uneven shards; `tiny8` has eight layers and sizes that 4 divides, for tests of tensor and
+pipeline parallelism.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ Shapes: B batch, S sequence, C = dim, V vocabulary.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from math import gcd
@@ -93,6 +94,8 @@ def apply_tensor_parallel(
                 parallelize_module(module, mesh, style, src_data_rank=None)
     left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     assert not left, f"the tensor plan says nothing of {', '.join(left)}"
+    # every local part of a DTensor is a view, and FSDP fears that it might be changed in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
 
 
 def _matches(name: str, pattern: str) -> bool:
