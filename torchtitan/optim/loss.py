@@ -60,42 +60,39 @@ def split_cross_entropy_sum(
 class _SplitCrossEntropy(torch.autograd.Function):
     """Each token's loss by itself, so that a caller may also come with some of the tokens.
 
-    Of the forward pass only the logits, in their own type, and one number a token are kept.
+    Of the forward pass only the logits, in their own type, and a few numbers a token are kept.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-        part = logits_NV.shape[1]
-        logits32_NV = logits_NV.float()
-        largest_N = logits32_NV.amax(1)
+    def forward(ctx: Any, given_NV: Tensor, labels_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+        part = given_NV.shape[1]
+        logits_NV = given_NV.float()
+        largest_N = logits_NV.amax(1)
         dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
         place_N = labels_N - dist.get_rank(group) * part
         is_here_N = (place_N >= 0) & (place_N < part)
         column_N1 = place_N.where(is_here_N, 0)[:, None]
-        sums_2N = torch.stack(
-            (
-                (logits32_NV - largest_N[:, None]).exp_().sum(1),
-                logits32_NV.gather(1, column_N1).squeeze(1).where(is_here_N, 0.0),
-            )
-        )
+        # all relative to the largest: added back, it would round small differences away
+        logits_NV = logits_NV - largest_N[:, None]
+        at_label_N = logits_NV.gather(1, column_N1).squeeze(1).where(is_here_N, 0.0)
+        sums_2N = torch.stack((logits_NV.exp_().sum(1), at_label_N))
         dist.all_reduce(sums_2N, group=group)
-        log_sum_N = sums_2N[0].log_() + largest_N
+        log_sum_N, at_label_N = sums_2N[0].log(), sums_2N[1]
         is_due_N = labels_N != IGNORE_INDEX
         is_known_N = (labels_N >= 0) & (labels_N < part * dist.get_world_size(group))
-        target_N = sums_2N[1].where(is_known_N, torch.nan)
-        ctx.save_for_backward(logits_NV, log_sum_N, column_N1, is_here_N, is_due_N)
-        return (log_sum_N - target_N).where(is_due_N, 0.0)
+        ctx.save_for_backward(given_NV, largest_N, log_sum_N, column_N1, is_here_N, is_due_N)
+        return (log_sum_N - at_label_N).where(is_known_N, torch.nan).where(is_due_N, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits_NV, log_sum_N, column_N1, is_here_N, is_due_N = ctx.saved_tensors
+        given_NV, largest_N, log_sum_N, column_N1, is_here_N, is_due_N = ctx.saved_tensors
         [grad_N] = grads
         # softmax less one at the label
-        grad_NV = (logits_NV.float() - log_sum_N[:, None]).exp_()
+        grad_NV = (given_NV.float() - largest_N[:, None]).sub_(log_sum_N[:, None]).exp_()
         at_label_N1 = grad_NV.gather(1, column_N1)
         grad_NV.scatter_(1, column_N1, at_label_N1 - is_here_N[:, None].float())
         grad_NV.mul_((grad_N * is_due_N)[:, None])
-        return grad_NV.to(logits_NV.dtype), None, None
+        return grad_NV.to(given_NV.dtype), None, None
 
 
 def count_valid(labels_BS: Tensor) -> Tensor:
