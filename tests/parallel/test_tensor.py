@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.models.fake_group import fake_group
 from torchtitan.base.errors import ConfigError
@@ -132,6 +134,55 @@ def test_stages_take_and_return_plain_local_tensors(sequence: bool, loss: bool, 
         assert logits.shape == (3, 16, config.vocab_size // (4 if loss else 1))
         logits.sum().backward()
         assert all(p.grad is not None for p in first.parameters())
+
+
+def autograd_keeps(model: Decoder, tokens: Tensor) -> int:
+    """Return the bytes that a forward pass keeps for backward, parameters left out."""
+    storages: dict[int, int] = {}
+
+    def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        return local.untyped_storage()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = storage_of(tensor)
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens)
+    for parameter in model.parameters():
+        storages.pop(storage_of(parameter.detach()).data_ptr(), None)
+    return sum(storages.values())
+
+
+def a_layer_costs(*, tp: int, sequence: bool) -> tuple[float, dict[str, int]]:
+    """Return what one more layer keeps, in units of the stream's size, and its collectives."""
+    config = replace(TINY8, dim=512, num_heads=32, num_kv_heads=8, hidden_dim=1792, vocab_size=8)
+    tokens = torch.zeros(1, 128, dtype=torch.int64)
+    kept, counts = [], []
+    for num_layers in (1, 2):
+        with fake_group(rank=0, world_size=tp):
+            model = LLAMA3.build(replace(config, num_layers=num_layers))
+            split(model, tp=tp, sequence=sequence)
+            kept.append(autograd_keeps(model, tokens))
+            with CommDebugMode() as mode:
+                model(tokens).sum().backward()
+            counts.append({str(op).split(".")[-1]: n for op, n in mode.get_comm_counts().items()})
+    unit = tokens.numel() * config.dim * 4
+    return (kept[1] - kept[0]) / unit, {op: n - counts[0][op] for op, n in counts[1].items()}
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_costs_are_those_of_the_documentation(tp: int) -> None:
+    kept, counts = a_layer_costs(tp=tp, sequence=True)
+    assert kept == pytest.approx(2 + 20.6 / tp, rel=0.01)
+    assert counts == {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4}
+    kept, counts = a_layer_costs(tp=tp, sequence=False)
+    assert kept == pytest.approx(6 + 16.6 / tp, rel=0.01)
+    assert counts == {"all_reduce": 4}
 
 
 def refused(config: DecoderConfig, *, tp: int, seq_len: int = 64, sequence: bool = True) -> str:
