@@ -42,11 +42,12 @@ from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.models import MODELS
 from torchtitan.models.parts import ModelParts
 from torchtitan.models.spec import DecoderConfig, ModelSpec, flops_per_token, num_parameters
-from torchtitan.optim.loss import cross_entropy_sum
+from torchtitan.optim.loss import build_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import build_schedule
 from torchtitan.parallel.build import build_execution, build_model
 from torchtitan.parallel.execution import Execution
+from torchtitan.parallel.tensor import check_tensor_parallel
 from torchtitan.trainer import Run
 
 logger = logging.getLogger(__name__)
@@ -65,8 +66,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
     )
     tokens_per_step = training.local_batch_size * dims.dp * accumulation * training.seq_len
-    spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
-    check_staging(config.checkpoint, device_type=device_type())
+    spec, architecture = find_fitting_model(config)
     group = build_group() if config.checkpoint.enable else None
     start = find_start(config, dims=dims, group=group)
     device = prepare_device(config.debug, local_rank=launch.local_rank)
@@ -132,6 +132,15 @@ def find_model(name: str, *, flavor: str) -> tuple[ModelSpec, DecoderConfig]:
     return spec, spec.flavors[flavor]
 
 
+def find_fitting_model(config: Config) -> tuple[ModelSpec, DecoderConfig]:
+    """Look up the job's model, and refuse degrees that do not divide its sizes."""
+    spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
+    check_tensor_parallel(
+        architecture, parallelism=config.parallelism, seq_len=config.training.seq_len
+    )
+    return spec, architecture
+
+
 def find_start(
     config: Config, *, dims: ParallelDims, group: dist.ProcessGroup | None
 ) -> Start | None:
@@ -141,6 +150,7 @@ def find_start(
         CheckpointError: Another run writes there; or settings differ from those of the checkpoint,
             or of the results where there is no checkpoint.
     """
+    check_staging(config.checkpoint, device_type=device_type())
     now = Job(config=config, dp=dims.dp)
     root = Path(config.job.dump_folder)
     lock_folder(root)
@@ -242,7 +252,9 @@ def build_parts(
         device=device,
         seed=config.debug.seed,
     )
-    return model, build_execution(model, loss=cross_entropy_sum)
+    splits_logits = mesh.dims.tp > 1 and not config.parallelism.disable_loss_parallel
+    loss = build_loss(mesh.params.get_group("tp") if splits_logits else None)
+    return model, build_execution(model, loss=loss)
 
 
 def describe_schedule(config: Config) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan import assemble
 from torchtitan.models import MODELS
-from torchtitan.optim.loss import count_valid
+from torchtitan.optim.loss import count_valid, cross_entropy_sum
 from torchtitan.parallel import apply
 
 LAYOUTS = {
@@ -101,16 +101,21 @@ def train_with_averaged_gradients(job: list[str]) -> jobs.Result:
 
 def train_on_a_mean_of_means(job: list[str]) -> jobs.Result:
     """Plant another: each microbatch's mean weighs the same, however few its valid tokens."""
-    correct = assemble.cross_entropy_sum
+    correct = assemble.build_loss
 
     def mean(logits: Tensor, labels: Tensor) -> Tensor:
-        return correct(logits, labels) / count_valid(labels).clamp(min=1) * labels.numel() / 2
+        return (
+            cross_entropy_sum(logits, labels)
+            / count_valid(labels).clamp(min=1)
+            * labels.numel()
+            / 2
+        )
 
-    assemble.cross_entropy_sum = mean
+    assemble.build_loss = lambda group: mean
     try:
         return jobs.train(job)
     finally:
-        assemble.cross_entropy_sum = correct
+        assemble.build_loss = correct
 
 
 @pytest.mark.parametrize("bug", [train_with_averaged_gradients, train_on_a_mean_of_means])

@@ -1,9 +1,10 @@
 """Llama 3: its sizes and its initial weights (arXiv:2407.21783).
 
-The architecture is `Decoder`; a family of models is this one file, sizes as data and initial
-weights as a pure function from a parameter's name. `debugmodel` is torchtitan's. `tiny` has an odd
-vocabulary and sizes that few degrees divide, so that tests meet uneven shards; `tiny8` has eight
-layers and sizes that 4 divides, for tests of tensor and pipeline parallelism.
+The architecture is `Decoder`; a family of models is this one file: sizes and the roles of modules
+under tensor parallelism as data, initial weights as a pure function from a parameter's name.
+`debugmodel` is torchtitan's. `tiny` has an odd vocabulary and sizes that few degrees divide, for
+tests of uneven shards; `tiny8` has eight layers and sizes that 4 divides, for tests of tensor and
+pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Constant, Init, Normal
-from torchtitan.models.spec import DecoderConfig, ModelSpec, RopeScaling
+from torchtitan.models.spec import DecoderConfig, ModelSpec, RopeScaling, TensorRole
 
 LLAMA_31 = RopeScaling(factor=8.0)
 LLAMA_32 = RopeScaling(factor=32.0)
@@ -76,6 +77,23 @@ FLAVORS = {
     ),
 }
 
+TENSOR_PLAN: dict[str, TensorRole] = {
+    "tok_embeddings": "vocabulary",
+    "layers.*.attention_norm": "norm",
+    "layers.*.attention": "gather",
+    "layers.*.attention.wq": "column",
+    "layers.*.attention.wk": "column",
+    "layers.*.attention.wv": "column",
+    "layers.*.attention.wo": "row",
+    "layers.*.ffn_norm": "norm",
+    "layers.*.feed_forward": "gather",
+    "layers.*.feed_forward.w1": "column",
+    "layers.*.feed_forward.w3": "column",
+    "layers.*.feed_forward.w2": "row",
+    "norm": "norm",
+    "output": "head",
+}
+
 
 def initial(config: DecoderConfig, name: str) -> Init:
     """Say how a parameter starts: torchtitan's standard deviations, each cut at 3 of them.
@@ -109,4 +127,4 @@ class Llama3(Decoder):
         return initial(self.config, name)
 
 
-SPEC = ModelSpec(name="llama3", flavors=FLAVORS, build=Llama3)
+SPEC = ModelSpec(name="llama3", flavors=FLAVORS, build=Llama3, tensor_plan=TENSOR_PLAN)

@@ -10,10 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torchtitan.models.decoder import Decoder
+
+TensorRole = Literal["vocabulary", "norm", "gather", "column", "row", "head"]
+"""What a module does where several ranks share a layer's matrices.
+
+vocabulary: an embedding, split by rows. norm: works on each token by itself, its weights are
+copies. gather: takes the whole sequence, for all the matrices in it. column: a matrix split by
+columns of its output. row: one split by rows of its input, whose parts of the result are summed.
+head: the matrix, or what multiplies by the embedding's, from the whole sequence to logits.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +85,8 @@ class ModelSpec:
     """Sizes by name."""
     build: Callable[[DecoderConfig], Decoder]
     """Makes the module, on whatever device is the default when it is called, meta included."""
+    tensor_plan: Mapping[str, TensorRole]
+    """Roles by module name, a star for any layer: how tensor parallelism splits the model."""
 
 
 def num_matmul_parameters(config: DecoderConfig) -> int:

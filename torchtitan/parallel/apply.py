@@ -3,30 +3,43 @@
     tensor parallel -> context parallel -> activation checkpointing -> compile -> FSDP
 
 Each step wraps what the earlier ones left: recomputation must replay the sharded layers, the
-compiler must see the block with its checkpointing, and FSDP gathers around all of it. Tensor and
-context parallelism and compile are not built yet; their settings are refused by name.
+compiler must see the block with its checkpointing, and FSDP gathers around all of it. Context
+parallelism and compile are not built yet; their settings are refused by name.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from torchtitan.config.schema import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchtitan.mesh.dims import Mesh
+from torchtitan.models.spec import TensorRole
 from torchtitan.parallel.activation import apply_activation_checkpointing
 from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp
+from torchtitan.parallel.tensor import apply_tensor_parallel
 
 
 def parallelize(
     model: nn.Module,
     *,
     mesh: Mesh,
+    tensor_plan: Mapping[str, TensorRole],
     training: TrainingConfig,
     parallelism: ParallelismConfig,
     activation_checkpoint: ActivationCheckpointConfig,
 ) -> None:
     """Make `model`, still on the meta device, parallel in place."""
+    if mesh.dims.tp > 1:
+        apply_tensor_parallel(
+            model,
+            mesh=mesh.params["tp"],
+            plan=tensor_plan,
+            sequence_parallel=parallelism.enable_sequence_parallel,
+            loss_parallel=not parallelism.disable_loss_parallel,
+        )
     apply_activation_checkpointing(
         model,
         mode=activation_checkpoint.mode,

@@ -33,6 +33,7 @@ def build_model(
     parallelize(
         part,
         mesh=mesh,
+        tensor_plan=spec.tensor_plan,
         training=training,
         parallelism=parallelism,
         activation_checkpoint=activation_checkpoint,

@@ -1,0 +1,215 @@
+"""The plan, the refusals, and what a rank of a split model holds and passes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.models.fake_group import fake_group
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.schema import ParallelismConfig
+from torchtitan.models import MODELS, initialize
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.spec import DecoderConfig
+from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp
+from torchtitan.parallel.tensor import _matches, apply_tensor_parallel, check_tensor_parallel
+
+LLAMA3 = MODELS["llama3"]
+TINY8 = LLAMA3.flavors["tiny8"]
+# what tensor parallelism leaves divides by 3, 5 and 7 nowhere
+UNEVEN = replace(TINY8, num_layers=1, dim=16, hidden_dim=40, vocab_size=268)
+
+
+def split(
+    model: Decoder, *, tp: int, fsdp: int = 1, sequence: bool = True, loss: bool = True
+) -> None:
+    mesh = init_device_mesh("cpu", (fsdp, tp), mesh_dim_names=("fsdp", "tp"))
+    apply_tensor_parallel(
+        model,
+        mesh=mesh["tp"],
+        plan=LLAMA3.tensor_plan,
+        sequence_parallel=sequence,
+        loss_parallel=loss,
+    )
+    if fsdp > 1:
+        policy = FSDPPolicy(
+            param_dtype=torch.float32,
+            reduce_dtype=torch.float32,
+            reshard_after_forward=True,
+            cpu_offload=False,
+        )
+        apply_fsdp(model, mesh=mesh["fsdp"], policy=policy)
+
+
+def meta_model(config: DecoderConfig) -> Decoder:
+    with torch.device("meta"):
+        return LLAMA3.build(config)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_entry_of_the_plan_is_a_module_and_every_parameter_has_one(tied: bool) -> None:
+    model = meta_model(replace(TINY8, tie_embeddings=tied))
+    names = [name for name, _ in model.named_modules()]
+    for pattern in LLAMA3.tensor_plan:
+        found = [name for name in names if _matches(name, pattern)]
+        assert len(found) == (TINY8.num_layers if "*" in pattern else 1), pattern
+    for name, _ in model.named_parameters():
+        module = name.removesuffix(".weight")
+        entries = [p for p in LLAMA3.tensor_plan if _matches(module, p)]
+        assert len(entries) == 1, name
+
+
+def test_a_parameter_that_no_role_covers_is_a_mistake_of_ours() -> None:
+    with fake_group(rank=0, world_size=2):
+        model = meta_model(TINY8)
+        model.layers["0"].extra = nn.Linear(2, 2, device="meta")
+        with pytest.raises(AssertionError, match=r"nothing of layers\.0\.extra\.weight"):
+            split(model, tp=2)
+
+
+ROWS = ("tok_embeddings", "wq", "wk", "wv", "w1", "w3", "output")
+COLUMNS = ("wo", "w2")
+
+
+def expected_part(
+    name: str, whole: Tensor, *, tp: tuple[int, int], fsdp: tuple[int, int]
+) -> Tensor:
+    """Cut by hand: the tp part first, then rows for FSDP, the last ranks' fewer or none."""
+    module = name.split(".")[-2]
+    if module in ROWS:
+        whole = whole.chunk(tp[1])[tp[0]]
+    elif module in COLUMNS:
+        whole = whole.chunk(tp[1], dim=1)[tp[0]]
+    pieces = whole.chunk(fsdp[1])
+    return pieces[fsdp[0]] if fsdp[0] < len(pieces) else whole[:0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("fsdp", "tp"), [(1, 2), (1, 4), (2, 2), (3, 2), (5, 4), (7, 2)])
+def test_each_rank_holds_its_part_and_starts_from_the_bits_of_one_device(
+    fsdp: int, tp: int, tied: bool
+) -> None:
+    config = replace(UNEVEN, tie_embeddings=tied)
+    alone = LLAMA3.build(config)
+    initialize(alone, seed=3)
+    num_empty = 0
+    for rank in range(fsdp * tp):
+        with fake_group(rank=rank, world_size=fsdp * tp):
+            model = meta_model(config)
+            split(model, tp=tp, fsdp=fsdp)
+            model.to_empty(device="cpu")
+            initialize(model, seed=3)
+            for (name, p), whole in zip(model.named_parameters(), alone.parameters(), strict=True):
+                assert isinstance(p, DTensor)
+                part = expected_part(name, whole, tp=(rank % tp, tp), fsdp=(rank // tp, fsdp))
+                assert torch.equal(p.to_local(), part), name
+                num_empty += part.numel() == 0
+    assert (num_empty > 0) == (fsdp in (3, 5, 7))
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("loss", [True, False])
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_take_and_return_plain_local_tensors(sequence: bool, loss: bool, tied: bool) -> None:
+    config = replace(TINY8, num_layers=2, tie_embeddings=tied)
+    tokens, positions = torch.zeros(3, 16, dtype=torch.int64), torch.arange(16)
+    with fake_group(rank=1, world_size=4):
+        first, last = LLAMA3.build(config), LLAMA3.build(config)
+        first.keep_only({"tok_embeddings", "layers.0"})
+        last.keep_only({"layers.1", "norm", "output"})
+        for stage in (first, last):
+            split(stage, tp=4, sequence=sequence, loss=loss)
+        stream = first(tokens)
+        assert type(stream) is Tensor
+        assert stream.shape == (3, 4 if sequence else 16, config.dim)
+        logits = last(stream, positions)
+        assert not isinstance(logits, DTensor)
+        assert logits.shape == (3, 16, config.vocab_size // (4 if loss else 1))
+        logits.sum().backward()
+        assert all(p.grad is not None for p in first.parameters())
+
+
+def autograd_keeps(model: Decoder, tokens: Tensor) -> int:
+    """Return the bytes that a forward pass keeps for backward, parameters left out."""
+    storages: dict[int, int] = {}
+
+    def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        return local.untyped_storage()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = storage_of(tensor)
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens)
+    for parameter in model.parameters():
+        storages.pop(storage_of(parameter.detach()).data_ptr(), None)
+    return sum(storages.values())
+
+
+def a_layer_costs(*, tp: int, sequence: bool) -> tuple[float, dict[str, int]]:
+    """Return what one more layer keeps, in units of the stream's size, and its collectives."""
+    config = replace(TINY8, dim=512, num_heads=32, num_kv_heads=8, hidden_dim=1792, vocab_size=8)
+    tokens = torch.zeros(1, 128, dtype=torch.int64)
+    kept, counts = [], []
+    for num_layers in (1, 2):
+        with fake_group(rank=0, world_size=tp):
+            model = LLAMA3.build(replace(config, num_layers=num_layers))
+            split(model, tp=tp, sequence=sequence)
+            kept.append(autograd_keeps(model, tokens))
+            with CommDebugMode() as mode:
+                model(tokens).sum().backward()
+            counts.append({str(op).split(".")[-1]: n for op, n in mode.get_comm_counts().items()})
+    unit = tokens.numel() * config.dim * 4
+    return (kept[1] - kept[0]) / unit, {op: n - counts[0][op] for op, n in counts[1].items()}
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_costs_are_those_of_the_documentation(tp: int) -> None:
+    kept, counts = a_layer_costs(tp=tp, sequence=True)
+    assert kept == pytest.approx(2 + 20.6 / tp, rel=0.01)
+    assert counts == {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4}
+    kept, counts = a_layer_costs(tp=tp, sequence=False)
+    assert kept == pytest.approx(6 + 16.6 / tp, rel=0.01)
+    assert counts == {"all_reduce": 4}
+
+
+def refused(config: DecoderConfig, *, tp: int, seq_len: int = 64, sequence: bool = True) -> str:
+    settings = ParallelismConfig(tensor_parallel_degree=tp, enable_sequence_parallel=sequence)
+    with pytest.raises(ConfigError) as caught:
+        check_tensor_parallel(config, parallelism=settings, seq_len=seq_len)
+    return str(caught.value)
+
+
+def test_sizes_that_the_degree_does_not_divide_are_named_with_the_degrees_that_fit() -> None:
+    message = refused(TINY8, tp=3, seq_len=63)
+    assert "got 3 for num_heads 8, num_kv_heads 4; this model" in message
+    assert "can be split by 1, 2, 4:" in message
+    # fewer key/value heads than ranks
+    assert "got 8 for num_kv_heads 4;" in refused(TINY8, tp=8)
+    message = refused(LLAMA3.flavors["70B"], tp=16)
+    assert "got 16 for num_kv_heads 8; this model can be split by 1, 2, 4, 8:" in message
+    assert "got 2 for hidden_dim 97;" in refused(replace(TINY8, hidden_dim=97), tp=2)
+
+
+def test_a_sequence_that_the_degree_does_not_divide() -> None:
+    message = refused(TINY8, tp=4, seq_len=66)
+    assert "got 66 for 4; try 64, or set parallelism.enable_sequence_parallel = false" in message
+    assert "try 4," in refused(TINY8, tp=4, seq_len=3)
+
+
+def test_what_fits_is_accepted() -> None:
+    for tp, seq_len, sequence in ((1, 33, True), (4, 64, True), (4, 33, False)):
+        settings = ParallelismConfig(tensor_parallel_degree=tp, enable_sequence_parallel=sequence)
+        check_tensor_parallel(TINY8, parallelism=settings, seq_len=seq_len)

@@ -1,0 +1,175 @@
+"""Tensor parallelism: the ranks of one axis split each layer's matrices.
+
+The first matrices of a layer are cut by columns (of their output), the last one by rows, so that
+all between them, heads and hidden channels, stays on its rank; the parts of the result are summed.
+With sequence parallelism the sum is scattered along the sequence and gathered again before the next
+matrices (arXiv:2205.05198): norms and the residual stream, which every rank would else hold in
+full, are split too, for the same traffic. Embedding and head are split along the vocabulary.
+
+What a module does is data: its role, in the model's `tensor_plan`. Between modules there are plain
+local tensors, (B, S / tp, C) under sequence parallelism, so a pipeline stage or a recomputed block
+sees nothing of all this. DTensors, on the tp axis alone, are the parameters, and activations from
+a gather to the matrices behind it.
+
+Shapes: B batch, S sequence, C = dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from math import gcd
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.schema import ParallelismConfig
+from torchtitan.models.spec import DecoderConfig, TensorRole
+
+
+def check_tensor_parallel(
+    architecture: DecoderConfig, *, parallelism: ParallelismConfig, seq_len: int
+) -> None:
+    """Check that the sizes of a model can be split.
+
+    Raises:
+        ConfigError: Lists the sizes that the degree does not divide, and the degrees that fit.
+    """
+    tp = parallelism.tensor_parallel_degree
+    sizes = {
+        "num_heads": architecture.num_heads,
+        "num_kv_heads": architecture.num_kv_heads,
+        "hidden_dim": architecture.hidden_dim,
+        "vocab_size": architecture.vocab_size,
+    }
+    mistakes = []
+    wrong = ", ".join(f"{name} {size}" for name, size in sizes.items() if size % tp)
+    if wrong:
+        common = gcd(*sizes.values())
+        fitting = [str(n) for n in range(1, common + 1) if common % n == 0]
+        mistakes.append(
+            f"[parallelism] tensor_parallel_degree must divide the model's heads, feed-forward "
+            f"width and vocabulary, got {tp} for {wrong}; this model can be split by "
+            f"{', '.join(fitting)}: spread the other ranks over data_parallel_shard_degree"
+        )
+    if parallelism.enable_sequence_parallel and seq_len % tp:
+        mistakes.append(
+            f"[training] seq_len must be a multiple of tensor_parallel_degree under sequence "
+            f"parallelism, got {seq_len} for {tp}; try {max(seq_len // tp, 1) * tp}, or set "
+            f"parallelism.enable_sequence_parallel = false"
+        )
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    plan: Mapping[str, TensorRole],
+    sequence_parallel: bool,
+    loss_parallel: bool,
+) -> None:
+    """Split the modules of `model` that the plan names over the ranks of `mesh`, in place.
+
+    The model then returns its own rank's part of the logits, (B, S, V / tp), with `loss_parallel`,
+    else all of them.
+    """
+    stream = Shard(1) if sequence_parallel else Replicate()
+    logits = Shard(-1) if loss_parallel else Replicate()
+    for pattern, role in plan.items():
+        for name, module in list(model.named_modules()):
+            if _matches(name, pattern):
+                style = _style(role, module, stream=stream, logits=logits)
+                # None: parameters are on the meta device, there is nothing to send
+                parallelize_module(module, mesh, style, src_data_rank=None)
+    left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    assert not left, f"the tensor plan says nothing of {', '.join(left)}"
+    # every local part of a DTensor is a view, and FSDP fears that it might be changed in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Compare part by part: a star stands for one part of a name."""
+    return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
+
+
+def _style(
+    role: TensorRole, module: nn.Module, *, stream: Placement, logits: Placement
+) -> ParallelStyle:
+    """Say a role in the words of torch; `stream` is the layout of what modules hand on."""
+    match role:
+        case "vocabulary":
+            return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+        case "norm":
+            return _Norm(stream)
+        case "gather":
+            return _Gather(stream)
+        case "column":
+            return ColwiseParallel()
+        case "row":
+            return RowwiseParallel(output_layouts=stream)
+        case "head" if isinstance(module, nn.Linear):
+            return ColwiseParallel(input_layouts=stream, output_layouts=logits)
+        case "head":  # of tied embeddings, whose weight it is given
+            return _Gather(stream, output=logits)
+
+
+class _Norm(ParallelStyle):
+    """A module whose weights are copies; it works on the stream as it is."""
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            # each rank's gradient is that of its tokens alone; FSDP makes it the copies' sum
+            copied = DTensor.from_local(parameter, device_mesh, [Replicate()], run_check=False)
+            module.register_parameter(name, nn.Parameter(copied))
+        module.register_forward_pre_hook(
+            lambda _, inputs: _wrapped(inputs[0], device_mesh, self.stream)
+        )
+        module.register_forward_hook(lambda _, inputs, output: output.to_local())
+        return module
+
+
+class _Gather(ParallelStyle):
+    """A module with several matrices, or one of another module's, behind one gathered input.
+
+    The gradients from all its matrices are summed before they are scattered. Further arguments, as
+    the rotation and the cache, pass as they are.
+    """
+
+    def __init__(self, stream: Placement, *, output: Placement | None = None) -> None:
+        super().__init__()
+        self.stream = stream
+        self.output = output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
+            x, *others = inputs
+            assert isinstance(x, Tensor)
+            x_BSC = _wrapped(x, device_mesh, self.stream)
+            return x_BSC.redistribute(placements=[Replicate()]), *others
+
+        def release(_: nn.Module, inputs: object, output: DTensor) -> Tensor:
+            return output.redistribute(placements=[self.output]).to_local()
+
+        module.register_forward_pre_hook(gather)
+        if self.output is not None:
+            module.register_forward_hook(release)
+        return module
+
+
+def _wrapped(local: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    return DTensor.from_local(local, mesh, [placement], run_check=False)
