@@ -9,13 +9,34 @@ import argparse
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.parallel.schedule_csv import read_csv
 from torchtitan.parallel.schedules import SCHEDULES, Table, compute_table
 from torchtitan.plan.draw import LEGEND, as_text, save_picture
+from torchtitan.plan.measured import read_run
 from torchtitan.plan.schedule import Costs, Timeline, simulate
+
+COSTS = ("forward", "backward_input", "backward_weight")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A timeline to show."""
+
+    name: str
+    unit: str
+    timeline: Timeline
+
+    @property
+    def headline(self) -> str:
+        """Say in one line what it is and what it costs."""
+        peaks = [self.timeline.peak_in_shares(rank) for rank in range(len(self.timeline.rows))]
+        return (
+            f"{self.name}: bubble {self.timeline.total_bubble:.1%}, peak activations {max(peaks):g}"
+        )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,39 +62,89 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_argument("--microbatches", type=int, help="microbatches of a step")
     schedule.add_argument("--csv", type=Path, metavar="FILE", help="read the schedule from a file")
     schedule.add_argument("--out", type=Path, metavar="FILE", help="also write an .svg or .png")
-    for name in ("forward", "backward_input", "backward_weight"):
-        schedule.add_argument(f"--{name}", type=float, default=1.0, help="its relative cost")
-    schedule.add_argument("--transfer", type=float, default=0.0, help="cost of going to a rank")
+    for name in COSTS:
+        schedule.add_argument(f"--{name}", type=float, help="its relative cost (1)")
+    schedule.add_argument("--transfer", type=float, help="cost of going to another rank (0)")
+    schedule.add_argument(
+        "--measured", type=Path, metavar="RUN", help="draw what a profiled run did, below its plan"
+    )
+    schedule.add_argument("--step", type=int, help="the traced step of RUN (the newest)")
     return parser
 
 
 def draw_schedule(arguments: argparse.Namespace) -> str:
-    """Return the timeline and its figures as text, and write the picture if one is asked for."""
-    table, title = _table(arguments)
-    timeline = simulate(table, costs=_costs(arguments))
-    num_slots = _num_slots(timeline)
-    title = f"{title}: {_summary(timeline)}"
-    text = f"{title}\n\n{_text(timeline, num_slots=num_slots)}\n\n{LEGEND}\n\n{figures(timeline)}"
+    """Return timelines and their figures as text, and write the picture if one is asked for."""
+    if arguments.measured is not None:
+        panels = _measured_panels(arguments)
+    else:
+        table, title = _table(arguments)
+        panels = [Panel(title, "forwards of one stage", simulate(table, costs=_costs(arguments)))]
+    num_slots = _num_slots(panels[0].timeline)
+    width = shutil.get_terminal_size((100, 24)).columns
+    parts = []
+    for panel in panels:
+        drawn = as_text(panel.timeline, num_slots=num_slots, width=width)
+        parts += [panel.headline, drawn, _figures(panel)]
+    text = "\n\n".join([*parts, LEGEND]) + "\n"
     if arguments.out is not None:
-        panels = [(title, "time, in forwards of one stage", timeline)]
-        save_picture(arguments.out, panels=panels, num_slots=num_slots)
+        save_picture(
+            arguments.out,
+            panels=[(panel.headline, f"time, in {panel.unit}", panel.timeline) for panel in panels],
+            num_slots=num_slots,
+        )
         text += f"\nwritten: {arguments.out}\n"
     return text
+
+
+def _measured_panels(arguments: argparse.Namespace) -> list[Panel]:
+    """Return what the run's schedule comes to at the run's own mean durations, and what it did."""
+    names = ("schedule", "pp", "stages", "microbatches", "csv", *COSTS, "transfer")
+    given = [f"--{name}" for name in names if getattr(arguments, name) is not None]
+    if given:
+        raise ConfigError(f"--measured takes all from the run; leave out {', '.join(given)}")
+    run = read_run(arguments.measured, step=arguments.step)
+    if run.csv:
+        table = read_csv(run.csv)
+    else:
+        table = compute_table(
+            run.schedule,
+            pp=run.pp,
+            stages_per_rank=max(1, run.num_stages // run.pp),
+            num_microbatches=run.num_microbatches,
+        )
+    for rank, (row, spans) in enumerate(zip(table, run.timeline.rows, strict=True)):
+        missing = sorted(set(row) - {span.action for span in spans})
+        if missing:
+            raise ConfigError(
+                f"{arguments.measured}: the trace of pipeline rank {rank} misses {len(missing)} "
+                f"actions of {run.schedule}, {missing[0]} for one; profile a whole step"
+            )
+    plan = simulate(table, costs=run.costs())
+    name = run.csv or run.schedule
+    note = "; waits counted as computing" if run.waits_included else ""
+    return [
+        Panel(f"{name}, planned at the durations measured", "ms", plan),
+        Panel(f"{name}, measured in step {run.step}{note}", "ms", run.timeline),
+    ]
 
 
 def _costs(arguments: argparse.Namespace) -> Costs:
     given = {
         name: getattr(arguments, name)
-        for name in ("forward", "backward_input", "backward_weight", "transfer")
+        for name in (*COSTS, "transfer")
+        if getattr(arguments, name) is not None
     }
     mistakes = [
-        f"--{name} must be a finite number above 0, got {value}"
+        f"--{name} must be a finite number above 0, got {value:g}"
         for name, value in given.items()
         if not (0.0 < value < float("inf") or (name == "transfer" and value == 0.0))
     ]
+    if arguments.step is not None:
+        mistakes.append("--step names a traced step of --measured RUN, which is missing")
     if mistakes:
         raise ConfigError(mistakes)
-    return Costs(**given, backward=given["backward_input"] + given["backward_weight"])
+    halves = Costs(**given)
+    return replace(halves, backward=halves.backward_input + halves.backward_weight)
 
 
 def _table(arguments: argparse.Namespace) -> tuple[Table, str]:
@@ -116,30 +187,21 @@ def _num_slots(timeline: Timeline) -> int:
     return min(2000, round(timeline.makespan / shortest))
 
 
-def _text(timeline: Timeline, *, num_slots: int) -> str:
-    width = shutil.get_terminal_size((100, 24)).columns
-    return as_text(timeline, num_slots=num_slots, width=width)
-
-
-def _summary(timeline: Timeline) -> str:
-    peaks = [timeline.peak_in_shares(rank) for rank in range(len(timeline.rows))]
-    return f"bubble {timeline.total_bubble:.1%}, peak activations {max(peaks):g}"
-
-
-def figures(timeline: Timeline) -> str:
+def _figures(panel: Panel) -> str:
     """Tell a line for each rank, and the whole."""
+    timeline = panel.timeline
     lines = ["rank  computes     idle   bubble  peak activations: of a stage  of a rank's layers"]
     for rank in range(len(timeline.rows)):
-        busy = timeline.busy(rank)
+        busy, bubble = timeline.busy(rank), timeline.bubble(rank)
         lines.append(
-            f"{rank:>4}  {busy:>8g} {timeline.makespan - busy:>8g} {timeline.bubble(rank):>8.2%}"
+            f"{rank:>4}  {busy:>8.5g} {timeline.makespan - busy:>8.5g} {bubble:>8.2%}"
             f"{timeline.peak(rank):>28}  {timeline.peak_in_shares(rank):>18g}"
         )
     lines.append(
-        f"in all {timeline.makespan:g}; bubble {timeline.total_bubble:.2%} of the computing "
-        "(idle / computes)"
+        f"in all {timeline.makespan:.5g} {panel.unit}; bubble {timeline.total_bubble:.2%} of the "
+        "computing (idle / computes)"
     )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

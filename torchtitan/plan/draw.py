@@ -75,12 +75,10 @@ def save_picture(
     """Write the panels, each a title, the unit of its time and a timeline, one below another.
 
     Raises:
-        ConfigError: for a suffix other than .svg and .png, a missing folder or no matplotlib.
+        ConfigError: for a suffix other than .svg and .png, or no matplotlib.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"{path}: a picture ends in {' or '.join(SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: the folder {path.parent} does not exist; make it first")
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -106,6 +104,7 @@ def save_picture(
     # text stays text and nothing depends on the day, so that pictures can be kept under git
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "torchtitan"}):
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata=metadata, dpi=130)
 
 
