@@ -88,3 +88,13 @@ def test_weights_half_holds_its_activations() -> None:
         for index, kind in enumerate(kinds)
     ]
     assert Timeline(rows=[row]).peak(0) == 2
+
+
+@pytest.mark.parametrize("stages_per_rank", [1, 2, 3, 4])
+def test_interleaving_divides_the_bubble(stages_per_rank: int) -> None:
+    for name in ("Interleaved1F1B", "LoopedBFS"):
+        table = compute_table(name, pp=4, stages_per_rank=stages_per_rank, num_microbatches=8)
+        timeline = simulate(table, costs=Costs())
+        assert timeline.total_bubble == pytest.approx(3 / (stages_per_rank * 8), rel=1e-12)
+        peak = 8 if name == "LoopedBFS" else 4 + 3 / stages_per_rank
+        assert timeline.peak_in_shares(0) == pytest.approx(peak)

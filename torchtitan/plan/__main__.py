@@ -167,16 +167,19 @@ def _table(arguments: argparse.Namespace) -> tuple[Table, str]:
         raise ConfigError(
             "--schedule, --microbatches and --stages (or --pp) are needed, or --csv FILE"
         )
+    if pp is not None and pp < 1:
+        raise ConfigError(f"--pp must be at least 1, got {pp}")
     # an unknown name is refused by compute_table, in the same words as anywhere
     usual = 2 if name in SCHEDULES and SCHEDULES[name].multi_stage else 1
     stages = usual * pp if stages is None else stages
-    pp = stages // usual if pp is None else pp
-    if pp < 1 or stages % pp or (arguments.pp is None and stages != usual * pp):
+    step = usual if pp is None else pp
+    if stages < 1 or stages % step:
         raise ConfigError(
-            f"--stages must be a multiple of the ranks{'' if arguments.pp else f', {usual} each'}"
-            f": got {stages} stages{f' for {pp} ranks' if arguments.pp else ''}; "
-            f"try {max(1, stages // max(1, pp)) * max(1, pp)}"
+            f"--stages must be a multiple of {step}, the number of "
+            f"{'stages that a rank usually has' if pp is None else 'ranks'}: got {stages}; "
+            f"try {max(1, stages // step) * step}"
         )
+    pp = stages // usual if pp is None else pp
     table = compute_table(name, pp=pp, stages_per_rank=stages // pp, num_microbatches=microbatches)
     return table, f"{name}, {pp} ranks, {stages} stages, {microbatches} microbatches"
 
