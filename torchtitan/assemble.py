@@ -39,6 +39,7 @@ from torchtitan.mesh.dims import Mesh, ParallelDims, build_mesh, resolve_dims
 from torchtitan.mesh.process_group import Launch, set_timeout
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Sink, build_sinks
+from torchtitan.metrics.trace import Profiler, build_profiler
 from torchtitan.models import MODELS
 from torchtitan.models.parts import ModelParts
 from torchtitan.models.spec import DecoderConfig, ModelSpec, flops_per_token, num_parameters
@@ -109,6 +110,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         checkpoints=checkpoints,
         meter=build_meter(config, architecture=architecture, device=device, dims=dims),
         sinks=find_sinks(config, rank=launch.rank, resume_step=progress.step, color=color),
+        profiler=find_profiler(config, rank=launch.rank, device=device),
         training=training,
         tokens_per_step=tokens_per_step,
         log_freq=config.metrics.log_freq,
@@ -296,6 +298,12 @@ def find_sinks(config: Config, *, rank: int, resume_step: int, color: bool) -> l
         job_config=asdict(config),
         description=config.job.description,
     )
+
+
+def find_profiler(config: Config, *, rank: int, device: torch.device) -> Profiler | None:
+    """Start what records traces of this rank, where that is asked for."""
+    folder = Path(config.job.dump_folder)
+    return build_profiler(config.profiling, folder=folder, rank=rank, device=device)
 
 
 def build_meter(

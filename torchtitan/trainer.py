@@ -31,6 +31,7 @@ from torchtitan.mesh.process_group import gather, tighten_timeout
 from torchtitan.mesh.stop import StopRequest, describe
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Row, Sink
+from torchtitan.metrics.trace import Profiler
 from torchtitan.models.parts import ModelParts
 from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
@@ -55,6 +56,7 @@ class Run:
     checkpoints: CheckpointManager | None
     meter: Meter
     sinks: Sequence[Sink]
+    profiler: Profiler | None
     training: TrainingConfig
     tokens_per_step: int
     log_freq: int
@@ -117,6 +119,8 @@ class Trainer:
                 if self._save(last=finished, now=stopped is not None) and not finished:
                     stopped = stopped or self._ask_all()
                 on_step(progress.step)
+                if run.profiler is not None:
+                    run.profiler.step(progress.step)
                 if progress.step % run.training.gc_freq == 0:
                     collect()
         return stopped
@@ -208,6 +212,8 @@ class Trainer:
         """Finish what is in flight: the save, the sinks, the loader's workers."""
         if self.run.checkpoints is not None:
             self.run.checkpoints.close()
+        if self.run.profiler is not None:
+            self.run.profiler.close()
         for sink in self.run.sinks:
             sink.close()
         self.run.loader.close()

@@ -200,6 +200,7 @@ def random_config(seed: int) -> Config:
         ("checkpoint", "initial_load_model_only"): False,
         ("optimizer", "name"): "SGD",
         ("lr_scheduler", "total_steps"): None,
+        ("profiling", "profile_freq"): 2**63,
     }
     for axis in ("tensor", "pipeline", "context"):
         values["parallelism", f"{axis}_parallel_degree"] = 1

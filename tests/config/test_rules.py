@@ -21,6 +21,11 @@ FILES = '[training]\ndataset = "files"\n'
             for path in ("/etc/passwd", "../job.toml", "a/../../job.toml", "..", ".", "a/..")
         ),
         (
+            "[profiling]\nprofile_freq = 3",
+            "[profiling] profile_freq = 3: must be at least profiler_warmup + profiler_active "
+            "(3 + 1), got 3; try 4",
+        ),
+        (
             '[training]\ndataset = "files"',
             '[training] dataset = "files": needs dataset_path, the files to read',
         ),

@@ -25,6 +25,7 @@ class Broken:
 def broken_rules(config: Config) -> Iterator[Broken]:
     """Check every rule."""
     yield from _job(config)
+    yield from _profiling(config)
     yield from _data(config)
     yield from _batch(config)
     yield from _workers(config)
@@ -43,6 +44,18 @@ def _job(config: Config) -> Iterator[Broken]:
         yield Broken(
             ("job.save_config_file",),
             f'must be a file inside dump_folder, got "{name}"; write a name alone, as "job.toml"',
+        )
+
+
+def _profiling(config: Config) -> Iterator[Broken]:
+    profiling = config.profiling
+    needed = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.profile_freq < needed:
+        keys = ("profile_freq", "profiler_warmup", "profiler_active")
+        yield Broken(
+            tuple(f"profiling.{key}" for key in keys),
+            f"must be at least profiler_warmup + profiler_active ({profiling.profiler_warmup} + "
+            f"{profiling.profiler_active}), got {profiling.profile_freq}; try {needed}",
         )
 
 

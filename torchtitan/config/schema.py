@@ -56,6 +56,22 @@ class JobConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ProfilingConfig:
+    """Traces of whole steps, to see where the time goes."""
+
+    enable_profiling: bool = False
+    """Write a trace of every rank now and then; it slows the recorded steps, and changes none."""
+    save_traces_folder: Text = "profile_traces"
+    """Folder of the traces, inside dump_folder: step-N/rank_R.json, for chrome://tracing."""
+    profile_freq: PositiveInt = 10
+    """Steps from one trace to the next."""
+    profiler_active: PositiveInt = 1
+    """Steps that a trace holds: the last ones of each profile_freq."""
+    profiler_warmup: NonNegativeInt = 3
+    """Steps before these with the profiler on already, so that its start-up is not recorded."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class MetricsConfig:
     """What is reported, how often and to where."""
 
@@ -328,6 +344,7 @@ class Config:
     """A whole job."""
 
     job: JobConfig = Field(default_factory=JobConfig)
+    profiling: ProfilingConfig = Field(default_factory=ProfilingConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)

@@ -23,6 +23,7 @@ _ROUNDING = "changes the order of additions alone: the same training to rounding
 IGNORED: Mapping[Path, str] = {
     ("job",): "names and places",
     ("metrics",): "what is shown",
+    ("profiling",): "what is recorded",
     ("checkpoint",): "what is saved",
     ("comm",): "how ranks wait for one another",
     ("parallelism",): _ROUNDING,

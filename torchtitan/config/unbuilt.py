@@ -34,7 +34,7 @@ def _section(
 
 
 _PLUGIN = "own modules are not loaded by name; write a script that calls torchtitan's functions"
-_PROFILING = "profiling is not built yet; run the command under py-spy or nsys"
+_SNAPSHOT = "memory snapshots are not built yet; metrics report the peak of a real step"
 _SYNC = "TorchFT is not built in; save often and restart, a run resumes exactly"
 _COMPILE = "torch.compile is not built yet"
 _FLOAT8 = "float8 is not built yet; train in bfloat16 (training.mixed_precision_param)"
@@ -56,18 +56,13 @@ UNBUILT: dict[Path, Unbuilt] = {
     ("job", "use_for_integration_test"): Unbuilt((False, True), "remove the line"),
     **_section(
         "profiling",
-        _PROFILING,
-        enable_profiling=False,
+        _SNAPSHOT,
         enable_memory_snapshot=False,
     ),
     **_section(
         "profiling",
-        _PROFILING,
-        switch="profiling.enable_profiling",
-        save_traces_folder="profile_traces",
-        profile_freq=10,
-        profiler_active=1,
-        profiler_warmup=3,
+        _SNAPSHOT,
+        switch="profiling.enable_memory_snapshot",
         save_memory_snapshot_folder="memory_snapshot",
     ),
     **_section("model", _FLOAT8, converters=[], print_after_conversion=False),

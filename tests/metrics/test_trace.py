@@ -1,0 +1,91 @@
+"""Profiled runs: traces where the settings say, of the right steps, and no number changed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from torchtitan.config.schema import ProfilingConfig
+from torchtitan.metrics.trace import build_profiler
+
+CPU = torch.device("cpu")
+ON = [
+    "--profiling.enable_profiling",
+    "--profiling.profile_freq=3",
+    "--profiling.profiler_warmup=1",
+    "--profiling.profiler_active=2",
+]
+
+
+def trace_of(path: Path) -> list[str]:
+    return [event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]]
+
+
+def settings(**keys: int) -> ProfilingConfig:
+    return ProfilingConfig(enable_profiling=True, save_traces_folder="traces", **keys)
+
+
+def test_off_means_nothing(tmp_path: Path) -> None:
+    assert build_profiler(ProfilingConfig(), folder=tmp_path, rank=0, device=CPU) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_records_the_last_steps_of_each_interval(tmp_path: Path) -> None:
+    keys = {"profile_freq": 4, "profiler_warmup": 1, "profiler_active": 2}
+    profiler = build_profiler(settings(**keys), folder=tmp_path, rank=3, device=CPU)
+    assert profiler is not None
+    for step in range(101, 112):  # a resumed run counts on from where it was
+        with torch.profiler.record_function(f"training step {step}"):
+            torch.ones(3).sum()
+        profiler.step(step)
+    profiler.close()
+    files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*"))
+    assert files == ["traces/step-104/rank_3.json", "traces/step-108/rank_3.json"]
+    for last in (104, 108):
+        names = trace_of(tmp_path / f"traces/step-{last}/rank_3.json")
+        steps = {name for name in names if name.startswith("training step")}
+        assert steps == {f"training step {last - 1}", f"training step {last}"}
+        assert "aten::sum" in names
+
+
+def test_a_run_too_short_to_be_profiled_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    profiler = build_profiler(
+        settings(profile_freq=4, profiler_warmup=0), folder=tmp_path, rank=0, device=CPU
+    )
+    assert profiler is not None
+    for step in (1, 2, 3):  # closed while it records
+        profiler.step(step)
+    with caplog.at_level(logging.WARNING, logger="torchtitan"):
+        profiler.close()
+    assert "No step was profiled: the run ended before its step 4" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.timeout(180)
+def test_a_profiled_run_trains_the_same(tmp_path: Path, ranks: RankPool) -> None:
+    short = ["--training.steps=6", "--checkpoint.enable=false"]
+    results = [
+        ranks.run(
+            jobs.train,
+            [*jobs.write_job(tmp_path, name=name, cache=tmp_path / "cache"), *short, *extra],
+            world=2,
+        )[0]
+        for name, extra in (("plain", []), ("profiled", ON))
+    ]
+    plain, profiled = results
+    assert plain.state_hash == profiled.state_hash
+    assert [row["loss"] for row in plain.rows] == [row["loss"] for row in profiled.rows]
+    assert not (tmp_path / "plain/profile_traces").exists()
+    folder = tmp_path / "profiled/profile_traces"
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*"))
+    assert names == [f"step-{step}/rank_{rank}.json" for step in (3, 6) for rank in (0, 1)]
+    for name in names:
+        assert any("AdamW" in event for event in trace_of(folder / name))

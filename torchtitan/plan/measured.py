@@ -1,0 +1,202 @@
+"""The timeline of a pipeline that ran, from the traces of a profiled run.
+
+Each rank's trace holds a named range for every action. torch's multi-stage runtime names them as
+its tables do, `PP:2F0`, its GPipe `Forward 0` and `Backward 0`, and its 1F1B not at all; both
+include the wait for what another rank sends. Ranges `pipeline:2F0` around a stage's own work alone
+are taken instead where a trace has them, and on a GPU the time of the kernels, not of their launch.
+Clocks of ranks on one machine are the same; across machines they are as equal as NTP keeps them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.toml_files import parse
+from torchtitan.parallel.pipeline_ranges import PREFIX
+from torchtitan.parallel.schedules import KINDS, Action, Kind
+from torchtitan.plan.schedule import Costs, Span, Timeline
+
+_OWN = re.compile(PREFIX + r"(\d+)([FBIW])(\d+)")
+_TORCH = re.compile(r"PP:(\d+)([FBIW])(\d+)")
+_TORCH_PAIR = re.compile(r"PP:\((\d+)F(\d+);(\d+)B(\d+)\)OVERLAP_F_B")
+_TORCH_SINGLE = re.compile(r"(Forward|Backward) (\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRun:
+    """What a run's folder tells of its pipeline."""
+
+    schedule: str
+    csv: str
+    pp: int
+    step: int
+    timeline: Timeline
+    """In milliseconds."""
+    waits_included: bool
+    """Whether the ranges are torch's, in which a rank seems to compute while it waits."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks."""
+        return len({span.action.stage for row in self.timeline.rows for span in row})
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of one pass."""
+        return len({span.action.microbatch for row in self.timeline.rows for span in row})
+
+    def costs(self) -> Costs:
+        """Return the mean duration of each kind, for a simulation in the same unit."""
+        times: dict[Kind, list[float]] = {kind: [] for kind in KINDS.values()}
+        for row in self.timeline.rows:
+            for span in row:
+                times[span.action.kind].append(span.end - span.start)
+        return Costs(**{kind: mean(values) for kind, values in times.items() if values})
+
+
+def read_run(run: Path, *, step: int | None) -> MeasuredRun:
+    """Read the newest traced step of a run, or the one asked for.
+
+    Raises:
+        ConfigError: The folder holds no profiled run of a pipeline, or its traces are not whole.
+    """
+    settings = _settings(run)
+    parallelism: Any = settings.get("parallelism", {})
+    profiling: Any = settings.get("profiling", {})
+    pp = parallelism.get("pipeline_parallel_degree", 1)
+    folder = _find_step(run / profiling.get("save_traces_folder", "profile_traces"), step=step)
+    rows, own = _read_ranks(folder, pp=pp)
+    begin = min(span.start for row in rows for span in row)
+    shifted = [
+        [Span(s.action, (s.start - begin) / 1e3, (s.end - begin) / 1e3) for s in row]
+        for row in rows
+    ]
+    return MeasuredRun(
+        schedule=parallelism.get("pipeline_parallel_schedule", "1F1B"),
+        csv=parallelism.get("pipeline_parallel_schedule_csv", ""),
+        pp=pp,
+        step=int(folder.name.removeprefix("step-")),
+        timeline=Timeline(rows=shifted),
+        waits_included=not own,
+    )
+
+
+def _settings(run: Path) -> Mapping[str, Any]:
+    path = run / "config.toml"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{run}: no run's folder, its config.toml cannot be read ({error}); give the "
+            "job.dump_folder of a profiled run"
+        ) from error
+    return parse(text, origin=str(path))
+
+
+def _find_step(folder: Path, *, step: int | None) -> Path:
+    steps = sorted(
+        int(path.name.removeprefix("step-"))
+        for path in folder.glob("step-*")
+        if path.name.removeprefix("step-").isdecimal()
+    )
+    if not steps:
+        raise ConfigError(f"{folder}: holds no trace; train with --profiling.enable_profiling")
+    if step is not None and step not in steps:
+        raise ConfigError(
+            f"{folder}: step {step} was not profiled, only {', '.join(map(str, steps))}"
+        )
+    return folder / f"step-{steps[-1] if step is None else step}"
+
+
+def _read_ranks(folder: Path, *, pp: int) -> tuple[list[list[Span]], bool]:
+    """Return a row for each pipeline rank, the one that holds stage 0 first, and if they are own.
+
+    Several ranks hold the same stages where data or tensor parallelism come on top. Ranks count
+    along the pipeline last, so the first ones with their stages belong to one pipeline.
+    """
+    files = sorted(
+        folder.glob("rank_*.json"), key=lambda path: int(path.stem.removeprefix("rank_"))
+    )
+    if len(files) < pp or len(files) % pp:
+        raise ConfigError(f"{folder}: holds {len(files)} traces, a multiple of {pp} ranks is due")
+    rows: list[list[Span]] = []
+    all_own = True
+    for rank, path in enumerate(files[:: len(files) // pp]):
+        row, own = read_trace(path, rank=rank)
+        rows.append(row)
+        all_own = all_own and own
+    return rows, all_own
+
+
+def read_trace(path: Path, *, rank: int) -> tuple[list[Span], bool]:
+    """Return the actions of the last pass in a rank's trace, in microseconds, and if all are own.
+
+    Raises:
+        ConfigError: The trace is damaged or holds no pipeline.
+    """
+    try:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        base = trace.get("baseTimeNanoseconds", 0) / 1e3
+        events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path}: cannot be read as a trace ({error!r})") from error
+    # kernels run long after they are launched: on a GPU, what its own clock saw is what counts
+    for category in ("gpu_user_annotation", "user_annotation"):
+        ranges = [event for event in events if event.get("cat") == category]
+        for own in (True, False):
+            spans = [
+                span
+                for event in ranges
+                for span in _spans(event["name"], own=own, rank=rank, event=event, base=base)
+            ]
+            last = _last_pass(sorted(spans, key=lambda span: span.start))
+            if last:
+                return last, own
+    raise ConfigError(
+        f"{path}: holds no action of a pipeline; was this run profiled with "
+        "parallelism.pipeline_parallel_degree above 1?"
+    )
+
+
+def _spans(
+    name: str, *, own: bool, rank: int, event: Mapping[str, Any], base: float
+) -> Iterator[Span]:
+    start, duration = base + event["ts"], event["dur"]
+    if match := (_OWN if own else _TORCH).fullmatch(name):
+        stage, letter, microbatch = match.groups()
+        action = Action(int(stage), KINDS[letter], int(microbatch))
+        yield Span(action, start, start + duration)
+    elif own:
+        return
+    elif match := _TORCH_PAIR.fullmatch(name):
+        stages, numbers = match.groups()[::2], match.groups()[1::2]
+        # one range for both: a forward is taken as half of a backward
+        border = start + duration / 3
+        yield Span(Action(int(stages[0]), "forward", int(numbers[0])), start, border)
+        yield Span(Action(int(stages[1]), "backward", int(numbers[1])), border, start + duration)
+    elif match := _TORCH_SINGLE.fullmatch(name):
+        kind: Kind = "forward" if match[1] == "Forward" else "backward"
+        yield Span(Action(rank, kind, int(match[2])), start, start + duration)
+
+
+def _last_pass(spans: Sequence[Span]) -> list[Span]:
+    """Return the last pass with a backward: accumulation and validation make several."""
+    passes: list[list[Span]] = [[]]
+    seen: set[Action] = set()
+    for span in spans:
+        if span.action in seen:
+            passes.append([])
+            seen = set()
+        seen.add(span.action)
+        passes[-1].append(span)
+    for one in reversed(passes):
+        if any(span.action.kind != "forward" for span in one):
+            return one
+    return []
