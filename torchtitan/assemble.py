@@ -46,6 +46,7 @@ from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import build_schedule
 from torchtitan.parallel.build import build_execution, build_model
 from torchtitan.parallel.execution import Execution
+from torchtitan.parallel.pipeline import PipelineLayout, plan_pipeline
 from torchtitan.trainer import Run
 
 logger = logging.getLogger(__name__)
@@ -59,12 +60,11 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         UserError: Degrees, sizes, files or a checkpoint do not fit this job.
     """
     training = config.training
-    dims = resolve_dims(config.parallelism, world_size=launch.world_size)
+    dims, spec, architecture, layout = find_layout(config, world_size=launch.world_size)
     accumulation = accumulation_steps(
         training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
     )
     tokens_per_step = training.local_batch_size * dims.dp * accumulation * training.seq_len
-    spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
     group = build_group() if config.checkpoint.enable else None
     start = find_start(config, dims=dims, group=group)
     device = prepare_device(config.debug, local_rank=launch.local_rank)
@@ -80,7 +80,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         progress=progress,
     )
     model, execution = build_parts(
-        config, spec=spec, architecture=architecture, mesh=mesh, device=device
+        config, spec=spec, architecture=architecture, mesh=mesh, layout=layout, device=device
     )
     optimizer = build_optimizer(model, settings=config.optimizer)
     state = RunState(
@@ -112,6 +112,27 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         log_freq=config.metrics.log_freq,
         train_timeout_seconds=config.comm.train_timeout_seconds,
     )
+
+
+def find_layout(
+    config: Config, *, world_size: int
+) -> tuple[ParallelDims, ModelSpec, DecoderConfig, PipelineLayout | None]:
+    """Find degrees, model and pipeline, None without one, and refuse what does not fit together.
+
+    Raises:
+        ConfigError: Says what does not fit, and what would.
+    """
+    dims = resolve_dims(config.parallelism, world_size=world_size)
+    spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
+    layout = None
+    if dims.pp > 1:
+        layout = plan_pipeline(
+            config.parallelism,
+            architecture=architecture,
+            training=config.training,
+            activation_checkpoint=config.activation_checkpoint,
+        )
+    return dims, spec, architecture, layout
 
 
 def find_model(name: str, *, flavor: str) -> tuple[ModelSpec, DecoderConfig]:
@@ -226,6 +247,7 @@ def build_parts(
     spec: ModelSpec,
     architecture: DecoderConfig,
     mesh: Mesh,
+    layout: PipelineLayout | None,
     device: torch.device,
 ) -> tuple[ModelParts, Execution]:
     """Build this rank's parts of the model, and what runs batches through all of them."""
@@ -233,13 +255,24 @@ def build_parts(
         spec,
         architecture=architecture,
         mesh=mesh,
+        layout=layout,
         training=config.training,
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
         device=device,
         seed=config.debug.seed,
     )
-    return model, build_execution(model, loss=cross_entropy_sum)
+    execution = build_execution(
+        model,
+        architecture=architecture,
+        mesh=mesh,
+        layout=layout,
+        training=config.training,
+        parallelism=config.parallelism,
+        device=device,
+        loss=cross_entropy_sum,
+    )
+    return model, execution
 
 
 def describe_schedule(config: Config) -> dict[str, Any]:
