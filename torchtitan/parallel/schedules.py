@@ -9,7 +9,7 @@ This is the one file that imports `torch.distributed.pipelining`, whose internal
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -23,7 +23,6 @@ from torch.distributed.pipelining.schedules import (
     _Action,
     _add_send_recv,
     _add_unshard_reshard,
-    _ComputationType,
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
@@ -48,6 +47,12 @@ class Action:
     stage: int
     kind: Kind
     microbatch: int
+    sent_with_next: bool = field(default=False, compare=False)
+    """It is the first half of a pair: what other ranks wait for leaves at the pair's end."""
+
+    def __str__(self) -> str:
+        letter = next(letter for letter, kind in KINDS.items() if kind == self.kind)
+        return f"{self.stage}{letter}{self.microbatch}"
 
 
 Table = list[list[Action]]
@@ -147,8 +152,8 @@ def check_schedule(schedule: str, *, pp: int, stages_per_rank: int, num_microbat
 def compute_table(schedule: str, *, pp: int, stages_per_rank: int, num_microbatches: int) -> Table:
     """Return what each rank computes, in order, as torch's schedule class decides it.
 
-    A pair that DualPipeV marks as overlapped appears as its two parts, in the order in which
-    torch's runtime executes them.
+    A pair that DualPipeV marks as overlapped appears as its two parts, one after the other, which
+    is how torch's runtime executes it.
     """
     check_schedule(
         schedule, pp=pp, stages_per_rank=stages_per_rank, num_microbatches=num_microbatches
@@ -181,13 +186,16 @@ def _torch_table(schedule: Schedule, *, pp: int, stages_per_rank: int, num: int)
 
 
 def _unwrap(actions: Sequence[Any]) -> list[Action]:
-    """Keep the computing of a row of torch's: no gaps, no reductions, no overlapping pairs."""
-    parts = [part for action in actions if action for part in action.sub_actions or (action,)]
-    return [
-        Action(part.stage_index, KINDS[part.computation_type.value], part.microbatch_index)
-        for part in parts
-        if part.computation_type.value in KINDS
-    ]
+    """Keep the computing of a row of torch's: no gaps, no reductions, pairs as their parts."""
+    row = []
+    for action in actions:
+        parts: Sequence[Any] = (action.sub_actions or (action,)) if action else ()
+        for part in parts:
+            letter = part.computation_type.value
+            if letter in KINDS:
+                joined = part is not parts[-1]
+                row.append(Action(part.stage_index, KINDS[letter], part.microbatch_index, joined))
+    return row
 
 
 def _number_forwards(row: list[Action]) -> list[Action]:
@@ -311,6 +319,4 @@ def ranks_of(table: Table) -> tuple[int, ...]:
 
 
 def _as_torch(action: Action) -> _Action:
-    letters = {kind: letter for letter, kind in KINDS.items()}
-    kind = _ComputationType.from_str(letters[action.kind])
-    return _Action(action.stage, kind, action.microbatch)
+    return _Action.from_str(str(action))

@@ -1,0 +1,168 @@
+"""Pipeline tables against torch: its constructors' refusals, its placements, its CSV files."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.parallel.schedule_csv import read_csv
+from torchtitan.parallel.schedules import (
+    SCHEDULES,
+    Action,
+    check_schedule,
+    compute_table,
+    place_stages,
+)
+
+MULTI = [name for name, facts in SCHEDULES.items() if facts.multi_stage]
+
+
+def torchs_own(name: str, *, pp: int, stages_per_rank: int, num_microbatches: int) -> Any:
+    stage = SimpleNamespace(
+        group_rank=0, group_size=pp, num_stages=pp * stages_per_rank, submod=None
+    )
+    schedule_class = torch_schedules.get_schedule_class(name)
+    single = issubclass(schedule_class, torch_schedules.PipelineScheduleSingle)
+    return schedule_class(stage if single else [stage] * stages_per_rank, num_microbatches)
+
+
+def test_facts() -> None:
+    assert MULTI == [
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ]
+    assert [n for n, f in SCHEDULES.items() if f.placement == "v"] == ["ZBVZeroBubble", "DualPipeV"]
+    assert [n for n, f in SCHEDULES.items() if f.splits_backward] == [
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_refuses_exactly_what_torch_refuses(name: str) -> None:
+    stages = (1, 2, 3) if SCHEDULES[name].multi_stage else (1,)
+    for pp, stages_per_rank, num in itertools.product(range(1, 5), stages, range(1, 12)):
+        sizes = {"pp": pp, "stages_per_rank": stages_per_rank, "num_microbatches": num}
+        try:
+            torchs_own(name, **sizes)
+        except ValueError:
+            with pytest.raises(ConfigError):
+                check_schedule(name, **sizes)
+        else:
+            check_schedule(name, **sizes)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("pp", "num_microbatches"), [(1, 2), (2, 4), (3, 6), (4, 8), (4, 16)])
+def test_every_action_once_on_the_rank_of_its_stage(
+    name: str, pp: int, num_microbatches: int
+) -> None:
+    per_rank = 2 if SCHEDULES[name].multi_stage else 1
+    table = compute_table(name, pp=pp, stages_per_rank=per_rank, num_microbatches=num_microbatches)
+    placement = place_stages(name, pp=pp, stages_per_rank=per_rank)
+    style = SCHEDULES[name].placement
+    assert dict(enumerate(placement)) == generate_stage_to_rank_mapping(pp, pp * per_rank, style)
+    assert len({a for row in table for a in row}) == sum(map(len, table))
+    for rank, row in enumerate(table):
+        assert {placement[action.stage] for action in row} == {rank}
+    for stage, microbatch in itertools.product(range(pp * per_rank), range(num_microbatches)):
+        kinds = [
+            action.kind
+            for action in table[placement[stage]]
+            if (action.stage, action.microbatch) == (stage, microbatch)
+        ]
+        assert kinds in (
+            ["forward", "backward"],
+            ["forward", "backward_input", "backward_weight"],
+        )
+
+
+def test_1f1b_as_it_is_drawn_in_every_paper() -> None:
+    table = compute_table("1F1B", pp=3, stages_per_rank=1, num_microbatches=4)
+    assert [" ".join(map(str, row)) for row in table] == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        ("1f1b", (2, 1, 4), "a pipeline schedule is one of GPipe, 1F1B, .*; got '1f1b'"),
+        ("GPipe", (0, 1, 4), "pipeline ranks must be at least 1, got 0"),
+        ("GPipe", (2, 2, 4), "exactly 1 stage on a rank, got 2; for 2 ranks make 2 in all"),
+        ("ZBVZeroBubble", (2, 3, 4), "exactly 2 stages on a rank, got 3; for 2 ranks make 4 in"),
+        ("1F1B", (4, 1, 3), "as many microbatches as stages: 4 for 4 ranks of 1, got 3"),
+        ("DualPipeV", (2, 2, 3), "as many microbatches as stages: 4 for 2 ranks of 2, got 3"),
+        ("Interleaved1F1B", (2, 2, 5), "5 do not divide by 2 rounds .*; try 4 or 6"),
+        ("InterleavedZeroBubble", (4, 2, 9), "9 do not divide by 2 rounds .*; try 8 or 10"),
+    ],
+)
+def test_refusals(name: str, sizes: tuple[int, int, int], message: str) -> None:
+    pp, stages_per_rank, num = sizes
+    with pytest.raises(ConfigError, match=message):
+        check_schedule(name, pp=pp, stages_per_rank=stages_per_rank, num_microbatches=num)
+
+
+@pytest.mark.parametrize("name", MULTI)
+def test_reads_what_torch_writes(name: str, tmp_path: Path) -> None:
+    sizes = {"pp": 3, "stages_per_rank": 2, "num_microbatches": 6}
+    path = tmp_path / "schedule.csv"
+    # the base class writes the table alone; the subclasses' own writer adds communication
+    torch_schedules.PipelineScheduleMulti._dump_csv(torchs_own(name, **sizes), str(path))
+    table, ours = read_csv(path), compute_table(name, **sizes)
+    assert table == ours
+    pairs = [[action.sent_with_next for action in row] for row in ours]
+    assert [[action.sent_with_next for action in row] for row in table] == pairs
+    assert any(map(any, pairs)) == (name == "DualPipeV")
+
+
+GOOD = "0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1I1,1W1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no row holds an action; write a row for each pipeline rank"),
+        (GOOD.replace("0F1", "0G1"), "rank 0, cell 2: '0G1' is no action"),
+        (GOOD.replace("0F1", "0SEND_F1"), "rank 0, cell 2: '0SEND_F1' is no action"),
+        (GOOD.replace("1B0", "0B0"), "stage 0 is on ranks 0, 1; a stage has one rank"),
+        (GOOD.replace("1F1,", ""), "stage 1 has 0 forwards of microbatch 1; one is due"),
+        (GOOD.replace("0F1", "0F1,0F1"), "stage 0 has 2 forwards of microbatch 1; one is due"),
+        (GOOD.replace("1W1", ""), "stage 1 has 0 B, 1 I and 0 W of microbatch 1; either one B"),
+        (GOOD.replace("1", "2"), "stage 1 is on no rank"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "rank 1 never gets past 1F1"),
+    ],
+)
+def test_a_wrong_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_csv(path)
+    assert all(line.startswith(str(path)) for line in caught.value.mistakes)
+
+
+def test_a_good_file_and_a_missing_one(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text(GOOD)
+    assert read_csv(path)[1] == [
+        Action(1, "forward", 0),
+        Action(1, "backward", 0),
+        Action(1, "forward", 1),
+        Action(1, "backward_input", 1),
+        Action(1, "backward_weight", 1),
+    ]
+    with pytest.raises(ConfigError, match=r"none\.csv: cannot be read"):
+        read_csv(tmp_path / "none.csv")

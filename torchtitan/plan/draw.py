@@ -1,0 +1,138 @@
+"""Timelines of pipelines, as text for the terminal and as SVG or PNG.
+
+Time runs to the right, a row is a rank, a box is one stage's work on the microbatch whose number
+it bears, and what is left blank is the bubble. Matplotlib is loaded when a picture is asked for;
+its figures are made without pyplot, so no display and no global state are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.parallel.schedules import KINDS, Action, Kind
+from torchtitan.plan.schedule import Span, Timeline
+
+SUFFIXES = (".svg", ".png")
+LABELS: Mapping[Kind, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_input": "backward, inputs",
+    "backward_weight": "backward, weights",
+}
+# a rank's first stage in the first colour, its later ones in the second
+_COLOURS: Mapping[Kind, tuple[str, str]] = {
+    "forward": ("#4878cf", "#a9c1ec"),
+    "backward": ("#d65f5f", "#efb3b3"),
+    "backward_input": ("#e8a33d", "#f6d59f"),
+    "backward_weight": ("#6aa84f", "#b9d9ac"),
+}
+LEGEND = (
+    "F forward, B backward, I and W its halves for inputs and weights, then the microbatch;\n"
+    "in small letters: a later stage of the rank; dots: idle"
+)
+
+
+def as_text(timeline: Timeline, *, num_slots: int, width: int) -> str:
+    """Draw the timeline with `num_slots` characters-wide slots, broken into lines of `width`."""
+    widest = max(span.action.microbatch for row in timeline.rows for span in row)
+    per_slot = 2 + len(str(widest))
+    per_time = num_slots * per_slot / timeline.makespan
+    lines = [_row_text(row, per_time=per_time) for row in timeline.rows]
+    length = max(per_slot, width - len("rank 00 ")) // per_slot * per_slot
+    total = max(len(line) for line in lines)
+    blocks = [
+        "\n".join(
+            f"rank {rank:<2} {line.ljust(total, '.')[start : start + length]}"
+            for rank, line in enumerate(lines)
+        )
+        for start in range(0, total, length)
+    ]
+    return "\n\n".join(blocks)
+
+
+def _row_text(row: Sequence[Span], *, per_time: float) -> str:
+    text = ""
+    first_stage = min(span.action.stage for span in row)
+    for span in row:
+        begin, end = round(span.start * per_time), round(span.end * per_time)
+        text = text.ljust(begin, ".")
+        text += _label(span.action, first_stage).ljust(end - begin - 1, "-")[: end - len(text) - 1]
+        text = text.ljust(end)
+    return text
+
+
+def _label(action: Action, first_stage: int) -> str:
+    letter = next(letter for letter, kind in KINDS.items() if kind == action.kind)
+    return f"{letter if action.stage == first_stage else letter.lower()}{action.microbatch}"
+
+
+def save_picture(
+    path: Path, *, panels: Sequence[tuple[str, str, Timeline]], num_slots: int
+) -> None:
+    """Write the panels, each a title, the unit of its time and a timeline, one below another.
+
+    Raises:
+        ConfigError: for a suffix other than .svg and .png, a missing folder or no matplotlib.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise ConfigError(f"{path}: a picture ends in {' or '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: the folder {path.parent} does not exist; make it first")
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: a picture needs matplotlib ({error}); pip install matplotlib, or leave "
+            "--out away for text alone"
+        ) from error
+    num_ranks = len(panels[0][2].rows)
+    height = (0.32 * num_ranks + 0.75) * len(panels) + 0.4
+    figure = Figure(figsize=(min(24.0, max(7.0, 0.2 * num_slots)), height), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for axis, (title, unit, timeline) in zip(axes, panels, strict=True):
+        _draw(axis, title=title, unit=unit, timeline=timeline)
+    kinds = {span.action.kind for _, _, line in panels for row in line.rows for span in row}
+    entries = [
+        Patch(color=_COLOURS[kind][0], label=LABELS[kind]) for kind in LABELS if kind in kinds
+    ]
+    if any(panels[0][2].num_stages_of(rank) > 1 for rank in range(num_ranks)):
+        entries.append(Patch(color="#cccccc", label="lighter: a later stage of the rank"))
+    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), fontsize=8)
+    # text stays text and nothing depends on the day, so that pictures can be kept under git
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "torchtitan"}):
+        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
+        figure.savefig(path, metadata=metadata, dpi=130)
+
+
+def _draw(axis: Any, *, title: str, unit: str, timeline: Timeline) -> None:
+    makespan = timeline.makespan
+    for rank, row in enumerate(timeline.rows):
+        first_stage = min(span.action.stage for span in row)
+        for kind, colours in _COLOURS.items():
+            for later, colour in enumerate(colours):
+                boxes = [
+                    (span.start, span.end - span.start)
+                    for span in row
+                    if span.action.kind == kind and (span.action.stage != first_stage) == later
+                ]
+                if boxes:
+                    axis.broken_barh(
+                        boxes, (rank - 0.45, 0.9), color=colour, edgecolor="white", linewidth=0.6
+                    )
+        for span in row:
+            # a number wider than its box would cover its neighbours
+            if span.end - span.start >= makespan / 150:
+                middle = (span.start + span.end) / 2
+                number = str(span.action.microbatch)
+                axis.text(middle, rank, number, ha="center", va="center", fontsize=7)
+    axis.set_title(title, fontsize=9, loc="left")
+    axis.set_xlim(0, makespan)
+    axis.set_ylim(len(timeline.rows) - 0.5, -0.5)
+    axis.set_yticks(range(len(timeline.rows)), [f"rank {r}" for r in range(len(timeline.rows))])
+    axis.set_xlabel(unit, fontsize=8)
+    axis.tick_params(labelsize=8)
