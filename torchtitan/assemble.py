@@ -46,7 +46,7 @@ from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import build_schedule
 from torchtitan.parallel.build import build_execution, build_model
 from torchtitan.parallel.execution import Execution
-from torchtitan.parallel.pipeline import PipelineLayout, plan_pipeline
+from torchtitan.parallel.pipeline_layout import PipelineLayout, plan_pipeline
 from torchtitan.trainer import Run
 
 logger = logging.getLogger(__name__)
@@ -127,10 +127,7 @@ def find_layout(
     layout = None
     if dims.pp > 1:
         layout = plan_pipeline(
-            config.parallelism,
-            architecture=architecture,
-            training=config.training,
-            activation_checkpoint=config.activation_checkpoint,
+            config.parallelism, architecture=architecture, training=config.training
         )
     return dims, spec, architecture, layout
 

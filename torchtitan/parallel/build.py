@@ -17,7 +17,8 @@ from torchtitan.models.parts import ModelParts
 from torchtitan.models.spec import DecoderConfig, ModelSpec
 from torchtitan.parallel.apply import parallelize
 from torchtitan.parallel.execution import Execution, LossFunction, WholeModel
-from torchtitan.parallel.pipeline import Pipeline, PipelineLayout, find_shapes
+from torchtitan.parallel.pipeline import Pipeline, find_shapes
+from torchtitan.parallel.pipeline_layout import PipelineLayout
 
 
 def build_model(

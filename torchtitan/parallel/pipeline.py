@@ -8,98 +8,23 @@ is computed where the last stage is. So the result is that of the whole model on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.config.schema import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config.schema import ParallelismConfig
 from torchtitan.models.parts import ModelParts
 from torchtitan.models.spec import DecoderConfig
 from torchtitan.parallel.execution import Batch, LossFunction
+from torchtitan.parallel.pipeline_layout import PipelineLayout
 from torchtitan.parallel.schedules import (
-    SCHEDULES,
     Runtime,
     Shapes,
     Table,
-    check_schedule,
-    compute_table,
     forward_table,
-    place_stages,
-)
-from torchtitan.parallel.stages import (
-    Stages,
-    check_modules,
-    count_stages,
-    cut,
-    find_costs,
-    name_modules,
 )
 from torchtitan.parallel.tied import TiedEmbedding
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineLayout:
-    """Which modules make up each stage, where each stage lies, and who does what when."""
-
-    modules: Stages
-    ranks: tuple[int, ...]
-    """The rank of each stage, along the pipeline axis."""
-    table: Table
-    microbatch_size: int
-    """Samples of a microbatch."""
-
-    def stages_of(self, rank: int) -> list[int]:
-        """Return the stages that a rank holds, in their order."""
-        return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
-
-
-def plan_pipeline(
-    settings: ParallelismConfig,
-    *,
-    architecture: DecoderConfig,
-    training: TrainingConfig,
-    activation_checkpoint: ActivationCheckpointConfig,
-) -> PipelineLayout:
-    """Lay the model out over the pipeline; the same on every rank, and without building anything.
-
-    Raises:
-        ConfigError: Layers, stages, microbatches and schedule do not fit together.
-    """
-    pp, name = settings.pipeline_parallel_degree, settings.pipeline_parallel_schedule
-    size = find_microbatch_size(settings, local_batch_size=training.local_batch_size)
-    num_microbatches = training.local_batch_size // size
-    num_stages = count_stages(
-        settings,
-        num_layers=architecture.num_layers,
-        default_per_rank=2 if SCHEDULES[name].multi_stage else 1,
-    )
-    numbers = {"pp": pp, "stages_per_rank": num_stages // pp}
-    check_schedule(name, num_microbatches=num_microbatches, **numbers)
-    table = compute_table(name, num_microbatches=num_microbatches, **numbers)
-    if settings.module_fqns_per_model_part:
-        modules = check_modules(
-            settings.module_fqns_per_model_part, num_layers=architecture.num_layers
-        )
-    else:
-        costs = find_costs(settings, architecture=architecture, seq_len=training.seq_len)
-        counts = cut(architecture.num_layers, num_stages=num_stages, costs=costs)
-        modules = name_modules(counts)
-    return PipelineLayout(
-        modules=modules,
-        ranks=place_stages(name, **numbers),
-        table=table,
-        microbatch_size=size,
-    )
-
-
-def find_microbatch_size(settings: ParallelismConfig, *, local_batch_size: int) -> int:
-    """Return the samples of a microbatch."""
-    number = settings.pipeline_parallel_num_microbatches
-    if number is not None:
-        return local_batch_size // number
-    return settings.pipeline_parallel_microbatch_size
 
 
 def find_shapes(

@@ -51,11 +51,11 @@ def find_costs(settings: ParallelismConfig, *, architecture: DecoderConfig, seq_
     )
 
 
-def count_stages(settings: ParallelismConfig, *, num_layers: int, default_per_rank: int) -> int:
-    """Return the number of stages, a multiple of the pipeline degree.
+def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int) -> int:
+    """Return the number of stages: `default` where the settings give none.
 
     Raises:
-        ConfigError: The settings give another number, or more stages than there are layers.
+        ConfigError: It is no multiple of the pipeline degree, or above the number of layers.
     """
     pp = settings.pipeline_parallel_degree
     lists, size = (
@@ -85,7 +85,7 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default_per_ra
                 + (f"try {' or '.join(map(str, fits))}" if fits else "lower the degree")
             )
     else:
-        num_stages = pp * default_per_rank
+        num_stages = default
     if num_stages > num_layers:
         raise ConfigError(
             f"[parallelism] every pipeline stage must hold at least one layer, got {num_stages} "
