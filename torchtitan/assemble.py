@@ -44,7 +44,7 @@ from torchtitan.models.spec import DecoderConfig, ModelSpec, flops_per_token, nu
 from torchtitan.optim.loss import cross_entropy_sum
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import build_schedule
-from torchtitan.parallel.build import build_execution, build_model
+from torchtitan.parallel.build import build_model_and_execution
 from torchtitan.parallel.execution import Execution
 from torchtitan.parallel.pipeline_layout import PipelineLayout, plan_pipeline
 from torchtitan.trainer import Run
@@ -117,18 +117,10 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
 def find_layout(
     config: Config, *, world_size: int
 ) -> tuple[ParallelDims, ModelSpec, DecoderConfig, PipelineLayout | None]:
-    """Find degrees, model and pipeline, None without one, and refuse what does not fit together.
-
-    Raises:
-        ConfigError: Says what does not fit, and what would.
-    """
+    """Find degrees, model and pipeline, if any, and refuse what does not fit together."""
     dims = resolve_dims(config.parallelism, world_size=world_size)
     spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
-    layout = None
-    if dims.pp > 1:
-        layout = plan_pipeline(
-            config.parallelism, architecture=architecture, training=config.training
-        )
+    layout = plan_pipeline(config.parallelism, architecture=architecture, training=config.training)
     return dims, spec, architecture, layout
 
 
@@ -248,7 +240,7 @@ def build_parts(
     device: torch.device,
 ) -> tuple[ModelParts, Execution]:
     """Build this rank's parts of the model, and what runs batches through all of them."""
-    model = build_model(
+    return build_model_and_execution(
         spec,
         architecture=architecture,
         mesh=mesh,
@@ -258,18 +250,8 @@ def build_parts(
         activation_checkpoint=config.activation_checkpoint,
         device=device,
         seed=config.debug.seed,
-    )
-    execution = build_execution(
-        model,
-        architecture=architecture,
-        mesh=mesh,
-        layout=layout,
-        training=config.training,
-        parallelism=config.parallelism,
-        device=device,
         loss=cross_entropy_sum,
     )
-    return model, execution
 
 
 def describe_schedule(config: Config) -> dict[str, Any]:

@@ -28,8 +28,7 @@ def broken_rules(config: Config) -> Iterator[Broken]:
     yield from _workers(config)
     yield from _optimization(config)
     yield from _degrees(config)
-    yield from _microbatches(config)
-    yield from _stages(config)
+    yield from _pipeline(config)
     yield from _checkpoint(config)
     yield from _debug(config)
 
@@ -105,11 +104,14 @@ def _degrees(config: Config) -> Iterator[Broken]:
         )
 
 
-def _microbatches(config: Config) -> Iterator[Broken]:
-    """Hold local batch and microbatches together, as far as there is a pipeline."""
+def _pipeline(config: Config) -> Iterator[Broken]:
+    """Hold batch, microbatches and stages of a pipeline together, where there is one."""
     parallelism, local = config.parallelism, config.training.local_batch_size
+    if parallelism.pipeline_parallel_degree == 1:
+        return
     size = parallelism.pipeline_parallel_microbatch_size
     number = parallelism.pipeline_parallel_num_microbatches
+    layers = parallelism.pipeline_parallel_layers_per_stage
     prefix = "parallelism.pipeline_parallel_"
     keys = (f"{prefix}num_microbatches", f"{prefix}microbatch_size")
     ties = ("training.local_batch_size", f"{prefix}degree")
@@ -119,8 +121,6 @@ def _microbatches(config: Config) -> Iterator[Broken]:
             f"is another way to say microbatch_size, but both are given: {number} microbatches of "
             f"local_batch_size {local}, and microbatch_size {size}; remove one of them",
         )
-    elif parallelism.pipeline_parallel_degree == 1:
-        return
     elif number is not None and local % number:
         fits = [str(n) for n in range(1, local + 1) if local % n == 0]
         yield Broken(
@@ -133,19 +133,10 @@ def _microbatches(config: Config) -> Iterator[Broken]:
             f"must divide local_batch_size ({local}), got {size}; try local_batch_size = "
             f"{local // size * size or size}, or set num_microbatches",
         )
-
-
-def _stages(config: Config) -> Iterator[Broken]:
-    """Refuse two answers to what the stages are."""
-    parallelism = config.parallelism
-    size = parallelism.pipeline_parallel_layers_per_stage
-    if parallelism.module_fqns_per_model_part and size is not None:
+    if parallelism.module_fqns_per_model_part and layers is not None:
         yield Broken(
-            (
-                "parallelism.module_fqns_per_model_part",
-                "parallelism.pipeline_parallel_layers_per_stage",
-            ),
-            f"lists the stages, but layers_per_stage = {size} asks for others; remove one of them",
+            ("parallelism.module_fqns_per_model_part", f"{prefix}layers_per_stage"),
+            f"lists the stages, but layers_per_stage = {layers} asks for others; remove one",
         )
 
 

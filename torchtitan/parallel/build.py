@@ -21,7 +21,7 @@ from torchtitan.parallel.pipeline import Pipeline, find_shapes
 from torchtitan.parallel.pipeline_layout import PipelineLayout
 
 
-def build_model(
+def build_model_and_execution(
     spec: ModelSpec,
     *,
     architecture: DecoderConfig,
@@ -32,8 +32,9 @@ def build_model(
     activation_checkpoint: ActivationCheckpointConfig,
     device: torch.device,
     seed: int,
-) -> ModelParts:
-    """Build this rank's parts of the model, those of its pipeline stages, with initial weights."""
+    loss: LossFunction,
+) -> tuple[ModelParts, Execution]:
+    """Build this rank's parts of the model, and what runs batches through all ranks' parts."""
 
     def build_part(modules: tuple[str, ...] | None) -> Decoder:
         with torch.device("meta"):
@@ -52,26 +53,10 @@ def build_model(
         return part
 
     if layout is None:
-        return ModelParts([build_part(None)])
+        model = build_part(None)
+        return ModelParts([model]), WholeModel(model, loss=loss)
     own = layout.stages_of(mesh.params.get_local_rank("pp"))
-    return ModelParts([build_part(layout.modules[stage]) for stage in own])
-
-
-def build_execution(
-    parts: ModelParts,
-    *,
-    architecture: DecoderConfig,
-    mesh: Mesh,
-    layout: PipelineLayout | None,
-    training: TrainingConfig,
-    parallelism: ParallelismConfig,
-    device: torch.device,
-    loss: LossFunction,
-) -> Execution:
-    """Build what runs batches through the parts."""
-    if layout is None:
-        [model] = parts
-        return WholeModel(model, loss=loss)
+    parts = ModelParts([build_part(layout.modules[stage]) for stage in own])
     shapes = partial(
         find_shapes,
         architecture,
@@ -80,7 +65,7 @@ def build_execution(
         tp=mesh.dims.tp,
         dtype=getattr(torch, training.mixed_precision_param),
     )
-    return Pipeline(
+    return parts, Pipeline(
         parts,
         layout=layout,
         shapes=shapes,

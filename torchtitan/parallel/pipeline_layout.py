@@ -41,12 +41,14 @@ class PipelineLayout:
 
 def plan_pipeline(
     settings: ParallelismConfig, *, architecture: DecoderConfig, training: TrainingConfig
-) -> PipelineLayout:
-    """Lay the model out over the pipeline; the same on every rank, and without building anything.
+) -> PipelineLayout | None:
+    """Lay the model out over the pipeline; None where its degree is 1.
 
     Raises:
         ConfigError: Layers, stages, microbatches and schedule do not fit together.
     """
+    if settings.pipeline_parallel_degree == 1:
+        return None
     size = find_microbatch_size(settings, local_batch_size=training.local_batch_size)
     num_microbatches = training.local_batch_size // size
     if settings.pipeline_parallel_schedule_csv:
@@ -76,8 +78,13 @@ def make_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
         ConfigError: It cannot run that many stages or microbatches.
     """
     name, pp = settings.pipeline_parallel_schedule, settings.pipeline_parallel_degree
-    default_per_rank = 2 if SCHEDULES[name].multi_stage else 1
-    wanted = count_stages(settings, default=pp * default_per_rank, num_layers=num_layers)
+    facts = SCHEDULES[name]
+    wanted = count_stages(
+        settings,
+        num_layers=num_layers,
+        default=pp * (2 if facts.multi_stage else 1),
+        fixed=facts.placement == "v" or not facts.multi_stage,
+    )
     return compute_table(
         name, pp=pp, stages_per_rank=wanted // pp, num_microbatches=num_microbatches
     )
@@ -92,7 +99,7 @@ def read_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
     path, pp = settings.pipeline_parallel_schedule_csv, settings.pipeline_parallel_degree
     table = read_csv(path)
     num_stages = len(ranks_of(table))
-    wanted = count_stages(settings, default=num_stages, num_layers=num_layers)
+    wanted = count_stages(settings, num_layers=num_layers, default=num_stages, fixed=True)
     last = [
         a.microbatch
         for row in table

@@ -229,13 +229,18 @@ class Shapes:
 
 
 class _Stage(PipelineStage):
-    """A stage that keeps no logits where no backward will come for them."""
+    """A stage that keeps no logits where no backward will come for them, nor greets itself."""
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(*args, **kwargs)
         if self.is_last and not self.has_backward:
             self.fwd_cache.clear()
         return output
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # torch 2.11 greets neighbours on this rank too, which gloo refuses
+        every: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [op for op in every if op.group_peer != self.group_rank]
 
 
 class Runtime:

@@ -51,8 +51,10 @@ def find_costs(settings: ParallelismConfig, *, architecture: DecoderConfig, seq_
     )
 
 
-def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int) -> int:
+def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, fixed: bool) -> int:
     """Return the number of stages: `default` where the settings give none.
+
+    `fixed` says that the schedule takes no other, so that none is suggested.
 
     Raises:
         ConfigError: It is no multiple of the pipeline degree, or above the number of layers.
@@ -77,7 +79,8 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int) 
         if num_stages % pp:
             sizes = range(1, num_layers + ends + 1)
             counts = {n: ceil((num_layers + ends) / n) for n in sizes}
-            fits = [n for n, count in counts.items() if count % pp == 0 and count <= num_layers]
+            suits = {default} if fixed else set(range(pp, num_layers + 1, pp))
+            fits = [n for n, count in counts.items() if count in suits]
             raise ConfigError(
                 f"[parallelism] pipeline_parallel_layers_per_stage must make a multiple of "
                 f"pipeline_parallel_degree ({pp}) stages, got {size}: {num_stages} stages of "
