@@ -98,8 +98,8 @@ def _keep_first_gradients(run: Run) -> dict[str, Tensor]:
         loss = plain(list(batches), divisor=divisor)
         if not gradients:
             for name, p in run.model.named_parameters():
-                assert p.grad is not None, f"{name} has no gradient"
-                gradients[name] = jobs.full(p.grad)
+                # a gradient that only some ranks have must not hang those that gather it
+                gradients[name] = jobs.full(torch.zeros_like(p) if p.grad is None else p.grad)
         return loss
 
     run.execution.forward_backward = keeping  # type: ignore[method-assign]

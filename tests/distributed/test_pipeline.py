@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
@@ -22,6 +24,8 @@ from tests.distributed.pipeline_jobs import (
     pipeline,
 )
 from tests.distributed.rank_pool import RankPool
+from torchtitan.parallel import apply, pipeline_layout, schedules
+from torchtitan.parallel.tied import TiedEmbedding
 
 WHOLE_BACKWARD = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
 # the modules of two stages, cut where no cost would
@@ -126,3 +130,110 @@ def test_tied_embeddings_on_two_stages(
     assert_same_training(results, references["tied"])
     [evaluated, *_] = [result.evaluated for result in results if result.owns_loss]
     assert evaluated == pytest.approx(references["tied"].evaluated, rel=1e-5)
+
+
+def test_a_schedule_file_of_two_stages_with_halved_backwards(
+    ranks: RankPool, tmp_path: Path, cache: Path, references: dict[str, Trained]
+) -> None:
+    """The last stage on rank 0, weights' gradients late: nothing that a built-in schedule does."""
+    path = tmp_path / "own.csv"
+    path.write_text(
+        ",1F0,1F1,1I0,1I1,1W0,1F2,1F3,1I3,1W1,1B2,1W3\n0F0,0F1,,0F2,0F3,0I0,0B1,0W0,0B2,0I3,0W3\n"
+    )
+    csv = f"--parallelism.pipeline_parallel_schedule_csv={path}"
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *pipeline("1F1B"), csv]
+    results = ranks.run(pj.train, job, evaluating=True, world=2)
+    assert_same_training(results, references["plain"])
+    assert [result.owns_loss for result in results] == [True, False]
+
+
+def test_bfloat16(
+    ranks: RankPool, tmp_path: Path, cache: Path, references: dict[str, Trained]
+) -> None:
+    """Within the rounding of bfloat16, 2^-8, and closer to one device in bfloat16."""
+    precision = "--training.mixed_precision_param=bfloat16"
+    losses = {}
+    for name, world, arguments in (
+        ("one", 1, ()),
+        ("1F1B", 2, pipeline("1F1B")),
+        ("ZBVZeroBubble", 4, pipeline("ZBVZeroBubble")),
+    ):
+        job = [*jobs.write_job(tmp_path, TINY8, name=name, cache=cache), precision, *arguments]
+        [result, *_] = ranks.run(pj.train, job, world=world)
+        losses[name] = [row["loss"] for row in result.rows]
+    exact = [row["loss"] for row in references["plain"].rows]
+    assert losses["one"] != pytest.approx(exact, rel=1e-6)
+    for name in ("1F1B", "ZBVZeroBubble"):
+        assert losses[name] == pytest.approx(exact, rel=2**-8)
+        assert losses[name] == pytest.approx(losses["one"], rel=1e-3)
+
+
+def train_with(bug: str, job: list[str]) -> Trained:
+    """Train with a planted bug."""
+    with pytest.MonkeyPatch.context() as patch:
+        if bug == "averaged":
+            correct = apply.apply_fsdp
+
+            def averaging(model: FSDPModule, **arguments: Any) -> None:
+                correct(model, **arguments)
+                for module in model.modules():
+                    if isinstance(module, FSDPModule):
+                        module.set_gradient_divide_factor(2.0)
+
+            patch.setattr(apply, "apply_fsdp", averaging)
+        elif bug == "scaled":
+            build = schedules._PipelineScheduleRuntime
+
+            def scaling(*arguments: Any, **settings: Any) -> Any:
+                return build(*arguments, **{**settings, "scale_grads": True})
+
+            patch.setattr(schedules, "_PipelineScheduleRuntime", scaling)
+        elif bug == "tied gradient lost":
+            patch.setattr(TiedEmbedding, "add_gradient", lambda self: None)
+        elif bug == "tied copy stale":
+            patch.setattr(TiedEmbedding, "refresh_copy", lambda self: None)
+        elif bug == "not reduced":
+            # across copies, that is: without the sum across shards there is no gradient at all
+            patch.setattr(schedules._Stage, "perform_reduce_grad", reduce_without_copies)
+        elif bug == "weights freed":
+            patch.setattr(pipeline_layout, "check_resharding", lambda settings, *, table: None)
+        return pj.train_tied(job) if bug.startswith("tied") else pj.train(job)
+
+
+def reduce_without_copies(stage: Any, scale: int) -> None:
+    """Do as torch does, but with a set_requires_gradient_sync that leaves the copies apart."""
+    sync = FSDPModule.set_requires_gradient_sync
+
+    def shards_only(module: FSDPModule, wanted: bool, **arguments: Any) -> None:
+        sync(module, wanted, **arguments)
+        module.set_requires_all_reduce(False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPModule, "set_requires_gradient_sync", shards_only)
+        super(schedules._Stage, stage).perform_reduce_grad(scale)
+
+
+@pytest.mark.parametrize(
+    ("bug", "world", "arguments"),
+    [
+        ("averaged", 4, pipeline("1F1B")),
+        ("scaled", 2, pipeline("1F1B")),
+        ("not reduced", 4, (*pipeline("ZBVZeroBubble"), *jobs.DDP)),
+        ("tied gradient lost", 2, pipeline("1F1B")),
+        ("tied copy stale", 2, pipeline("ZBVZeroBubble")),
+        ("weights freed", 4, pipeline("ZBVZeroBubble", fsdp_reshard_after_forward="always")),
+    ],
+)
+def test_a_planted_bug_is_seen(
+    bug: str,
+    world: int,
+    arguments: tuple[str, ...],
+    ranks: RankPool,
+    tmp_path: Path,
+    cache: Path,
+    references: dict[str, Trained],
+) -> None:
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *arguments]
+    results = ranks.run(train_with, bug, job, world=world)
+    with pytest.raises(AssertionError):
+        assert_same_training(results, references["tied" if bug.startswith("tied") else "plain"])
