@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.distributed.jobs import TINY, read_rows, write_job
 
@@ -52,6 +55,36 @@ def test_two_ranks_show_the_picked_one_and_log_both(tmp_path: Path) -> None:
     assert done.stderr.count("step:      2") == 1
     for rank in (0, 1):
         assert "step:      2" in (tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text()
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_pipeline_shows_its_loss_on_every_rank_wherever_the_last_stage_is(
+    schedule: str, tmp_path: Path
+) -> None:
+    pipeline = (
+        "--model.flavor=tiny8",
+        "--parallelism.pipeline_parallel_degree=2",
+        f"--parallelism.pipeline_parallel_schedule={schedule}",
+        "--training.local_batch_size=4",
+        "--training.steps=2",
+        "--metrics.enable_tensorboard",
+        "--metrics.save_for_all_ranks",
+    )
+    done = train(*write_job(tmp_path), *pipeline, ranks=2, LOG_RANK="0")
+    assert done.returncode == 0, done.stderr
+    alone = train(*write_job(tmp_path, name="alone"), "--model.flavor=tiny8", "--training.steps=2")
+    assert alone.returncode == 0, alone.stderr
+    losses = [row["loss"] for row in read_rows(tmp_path / "alone")]
+    shown = [float(loss) for loss in re.findall(r"loss: +([\d.]+)", done.stderr)]
+    assert shown == pytest.approx(losses, abs=1e-4)
+    for rank, name in enumerate(("metrics.jsonl", "metrics.rank_1.jsonl")):
+        lines = (tmp_path / "run" / name).read_text().splitlines()
+        assert [json.loads(line)["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
+        events = EventAccumulator(str(tmp_path / "run" / "tb" / f"rank_{rank}"))
+        events.Reload()
+        for tag in ("global_avg_loss", "global_max_loss"):
+            values = [event.value for event in events.Scalars(f"loss_metrics/{tag}")]
+            assert values == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.parametrize(

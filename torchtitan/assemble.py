@@ -46,8 +46,9 @@ from torchtitan.models.spec import DecoderConfig, ModelSpec, flops_per_token, nu
 from torchtitan.optim.loss import build_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import build_schedule
-from torchtitan.parallel.build import build_execution, build_model
+from torchtitan.parallel.build import build_model_and_execution
 from torchtitan.parallel.execution import Execution
+from torchtitan.parallel.pipeline_layout import PipelineLayout, plan_pipeline
 from torchtitan.parallel.tensor import check_tensor_parallel
 from torchtitan.trainer import Run
 
@@ -62,12 +63,11 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         UserError: Degrees, sizes, files or a checkpoint do not fit this job.
     """
     training = config.training
-    dims = resolve_dims(config.parallelism, world_size=launch.world_size)
+    dims, spec, architecture, layout = find_layout(config, world_size=launch.world_size)
     accumulation = accumulation_steps(
         training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
     )
     tokens_per_step = training.local_batch_size * dims.dp * accumulation * training.seq_len
-    spec, architecture = find_fitting_model(config)
     group = build_group() if config.checkpoint.enable else None
     start = find_start(config, dims=dims, group=group)
     device = prepare_device(config.debug, local_rank=launch.local_rank)
@@ -83,7 +83,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         progress=progress,
     )
     model, execution = build_parts(
-        config, spec=spec, architecture=architecture, mesh=mesh, device=device
+        config, spec=spec, architecture=architecture, mesh=mesh, layout=layout, device=device
     )
     optimizer = build_optimizer(model, settings=config.optimizer)
     state = RunState(
@@ -118,6 +118,18 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     )
 
 
+def find_layout(
+    config: Config, *, world_size: int
+) -> tuple[ParallelDims, ModelSpec, DecoderConfig, PipelineLayout | None]:
+    """Find degrees, model and pipeline, if any, and refuse what does not fit together."""
+    dims = resolve_dims(config.parallelism, world_size=world_size)
+    spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
+    training, parallelism = config.training, config.parallelism
+    check_tensor_parallel(architecture, parallelism=parallelism, seq_len=training.seq_len)
+    layout = plan_pipeline(parallelism, architecture=architecture, training=training)
+    return dims, spec, architecture, layout
+
+
 def find_model(name: str, *, flavor: str) -> tuple[ModelSpec, DecoderConfig]:
     """Look up a model and its size.
 
@@ -132,15 +144,6 @@ def find_model(name: str, *, flavor: str) -> tuple[ModelSpec, DecoderConfig]:
             f"[model] flavor of {name} must be one of {', '.join(spec.flavors)}, got '{flavor}'"
         )
     return spec, spec.flavors[flavor]
-
-
-def find_fitting_model(config: Config) -> tuple[ModelSpec, DecoderConfig]:
-    """Look up the job's model, and refuse degrees that do not divide its sizes."""
-    spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
-    check_tensor_parallel(
-        architecture, parallelism=config.parallelism, seq_len=config.training.seq_len
-    )
-    return spec, architecture
 
 
 def find_start(
@@ -241,22 +244,23 @@ def build_parts(
     spec: ModelSpec,
     architecture: DecoderConfig,
     mesh: Mesh,
+    layout: PipelineLayout | None,
     device: torch.device,
 ) -> tuple[ModelParts, Execution]:
     """Build this rank's parts of the model, and what runs batches through all of them."""
-    model = build_model(
+    splits_logits = mesh.dims.tp > 1 and not config.parallelism.disable_loss_parallel
+    return build_model_and_execution(
         spec,
         architecture=architecture,
         mesh=mesh,
+        layout=layout,
         training=config.training,
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
         device=device,
         seed=config.debug.seed,
+        loss=build_loss(mesh.params.get_group("tp") if splits_logits else None),
     )
-    splits_logits = mesh.dims.tp > 1 and not config.parallelism.disable_loss_parallel
-    loss = build_loss(mesh.params.get_group("tp") if splits_logits else None)
-    return model, build_execution(model, loss=loss)
 
 
 def describe_schedule(config: Config) -> dict[str, Any]:

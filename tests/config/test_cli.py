@@ -9,7 +9,7 @@ import pytest
 from tests.config.jobs import Jobs, mistakes_of
 from torchtitan.config.fields import fields, sections, values_of
 from torchtitan.config.layers import literal
-from torchtitan.config.load import load_config
+from torchtitan.config.load import load_config, to_toml
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,27 @@ def test_lists_of_numbers(jobs: Jobs) -> None:
         assert config.training.dataset_weights == (0.5, 1.0)
     one = jobs.load('[training]\ndataset = "files"\ndataset_path = "a"\ndataset_weights = 2')
     assert one.training.dataset_weights == (2,)
+
+
+def test_lists_of_lists_of_names(jobs: Jobs) -> None:
+    wanted = (("tok_embeddings", "layers.0"), ("layers.1", "norm", "output"))
+    key = "--parallelism.module_fqns_per_model_part"
+    lists = '[["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]'
+    words = ["tok_embeddings,layers.0", "layers.1,norm,output"]
+    for given in ([key, *words], [key, lists], [f"{key}={lists}"]):
+        assert load_config(given).parallelism.module_fqns_per_model_part == wanted
+    config = jobs.load(f"[parallelism]\nmodule_fqns_per_model_part = {lists}")
+    assert config.parallelism.module_fqns_per_model_part == wanted
+    assert jobs.load(to_toml(config)) == jobs.load(to_toml(config), key, *words)
+    for alone in (["norm"], ['["norm"]'], ['[["norm"]]']):
+        assert load_config([key, *alone]).parallelism.module_fqns_per_model_part == (("norm",),)
+
+
+@pytest.mark.parametrize("given", ["5", "[5]", "[[5]]", '[[""]]', "true"])
+def test_lists_of_lists_of_something_else(given: str, jobs: Jobs) -> None:
+    [mistake] = jobs.mistakes(f"[parallelism]\nmodule_fqns_per_model_part = {given}")
+    assert mistake.startswith(f"job.toml: [parallelism] module_fqns_per_model_part = {given}: ")
+    assert "must" in mistake
 
 
 def test_none_takes_an_optional_setting_back(jobs: Jobs) -> None:

@@ -169,6 +169,8 @@ def random_value(path: Path, facts: FieldFacts, rng: random.Random) -> object:
         return rng.random() < 0.5
     if facts.kind is tuple:
         count = rng.randrange(3)
+        if facts.nested:
+            return tuple((rng.choice(TEXTS), "norm") for _ in range(count))
         return tuple(
             rng.choice(TEXTS) if facts.item is str else rng.uniform(0.1, 9.0) for _ in range(count)
         )

@@ -6,6 +6,7 @@ import pytest
 
 from tests.config.jobs import Jobs
 
+PIPELINE = "[parallelism]\npipeline_parallel_degree = 2\n"
 FILES = '[training]\ndataset = "files"\n'
 
 
@@ -58,6 +59,29 @@ FILES = '[training]\ndataset = "files"\n'
             "[training]\nglobal_batch_size = -8\nlocal_batch_size = 8",
             "[training] global_batch_size = -8: must be -1 or a positive multiple of "
             "local_batch_size (8), got -8; try 8",
+        ),
+        (
+            f"{PIPELINE}pipeline_parallel_microbatch_size = 3",
+            "[parallelism] pipeline_parallel_microbatch_size = 3: must divide local_batch_size "
+            "(8), got 3; try local_batch_size = 6, or set num_microbatches",
+        ),
+        (
+            f"{PIPELINE}pipeline_parallel_num_microbatches = 3",
+            "[parallelism] pipeline_parallel_num_microbatches = 3: must divide local_batch_size "
+            "(8), got 3; try 1, 2, 4, 8",
+        ),
+        (
+            f"{PIPELINE}pipeline_parallel_num_microbatches = 2\n"
+            "pipeline_parallel_microbatch_size = 2",
+            "[parallelism] pipeline_parallel_num_microbatches = 2: is another way to say "
+            "microbatch_size, but both are given: 2 microbatches of local_batch_size 8, and "
+            "microbatch_size 2; remove one of them",
+        ),
+        (
+            f'{PIPELINE}module_fqns_per_model_part = [["norm"]]\n'
+            "pipeline_parallel_layers_per_stage = 2",
+            '[parallelism] module_fqns_per_model_part = [["norm"]]: lists the stages, but '
+            "layers_per_stage = 2 asks for others; remove one",
         ),
         (
             "[training.dataloader]\npersistent_workers = true",
@@ -185,6 +209,10 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
         '[checkpoint]\nenable = true\ninitial_load_path = "x"\ninitial_load_model_only = false',
         '[checkpoint]\nenable = true\nmode = "finetune"\ninitial_load_path = "x"',
         '[activation_checkpoint]\nselective_ac_option = "1"',
+        f"{PIPELINE}pipeline_parallel_microbatch_size = 4",
+        f"{PIPELINE}pipeline_parallel_num_microbatches = 2",
+        f"{PIPELINE}pipeline_parallel_num_microbatches = 2\npipeline_parallel_microbatch_size = 4",
+        "[parallelism]\npipeline_parallel_microbatch_size = 3",
     ],
 )
 def test_just_inside_the_rules(jobs: Jobs, text: str) -> None:

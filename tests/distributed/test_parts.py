@@ -28,14 +28,16 @@ T = TypeVar("T")
 IN_A_LAYER = 9
 
 
-def resized(function: Callable[[list[str]], T], sizes: dict[str, int], job: list[str]) -> T:
-    """Call `function(job)` while the tiny model has other sizes."""
-    tiny = llama3.FLAVORS["tiny"]
-    llama3.FLAVORS["tiny"] = replace(tiny, **sizes)  # type: ignore[arg-type]
+def resized(
+    function: Callable[[list[str]], T], sizes: dict[str, int], job: list[str], flavor: str = "tiny"
+) -> T:
+    """Call `function(job)` while a model has other sizes."""
+    tiny = llama3.FLAVORS[flavor]
+    llama3.FLAVORS[flavor] = replace(tiny, **sizes)  # type: ignore[arg-type]
     try:
         return function(job)
     finally:
-        llama3.FLAVORS["tiny"] = tiny
+        llama3.FLAVORS[flavor] = tiny
 
 
 @pytest.fixture(scope="module")

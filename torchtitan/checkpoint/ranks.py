@@ -5,13 +5,15 @@ ranks exchange their errors before anybody goes on. A group of None is this proc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
 
+K = TypeVar("K")
 T = TypeVar("T")
 _LONGEST_REASON = 160
 _EXPECTED = (OSError, ValueError, CheckpointError)
@@ -68,3 +70,16 @@ def on_every_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -
     if messages:
         raise CheckpointError("; ".join(messages))
     return [value for value, _ in outcomes]
+
+
+def union(own: Mapping[K, T], *, group: dist.ProcessGroup | None) -> dict[K, T]:
+    """Return the entries of all ranks together.
+
+    Ranks that hold the same, as those of one pipeline stage do, send it once.
+    """
+    digest = hashlib.sha256(repr(sorted(own.items(), key=repr)).encode()).hexdigest()
+    digests = on_every_rank(lambda: digest, group=group)
+    rank = 0 if group is None else dist.get_rank(group)
+    is_first = rank == digests.index(digest)
+    everyone = on_every_rank(lambda: dict(own) if is_first else {}, group=group)
+    return {key: value for entries in everyone for key, value in entries.items()}

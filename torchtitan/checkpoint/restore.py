@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.ranks import union
 from torchtitan.checkpoint.start import Intention, Start
 from torchtitan.checkpoint.state import (
     RunState,
@@ -56,12 +57,15 @@ class Patterns:
         """Tell it of a parameter's optimizer state, `<parameter>.<state>`."""
         return self.match(name.rpartition(".")[0])
 
-    def report(self) -> None:
-        """Log what was left out.
+    def report(self, *, group: dist.ProcessGroup) -> None:
+        """Log what was left out on any rank: each matches the parameters that it holds.
 
         Raises:
             CheckpointError: A pattern stands for nothing.
         """
+        own = {(pattern, n): None for pattern, names in self._left_out.items() for n in names}
+        for pattern, name in union(own, group=group):
+            self._left_out[pattern].add(name)
         for pattern, names in self._left_out.items():
             if not names:
                 raise CheckpointError(
@@ -112,7 +116,7 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
         _report_schedule(
             storage.read_state(source, "lr_scheduler"), state.schedule, step=state.progress.step
         )
-    patterns.report()
+    patterns.report(group=group)
     _report(start, taken=taken, step=manifest["step"])
 
 
@@ -140,7 +144,7 @@ def _restore_plain(
     storage.read_tensors(
         folder.parent, folder.name, into=wanted, group=group, leaves_out=leaves_out
     )
-    patterns.report()
+    patterns.report(group=group)
     logger.info("Finetuning at step 0 from %s, of another writer, loaded: model", folder)
     if beside:
         shown = ", ".join(sorted(beside)[:8]) + (" ..." if len(beside) > 8 else "")

@@ -38,7 +38,7 @@ from torchtitan.checkpoint.folders import (
     set_aside,
 )
 from torchtitan.checkpoint.metadata import TensorReader, is_tensor, read_metadata
-from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank, reason
+from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank, reason, union
 from torchtitan.checkpoint.verify import newest_whole, summary, verify
 
 __all__ = [
@@ -197,12 +197,14 @@ def read_tensors(
         CheckpointError: Names, shapes or types differ, or a file is missing, damaged or refused.
     """
     folder = checkpoint / component
+    # of all ranks: a pipeline stage wants a part of what is there, and has no part of the rest
+    wanted = union({name: (tuple(t.shape), t.dtype) for name, t in into.items()}, group=group)
     readers: list[TensorReader] = []
 
     def open_component() -> None:
         reader = TensorReader(folder)
         stored = reader.read_metadata().state_dict_metadata
-        _check_match(folder, stored, into, leaves_out=leaves_out)
+        _check_match(folder, stored, wanted, leaves_out=leaves_out)
         readers.append(reader)
 
     on_every_rank(open_component, group=group)
@@ -215,28 +217,28 @@ def read_tensors(
 def _check_match(
     folder: Path,
     stored: Mapping[str, Any],
-    into: Mapping[str, Tensor],
+    wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     *,
     leaves_out: Callable[[str], bool],
 ) -> None:
     shapes, types = [], []
-    for name in into.keys() & stored.keys():
-        here, there = into[name], stored[name]
+    for name in wanted.keys() & stored.keys():
+        (shape, dtype), there = wanted[name], stored[name]
         if not is_tensor(there):
             types.append(f"'{name}' is raw bytes, which are never loaded, not a tensor")
-        elif tuple(here.shape) != tuple(there.size):
-            shapes.append(f"'{name}' has shape {list(there.size)}, not {list(here.shape)}")
-        elif here.dtype != there.properties.dtype:
-            types.append(f"'{name}' has type {there.properties.dtype}, not {here.dtype}")
+        elif shape != tuple(there.size):
+            shapes.append(f"'{name}' has shape {list(there.size)}, not {list(shape)}")
+        elif dtype != there.properties.dtype:
+            types.append(f"'{name}' has type {there.properties.dtype}, not {dtype}")
     mistakes = {
-        "missing": [f"'{name}'" for name in into if name not in stored],
-        "unexpected": [f"'{n}'" for n in stored if n not in into and not leaves_out(n)],
+        "missing": [f"'{name}'" for name in wanted if name not in stored],
+        "unexpected": [f"'{n}'" for n in stored if n not in wanted and not leaves_out(n)],
         "of another shape": shapes,
         "of another type": types,
     }
     if any(mistakes.values()):
         raise CheckpointError(
-            f"{folder} does not fit this job, whose model wants {len(into)} tensors of it:\n  "
+            f"{folder} does not fit this job, whose model wants {len(wanted)} tensors of it:\n  "
             + "\n  ".join(
                 f"{len(names)} {kind}: {'; '.join(sorted(names)[:8])}"
                 + (" ..." if len(names) > 8 else "")

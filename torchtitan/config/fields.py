@@ -28,7 +28,9 @@ class FieldFacts:
     kind: type
     """str, int, float, bool or tuple (of strings or floats)."""
     item: type
-    """What a tuple holds; `kind` again for the others."""
+    """What a tuple holds, in the end; `kind` again for the others."""
+    nested: bool
+    """Whether a tuple holds tuples."""
     choices: tuple[str, ...]
     bounds: str
     optional: bool
@@ -40,7 +42,9 @@ class FieldFacts:
         """Name the type and its limits, as `int > 0` or `list of str`."""
         if self.choices:
             return " | ".join(self.choices)
-        name = f"list of {self.item.__name__}" if self.kind is tuple else self.kind.__name__
+        name = self.item.__name__
+        if self.kind is tuple:
+            name = f"list of {'lists of ' if self.nested else ''}{name}"
         return f"{name} {self.bounds}".rstrip()
 
     @property
@@ -90,14 +94,18 @@ def _facts(info: FieldInfo) -> FieldFacts:
     annotation, limits = _unwrap(annotation, limits=limits)
     kind = item = annotation
     choices: tuple[str, ...] = ()
+    nested = False
     if typing.get_origin(annotation) is typing.Literal:
         choices, kind, item = typing.get_args(annotation), str, str
     elif typing.get_origin(annotation) is tuple:
         kind = tuple
         item, limits = _unwrap(typing.get_args(annotation)[0], limits=limits)
+        if nested := typing.get_origin(item) is tuple:
+            item, limits = _unwrap(typing.get_args(item)[0], limits=limits)
     return FieldFacts(
         kind=typing.cast(type, kind),
         item=typing.cast(type, item),
+        nested=nested,
         choices=choices,
         bounds=_bounds(limits),
         optional=optional,

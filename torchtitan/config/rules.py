@@ -31,6 +31,7 @@ def broken_rules(config: Config) -> Iterator[Broken]:
     yield from _workers(config)
     yield from _optimization(config)
     yield from _degrees(config)
+    yield from _pipeline(config)
     yield from _checkpoint(config)
     yield from _debug(config)
 
@@ -127,6 +128,42 @@ def _degrees(config: Config) -> Iterator[Broken]:
         yield Broken(
             ("activation_checkpoint.selective_ac_option",),
             f'must be a positive integer in quotes, as "2" for every second block, got "{mode}"',
+        )
+
+
+def _pipeline(config: Config) -> Iterator[Broken]:
+    """Hold batch, microbatches and stages of a pipeline together, where there is one."""
+    parallelism, local = config.parallelism, config.training.local_batch_size
+    if parallelism.pipeline_parallel_degree == 1:
+        return
+    size = parallelism.pipeline_parallel_microbatch_size
+    number = parallelism.pipeline_parallel_num_microbatches
+    layers = parallelism.pipeline_parallel_layers_per_stage
+    prefix = "parallelism.pipeline_parallel_"
+    keys = (f"{prefix}num_microbatches", f"{prefix}microbatch_size")
+    ties = ("training.local_batch_size", f"{prefix}degree")
+    if number is not None and size not in (1, local // number):
+        yield Broken(
+            keys,
+            f"is another way to say microbatch_size, but both are given: {number} microbatches of "
+            f"local_batch_size {local}, and microbatch_size {size}; remove one of them",
+        )
+    elif number is not None and local % number:
+        fits = [str(n) for n in range(1, local + 1) if local % n == 0]
+        yield Broken(
+            (keys[0], *ties),
+            f"must divide local_batch_size ({local}), got {number}; try {', '.join(fits)}",
+        )
+    elif number is None and local % size:
+        yield Broken(
+            (keys[1], *ties),
+            f"must divide local_batch_size ({local}), got {size}; try local_batch_size = "
+            f"{local // size * size or size}, or set num_microbatches",
+        )
+    if parallelism.module_fqns_per_model_part and layers is not None:
+        yield Broken(
+            ("parallelism.module_fqns_per_model_part", f"{prefix}layers_per_stage"),
+            f"lists the stages, but layers_per_stage = {layers} asks for others; remove one",
         )
 
 

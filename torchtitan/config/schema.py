@@ -26,6 +26,15 @@ def _number_in_a_list(value: object) -> object:
     return (value,) if isinstance(value, (float, int)) else value
 
 
+def _in_lists(value: object) -> object:
+    """Let text with commas stand for a list of names, in a list of such lists."""
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, (list, tuple)):
+        return value
+    return tuple(tuple(item.split(",")) if isinstance(item, str) else item for item in value)
+
+
 Text = Annotated[str, Field(min_length=1)]
 Degree = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -36,6 +45,8 @@ Strings = Annotated[tuple[Text, ...], Field(strict=False), BeforeValidator(_in_a
 Weights = Annotated[
     tuple[FinitePositive, ...], Field(strict=False), BeforeValidator(_number_in_a_list)
 ]
+Names = Annotated[tuple[Text, ...], Field(strict=False)]
+ListsOfNames = Annotated[tuple[Names, ...], Field(strict=False), BeforeValidator(_in_lists)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -244,9 +255,13 @@ class ParallelismConfig:
     """Samples of a microbatch; local_batch_size is a multiple of it."""
     pipeline_parallel_num_microbatches: PositiveInt | None = None
     """Microbatches into which local_batch_size is cut, as another way to give their size."""
+    module_fqns_per_model_part: ListsOfNames = ()
+    """The modules of each stage, a list of names for every one, as [["tok_embeddings", "layers.0"],
+    ["layers.1", "norm", "output"]]; on the command line a word a stage, with commas. Empty: layers
+    are dealt out so that the costliest stage costs least."""
     pipeline_parallel_layers_per_stage: PositiveInt | None = None
-    """Layers of a stage; if not given, one stage a rank, two for schedules of several, with layers
-    dealt out so that the costliest stage costs least."""
+    """Layers of a stage, on average: it sets the number of stages. If not given, one stage a rank,
+    two for schedules of several."""
     pipeline_parallel_first_stage_less_layers: NonNegativeInt | None = None
     """Layers that the embedding counts for; if not given, what it costs."""
     pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None

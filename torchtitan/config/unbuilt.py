@@ -79,7 +79,6 @@ UNBUILT: dict[Path, Unbuilt] = {
         "parallelism",
         _SPLIT_POINTS,
         pipeline_parallel_split_points=[],
-        module_fqns_per_model_part=None,
     ),
     **_section("parallelism", _CONTEXT, context_parallel_degree=1),
     **_section(

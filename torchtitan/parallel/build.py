@@ -5,45 +5,74 @@ build (meta) -> this rank's stages -> parallelize -> storage -> initial weights
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from torchtitan.config.schema import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchtitan.mesh.dims import Mesh
+from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import initialize
 from torchtitan.models.parts import ModelParts
 from torchtitan.models.spec import DecoderConfig, ModelSpec
 from torchtitan.parallel.apply import parallelize
 from torchtitan.parallel.execution import Execution, LossFunction, WholeModel
+from torchtitan.parallel.pipeline import Pipeline, find_shapes
+from torchtitan.parallel.pipeline_layout import PipelineLayout
 
 
-def build_model(
+def build_model_and_execution(
     spec: ModelSpec,
     *,
     architecture: DecoderConfig,
     mesh: Mesh,
+    layout: PipelineLayout | None,
     training: TrainingConfig,
     parallelism: ParallelismConfig,
     activation_checkpoint: ActivationCheckpointConfig,
     device: torch.device,
     seed: int,
-) -> ModelParts:
-    """Build this rank's parts of the model with their initial weights."""
-    with torch.device("meta"):
-        part = spec.build(architecture).to(getattr(torch, training.dtype))
-    parallelize(
-        part,
-        mesh=mesh,
-        tensor_plan=spec.tensor_plan,
-        training=training,
-        parallelism=parallelism,
-        activation_checkpoint=activation_checkpoint,
+    loss: LossFunction,
+) -> tuple[ModelParts, Execution]:
+    """Build this rank's parts of the model, and what runs batches through all ranks' parts."""
+
+    def build_part(modules: tuple[str, ...] | None) -> Decoder:
+        with torch.device("meta"):
+            part = spec.build(architecture).to(getattr(torch, training.dtype))
+        if modules is not None:
+            part.keep_only(modules)
+        parallelize(
+            part,
+            mesh=mesh,
+            tensor_plan=spec.tensor_plan,
+            training=training,
+            parallelism=parallelism,
+            activation_checkpoint=activation_checkpoint,
+        )
+        part.to_empty(device="cpu" if training.enable_cpu_offload else device)
+        initialize(part, seed=seed)
+        return part
+
+    if layout is None:
+        model = build_part(None)
+        return ModelParts([model]), WholeModel(model, loss=loss)
+    own = layout.stages_of(mesh.params.get_local_rank("pp"))
+    parts = ModelParts([build_part(layout.modules[stage]) for stage in own])
+    shapes = partial(
+        find_shapes,
+        architecture,
+        microbatch_size=layout.microbatch_size,
+        settings=parallelism,
+        tp=mesh.dims.tp,
+        dtype=getattr(torch, training.mixed_precision_param),
     )
-    part.to_empty(device="cpu" if training.enable_cpu_offload else device)
-    initialize(part, seed=seed)
-    return ModelParts([part])
-
-
-def build_execution(parts: ModelParts, *, loss: LossFunction) -> Execution:
-    """Build what runs batches through the parts."""
-    [model] = parts
-    return WholeModel(model, loss=loss)
+    return parts, Pipeline(
+        parts,
+        layout=layout,
+        shapes=shapes,
+        seq_len=training.seq_len,
+        loss=loss,
+        group=mesh.params.get_group("pp"),
+        device=device,
+        tied=architecture.tie_embeddings,
+    )

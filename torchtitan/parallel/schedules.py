@@ -8,13 +8,25 @@ This is the one file that imports `torch.distributed.pipelining`, whose internal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.microbatch import _Replicate
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _Action,
+    _add_send_recv,
+    _add_unshard_reshard,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+from torch.distributed.pipelining.stage import PipelineStage
 
 from torchtitan.base.errors import ConfigError
 
@@ -193,3 +205,123 @@ def _number_forwards(row: list[Action]) -> list[Action]:
         Action(action.stage, "forward", next(numbers)) if action.kind == "forward" else action
         for action in row
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """What one microbatch is on its way: static, so that torch needs no trial run to find out."""
+
+    tokens: tuple[int, int]
+    stream: tuple[int, int, int]
+    logits: tuple[int, int, int]
+    dtype: torch.dtype
+    """Of stream and logits."""
+
+    def examples(self, *, first: bool, last: bool) -> dict[str, Tensor]:
+        """Return a stage's input and output, without memory."""
+        stream = torch.empty(self.stream, dtype=self.dtype, device="meta", requires_grad=True)
+        tokens = torch.empty(self.tokens, dtype=torch.int64, device="meta")
+        logits = torch.empty(self.logits, dtype=self.dtype, device="meta", requires_grad=True)
+        return {
+            "input_args": tokens if first else stream,
+            "output_args": logits if last else stream,
+        }
+
+
+class _Stage(PipelineStage):
+    """A stage that keeps no logits where no backward will come for them, nor greets itself."""
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(*args, **kwargs)
+        if self.is_last and not self.has_backward:
+            self.fwd_cache.clear()
+        return output
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # torch 2.11 greets neighbours on this rank too, which gloo refuses
+        every: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [op for op in every if op.group_peer != self.group_rank]
+
+
+class Runtime:
+    """Executes a table over the stages of this rank, by torch's own runtime.
+
+    All schedules take this one way, those of a single stage included, so that what is drawn is what
+    runs. A table of forwards alone is for evaluation.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        *,
+        table: Table,
+        shapes: Shapes,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        loss: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        ranks = ranks_of(table)
+        num_stages = len(ranks)
+        self._holds_first, self._holds_last = 0 in stages, num_stages - 1 in stages
+        self._schedule = _PipelineScheduleRuntime(
+            [
+                _Stage(
+                    module,
+                    index,
+                    num_stages,
+                    device,
+                    group=group,
+                    **shapes.examples(first=index == 0, last=index == num_stages - 1),
+                )
+                for index, module in stages.items()
+            ],
+            1 + max(action.microbatch for row in table for action in row),
+            loss_fn=loss,
+            kwargs_chunk_spec={"positions_S": _Replicate()},  # type: ignore[dict-item]
+            scale_grads=False,
+        )
+        self._trains = any(action.kind != "forward" for row in table for action in row)
+        order: dict[int, list[Any]] = {
+            rank: [_as_torch(action) for action in row] for rank, row in enumerate(table)
+        }
+        if self._trains:
+            self._schedule._prepare_schedule_with_comms(order)
+            return
+        # torch's own preparation takes no table without backwards
+        self._schedule.stage_index_to_group_rank = dict(enumerate(ranks))
+        for stage in self._schedule._stages:
+            stage.stage_index_to_group_rank = dict(enumerate(ranks))
+        self._schedule.pipeline_order_with_comms = _add_send_recv(
+            {rank: _add_unshard_reshard(row) for rank, row in order.items()},
+            stage_to_rank=lambda stage: ranks[stage],
+            num_stages=num_stages,
+        )
+
+    def run(self, tokens_BS: Tensor, labels_BS: Tensor, positions_S: Tensor) -> None:
+        """Take a batch through the table; the loss is told of each microbatch."""
+        tokens = (tokens_BS,) if self._holds_first else ()
+        run = self._schedule.step if self._trains else self._schedule.eval
+        run(
+            *tokens,
+            target=labels_BS if self._holds_last else None,
+            positions_S=positions_S,
+            return_outputs=False,
+        )
+
+
+def forward_table(ranks: Sequence[int], *, num_microbatches: int) -> Table:
+    """Return the table that runs each stage forward over all microbatches, one after the other."""
+    table: Table = [[] for _ in range(max(ranks) + 1)]
+    for stage, rank in enumerate(ranks):
+        table[rank] += [Action(stage, "forward", number) for number in range(num_microbatches)]
+    return table
+
+
+def ranks_of(table: Table) -> tuple[int, ...]:
+    """Return the rank that holds each stage of a table."""
+    found = {action.stage: rank for rank, row in enumerate(table) for action in row}
+    return tuple(found[stage] for stage in range(len(found)))
+
+
+def _as_torch(action: Action) -> _Action:
+    return _Action.from_str(str(action))

@@ -1,0 +1,147 @@
+"""Jobs of a model of eight layers, on one device or in stages, and what tests compare of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import jobs
+from torchtitan.models import llama3
+from torchtitan.parallel.execution import Batch
+from torchtitan.trainer import Run, Trainer
+
+T = TypeVar("T")
+STEPS = 4
+TINY8 = (
+    jobs.TINY.replace('"tiny"', '"tiny8"')
+    .replace("local_batch_size = 2", "local_batch_size = 4")
+    .replace("\nsteps = 20", f"\nsteps = {STEPS}")
+)
+SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+
+
+def pipeline(schedule: str, *, pp: int = 2, **settings: object) -> tuple[str, ...]:
+    """Return the arguments of a pipeline; `settings` are keys of [parallelism]."""
+    keys = {
+        "pipeline_parallel_degree": pp,
+        "pipeline_parallel_schedule": schedule,
+        **settings,
+    }
+    return tuple(f"--parallelism.{key}={value}" for key, value in keys.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained(jobs.Result):
+    """What a rank tells of its part of the model."""
+
+    gradients: dict[str, Tensor]
+    """Of the first step, before clipping."""
+    owns_loss: bool
+    evaluated: list[float] = field(default_factory=list)
+    """Summed losses of one batch after each step, 0 where another rank has them."""
+
+
+def train(job: list[str], *, evaluating: bool = False) -> Trained:
+    """Run a job to its end on this rank, and tell more of it than `jobs.train`."""
+    run = jobs.start(job)
+    initial = {name: jobs.full(p) for name, p in run.model.named_parameters()}
+    gradients = _keep_first_gradients(run)
+    batch = _batch(samples=2, seq_len=16)
+    evaluated: list[float] = []
+    trainer = Trainer(run)
+    trainer.train(
+        on_step=lambda step: (
+            evaluated.append(run.execution.evaluate(batch).item()) if evaluating else None
+        )
+    )
+    assert all(p.grad is None for p in run.model.parameters())
+    trainer.close()
+    return Trained(
+        rows=jobs.read_rows(_argument(job, "--job.dump_folder")),
+        initial=initial,
+        final={name: jobs.full(p) for name, p in run.model.named_parameters()},
+        state_hash="",
+        gradients=gradients,
+        owns_loss=run.execution.owns_loss,
+        evaluated=evaluated,
+    )
+
+
+def train_tied(job: list[str], *, evaluating: bool = False) -> Trained:
+    """Train with the embedding as output head."""
+    untied = llama3.FLAVORS["tiny8"]
+    llama3.FLAVORS["tiny8"] = replace(untied, tie_embeddings=True)
+    try:
+        return train(job, evaluating=evaluating)
+    finally:
+        llama3.FLAVORS["tiny8"] = untied
+
+
+def _keep_first_gradients(run: Run) -> dict[str, Tensor]:
+    gradients: dict[str, Tensor] = {}
+    plain = run.execution.forward_backward
+
+    def keeping(batches: Iterable[Batch], *, divisor: Tensor) -> Tensor:
+        loss = plain(list(batches), divisor=divisor)
+        if not gradients:
+            for name, p in run.model.named_parameters():
+                # a gradient that only some ranks have must not hang those that gather it
+                gradients[name] = jobs.full(torch.zeros_like(p) if p.grad is None else p.grad)
+        return loss
+
+    run.execution.forward_backward = keeping  # type: ignore[method-assign]
+    return gradients
+
+
+def _batch(*, samples: int, seq_len: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 200, (samples, seq_len + 1), generator=generator)
+    return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+def _argument(job: list[str], name: str) -> str:
+    return next(word.partition("=")[2] for word in reversed(job) if word.startswith(name + "="))
+
+
+def whole(results: Iterable[Trained], part: Callable[[Trained], dict[str, T]]) -> dict[str, T]:
+    """Put the parts of all ranks together."""
+    return {name: value for result in results for name, value in part(result).items()}
+
+
+def assert_same_training(results: list[Trained], reference: Trained) -> None:
+    """Compare all that ranks tell with one device: to rounding, float32, relative."""
+    initial = whole(results, lambda result: result.initial)
+    assert initial.keys() == reference.initial.keys()
+    for name, value in initial.items():
+        assert torch.equal(value, reference.initial[name]), name
+    rows = results[0].rows
+    assert [row["step"] for row in rows] == [row["step"] for row in reference.rows]
+    for ours, theirs in zip(rows, reference.rows, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["max_loss"] > 0
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        for key in ("lr", "num_tokens", "valid_token_fraction"):
+            assert ours[key] == theirs[key]
+    gradients = whole(results, lambda result: result.gradients)
+    assert gradients.keys() == reference.gradients.keys()
+    for name, gradient in gradients.items():
+        wanted = reference.gradients[name]
+        assert (gradient - wanted).norm() <= 1e-4 * wanted.norm(), name
+    for name, value in whole(results, lambda result: result.final).items():
+        # Adam divides by the root of the second moment: where that is near zero the rounding of a
+        # gradient shows in the weight, at most a step's length, and only in single elements
+        wanted = reference.final[name]
+        assert (value - wanted).norm() <= 1e-4 * wanted.norm(), name

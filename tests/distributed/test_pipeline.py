@@ -1,0 +1,239 @@
+"""The same model in pipeline stages: losses, gradients and weights of one device.
+
+float32, eight layers, a random number of valid labels a sample, and the same global batch of 8
+samples. Beside the norm each parameter's own gradient is compared, for a norm may hide that one is
+wrong. Four steps: what is lost in a step shows in the first two.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.fsdp import FSDPModule
+
+from tests.distributed import jobs
+from tests.distributed import pipeline_jobs as pj
+from tests.distributed.pipeline_jobs import (
+    SCHEDULES,
+    TINY8,
+    Trained,
+    assert_same_training,
+    pipeline,
+)
+from tests.distributed.rank_pool import RankPool
+from torchtitan.parallel import apply, pipeline_layout, schedules
+from torchtitan.parallel.tied import TiedEmbedding
+
+WHOLE_BACKWARD = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
+# the modules of two stages, cut where no cost would
+LISTS = [
+    ["tok_embeddings", *(f"layers.{i}" for i in range(3))],
+    [*(f"layers.{i}" for i in range(3, 8)), "norm", "output"],
+]
+BATCH8 = "--training.local_batch_size=8"
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    **{f"pp 2 {name}": (2, pipeline(name)) for name in SCHEDULES},
+    **{f"pp 2 x fsdp 2 {name}": (4, pipeline(name)) for name in SCHEDULES},
+    **{
+        f"pp 2 x fsdp 2 {name}, weights freed": (
+            4,
+            pipeline(name, fsdp_reshard_after_forward="always"),
+        )
+        for name in WHOLE_BACKWARD
+    },
+    "pp 4 1F1B": (4, pipeline("1F1B", pp=4)),
+    "pp 4 Interleaved1F1B": (4, pipeline("Interleaved1F1B", pp=4)),
+    "pp 4 DualPipeV": (4, (*pipeline("DualPipeV", pp=4), BATCH8)),
+    "4 stages a rank": (
+        2,
+        pipeline(
+            "Interleaved1F1B",
+            pipeline_parallel_layers_per_stage=1,
+            pipeline_parallel_last_stage_less_layers=0,
+        ),
+    ),
+    "8 microbatches": (2, (*pipeline("ZBVZeroBubble"), BATCH8)),
+    "2 microbatches": (2, pipeline("1F1B", pipeline_parallel_microbatch_size=2)),
+    "4 microbatches of 2": (
+        2,
+        (*pipeline("InterleavedZeroBubble", pipeline_parallel_num_microbatches=4), BATCH8),
+    ),
+    "more microbatches than Interleaved's rounds": (2, (*pipeline("Interleaved1F1B"), BATCH8)),
+    "listed modules": (2, pipeline("1F1B", module_fqns_per_model_part=json.dumps(LISTS))),
+    "pp 2 x ddp 2": (4, (*pipeline("ZBVZeroBubble"), *jobs.DDP, "--training.local_batch_size=2")),
+    "pp 2 x hsdp 2x2": (8, (*pipeline("1F1B"), *jobs.HSDP, "--training.local_batch_size=2")),
+    "recomputed": (4, (*pipeline("ZBVZeroBubble"), "--activation_checkpoint.mode=full")),
+    "partly recomputed": (
+        4,
+        (*pipeline("InterleavedZeroBubble"), "--activation_checkpoint.mode=selective"),
+    ),
+    "never clipped": (2, (*pipeline("DualPipeV"), "--training.max_norm=inf")),
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def references(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path
+) -> dict[str, Trained]:
+    """One device: as most jobs, never clipped, and with tied embeddings."""
+    found = {}
+    for name, function, arguments in (
+        ("plain", pj.train, ()),
+        ("never clipped", pj.train, ("--training.max_norm=inf",)),
+        ("tied", pj.train_tied, ()),
+    ):
+        folder = tmp_path_factory.mktemp("one")
+        job = jobs.write_job(folder, TINY8, cache=cache)
+        [found[name]] = ranks.run(function, [*job, *arguments], evaluating=True, world=1)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_model(
+    layout: str, ranks: RankPool, tmp_path: Path, cache: Path, references: dict[str, Trained]
+) -> None:
+    world, arguments = LAYOUTS[layout]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *arguments]
+    results = ranks.run(pj.train, job, evaluating=True, world=world)
+    reference = references.get(layout, references["plain"])
+    assert_same_training(results, reference)
+    owners = [result for result in results if result.owns_loss]
+    pp = 4 if "pp 4" in layout else 2
+    assert len(owners) * pp == world
+    for result in results:
+        if result.owns_loss:
+            assert result.evaluated == pytest.approx(reference.evaluated, rel=1e-5)
+        else:
+            assert not any(result.evaluated)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_tied_embeddings_on_two_stages(
+    schedule: str,
+    world: int,
+    ranks: RankPool,
+    tmp_path: Path,
+    cache: Path,
+    references: dict[str, Trained],
+) -> None:
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *pipeline(schedule)]
+    results = ranks.run(pj.train_tied, job, evaluating=True, world=world)
+    assert_same_training(results, references["tied"])
+    [evaluated, *_] = [result.evaluated for result in results if result.owns_loss]
+    assert evaluated == pytest.approx(references["tied"].evaluated, rel=1e-5)
+
+
+def test_a_schedule_file_of_two_stages_with_halved_backwards(
+    ranks: RankPool, tmp_path: Path, cache: Path, references: dict[str, Trained]
+) -> None:
+    """The last stage on rank 0, weights' gradients late: nothing that a built-in schedule does."""
+    path = tmp_path / "own.csv"
+    path.write_text(
+        ",1F0,1F1,1I0,1I1,1W0,1F2,1F3,1I3,1W1,1B2,1W3\n0F0,0F1,,0F2,0F3,0I0,0B1,0W0,0B2,0I3,0W3\n"
+    )
+    csv = f"--parallelism.pipeline_parallel_schedule_csv={path}"
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *pipeline("1F1B"), csv]
+    results = ranks.run(pj.train, job, evaluating=True, world=2)
+    assert_same_training(results, references["plain"])
+    assert [result.owns_loss for result in results] == [True, False]
+
+
+def test_bfloat16(
+    ranks: RankPool, tmp_path: Path, cache: Path, references: dict[str, Trained]
+) -> None:
+    """Within the rounding of bfloat16, 2^-8, and closer to one device in bfloat16."""
+    precision = "--training.mixed_precision_param=bfloat16"
+    losses = {}
+    for name, world, arguments in (
+        ("one", 1, ()),
+        ("1F1B", 2, pipeline("1F1B")),
+        ("ZBVZeroBubble", 4, pipeline("ZBVZeroBubble")),
+    ):
+        job = [*jobs.write_job(tmp_path, TINY8, name=name, cache=cache), precision, *arguments]
+        [result, *_] = ranks.run(pj.train, job, world=world)
+        losses[name] = [row["loss"] for row in result.rows]
+    exact = [row["loss"] for row in references["plain"].rows]
+    assert losses["one"] != pytest.approx(exact, rel=1e-6)
+    for name in ("1F1B", "ZBVZeroBubble"):
+        assert losses[name] == pytest.approx(exact, rel=2**-8)
+        assert losses[name] == pytest.approx(losses["one"], rel=1e-3)
+
+
+def train_with(bug: str, job: list[str]) -> Trained:
+    """Train with a planted bug."""
+    with pytest.MonkeyPatch.context() as patch:
+        if bug == "averaged":
+            correct = apply.apply_fsdp
+
+            def averaging(model: FSDPModule, **arguments: Any) -> None:
+                correct(model, **arguments)
+                for module in model.modules():
+                    if isinstance(module, FSDPModule):
+                        module.set_gradient_divide_factor(2.0)
+
+            patch.setattr(apply, "apply_fsdp", averaging)
+        elif bug == "scaled":
+            build = schedules._PipelineScheduleRuntime
+
+            def scaling(*arguments: Any, **settings: Any) -> Any:
+                return build(*arguments, **{**settings, "scale_grads": True})
+
+            patch.setattr(schedules, "_PipelineScheduleRuntime", scaling)
+        elif bug == "tied gradient lost":
+            patch.setattr(TiedEmbedding, "add_gradient", lambda self: None)
+        elif bug == "tied copy stale":
+            patch.setattr(TiedEmbedding, "refresh_copy", lambda self: None)
+        elif bug == "not reduced":
+            # across copies, that is: without the sum across shards there is no gradient at all
+            patch.setattr(schedules._Stage, "perform_reduce_grad", reduce_without_copies)
+        elif bug == "weights freed":
+            patch.setattr(pipeline_layout, "check_resharding", lambda settings, *, table: None)
+        return pj.train_tied(job) if bug.startswith("tied") else pj.train(job)
+
+
+def reduce_without_copies(stage: Any, scale: int) -> None:
+    """Do as torch does, but with a set_requires_gradient_sync that leaves the copies apart."""
+    sync = FSDPModule.set_requires_gradient_sync
+
+    def shards_only(module: FSDPModule, wanted: bool, **arguments: Any) -> None:
+        sync(module, wanted, **arguments)
+        module.set_requires_all_reduce(False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPModule, "set_requires_gradient_sync", shards_only)
+        super(schedules._Stage, stage).perform_reduce_grad(scale)
+
+
+@pytest.mark.parametrize(
+    ("bug", "world", "arguments"),
+    [
+        ("averaged", 4, pipeline("1F1B")),
+        ("scaled", 2, pipeline("1F1B")),
+        ("not reduced", 4, (*pipeline("ZBVZeroBubble"), *jobs.DDP)),
+        ("tied gradient lost", 2, pipeline("1F1B")),
+        ("tied copy stale", 2, pipeline("ZBVZeroBubble")),
+        ("weights freed", 4, pipeline("ZBVZeroBubble", fsdp_reshard_after_forward="always")),
+    ],
+)
+def test_a_planted_bug_is_seen(
+    bug: str,
+    world: int,
+    arguments: tuple[str, ...],
+    ranks: RankPool,
+    tmp_path: Path,
+    cache: Path,
+    references: dict[str, Trained],
+) -> None:
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *arguments]
+    results = ranks.run(train_with, bug, job, world=world)
+    with pytest.raises(AssertionError):
+        assert_same_training(results, references["tied" if bug.startswith("tied") else "plain"])

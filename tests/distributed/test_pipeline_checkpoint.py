@@ -1,0 +1,126 @@
+"""Checkpoints of a pipeline: named by parameter alone, so that every layout reads every other's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from tests.distributed import jobs
+from tests.distributed import pipeline_jobs as pj
+from tests.distributed.pipeline_jobs import TINY8, pipeline
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_intentions import (
+    CONTINUE,
+    EVERYTHING,
+    FINETUNE,
+    Beginning,
+    begin,
+    elsewhere,
+    excluding,
+    logged,
+    refusal,
+)
+from tests.distributed.test_parts import resized
+
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one device": (1, ()),
+    "fsdp 2": (2, jobs.FSDP),
+    "pp 2 ZBV x fsdp 2": (4, pipeline("ZBVZeroBubble")),
+    "pp 2 1F1B": (2, pipeline("1F1B")),
+}
+CHAINS = [
+    ("pp 2 ZBV x fsdp 2", "one device", "pp 2 ZBV x fsdp 2"),
+    ("fsdp 2", "pp 2 ZBV x fsdp 2", "pp 2 1F1B"),
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """The folder of a pipeline's run of 2 steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    job = [*jobs.write_job(folder, TINY8, cache=cache), *pipeline("ZBVZeroBubble")]
+    ranks.run(jobs.train, [*job, "--training.steps=2"], world=2)
+    return folder / "run"
+
+
+def whole(beginnings: list[Beginning]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Put weights and optimizer state of all ranks together."""
+    model = {n: t for begun in beginnings for n, t in begun.model.items()}
+    optimizer = {n: t for begun in beginnings for n, t in begun.optimizer.items()}
+    return model, optimizer
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=" then ".join)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_run_goes_through_layouts_as_if_on_one_device(
+    chain: tuple[str, ...], tied: bool, ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    """Two steps in each layout, against the same steps in one go on one device."""
+    train = pj.train_tied if tied else pj.train
+    steps = 2 * len(chain)
+    one = [*jobs.write_job(tmp_path, TINY8, name="one", cache=cache), f"--training.steps={steps}"]
+    [reference] = ranks.run(train, one, world=1)
+    job = jobs.write_job(tmp_path, TINY8, cache=cache)
+    for index, layout in enumerate(chain, start=1):
+        world, arguments = LAYOUTS[layout]
+        part = [*job, *arguments, f"--training.steps={2 * index}"]
+        results = ranks.run(train, part, world=world)
+    rows = results[0].rows
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    for ours, theirs in zip(rows, reference.rows, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["valid_token_fraction"] == theirs["valid_token_fraction"]  # the same samples
+    final = pj.whole(results, lambda result: result.final)
+    assert final.keys() == reference.final.keys()
+    for name, value in final.items():
+        wanted = reference.final[name]
+        assert (value - wanted).norm() <= 1e-4 * wanted.norm(), name
+
+
+def test_weights_and_optimizer_state_arrive_bit_for_bit(
+    saved: Path, ranks: RankPool, cache: Path
+) -> None:
+    job = jobs.write_job(saved.parent, TINY8, cache=cache)
+    [one] = ranks.run(begin, job, world=1)
+    assert any(t.any() for n, t in one.optimizer.items() if n.endswith(".exp_avg"))
+    for layout in ("pp 2 ZBV x fsdp 2", "pp 2 1F1B"):
+        world, arguments = LAYOUTS[layout]
+        model, optimizer = whole(ranks.run(begin, [*job, *arguments], world=world))
+        assert model.keys() == one.model.keys()
+        assert all(value.equal(one.model[name]) for name, value in model.items())
+        assert optimizer.keys() == one.optimizer.keys()
+        assert all(value.equal(one.optimizer[name]) for name, value in optimizer.items())
+
+
+def test_what_does_not_fit_is_one_message_on_every_rank(
+    saved: Path, ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), FINETUNE, elsewhere(saved)]
+    sizes = {"vocab_size": 300, "num_layers": 9}
+    [alone] = ranks.run(resized, refusal, sizes, job, "tiny8", world=1)
+    assert "wants 84 tensors" in alone
+    assert "9 missing: 'layers.8.attention.wk.weight'" in alone
+    assert "unexpected" not in alone
+    assert "2 of another shape: 'output.weight'" in alone
+    in_stages = ranks.run(resized, refusal, sizes, [*job, *pipeline("1F1B")], "tiny8", world=2)
+    assert in_stages == [alone, alone]
+
+
+def test_a_pattern_counts_where_another_rank_holds_what_it_stands_for(
+    saved: Path, ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), elsewhere(saved), *pipeline("1F1B")]
+    part = [*job, CONTINUE, EVERYTHING, excluding("output.*", "layers.0.*")]
+    for lines in ranks.run(logged, part, world=2):
+        assert "Not loaded, as 'output.*' asks: 1 parameters: output.weight" in lines
+        assert any("Not loaded, as 'layers.0.*' asks: 9 parameters" in line for line in lines)
+    for message in ranks.run(refusal, [*job, FINETUNE, excluding("outptu.*")], world=2):
+        assert "exclude_from_loading 'outptu.*' is neither a component" in message

@@ -1,0 +1,127 @@
+"""Every misfit of stages, microbatches and schedule is refused with what would work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.schema import ParallelismConfig, TrainingConfig
+from torchtitan.models.llama3 import FLAVORS
+from torchtitan.parallel.pipeline_layout import PipelineLayout, plan_pipeline
+
+CSV_1F1B = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n"
+CSV_HALVES = "0F0,,,0I0,0W0\n,1F0,1I0,1W0,\n"
+
+
+def plan(local_batch_size: int = 4, **keys: object) -> PipelineLayout:
+    keys = {"degree": 2, **keys}
+    prefixed = {
+        key
+        if key in ("fsdp_reshard_after_forward", "module_fqns_per_model_part")
+        else f"pipeline_parallel_{key}": value
+        for key, value in keys.items()
+    }
+    layout = plan_pipeline(
+        ParallelismConfig(**prefixed),  # type: ignore[arg-type]
+        architecture=FLAVORS["tiny8"],
+        training=TrainingConfig(local_batch_size=local_batch_size, seq_len=32),
+    )
+    assert layout is not None
+    return layout
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [
+        ("GPipe", (0, 1)),
+        ("1F1B", (0, 1)),
+        ("Interleaved1F1B", (0, 1, 0, 1)),
+        ("LoopedBFS", (0, 1, 0, 1)),
+        ("InterleavedZeroBubble", (0, 1, 0, 1)),
+        ("ZBVZeroBubble", (0, 1, 1, 0)),
+        ("DualPipeV", (0, 1, 1, 0)),
+    ],
+)
+def test_stages_lie_where_the_schedule_wants_them(schedule: str, ranks: tuple[int, ...]) -> None:
+    layout = plan(schedule=schedule)
+    assert layout.ranks == ranks
+    assert len(layout.modules) == len(ranks)
+    assert layout.stages_of(0) == [stage for stage, rank in enumerate(ranks) if rank == 0]
+
+
+def test_a_schedule_file_decides_stages_and_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("1F0,1B0,1F1,1B1\n0F0,0F1,0B0,0B1\n")
+    layout = plan(local_batch_size=2, schedule_csv=str(path))
+    assert layout.ranks == (1, 0)
+    assert layout.modules[0][0] == "tok_embeddings"
+    assert layout.stages_of(1) == [0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ({"local_batch_size": 1}, ["1F1B needs at least as many microbatches as stages: 2"]),
+        ({"local_batch_size": 3, "schedule": "DualPipeV"}, ["4 for 2 ranks of 2, got 3"]),
+        ({"local_batch_size": 5, "schedule": "Interleaved1F1B"}, ["5 do not divide", "4 or 6"]),
+        ({"layers_per_stage": 2}, ["1F1B puts exactly 1 stage on a rank, got 2", "make 2 in all"]),
+        ({"layers_per_stage": 1, "schedule": "ZBVZeroBubble"}, ["exactly 2 stages on a rank"]),
+        ({"layers_per_stage": 3}, ["got 3: 3 stages of 8 layers; try 4"]),
+        (
+            {"layers_per_stage": 3, "schedule": "LoopedBFS"},
+            ["got 3: 3 stages of 8 layers; try 1 or 2 or 4"],
+        ),
+        ({"degree": 8, "schedule": "Interleaved1F1B"}, ["got 16 stages for a model of 8 layers"]),
+        (
+            {"module_fqns_per_model_part": [["tok_embeddings"], ["layers.0", "norm", "output"]]},
+            ["missing: layers.1, layers.2"],
+        ),
+        *(
+            (
+                {"schedule": name, "fsdp_reshard_after_forward": "always"},
+                [
+                    f'"always" frees weights that {name} still needs',
+                    "GPipe, 1F1B, Interleaved1F1B, LoopedBFS",
+                ],
+            )
+            for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+        ),
+    ],
+)
+def test_refusals(keys: dict[str, object], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan(**keys)  # type: ignore[arg-type]
+    assert all(part in str(refused.value) for part in parts), refused.value
+
+
+@pytest.mark.parametrize(
+    ("text", "keys", "part"),
+    [
+        (CSV_1F1B, {"degree": 3}, "a row for each of 2 ranks, but pipeline_parallel_degree is 3"),
+        (CSV_1F1B, {"local_batch_size": 4}, "has 2 microbatches, but local_batch_size makes 4"),
+        (CSV_1F1B, {"layers_per_stage": 2}, "has 2 stages, but the settings make 4"),
+        (
+            "0F1,0F0,,,0B1,,0B0\n,1F1,1B1,1F0,1B0,,\n",
+            {},
+            "runs microbatches forward on the last stage in the order [1, 0]",
+        ),
+        ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n", {}, "stage 1 has 0 B, 0 I and 0 W of microbatch 1"),
+        (
+            CSV_HALVES,
+            {"local_batch_size": 1, "fsdp_reshard_after_forward": "always"},
+            "own.csv still needs",
+        ),
+        (None, {}, "cannot be read as a schedule"),
+    ],
+)
+def test_schedule_files_that_do_not_fit(
+    text: str | None, keys: dict[str, object], part: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "own.csv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        plan(**{"local_batch_size": 2, **keys, "schedule_csv": str(path)})  # type: ignore[arg-type]
+    assert part in str(refused.value)

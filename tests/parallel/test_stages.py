@@ -1,0 +1,156 @@
+"""Cuts against brute force over all cuts, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.schema import ParallelismConfig
+from torchtitan.models.llama3 import FLAVORS
+from torchtitan.parallel.stages import (
+    Costs,
+    check_modules,
+    count_stages,
+    cut,
+    find_costs,
+    name_modules,
+)
+
+TINY8 = FLAVORS["tiny8"]
+
+
+def all_cuts(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    for ends in itertools.combinations(range(1, num_layers), num_stages - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *ends, num_layers)))
+
+
+def costs_of(counts: tuple[int, ...], costs: Costs) -> list[float]:
+    found = [float(count) for count in counts]
+    found[0] += costs.embedding
+    found[-1] += costs.head
+    return found
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5, 8, 11])
+@pytest.mark.parametrize("head", [0.0, 0.3, 1.0, 2.2, 20.0])
+@pytest.mark.parametrize("embedding", [0.0, 1.5])
+def test_no_cut_has_a_cheaper_costliest_stage_or_is_more_even(
+    num_layers: int, head: float, embedding: float
+) -> None:
+    costs = Costs(embedding=embedding, head=head)
+    for num_stages in range(1, num_layers + 1):
+        found = cut(num_layers, num_stages=num_stages, costs=costs)
+        assert sum(found) == num_layers
+        assert min(found) >= 1
+        every = [costs_of(counts, costs) for counts in all_cuts(num_layers, num_stages)]
+        least = min(map(max, every))
+        assert max(costs_of(found, costs)) == pytest.approx(least)
+        squares = [sum(c * c for c in e) for e in every if max(e) <= least + 1e-9]
+        assert sum(c * c for c in costs_of(found, costs)) == pytest.approx(min(squares))
+
+
+def test_the_largest_model_is_cut_in_no_time() -> None:
+    assert sum(cut(126, num_stages=32, costs=Costs(embedding=0.0, head=0.66))) == 126
+
+
+def test_the_head_costs_what_it_multiplies() -> None:
+    """tiny8 by hand: 4 query and key-value matrices, 3 of the feed-forward, 8 heads of 4."""
+    weights = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 96
+    layer = 6 * weights + 12 * 8 * 4 * 64
+    costs = find_costs(ParallelismConfig(), architecture=TINY8, seq_len=64)
+    assert costs.embedding == 0
+    assert costs.head == pytest.approx(6 * 32 * 264 / layer)
+    given = ParallelismConfig(
+        pipeline_parallel_first_stage_less_layers=2, pipeline_parallel_last_stage_less_layers=3
+    )
+    assert find_costs(given, architecture=TINY8, seq_len=64) == Costs(embedding=2, head=3)
+
+
+def test_modules_of_each_stage() -> None:
+    assert name_modules((1, 2, 1)) == (
+        ("tok_embeddings", "layers.0"),
+        ("layers.1", "layers.2"),
+        ("layers.3", "norm", "output"),
+    )
+
+
+def settings(pp: int, **keys: object) -> ParallelismConfig:
+    return ParallelismConfig(pipeline_parallel_degree=pp, **keys)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("pp", "size", "ends", "wanted"), [(2, 4, None, 2), (2, 2, None, 4), (2, 3, 1, 4), (4, 1, 0, 8)]
+)
+def test_layers_per_stage_make_the_number_of_stages(
+    pp: int, size: int, ends: int | None, wanted: int
+) -> None:
+    given = settings(
+        pp,
+        pipeline_parallel_layers_per_stage=size,
+        pipeline_parallel_first_stage_less_layers=ends,
+        pipeline_parallel_last_stage_less_layers=ends,
+    )
+    assert count_stages(given, num_layers=8, default=pp, fixed=False) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "default", "parts"),
+    [
+        (
+            settings(2, pipeline_parallel_layers_per_stage=3),
+            2,
+            ["multiple of pipeline_parallel_degree (2) stages, got 3: 3 stages", "try 1 or 2 or 4"],
+        ),
+        (
+            settings(3, module_fqns_per_model_part=[["a"], ["b"]]),
+            3,
+            ["must hold a multiple of pipeline_parallel_degree (3) lists", "got 2; make it 3"],
+        ),
+        (settings(9), 9, ["at least one layer, got 9 stages for a model of 8 layers; lower"]),
+        (settings(5), 10, ["got 10 stages", "at most 1 stages a rank"]),
+    ],
+)
+def test_numbers_of_stages_that_do_not_work(
+    given: ParallelismConfig, default: int, parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        count_stages(given, num_layers=8, default=default, fixed=False)
+    assert all(part in str(refused.value) for part in parts), refused.value
+
+
+def test_what_a_message_suggests_works() -> None:
+    for size in (1, 2, 4):
+        given = settings(2, pipeline_parallel_layers_per_stage=size)
+        assert count_stages(given, num_layers=8, default=2, fixed=False) % 2 == 0
+
+
+EMBEDDING, HEAD = "tok_embeddings", ("norm", "output")
+
+
+@pytest.mark.parametrize(
+    ("stages", "part"),
+    [
+        ([[EMBEDDING, "layers.0"], ["layers.2", *HEAD]], "unknown: layers.2"),
+        ([[EMBEDDING, "layers.0"], [*HEAD]], "missing: layers.1"),
+        (
+            [[EMBEDDING, "layers.0", "layers.1"], ["layers.1", *HEAD]],
+            "named twice: layers.1",
+        ),
+        ([[EMBEDDING, "layers.1"], ["layers.0", *HEAD]], "got layers.1 where layers.0 is due"),
+        ([[EMBEDDING, "layers.0", "layers.1"], [*HEAD]], "got none in list 2"),
+        ([[EMBEDDING, "layers.0"], ["layers.1", "norm"], ["output"]], "got none in list 3"),
+        ([[EMBEDDING], ["layers.0", "layers.1", *HEAD]], "got none in list 1"),
+    ],
+)
+def test_lists_of_modules_that_do_not_work(stages: list[list[str]], part: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_modules(stages, num_layers=2)
+    assert part in str(refused.value)
+
+
+def test_a_list_of_modules_that_works() -> None:
+    stages = [[EMBEDDING, "layers.0"], ["layers.1", *HEAD]]
+    assert check_modules(stages, num_layers=2) == tuple(map(tuple, stages))

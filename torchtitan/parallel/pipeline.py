@@ -1,0 +1,131 @@
+"""Pipeline parallelism: stages of the model on different ranks, microbatches in flight between.
+
+A step runs each accumulation step through the schedule's table, microbatch by microbatch; gradients
+add up in the parameters, and the loss, summed and divided by the valid tokens of the global batch,
+is computed where the last stage is. So the result is that of the whole model on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.config.schema import ParallelismConfig
+from torchtitan.models.parts import ModelParts
+from torchtitan.models.spec import DecoderConfig
+from torchtitan.parallel.execution import Batch, LossFunction
+from torchtitan.parallel.pipeline_layout import PipelineLayout
+from torchtitan.parallel.schedules import (
+    Runtime,
+    Shapes,
+    Table,
+    forward_table,
+)
+from torchtitan.parallel.tied import TiedEmbedding
+
+
+def find_shapes(
+    architecture: DecoderConfig,
+    seq_len: int,
+    *,
+    microbatch_size: int,
+    settings: ParallelismConfig,
+    tp: int,
+    dtype: torch.dtype,
+) -> Shapes:
+    """Return what a rank passes on: its part of the sequence, and of the vocabulary, under tp."""
+    seq_parallel = tp if settings.enable_sequence_parallel else 1
+    loss_parallel = 1 if settings.disable_loss_parallel else tp
+    return Shapes(
+        tokens=(microbatch_size, seq_len),
+        stream=(microbatch_size, seq_len // seq_parallel, architecture.dim),
+        logits=(microbatch_size, seq_len, architecture.vocab_size // loss_parallel),
+        dtype=dtype,
+    )
+
+
+class Pipeline:
+    """All stages, on this and other ranks; see `Execution`."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        *,
+        layout: PipelineLayout,
+        shapes: Callable[[int], Shapes],
+        seq_len: int,
+        loss: LossFunction,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        tied: bool,
+    ) -> None:
+        """`shapes` tells what travels for a sequence length, `seq_len` is that of training."""
+        own = layout.stages_of(dist.get_rank(group))
+        self._stages = dict(zip(own, parts, strict=True))
+        self.owns_loss = any(part.output is not None for part in parts)
+        self._layout, self._shapes = layout, shapes
+        self._loss, self._group, self._device = loss, group, device
+        self._divisor = self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._training = self._build(layout.table, seq_len)
+        self._evaluating: dict[tuple[int, ...], Runtime] = {}
+        self._tied = (
+            TiedEmbedding(
+                parts,
+                source_rank=layout.ranks[0],
+                copy_rank=layout.ranks[-1],
+                group=group,
+                device=device,
+            )
+            if tied
+            else None
+        )
+
+    def forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
+        """Take one batch after the other through the schedule."""
+        self._divisor, self._loss_sum = divisor, torch.zeros_like(self._loss_sum)
+        for batch in batches:
+            self._run(self._training, batch)
+        if self._tied is not None:
+            self._tied.add_gradient()
+        return self._loss_sum
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Take a batch, of as many whole microbatches as it has, forward through the stages."""
+        shape = tuple(batch["tokens"].shape)
+        if shape not in self._evaluating:
+            num_samples, seq_len = shape
+            num_microbatches, rest = divmod(num_samples, self._layout.microbatch_size)
+            assert not rest, f"{num_samples} samples do not make whole microbatches"
+            table = forward_table(self._layout.ranks, num_microbatches=num_microbatches)
+            self._evaluating[shape] = self._build(table, seq_len)
+        self._divisor, self._loss_sum = torch.ones_like(self._loss_sum), self._loss_sum * 0
+        self._run(self._evaluating[shape], batch)
+        return self._loss_sum
+
+    def after_update(self) -> None:
+        """Bring the copy of a tied embedding up to date."""
+        if self._tied is not None:
+            self._tied.refresh_copy()
+
+    def _build(self, table: Table, seq_len: int) -> Runtime:
+        return Runtime(
+            self._stages,
+            table=table,
+            shapes=self._shapes(seq_len),
+            group=self._group,
+            device=self._device,
+            loss=self._count_loss,
+        )
+
+    def _run(self, runtime: Runtime, batch: Batch) -> None:
+        positions_S = torch.arange(batch["tokens"].shape[1], device=self._device)
+        runtime.run(batch["tokens"], batch["labels"], positions_S)
+
+    def _count_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss = self._loss(logits, labels)
+        self._loss_sum += loss.detach()
+        return loss / self._divisor

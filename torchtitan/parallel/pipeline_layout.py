@@ -1,0 +1,160 @@
+"""From the settings to a pipeline's layout: stages, their ranks and the table of the schedule.
+
+All that can be wrong about it is found here, on every rank alike and before anything is built: a
+mistake that one rank alone meets leaves the others waiting for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.schema import ParallelismConfig, TrainingConfig
+from torchtitan.models.spec import DecoderConfig
+from torchtitan.parallel.schedule_csv import read_csv
+from torchtitan.parallel.schedules import SCHEDULES, Table, compute_table, ranks_of
+from torchtitan.parallel.stages import (
+    Stages,
+    check_modules,
+    count_stages,
+    cut,
+    find_costs,
+    name_modules,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineLayout:
+    """Which modules make up each stage, where each stage lies, and who does what when."""
+
+    modules: Stages
+    ranks: tuple[int, ...]
+    """The rank of each stage, along the pipeline axis."""
+    table: Table
+    microbatch_size: int
+    """Samples of a microbatch."""
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages that a rank holds, in their order."""
+        return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
+
+
+def plan_pipeline(
+    settings: ParallelismConfig, *, architecture: DecoderConfig, training: TrainingConfig
+) -> PipelineLayout | None:
+    """Lay the model out over the pipeline; None where its degree is 1.
+
+    Raises:
+        ConfigError: Layers, stages, microbatches and schedule do not fit together.
+    """
+    if settings.pipeline_parallel_degree == 1:
+        return None
+    size = find_microbatch_size(settings, local_batch_size=training.local_batch_size)
+    num_microbatches = training.local_batch_size // size
+    if settings.pipeline_parallel_schedule_csv:
+        table = read_table(
+            settings, num_layers=architecture.num_layers, num_microbatches=num_microbatches
+        )
+    else:
+        table = make_table(
+            settings, num_layers=architecture.num_layers, num_microbatches=num_microbatches
+        )
+    check_resharding(settings, table=table)
+    ranks = ranks_of(table)
+    if settings.module_fqns_per_model_part:
+        modules = check_modules(
+            settings.module_fqns_per_model_part, num_layers=architecture.num_layers
+        )
+    else:
+        costs = find_costs(settings, architecture=architecture, seq_len=training.seq_len)
+        modules = name_modules(cut(architecture.num_layers, num_stages=len(ranks), costs=costs))
+    return PipelineLayout(modules=modules, ranks=ranks, table=table, microbatch_size=size)
+
+
+def make_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches: int) -> Table:
+    """Return the table of the schedule that the settings name.
+
+    Raises:
+        ConfigError: It cannot run that many stages or microbatches.
+    """
+    name, pp = settings.pipeline_parallel_schedule, settings.pipeline_parallel_degree
+    facts = SCHEDULES[name]
+    wanted = count_stages(
+        settings,
+        num_layers=num_layers,
+        default=pp * (2 if facts.multi_stage else 1),
+        fixed=facts.placement == "v" or not facts.multi_stage,
+    )
+    return compute_table(
+        name, pp=pp, stages_per_rank=wanted // pp, num_microbatches=num_microbatches
+    )
+
+
+def read_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches: int) -> Table:
+    """Return the table of the schedule file.
+
+    Raises:
+        ConfigError: The file is malformed, or is made for other ranks, stages or microbatches.
+    """
+    path, pp = settings.pipeline_parallel_schedule_csv, settings.pipeline_parallel_degree
+    table = read_csv(path)
+    num_stages = len(ranks_of(table))
+    wanted = count_stages(settings, num_layers=num_layers, default=num_stages, fixed=True)
+    last = [
+        a.microbatch
+        for row in table
+        for a in row
+        if a.kind == "forward" and a.stage == num_stages - 1
+    ]
+    mistakes = []
+    if len(table) != pp:
+        mistakes.append(
+            f"has a row for each of {len(table)} ranks, but pipeline_parallel_degree is {pp}; "
+            f"set that to {len(table)}, or write {pp} rows"
+        )
+    if len(last) != num_microbatches:
+        mistakes.append(
+            f"has {len(last)} microbatches, but local_batch_size makes {num_microbatches}; set "
+            f"pipeline_parallel_num_microbatches = {len(last)}"
+        )
+    if num_stages != wanted:
+        mistakes.append(
+            f"has {num_stages} stages, but the settings make {wanted}; remove layers_per_stage, or "
+            f"list {num_stages} stages"
+        )
+    if last != sorted(last):
+        mistakes.append(
+            f"runs microbatches forward on the last stage in the order {last}; torch counts the "
+            f"losses there from 0, so keep them in order"
+        )
+    if mistakes:
+        raise ConfigError([f"{path}: {mistake}" for mistake in mistakes])
+    return table
+
+
+def check_resharding(settings: ParallelismConfig, *, table: Table) -> None:
+    """Refuse weights that are freed between the two halves of a backward.
+
+    torch computes the gradients of weights with the parameters that are in place at that time;
+    those of freed weights would be lost without a word.
+
+    Raises:
+        ConfigError: The schedule has such halves, and weights are freed after forward.
+    """
+    halves = any(action.kind == "backward_weight" for row in table for action in row)
+    if halves and settings.fsdp_reshard_after_forward == "always":
+        whole = [name for name, facts in SCHEDULES.items() if not facts.splits_backward]
+        schedule = settings.pipeline_parallel_schedule_csv or settings.pipeline_parallel_schedule
+        raise ConfigError(
+            f'[parallelism] fsdp_reshard_after_forward = "always" frees weights that {schedule} '
+            f"still needs, for it computes the gradients of inputs and weights apart; write "
+            f'"default" or "never", or take one of {", ".join(whole)}'
+        )
+
+
+def find_microbatch_size(settings: ParallelismConfig, *, local_batch_size: int) -> int:
+    """Return the samples of a microbatch."""
+    number = settings.pipeline_parallel_num_microbatches
+    if number is not None:
+        return local_batch_size // number
+    return settings.pipeline_parallel_microbatch_size

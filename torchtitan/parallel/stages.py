@@ -1,0 +1,187 @@
+"""How the layers are dealt out to the stages of a pipeline: arithmetic, without a rank or a tensor.
+
+A pipeline is as fast as its slowest stage, so the costliest one shall cost as little as it can. In
+units of one layer, by the FLOPs of one token (`flops_per_token`) with dim C, vocabulary V, sequence
+S, L layers of H heads of width D and feed-forward width F:
+
+    layer     = 6 (2 C^2 + 2 C KV + 3 C F) + 12 H D S
+    head      = 6 C V / layer
+    embedding = 0, looking up costs nothing
+
+The layers stay in order, so a cut is a list of layer counts, and the best one is found exactly, by
+dynamic programming over (stages, layers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.schema import ParallelismConfig
+from torchtitan.models.spec import DecoderConfig, flops_per_token
+
+FIRST = ("tok_embeddings",)
+LAST = ("norm", "output")
+EXPLICIT = "[parallelism] module_fqns_per_model_part"
+
+Stages = tuple[tuple[str, ...], ...]
+"""The modules of each stage, in their order: tok_embeddings, layers.0 ..., norm, output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What the ends of a model cost, in layers."""
+
+    embedding: float
+    head: float
+
+
+def find_costs(settings: ParallelismConfig, *, architecture: DecoderConfig, seq_len: int) -> Costs:
+    """Return what embedding and head count for: what the settings say, or their FLOPs."""
+    head = 6 * architecture.vocab_size * architecture.dim
+    layer = (flops_per_token(architecture, seq_len) - head) / architecture.num_layers
+    first = settings.pipeline_parallel_first_stage_less_layers
+    last = settings.pipeline_parallel_last_stage_less_layers
+    return Costs(
+        embedding=0.0 if first is None else float(first),
+        head=head / layer if last is None else float(last),
+    )
+
+
+def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, fixed: bool) -> int:
+    """Return the number of stages: `default` where the settings give none.
+
+    `fixed` says that the schedule takes no other, so that none is suggested.
+
+    Raises:
+        ConfigError: It is no multiple of the pipeline degree, or above the number of layers.
+    """
+    pp = settings.pipeline_parallel_degree
+    lists, size = (
+        settings.module_fqns_per_model_part,
+        settings.pipeline_parallel_layers_per_stage,
+    )
+    if lists:
+        num_stages = len(lists)
+        if num_stages % pp:
+            raise ConfigError(
+                f"{EXPLICIT} must hold a multiple of pipeline_parallel_degree ({pp}) lists, a "
+                f"stage each, got {num_stages}; make it {ceil(num_stages / pp) * pp}"
+            )
+    elif size is not None:
+        ends = (settings.pipeline_parallel_first_stage_less_layers or 0) + (
+            settings.pipeline_parallel_last_stage_less_layers or 0
+        )
+        num_stages = ceil((num_layers + ends) / size)
+        if num_stages % pp:
+            sizes = range(1, num_layers + ends + 1)
+            counts = {n: ceil((num_layers + ends) / n) for n in sizes}
+            suits = {default} if fixed else set(range(pp, num_layers + 1, pp))
+            fits = [n for n, count in counts.items() if count in suits]
+            raise ConfigError(
+                f"[parallelism] pipeline_parallel_layers_per_stage must make a multiple of "
+                f"pipeline_parallel_degree ({pp}) stages, got {size}: {num_stages} stages of "
+                f"{num_layers} layers{f' and {ends} for the ends' if ends else ''}; "
+                + (f"try {' or '.join(map(str, fits))}" if fits else "lower the degree")
+            )
+    else:
+        num_stages = default
+    if num_stages > num_layers:
+        raise ConfigError(
+            f"[parallelism] every pipeline stage must hold at least one layer, got {num_stages} "
+            f"stages for a model of {num_layers} layers; lower pipeline_parallel_degree, or use a "
+            f"schedule or layers_per_stage with at most {num_layers // pp} stages a rank"
+        )
+    return num_stages
+
+
+def cut(num_layers: int, *, num_stages: int, costs: Costs) -> tuple[int, ...]:
+    """Return the number of layers of each stage, at least one.
+
+    Of all cuts whose costliest stage costs least it is one with the least sum of squared costs: as
+    even as it gets.
+    """
+    assert 1 <= num_stages <= num_layers
+
+    def cost(stage: int, layers: int) -> float:
+        ends = (costs.embedding if stage == 0 else 0.0) + (
+            costs.head if stage == num_stages - 1 else 0.0
+        )
+        return layers + ends
+
+    @cache
+    def least(stage: int, left: int) -> float:
+        """Return the cost of the costliest stage from `stage` on, with `left` layers to deal."""
+        if stage == num_stages - 1:
+            return cost(stage, left)
+        return min(max(cost(stage, n), least(stage + 1, left - n)) for n in choices(stage, left))
+
+    def choices(stage: int, left: int) -> range:
+        return range(1, left - (num_stages - 1 - stage) + 1)
+
+    limit = least(0, num_layers)
+
+    @cache
+    def evenest(stage: int, left: int) -> tuple[float, tuple[int, ...]]:
+        """Return the least sum of squares within the limit, and its cut."""
+        if stage == num_stages - 1:
+            return cost(stage, left) ** 2, (left,)
+        found = []
+        for n in choices(stage, left):
+            if max(cost(stage, n), least(stage + 1, left - n)) <= limit:
+                squares, rest = evenest(stage + 1, left - n)
+                found.append((cost(stage, n) ** 2 + squares, (n, *rest)))
+        return min(found)
+
+    return evenest(0, num_layers)[1]
+
+
+def name_modules(counts: Sequence[int]) -> Stages:
+    """Return the modules of each stage from its number of layers."""
+    starts = [sum(counts[:stage]) for stage in range(len(counts))]
+    return tuple(
+        (
+            *(FIRST if stage == 0 else ()),
+            *(f"layers.{layer}" for layer in range(start, start + count)),
+            *(LAST if stage == len(counts) - 1 else ()),
+        )
+        for stage, (start, count) in enumerate(zip(starts, counts, strict=True))
+    )
+
+
+def check_modules(stages: Sequence[Sequence[str]], *, num_layers: int) -> Stages:
+    """Return the stages that the settings list.
+
+    Raises:
+        ConfigError: A module is unknown, missing, named twice or out of order, or a stage has no
+            layer.
+    """
+    layers = [f"layers.{layer}" for layer in range(num_layers)]
+    wanted = [*FIRST, *layers, *LAST]
+    named = [name for stage in stages for name in stage]
+    unknown = sorted(set(named) - set(wanted))
+    missing = [name for name in wanted if name not in named]
+    twice = sorted({name for name in named if named.count(name) > 1})
+    for what, names in (("unknown", unknown), ("missing", missing), ("named twice", twice)):
+        if names:
+            raise ConfigError(
+                f"{EXPLICIT} must name each module of the model once (tok_embeddings, layers.0 to "
+                f"layers.{num_layers - 1}, norm, output), {what}: {', '.join(names[:8])}"
+                + (" ..." if len(names) > 8 else "")
+            )
+    if named != wanted:
+        at = next(i for i, (a, b) in enumerate(zip(named, wanted, strict=True)) if a != b)
+        raise ConfigError(
+            f"{EXPLICIT} must name the modules in their order, got {named[at]} where {wanted[at]} "
+            f"is due"
+        )
+    empty = [number for number, stage in enumerate(stages) if not set(stage) & set(layers)]
+    if empty:
+        raise ConfigError(
+            f"{EXPLICIT} must give every stage at least one layer, got none in list "
+            f"{', '.join(str(number + 1) for number in empty)}; move a layer there"
+        )
+    return tuple(map(tuple, stages))
