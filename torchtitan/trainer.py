@@ -1,6 +1,6 @@
 """The step loop.
 
-It receives finished parts (`assemble.py`) and builds nothing. One optimizer step:
+It receives finished parts (`assemble/`) and builds nothing. One optimizer step:
 
     count the valid tokens of the global batch -> forward and backward of each microbatch, its
     summed loss divided by that count -> global gradient norm -> stop if not finite -> clip ->

@@ -24,7 +24,7 @@ from scripts.layouts.gaps import (
 from scripts.layouts.words import parse_layout
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan import assemble
+from torchtitan.assemble import run
 from torchtitan.models import MODELS
 from torchtitan.optim.loss import count_valid, cross_entropy_sum
 from torchtitan.parallel import apply
@@ -101,7 +101,7 @@ def train_with_averaged_gradients(job: list[str]) -> jobs.Result:
 
 def train_on_a_mean_of_means(job: list[str]) -> jobs.Result:
     """Plant another: each microbatch's mean weighs the same, however few its valid tokens."""
-    correct = assemble.build_loss
+    correct = run.build_loss
 
     def mean(logits: Tensor, labels: Tensor) -> Tensor:
         return (
@@ -111,11 +111,11 @@ def train_on_a_mean_of_means(job: list[str]) -> jobs.Result:
             / 2
         )
 
-    assemble.build_loss = lambda group: mean
+    run.build_loss = lambda group: mean
     try:
         return jobs.train(job)
     finally:
-        assemble.build_loss = correct
+        run.build_loss = correct
 
 
 @pytest.mark.parametrize("bug", [train_with_averaged_gradients, train_on_a_mean_of_means])

@@ -24,7 +24,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import Beginning, begin, refusal
 from tests.distributed.test_layouts import assert_same_training
 from tests.distributed.test_parts import resized
-from torchtitan import assemble
+from torchtitan.assemble import run
 from torchtitan.config.load import load_config
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.tokenizer import build_tokenizer
@@ -198,7 +198,7 @@ def the_largest_logit_is_not_shared() -> Bug:
 
 def each_rank_counts_the_loss() -> Bug:
     correct = loss.build_loss
-    return assemble, "build_loss", lambda group: lambda *args: correct(group)(*args) * 2
+    return run, "build_loss", lambda group: lambda *args: correct(group)(*args) * 2
 
 
 def copies_count_as_often_as_they_are_held() -> Bug:

@@ -8,46 +8,23 @@ tie several fields together stand in `rules.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
-
-
-def _in_a_list(value: object) -> object:
-    """Let one plain string stand for a list of one."""
-    return (value,) if isinstance(value, str) else value
-
-
-def _number_in_a_list(value: object) -> object:
-    """Let one plain number stand for a list of one."""
-    return (value,) if isinstance(value, (float, int)) else value
-
-
-def _in_lists(value: object) -> object:
-    """Let text with commas stand for a list of names, in a list of such lists."""
-    if isinstance(value, str):
-        value = (value,)
-    if not isinstance(value, (list, tuple)):
-        return value
-    return tuple(tuple(item.split(",")) if isinstance(item, str) else item for item in value)
-
-
-Text = Annotated[str, Field(min_length=1)]
-Degree = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-FinitePositive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-FiniteNonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-Strings = Annotated[tuple[Text, ...], Field(strict=False), BeforeValidator(_in_a_list)]
-Weights = Annotated[
-    tuple[FinitePositive, ...], Field(strict=False), BeforeValidator(_number_in_a_list)
-]
-Names = Annotated[tuple[Text, ...], Field(strict=False)]
-ListsOfNames = Annotated[tuple[Names, ...], Field(strict=False), BeforeValidator(_in_lists)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
+from torchtitan.config.parallelism import ParallelismConfig as ParallelismConfig
+from torchtitan.config.types import (
+    STRICT,
+    Decay,
+    FiniteNonNegative,
+    FinitePositive,
+    Fraction,
+    Seed,
+    Strings,
+    Text,
+    Weights,
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -214,60 +191,6 @@ class TrainingConfig:
     """Keep weights, gradients and optimizer state in host memory; layers visit the GPU."""
     gc_freq: PositiveInt = 50
     """Collect Python garbage every this many steps, on all ranks at once, and never in between."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class ParallelismConfig:
-    """Degree of each axis; their product is the number of ranks."""
-
-    data_parallel_replicate_degree: Degree = 1
-    """Copies of the (sharded) model; gradients are all-reduced across them (DDP, HSDP)."""
-    data_parallel_shard_degree: int = -1
-    """Ranks over which weights, gradients and optimizer state are sharded (FSDP2); -1: all ranks
-    left over."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free the gathered weights after forward (always) or keep them for backward (never); default:
-    always, but never under pipeline parallelism."""
-    tensor_parallel_degree: Degree = 1
-    """Ranks that split each layer's matrices."""
-    enable_sequence_parallel: bool = True
-    """Under tensor parallelism, split the residual stream along the sequence between the layers'
-    matrices, so that norms and their activations are split too."""
-    disable_loss_parallel: bool = False
-    """Under tensor parallelism, gather the logits of the whole vocabulary on every rank for the
-    loss, instead of computing it from the parts."""
-    pipeline_parallel_degree: Degree = 1
-    """Ranks that split the layers into stages."""
-    pipeline_parallel_schedule: Literal[
-        "GPipe",
-        "1F1B",
-        "Interleaved1F1B",
-        "LoopedBFS",
-        "InterleavedZeroBubble",
-        "ZBVZeroBubble",
-        "DualPipeV",
-    ] = "1F1B"
-    """In which order stages run the forward and backward passes of microbatches."""
-    pipeline_parallel_schedule_csv: str = ""
-    """File with a schedule of your own, a line of actions for each rank; it takes the place of
-    pipeline_parallel_schedule."""
-    pipeline_parallel_microbatch_size: PositiveInt = 1
-    """Samples of a microbatch; local_batch_size is a multiple of it."""
-    pipeline_parallel_num_microbatches: PositiveInt | None = None
-    """Microbatches into which local_batch_size is cut, as another way to give their size."""
-    module_fqns_per_model_part: ListsOfNames = ()
-    """The modules of each stage, a list of names for every one, as [["tok_embeddings", "layers.0"],
-    ["layers.1", "norm", "output"]]; on the command line a word a stage, with commas. Empty: layers
-    are dealt out so that the costliest stage costs least."""
-    pipeline_parallel_layers_per_stage: PositiveInt | None = None
-    """Layers of a stage, on average: it sets the number of stages. If not given, one stage a rank,
-    two for schedules of several."""
-    pipeline_parallel_first_stage_less_layers: NonNegativeInt | None = None
-    """Layers that the embedding counts for; if not given, what it costs."""
-    pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
-    """Layers that the last norm and the output head count for; if not given, what they cost."""
-    context_parallel_degree: Degree = 1
-    """Ranks that split the sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -1,0 +1,14 @@
+"""From the settings and this rank's place to everything the trainer holds.
+
+run.py      straight down, each part built by one call
+layout.py   which model, over which ranks, and what does not fit together
+resume.py   from which checkpoint, and what the next start will compare itself with
+"""
+
+from __future__ import annotations
+
+from torchtitan.assemble.layout import find_model
+from torchtitan.assemble.resume import CONFIG_FILE
+from torchtitan.assemble.run import assemble
+
+__all__ = ["CONFIG_FILE", "assemble", "find_model"]

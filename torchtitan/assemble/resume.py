@@ -1,0 +1,108 @@
+"""From which checkpoint a run starts, and what the next start will compare itself with.
+
+A run's folder belongs to one training. The settings in its checkpoints and in `config.toml` say
+which: a job whose settings shape another one is refused before it writes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan.base.device import device_type
+from torchtitan.checkpoint.lock import lock_folder
+from torchtitan.checkpoint.manager import CheckpointManager, check_staging
+from torchtitan.checkpoint.restore import restore
+from torchtitan.checkpoint.start import Comparison, Start, choose_start, refuse_differences
+from torchtitan.checkpoint.state import RunState
+from torchtitan.checkpoint.storage import find_steps
+from torchtitan.config.load import to_toml
+from torchtitan.config.schema import Config
+from torchtitan.config.trajectory import Job, trajectory_differences
+from torchtitan.mesh.dims import ParallelDims
+
+CONFIG_FILE = "config.toml"
+
+
+def find_start(
+    config: Config, *, dims: ParallelDims, group: dist.ProcessGroup | None
+) -> Start | None:
+    """Take the folder, find what the run starts from (None: nothing); refuse another job's results.
+
+    Raises:
+        CheckpointError: Another run writes there; or settings differ from those of the checkpoint,
+            or of the results where there is no checkpoint.
+    """
+    check_staging(config.checkpoint, device_type=device_type())
+    now = Job(config=config, dp=dims.dp)
+    root = Path(config.job.dump_folder)
+    lock_folder(root)
+    folder = root / config.checkpoint.folder
+    start = None
+    if group is not None:
+        compare = partial(compare_jobs, now=now)
+        start = choose_start(config.checkpoint, folder=folder, compare=compare, group=group)
+    stored = root / CONFIG_FILE
+    has_results = any(root.glob("metrics*.jsonl")) or find_steps(folder)
+    from_own = start is not None and start.source.parent == folder
+    if stored.is_file() and has_results and not from_own:
+        then = Job.stored(stored.read_text(encoding="utf-8"))
+        refuse_differences(root, tuple(trajectory_differences(then, now)))
+    dist.barrier()  # nobody writes before everybody has looked
+    return start
+
+
+def compare_jobs(manifest: Mapping[str, Any], *, now: Job) -> Comparison:
+    """Compare this job with the one whose checkpoint has this manifest."""
+    layout = ParallelDims(**manifest["layout"])
+    then = Job.stored(manifest["config"], dp=layout.dp)
+    differences = trajectory_differences(then, now)
+    before, after = then.config.checkpoint, now.config.checkpoint
+    same = (before.mode, before.exclude_from_loading) == (after.mode, after.exclude_from_loading)
+    return Comparison(differences=tuple(differences), same_loading=same)
+
+
+def build_checkpoints(
+    config: Config,
+    *,
+    dims: ParallelDims,
+    state: RunState,
+    start: Start | None,
+    group: dist.ProcessGroup | None,
+) -> CheckpointManager | None:
+    """Build what saves the run, None where checkpoints are off, and load what it starts from."""
+    if group is None:
+        return None
+    if start is not None:
+        restore(state, start=start, group=group)
+    return CheckpointManager(
+        state,
+        settings=config.checkpoint,
+        folder=Path(config.job.dump_folder) / config.checkpoint.folder,
+        manifest={"layout": asdict(dims), "config": to_toml(config)},
+        group=group,
+    )
+
+
+def describe_schedule(config: Config) -> dict[str, Any]:
+    """Return all that the learning rate is computed from."""
+    schedule = {"peak_lr": config.optimizer.lr, "training_steps": config.training.steps}
+    return schedule | asdict(config.lr_scheduler)
+
+
+def write_config(config: Config) -> None:
+    """Write the resolved settings into the run's folder, from rank 0."""
+    if dist.get_rank() != 0:
+        return
+    names = [CONFIG_FILE]
+    if config.job.save_config_file is not None:
+        names.append(config.job.save_config_file)
+    for name in names:
+        path = Path(config.job.dump_folder) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_toml(config), encoding="utf-8")

@@ -1,0 +1,201 @@
+"""Everything the trainer holds, straight down.
+
+    mesh -> data -> model (meta) -> parallelize -> initial weights -> optimizer + schedule
+         -> checkpoint -> metrics
+
+What a setting or a file can get wrong fails here, before the first long work.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.assemble.layout import Layout, find_layout, log_job
+from torchtitan.assemble.resume import (
+    build_checkpoints,
+    describe_schedule,
+    find_start,
+    write_config,
+)
+from torchtitan.base.determinism import set_determinism
+from torchtitan.base.device import device_type, local_device, peak_flops
+from torchtitan.base.errors import DataError
+from torchtitan.checkpoint.manager import build_group
+from torchtitan.checkpoint.state import Progress, RunState
+from torchtitan.config.schema import Config, DebugConfig
+from torchtitan.data.dataset import build_dataset
+from torchtitan.data.loader import Loader
+from torchtitan.data.sample_log import SampleLog
+from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
+from torchtitan.mesh.dims import Mesh, build_mesh
+from torchtitan.mesh.process_group import Launch, set_timeout
+from torchtitan.metrics.meter import Meter
+from torchtitan.metrics.sinks import Sink, build_sinks
+from torchtitan.metrics.trace import Profiler, build_profiler
+from torchtitan.models.parts import ModelParts
+from torchtitan.models.spec import flops_per_token
+from torchtitan.optim.loss import build_loss
+from torchtitan.optim.optimizer import build_optimizer
+from torchtitan.optim.schedule import build_schedule
+from torchtitan.parallel.build import build_model_and_execution
+from torchtitan.parallel.execution import Execution
+from torchtitan.trainer import Run
+
+logger = logging.getLogger(__name__)
+
+
+def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
+    """Build the run, resumed where there is a checkpoint; the process group must exist.
+
+    Raises:
+        UserError: Degrees, sizes, files or a checkpoint do not fit this job.
+    """
+    training = config.training
+    layout = find_layout(config, world_size=launch.world_size)
+    dims = layout.dims
+    group = build_group() if config.checkpoint.enable else None
+    start = find_start(config, dims=dims, group=group)
+    device = prepare_device(config.debug, local_rank=launch.local_rank)
+    log_job(config, layout=layout, device=device)
+    mesh = build_mesh(dims, device_type=device.type)
+    set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
+
+    progress = Progress()
+    loader = build_loader(config, layout=layout, mesh=mesh, progress=progress)
+    model, execution = build_parts(config, layout=layout, mesh=mesh, device=device)
+    optimizer = build_optimizer(model, settings=config.optimizer)
+    state = RunState(
+        model=model,
+        optimizer=optimizer,
+        schedule=describe_schedule(config),
+        loader=loader,
+        progress=progress,
+    )
+    checkpoints = build_checkpoints(config, dims=dims, state=state, start=start, group=group)
+    execution.after_update()  # a checkpoint may have changed the weights
+    write_config(config)
+    return Run(
+        device=device,
+        mesh=mesh,
+        model=model,
+        execution=execution,
+        optimizer=optimizer,
+        schedule=build_schedule(
+            config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps
+        ),
+        loader=loader,
+        progress=progress,
+        checkpoints=checkpoints,
+        meter=build_meter(config, layout=layout, device=device),
+        sinks=find_sinks(config, rank=launch.rank, resume_step=progress.step, color=color),
+        profiler=find_profiler(config, rank=launch.rank, device=device),
+        training=training,
+        tokens_per_step=(
+            training.local_batch_size * dims.dp * layout.accumulation * training.seq_len
+        ),
+        log_freq=config.metrics.log_freq,
+        train_timeout_seconds=config.comm.train_timeout_seconds,
+    )
+
+
+def prepare_device(debug: DebugConfig, *, local_rank: int) -> torch.device:
+    """Take this rank's device, determinism first: it must be settled before anything runs there."""
+    set_determinism(
+        seed=debug.seed,
+        deterministic=debug.deterministic,
+        warn_only=debug.deterministic_warn_only,
+        device_type=device_type(),
+        environ=os.environ,
+    )
+    return local_device(local_rank)
+
+
+def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progress) -> Loader:
+    """Build this rank's share of the data, tokenised first where that is not done yet."""
+    training = config.training
+    tokenizer = build_tokenizer(config.model.tokenizer_path)
+    check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
+    dataset = build_dataset(training, tokenizer=tokenizer, seed=config.debug.seed)
+    global_batch_size = training.local_batch_size * mesh.dims.dp * layout.accumulation
+    if dataset.num_samples is not None and dataset.num_samples < global_batch_size:
+        raise DataError(
+            f"the data must fill one global batch: {training.num_epochs} epochs of it hold "
+            f"{dataset.num_samples} samples of {training.seq_len} tokens, the batch "
+            f"{global_batch_size}; add data, or lower training.global_batch_size or seq_len"
+        )
+    return Loader(
+        dataset,
+        local_batch_size=training.local_batch_size,
+        accumulation=layout.accumulation,
+        dp_rank=mesh.dp_rank,
+        dp_degree=mesh.dims.dp,
+        settings=training.dataloader,
+        on_sample=build_sample_log(config, progress) if config.debug.log_sample_hashes else None,
+    )
+
+
+def build_sample_log(config: Config, progress: Progress) -> SampleLog:
+    """Build what writes down the samples that this rank draws."""
+    return SampleLog(
+        Path(config.job.dump_folder) / "samples",
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        # samples are drawn for the step after the last one that is done
+        step=lambda: progress.step + 1,
+    )
+
+
+def build_parts(
+    config: Config, *, layout: Layout, mesh: Mesh, device: torch.device
+) -> tuple[ModelParts, Execution]:
+    """Build this rank's parts of the model, and what runs batches through all of them."""
+    splits_logits = mesh.dims.tp > 1 and not config.parallelism.disable_loss_parallel
+    return build_model_and_execution(
+        layout.spec,
+        architecture=layout.architecture,
+        mesh=mesh,
+        layout=layout.pipeline,
+        training=config.training,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        device=device,
+        seed=config.debug.seed,
+        loss=build_loss(mesh.params.get_group("tp") if splits_logits else None),
+    )
+
+
+def find_sinks(config: Config, *, rank: int, resume_step: int, color: bool) -> list[Sink]:
+    """Build what receives the figures of this rank."""
+    return build_sinks(
+        config.metrics,
+        folder=Path(config.job.dump_folder),
+        rank=rank,
+        resume_step=resume_step,
+        color=color,
+        job_config=asdict(config),
+        description=config.job.description,
+    )
+
+
+def find_profiler(config: Config, *, rank: int, device: torch.device) -> Profiler | None:
+    """Start what records traces of this rank, where that is asked for."""
+    folder = Path(config.job.dump_folder)
+    return build_profiler(config.profiling, folder=folder, rank=rank, device=device)
+
+
+def build_meter(config: Config, *, layout: Layout, device: torch.device) -> Meter:
+    """Build the meter, and say what its MFU is measured against."""
+    peak = peak_flops(device, dtype=getattr(torch, config.training.mixed_precision_param))
+    logger.info("MFU is measured against %s", peak.source)
+    return Meter(
+        flops_per_token=flops_per_token(layout.architecture, config.training.seq_len),
+        peak_flops=peak.value,
+        world_size=layout.dims.world_size,
+        device=device,
+    )

@@ -1,0 +1,64 @@
+"""The settings of a job's layout: the [parallelism] section."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from torchtitan.config.types import STRICT, Degree, ListsOfNames
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ParallelismConfig:
+    """Degree of each axis; their product is the number of ranks."""
+
+    data_parallel_replicate_degree: Degree = 1
+    """Copies of the (sharded) model; gradients are all-reduced across them (DDP, HSDP)."""
+    data_parallel_shard_degree: int = -1
+    """Ranks over which weights, gradients and optimizer state are sharded (FSDP2); -1: all ranks
+    left over."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free the gathered weights after forward (always) or keep them for backward (never); default:
+    always, but never under pipeline parallelism."""
+    tensor_parallel_degree: Degree = 1
+    """Ranks that split each layer's matrices."""
+    enable_sequence_parallel: bool = True
+    """Under tensor parallelism, split the residual stream along the sequence between the layers'
+    matrices, so that norms and their activations are split too."""
+    disable_loss_parallel: bool = False
+    """Under tensor parallelism, gather the logits of the whole vocabulary on every rank for the
+    loss, instead of computing it from the parts."""
+    pipeline_parallel_degree: Degree = 1
+    """Ranks that split the layers into stages."""
+    pipeline_parallel_schedule: Literal[
+        "GPipe",
+        "1F1B",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ] = "1F1B"
+    """In which order stages run the forward and backward passes of microbatches."""
+    pipeline_parallel_schedule_csv: str = ""
+    """File with a schedule of your own, a line of actions for each rank; it takes the place of
+    pipeline_parallel_schedule."""
+    pipeline_parallel_microbatch_size: PositiveInt = 1
+    """Samples of a microbatch; local_batch_size is a multiple of it."""
+    pipeline_parallel_num_microbatches: PositiveInt | None = None
+    """Microbatches into which local_batch_size is cut, as another way to give their size."""
+    module_fqns_per_model_part: ListsOfNames = ()
+    """The modules of each stage, a list of names for every one, as [["tok_embeddings", "layers.0"],
+    ["layers.1", "norm", "output"]]; on the command line a word a stage, with commas. Empty: layers
+    are dealt out so that the costliest stage costs least."""
+    pipeline_parallel_layers_per_stage: PositiveInt | None = None
+    """Layers of a stage, on average: it sets the number of stages. If not given, one stage a rank,
+    two for schedules of several."""
+    pipeline_parallel_first_stage_less_layers: NonNegativeInt | None = None
+    """Layers that the embedding counts for; if not given, what it costs."""
+    pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
+    """Layers that the last norm and the output head count for; if not given, what they cost."""
+    context_parallel_degree: Degree = 1
+    """Ranks that split the sequence."""
