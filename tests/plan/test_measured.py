@@ -104,7 +104,8 @@ def run_pipeline(run: Path, name: str) -> None:
     """Train three profiled steps by torch's runtime on this rank."""
     rank, pp = dist.get_rank(), dist.get_world_size()
     placement = place_stages(name, pp=pp, stages_per_rank=2 if SCHEDULES[name].multi_stage else 1)
-    shape = torch.empty(2, 4, device="meta")
+    # torch's stages send gradients only for what is said to need them
+    shape = torch.empty(2, 4, device="meta", requires_grad=True)
     stages = [
         PipelineStage(
             Slow(), stage, len(placement), torch.device("cpu"), input_args=shape, output_args=shape
