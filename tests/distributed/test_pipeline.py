@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import jobs
@@ -193,7 +194,6 @@ def train_with(bug: str, job: list[str]) -> Trained:
         elif bug == "tied copy stale":
             patch.setattr(TiedEmbedding, "refresh_copy", lambda self: None)
         elif bug == "not reduced":
-            # across copies, that is: without the sum across shards there is no gradient at all
             patch.setattr(schedules._Stage, "perform_reduce_grad", reduce_without_copies)
         elif bug == "weights freed":
             patch.setattr(pipeline_layout, "check_resharding", lambda settings, *, table: None)
@@ -201,15 +201,9 @@ def train_with(bug: str, job: list[str]) -> Trained:
 
 
 def reduce_without_copies(stage: Any, scale: int) -> None:
-    """Do as torch does, but with a set_requires_gradient_sync that leaves the copies apart."""
-    sync = FSDPModule.set_requires_gradient_sync
-
-    def shards_only(module: FSDPModule, wanted: bool, **arguments: Any) -> None:
-        sync(module, wanted, **arguments)
-        module.set_requires_all_reduce(False)
-
+    """Sum gradients across shards, but not across copies."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FSDPModule, "set_requires_gradient_sync", shards_only)
+        patch.setattr(dist, "all_reduce", lambda *arguments, **settings: None)
         super(schedules._Stage, stage).perform_reduce_grad(scale)
 
 
@@ -237,3 +231,13 @@ def test_a_planted_bug_is_seen(
     results = ranks.run(train_with, bug, job, world=world)
     with pytest.raises(AssertionError):
         assert_same_training(results, references["tied" if bug.startswith("tied") else "plain"])
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_logits_are_let_go(schedule: str, ranks: RankPool, tmp_path: Path, cache: Path) -> None:
+    """Those of the whole batch would be the largest tensor of all; two are in flight at most."""
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *pipeline(schedule), BATCH8]
+    counts = ranks.run(pj.count_live_logits, job, world=2)
+    for in_training, in_evaluation in counts:
+        assert in_training <= 2
+        assert in_evaluation <= 1

@@ -29,6 +29,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import PipelineStage
 
 from torchtitan.base.errors import ConfigError
+from torchtitan.parallel.pipeline_ranges import record_actions
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 # the letters of torch's tables and CSV files
@@ -247,7 +248,8 @@ class Runtime:
     """Executes a table over the stages of this rank, by torch's own runtime.
 
     All schedules take this one way, those of a single stage included, so that what is drawn is what
-    runs. A table of forwards alone is for evaluation.
+    runs. Pairs of DualPipeV run as their two parts, each of which sends at once what it has. A
+    table of forwards alone is for evaluation.
     """
 
     def __init__(
@@ -280,6 +282,8 @@ class Runtime:
             kwargs_chunk_spec={"positions_S": _Replicate()},  # type: ignore[dict-item]
             scale_grads=False,
         )
+        for stage in self._schedule._stages:
+            record_actions(stage)
         self._trains = any(action.kind != "forward" for row in table for action in row)
         order: dict[int, list[Any]] = {
             rank: [_as_torch(action) for action in row] for rank, row in enumerate(table)
