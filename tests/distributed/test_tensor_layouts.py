@@ -311,6 +311,20 @@ def test_training_goes_on_in_another_layout_and_back(
     assert_same_training(result, on_one_device(SIZES))
 
 
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(
+    ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    world, overrides = LAYOUTS["fsdp 2, tp 2"]
+    hashes = {}
+    for name, stops in (("whole", (4,)), ("stopped", (2, 4))):
+        for stop in stops:
+            job = [*jobs.write_job(tmp_path, name=name, cache=cache), *overrides]
+            job.append(f"--training.steps={stop}")
+            [result, *_] = ranks.run(resized, jobs.train, SIZES, job, world=world)
+        hashes[name] = result.state_hash
+    assert hashes["whole"] == hashes["stopped"]
+
+
 def test_sizes_that_do_not_divide_are_refused_before_any_data_is_read(
     ranks: RankPool, tmp_path: Path
 ) -> None:
