@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan import trainer
 from torchtitan.checkpoint import restore
+from torchtitan.parallel.execution import LossFunction
 
 EXACT = ("step", "loss", "max_loss", "grad_norm", "lr", "num_tokens", "valid_token_fraction")
 
@@ -56,20 +56,20 @@ class Noisy:
 
 def train_noisily(job: list[str], *, stops: tuple[int, ...]) -> list[Noisy]:
     """Train to each of `stops`, starting anew each time; other jobs use the generator between."""
-    correct, results = trainer.cross_entropy_sum, []
+    results = []
 
-    def noisy(logits: Tensor, labels: Tensor) -> Tensor:
-        assert (labels == -100).any(), "masked labels belong to this test"
-        return correct(logits * (1 + 0.1 * torch.rand(logits.shape[-1])), labels)
+    def noisy(correct: LossFunction) -> LossFunction:
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            assert (labels == -100).any(), "masked labels belong to this test"
+            return correct(logits * (1 + 0.1 * torch.rand(logits.shape[-1])), labels)
 
-    trainer.cross_entropy_sum = noisy
-    try:
+        return loss
+
+    with jobs.other_loss(noisy):
         for stop in stops:
             torch.manual_seed(stop)
             result = jobs.train([*job, f"--training.steps={stop}"])
             results.append(Noisy(exact(result.rows), result.state_hash))
-    finally:
-        trainer.cross_entropy_sum = correct
     return results
 
 
