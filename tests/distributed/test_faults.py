@@ -11,15 +11,17 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan import trainer
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.checkpoint.storage import find_steps, read_state
+from torchtitan.parallel.execution import WholeModel
+from torchtitan.trainer import Trainer
 
 
 def train_into(value: float, bad_rank: int, job: list[str]) -> tuple[str, bool]:
     """Make one rank's loss bad in step 3; return the error and whether the weights stayed."""
     run = jobs.start(job)
-    correct = trainer.cross_entropy_sum
+    assert isinstance(run.execution, WholeModel)
+    correct = run.execution._loss
     before: dict[str, Tensor] = {}
 
     def spoiled(logits: Tensor, labels: Tensor) -> Tensor:
@@ -29,14 +31,12 @@ def train_into(value: float, bad_rank: int, job: list[str]) -> tuple[str, bool]:
         before.update({name: jobs.full(p) for name, p in run.model.named_parameters()})
         return loss * value if dist.get_rank() == bad_rank else loss
 
-    trainer.cross_entropy_sum = spoiled
+    run.execution._loss = spoiled
     try:
-        trainer.Trainer(run).train()
+        Trainer(run).train()
     except NonFiniteError as error:
         after = {name: jobs.full(p) for name, p in run.model.named_parameters()}
         return str(error), all(torch.equal(before[name], after[name]) for name in after)
-    finally:
-        trainer.cross_entropy_sum = correct
     return "no error", False
 
 
