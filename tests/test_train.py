@@ -187,6 +187,12 @@ train.train_and_leave(sys.argv[2:])
 """
 
 
+def test_help_is_no_fault() -> None:
+    done = train("--help")
+    assert done.returncode == 0
+    assert "--training.steps" in done.stdout
+
+
 def test_a_fault_ends_the_process_though_a_save_hangs(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", PATCHED, "hang", *write_job(tmp_path)])
     assert done.returncode == 1

@@ -163,19 +163,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train_and_leave(argv: Sequence[str]) -> None:
-    """Train, and end this process whatever comes.
+    """Train, and end this process, after a fault too.
 
     Nothing is joined: the interpreter's own end would wait for the thread that saves, and that one
     for a peer that hangs, for as long as a save may take.
     """
-    exit_code = 1
     try:
         exit_code = main(argv)
     except Exception:
         traceback.print_exc()
-        raise
-    finally:
-        leave(exit_code)
+        leave(1)
+        raise  # never comes to this
+    leave(exit_code)
 
 
 def _report(error: UserError) -> None:

@@ -45,11 +45,14 @@ def test_load_only_resumes_and_changes_nothing(ranks: RankPool, tmp_path: Path) 
     """Neither checkpoints nor rows, of later steps too: its own rows go to another file."""
     job = [*jobs.write_job(tmp_path), "--checkpoint.interval=2"]
     [before] = ranks.run(jobs.train, [*job, "--training.steps=4"], world=1)
+    settings = (tmp_path / "run" / "config.toml").read_text()
     trial = [*job, "--training.steps=3", "--checkpoint.load_only=true", "--checkpoint.load_step=2"]
     for _ in range(2):
         [result] = ranks.run(jobs.train, trial, world=1)
         assert result.rows == before.rows
         assert steps(tmp_path) == [2, 4]
+    assert (tmp_path / "run" / "config.toml").read_text() == settings
+    assert "load_only = true" in (tmp_path / "run" / "config.load_only.toml").read_text()
     for name in ("metrics.load_only.jsonl", "metrics.load_only.1.jsonl"):
         rows = [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
         assert [row["step"] for row in rows] == [3]

@@ -33,6 +33,8 @@ from torchtitan.config.trajectory import Job, trajectory_differences
 from torchtitan.mesh.dims import ParallelDims
 
 CONFIG_FILE = "config.toml"
+TRIAL_CONFIG_FILE = "config.load_only.toml"
+"""Settings of a start that only loads: the folder's results are not its own."""
 
 
 def find_start(
@@ -109,7 +111,7 @@ def write_config(config: Config) -> None:
     """Write the resolved settings into the run's folder, from rank 0."""
     if dist.get_rank() != 0:
         return
-    names = [CONFIG_FILE]
+    names = [TRIAL_CONFIG_FILE if config.checkpoint.load_only else CONFIG_FILE]
     if config.job.save_config_file is not None:
         names.append(config.job.save_config_file)
     for name in names:
