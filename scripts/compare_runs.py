@@ -181,6 +181,11 @@ def compare_runs(a: Path, b: Path, *, folder: str, tolerance: float) -> Comparis
         rows.append(read_rows(run / "metrics.jsonl"))
     found.compare_rows(*rows)
     steps = [storage.find_steps(run / folder) for run in (a, b)]
+    if not any(rows) and not set(steps[0]) & set(steps[1]):
+        raise DataError(
+            f"two runs must have rows or checkpoints to compare, {a} and {b} have neither; train "
+            f"them, or give --folder where their checkpoints lie elsewhere"
+        )
     for step in sorted(set(steps[0]) & set(steps[1])):
         compare_checkpoints(found, a / folder / f"step-{step}", b / folder / f"step-{step}")
     return found

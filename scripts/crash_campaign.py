@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # works without being installed
 
-from torchtitan.checkpoint.storage import find_steps
+from torchtitan.checkpoint.storage import find_steps, summary, verify
 
 TINY = """
 [model]
@@ -118,12 +118,16 @@ class Run:
         return "\n".join(p.read_text()[-2000:] for p in sorted(self.folder.glob("output_*.txt")))
 
     def check(self, *, log_before: str) -> None:
-        """Check what a life left behind, and where it had started.
+        """Check what a life left behind, to the last byte, and where it had started.
 
         Raises:
-            CampaignError: A step reported as saved is gone, or was not gone on from.
+            CampaignError: A step reported as saved is gone or damaged, or was not gone on from.
         """
-        here = find_steps(self.folder / "run" / "checkpoint")
+        checkpoints = self.folder / "run" / "checkpoint"
+        here = find_steps(checkpoints)
+        for step in here:
+            if mistakes := verify(checkpoints / f"step-{step}", group=None):
+                raise CampaignError(f"step {step} is not whole: {summary(mistakes)}")
         life = self.log[len(log_before) :]
         resumed = [int(step) for step in _RESUMED.findall(life)]
         newest = max(self.reported, default=0)

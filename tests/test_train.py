@@ -161,3 +161,50 @@ def test_a_finished_run_says_that_there_is_nothing_to_train(tmp_path: Path) -> N
     assert again.returncode == 0
     assert "is at step 1 of 1 already" in again.stderr
     assert "training finished" not in again.stderr
+
+
+PATCHED = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from torchtitan import train
+from torchtitan.base.errors import CheckpointError, NonFiniteError
+
+def hang_and_fail(self, on_step):
+    ThreadPoolExecutor().submit(time.sleep, 1000)  # as a save does whose peer hangs
+    raise RuntimeError("a peer gives no answer")
+
+def meet_nan(self, on_step):
+    raise NonFiniteError("step 3 must have a finite loss")
+
+def fail_to_save(self):
+    raise CheckpointError("the disk is gone")
+
+if sys.argv[1] == "hang":
+    train.Trainer.train = hang_and_fail
+else:
+    train.Trainer.train, train.Trainer.close = meet_nan, fail_to_save
+train.train_and_leave(sys.argv[2:])
+"""
+
+
+def test_help_is_no_fault() -> None:
+    done = train("--help")
+    assert done.returncode == 0
+    assert "--training.steps" in done.stdout
+
+
+def test_a_fault_ends_the_process_though_a_save_hangs(tmp_path: Path) -> None:
+    done = run([sys.executable, "-c", PATCHED, "hang", *write_job(tmp_path)])
+    assert done.returncode == 1
+    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    for text in (done.stderr, log):
+        assert text.count("RuntimeError: a peer gives no answer") == 1
+        assert "Traceback" in text
+
+
+def test_a_failed_save_does_not_hide_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    done = run([sys.executable, "-c", PATCHED, "nan", *write_job(tmp_path)])
+    assert done.returncode == 3
+    assert "step 3 must have a finite loss\nThe save in flight failed: the disk is gone" in (
+        done.stderr
+    )

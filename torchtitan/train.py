@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from torchtitan.assemble import assemble
 from torchtitan.base.device import device_type
-from torchtitan.base.errors import NonFiniteError, StoppedError, UserError
+from torchtitan.base.errors import CheckpointError, NonFiniteError, StoppedError, UserError
 from torchtitan.base.log import init_logging, is_terminal, note_in_file, shown_ranks, use_color
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
@@ -32,6 +32,7 @@ from torchtitan.mesh.process_group import (
 )
 from torchtitan.mesh.stop import StopRequest, watch_signals
 from torchtitan.metrics.progress import Summary, progress_bar, show_summary, shows_bar
+from torchtitan.metrics.sinks import RECORD, TRIAL
 from torchtitan.trainer import Trainer
 
 logger = logging.getLogger("torchtitan.train")  # __name__ is "__main__" when this is started
@@ -66,8 +67,11 @@ def train(argv: Sequence[str], *, stop: StopRequest) -> None:
     ) as on_step:
         try:
             reason = trainer.train(on_step=on_step)
-        except NonFiniteError:
-            trainer.close()  # all ranks are here: the save in flight is worth waiting for
+        except NonFiniteError as error:
+            try:
+                trainer.close()  # all ranks are here: the save in flight is worth waiting for
+            except CheckpointError as failed:
+                raise NonFiniteError(f"{error}\nThe save in flight failed: {failed}") from failed
             raise
     trainer.close()
     if reason is not None:
@@ -133,7 +137,8 @@ def summarize(trainer: Trainer, *, seconds: float, places: dict[str, str]) -> Su
 def find_places(config: Config) -> dict[str, str]:
     """Return where the run's output lies."""
     folder, metrics = Path(config.job.dump_folder), config.metrics
-    places = {"metrics": folder / "metrics.jsonl", "logs": folder / "logs"}
+    name = f"{RECORD}.{TRIAL}" if config.checkpoint.load_only else RECORD
+    places = {"metrics": folder / f"{name}.jsonl", "logs": folder / "logs"}
     if config.checkpoint.enable:
         places["checkpoints"] = folder / config.checkpoint.folder
     if metrics.enable_tensorboard:
@@ -157,6 +162,21 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def train_and_leave(argv: Sequence[str]) -> None:
+    """Train, and end this process, after a fault too.
+
+    Nothing is joined: the interpreter's own end would wait for the thread that saves, and that one
+    for a peer that hangs, for as long as a save may take.
+    """
+    try:
+        exit_code = main(argv)
+    except Exception:
+        traceback.print_exc()
+        leave(1)
+        raise  # never comes to this
+    leave(exit_code)
+
+
 def _report(error: UserError) -> None:
     """Say what is wrong once a job, though every rank may have met the same mistake."""
     note_in_file(str(error))
@@ -171,4 +191,4 @@ def _report(error: UserError) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    train_and_leave(sys.argv[1:])

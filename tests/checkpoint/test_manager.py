@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.test_storage import refuse_to_remove
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.storage import find_steps
+from torchtitan.checkpoint.storage import find_steps, verify
 from torchtitan.trainer import Trainer
 
 
@@ -39,13 +41,41 @@ def test_cadence_and_retention(
     assert steps(tmp_path) == expected
 
 
-def test_load_only_resumes_and_saves_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    job = jobs.write_job(tmp_path)
-    ranks.run(jobs.train, [*job, "--training.steps=2"], world=1)
-    load_only = [*job, "--training.steps=4", "--checkpoint.load_only=true"]
-    [result] = ranks.run(jobs.train, load_only, world=1)
+def test_load_only_resumes_and_changes_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    """Neither checkpoints nor rows, of later steps too: its own rows go to another file."""
+    job = [*jobs.write_job(tmp_path), "--checkpoint.interval=2"]
+    [before] = ranks.run(jobs.train, [*job, "--training.steps=4"], world=1)
+    settings = (tmp_path / "run" / "config.toml").read_text()
+    trial = [*job, "--training.steps=3", "--checkpoint.load_only=true", "--checkpoint.load_step=2"]
+    for _ in range(2):
+        [result] = ranks.run(jobs.train, trial, world=1)
+        assert result.rows == before.rows
+        assert steps(tmp_path) == [2, 4]
+    assert (tmp_path / "run" / "config.toml").read_text() == settings
+    assert "load_only = true" in (tmp_path / "run" / "config.load_only.toml").read_text()
+    for name in ("metrics.load_only.jsonl", "metrics.load_only.1.jsonl"):
+        rows = [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
+        assert [row["step"] for row in rows] == [3]
+        assert rows[0]["loss"] == before.rows[2]["loss"]
+
+
+def test_an_optimizer_without_state_is_resumed(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*jobs.write_job(tmp_path), "--optimizer.name=SGD"]
+    ranks.run(jobs.train, [*job, "--training.steps=2"], world=2)
+    result = ranks.run(jobs.train, [*job, "--training.steps=4"], world=2)[0]
     assert [row["step"] for row in result.rows] == [1, 2, 3, 4]
-    assert steps(tmp_path) == [2]
+
+
+def test_retention_that_cannot_delete_ends_no_run(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*jobs.write_job(tmp_path), "--checkpoint.interval=1", "--checkpoint.keep_latest_k=1"]
+    assert ranks.run(fail_to_delete, [*job, "--training.steps=3"], world=1) == ["no error"]
+    assert steps(tmp_path) == [3]
+
+
+def fail_to_delete(job: list[str]) -> str:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        refuse_to_remove(monkeypatch)
+        return jobs.failure(job)
 
 
 def fail_in_the_background(job: list[str]) -> tuple[str, int]:
@@ -94,9 +124,60 @@ def test_going_back_to_an_earlier_step_leaves_the_other_course(
     ranks.run(jobs.train, [*job, "--training.steps=10"], world=2)
     back = ["--training.steps=6", "--checkpoint.load_step=2", "--checkpoint.keep_latest_k=2"]
     ranks.run(jobs.train, [*job, *back], world=2)
-    assert steps(tmp_path) == [4, 6]
+    # step 2 is where this command would start again if it had been killed before it saved
+    assert steps(tmp_path) == [2, 4, 6]
     [result, _] = ranks.run(jobs.train, [*job, "--training.steps=8"], world=2)
     assert [row["step"] for row in result.rows] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def first_step(job: list[str]) -> int:
+    return jobs.start(job).progress.step
+
+
+def names(folder: Path, ending: str) -> set[str]:
+    return {p.name for p in (folder / "run" / "checkpoint").glob(f".*{ending}*")}
+
+
+def test_steps_of_the_course_that_is_left_are_set_aside_before_the_new_one_begins(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Each trip keeps what it leaves, and a kill at any moment leaves one course alone."""
+    job = [*jobs.write_job(tmp_path), "--checkpoint.interval=2"]
+    ranks.run(jobs.train, [*job, "--training.steps=6"], world=1)
+    checkpoints = tmp_path / "run" / "checkpoint"
+    (checkpoints / "step-6").rename(checkpoints / ".step-6.tmp")  # killed before the rename
+    back = [*job, "--checkpoint.load_step=2"]
+    assert ranks.run(first_step, back, world=1) == [2]  # and killed before its first save
+    assert names(tmp_path, "aside") == {".step-4.aside", ".step-6.aside"}
+    assert ranks.run(first_step, job, world=1) == [2]
+    ranks.run(jobs.train, [*job, "--training.steps=4"], world=1)
+    assert ranks.run(first_step, back, world=1) == [2]
+    assert names(tmp_path, "aside") == {".step-4.aside", ".step-4.aside-2", ".step-6.aside"}
+    for name in names(tmp_path, "aside"):
+        assert verify(checkpoints / name, group=None) == []
+
+
+def test_a_job_that_went_back_is_started_again_by_its_own_command(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """It goes on from what it has saved, also where retention keeps one step alone."""
+    job = [*jobs.write_job(tmp_path), "--checkpoint.interval=2"]
+    ranks.run(jobs.train, [*job, "--training.steps=8"], world=1)
+    back = [*job, "--checkpoint.load_step=2", "--checkpoint.keep_latest_k=1"]
+    ranks.run(jobs.train, [*back, "--training.steps=6"], world=1)
+    assert steps(tmp_path) == [2, 6]
+    assert ranks.run(first_step, back, world=1) == [6]
+    (tmp_path / "run" / "checkpoint" / "step-6" / "model" / ".metadata").unlink()
+    assert ranks.run(first_step, back, world=1) == [2]  # damaged: back once more
+    assert ranks.run(first_step, [*job, "--checkpoint.load_step=2"], world=1) == [2]
+
+
+def test_a_complete_draft_can_be_gone_back_to(ranks: RankPool, tmp_path: Path) -> None:
+    job = jobs.write_job(tmp_path)
+    ranks.run(jobs.train, [*job, "--training.steps=2"], world=1)
+    checkpoints = tmp_path / "run" / "checkpoint"
+    (checkpoints / "step-2").rename(checkpoints / ".step-2.tmp")
+    assert ranks.run(first_step, [*job, "--checkpoint.load_step=2"], world=1) == [2]
 
 
 def test_a_failed_background_save_stops_all_ranks_at_the_same_step(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import resource
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.files import write_sealed_json
 from torchtitan.checkpoint.storage import (
     Component,
     delete,
@@ -169,6 +174,129 @@ def test_what_cannot_be_replaced_stays(ranks: RankPool, tmp_path: Path) -> None:
     assert "could not be written" in message
     assert find_steps(tmp_path) == [3]
     assert verify(tmp_path / "step-3", group=None) == []
+
+
+def refuse_to_remove(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an NFS server does while a file is open: the folder is not empty."""
+    correct = shutil.rmtree
+
+    def rmtree(path: Path, *args: object, **kwargs: object) -> None:
+        if ".deleted" in str(path):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        correct(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+
+
+def save_again_and_delete(target: Path, times: int) -> list[str]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        refuse_to_remove(monkeypatch)
+        answers = [refusal(target) for _ in range(times)]
+        delete(target)
+        return [*answers, refusal(target)]
+
+
+def test_rubbish_that_cannot_be_removed_ends_no_save(ranks: RankPool, tmp_path: Path) -> None:
+    answers = ranks.run(save_again_and_delete, tmp_path / "step-3", 3, world=1)
+    assert answers == [["saved"] * 4]
+    names = [".step-3.deleted", ".step-3.deleted-2", ".step-3.deleted-3", "step-3"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    assert verify(tmp_path / "step-3", group=None) == []
+    ranks.run(save, tmp_path / "step-6", world=1)  # the next save tries again
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-3", "step-6"]
+
+
+def write_uneven_parts(folder: Path) -> list[str]:
+    """Save and read a component of which a rank has nothing, and one of which all have nothing."""
+    rank = dist.get_rank()
+    parts = {
+        "model": Component(tensors={"last": torch.ones(3)} if rank == 1 else {}),
+        "optimizer": Component(tensors={}),
+        "lr_scheduler": Component(state={"warmup": 1}),
+    }
+    write(folder / "step-3", parts, manifest={"step": 3}, group=dist.group.WORLD)
+    into = {"last": torch.zeros(3)} if rank == 1 else {}
+    read_tensors(folder / "step-3", "model", into=into, group=dist.group.WORLD)
+    assert all(tensor.all() for tensor in into.values())
+    read_tensors(folder / "step-3", "optimizer", into={}, group=dist.group.WORLD)
+    return sorted(into)
+
+
+def test_no_tensors_on_a_rank_or_on_any(ranks: RankPool, tmp_path: Path) -> None:
+    """As pipeline stages have them, and SGD without momentum."""
+    assert ranks.run(write_uneven_parts, tmp_path, world=2) == [[], ["last"]]
+    assert verify(tmp_path / "step-3", group=None) == []
+    assert sorted(p.name for p in (tmp_path / "step-3" / "lr_scheduler").iterdir()) == [
+        "state.json"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("step", "x"), ("step", True), ("components", None), ("layout", 5), ("config", 7)],
+)
+def test_a_manifest_of_other_types_is_refused_by_name(
+    key: str, value: object, tmp_path: Path
+) -> None:
+    write_sealed_json(tmp_path / "manifest.json", {key: value})
+    with pytest.raises(CheckpointError, match=rf"manifest\.json is damaged: '{key}' must be of"):
+        read_manifest(tmp_path)
+
+
+FULL_AND_READ_ONLY = """
+import subprocess, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.storage import Component, find_steps, verify, write
+
+folder = Path(sys.argv[1])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def save(step, size):
+    parts = {"model": Component(tensors={"w": torch.ones(size)})}
+    try:
+        write(folder / f"step-{step}", parts, manifest={"step": step}, group=dist.group.WORLD)
+    except CheckpointError as error:
+        print(step, error)
+    assert find_steps(folder) == [3]
+    assert verify(folder / "step-3", group=None) == []
+    assert [path.name for path in folder.iterdir()] == ["step-3"]
+
+save(3, 1000)
+save(6, 4 << 20)
+subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+save(9, 1000)
+"""
+
+
+def test_a_disk_that_is_full_or_read_only(tmp_path: Path) -> None:
+    """A real file system of 2 MiB, mounted in a name space of its own."""
+    mounted = ["unshare", "-rm", "sh", "-c"]
+    script = 'mount -t tmpfs -o size=2m tmpfs "$1" && exec "$2" -c "$3" "$1"'
+    try:
+        probe = subprocess.run([*mounted, script, "sh", tmp_path, "true", ""], check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare to mount a small file system with")
+    if probe.returncode:
+        pytest.skip("this user may not mount a file system, not even in a name space of its own")
+    done = subprocess.run(
+        [*mounted, script, "sh", tmp_path, sys.executable, FULL_AND_READ_ONLY],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    full, read_only = done.stdout.splitlines()
+    assert full.startswith("6 ")
+    assert "step-6 could not be written, the checkpoints before it are untouched" in full
+    assert "No space left on device" in full
+    assert read_only.startswith("9 ")
+    assert "step-9 could not be written, the checkpoints before it are untouched" in read_only
+    assert "Read-only file system" in read_only
 
 
 def attempt(target: Path, into: dict[str, torch.Tensor]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -131,13 +132,48 @@ def test_all_ranks_name_what_is_wrong(
     assert ranks.run(verify_together, folder / "step-3", world=2) == [[expected]] * 2
 
 
-def test_extra_files_and_several_mistakes_are_named(folder: Path) -> None:
-    (folder / "step-3" / "model" / "__2_0.distcp").write_bytes(b"")
+def test_several_mistakes_are_named(folder: Path) -> None:
+    size = (folder / "step-3" / "model" / "__0_0.distcp").stat().st_size
+    cut(folder / "step-3" / "model" / "__0_0.distcp")
     remove(folder / "step-3" / "model" / ".metadata")
     assert verify(folder / "step-3", group=None) == [
         "model/.metadata is missing",
-        "model/__2_0.distcp does not belong to it",
+        f"model/__0_0.distcp has {size - 1} bytes, not {size}",
     ]
+
+
+def test_a_stray_file_does_no_harm_and_is_named(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a file manager leaves it."""
+    (folder / "step-9" / "model" / ".DS_Store").write_bytes(b"x")
+    with caplog.at_level(logging.WARNING):
+        assert newest_whole(folder, group=None, verify=True) == 9
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "step-9 holds files that do not belong to it: model/.DS_Store" in said
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_one_that_the_disk_does_not_give_is_passed_over(
+    code: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    correct = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path.parent.name in ("step-9", ".step-12.tmp"):
+            raise OSError(code, os.strerror(code))
+        return correct(path)
+
+    (folder / ".step-12.tmp").mkdir()
+    (folder / ".step-12.tmp" / "manifest.json").write_text("")
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with caplog.at_level(logging.WARNING):
+        assert newest_whole(folder, group=None, verify=True, finish=True) == 6
+    messages = [record.getMessage() for record in caplog.records]
+    assert any(
+        f"step-9 is damaged and is not used: it cannot be read: [Errno {code}]" in m
+        for m in messages
+    )
 
 
 def test_a_manifest_without_checksums_is_not_whole(tmp_path: Path) -> None:

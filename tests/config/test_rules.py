@@ -21,6 +21,15 @@ FILES = '[training]\ndataset = "files"\n'
             )
             for path in ("/etc/passwd", "../job.toml", "a/../../job.toml", "..", ".", "a/..")
         ),
+        *(
+            (
+                f'[checkpoint]\nfolder = "{path}"',
+                f'[checkpoint] folder = "{path}": must be a folder inside dump_folder, got '
+                f'"{path}"; write a name alone, as "checkpoint", and choose the place by '
+                f"job.dump_folder",
+            )
+            for path in ("/shared", "../shared", "a/../..")
+        ),
         (
             "[profiling]\nprofile_freq = 3",
             "[profiling] profile_freq = 3: must be at least profiler_warmup + profiler_active "

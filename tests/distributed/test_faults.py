@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan import trainer
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.checkpoint.storage import find_steps, read_state
 from torchtitan.parallel.execution import LossFunction
+from torchtitan.trainer import Trainer
 
 
 def train_into(value: float, bad_rank: int, job: list[str]) -> tuple[str, bool]:
@@ -34,7 +34,7 @@ def train_into(value: float, bad_rank: int, job: list[str]) -> tuple[str, bool]:
     with jobs.other_loss(spoiled):
         run = jobs.start(job)
     try:
-        trainer.Trainer(run).train()
+        Trainer(run).train()
     except NonFiniteError as error:
         after = {name: jobs.full(p) for name, p in run.model.named_parameters()}
         return str(error), all(torch.equal(before[name], after[name]) for name in after)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from torchtitan.checkpoint.files import write_sealed_json
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.checkpoint.storage import find_steps, read_manifest
 from torchtitan.trainer import Trainer
@@ -132,6 +133,8 @@ def test_results_without_a_checkpoint_are_protected(ranks: RankPool, tmp_path: P
     for more in ([], ["--checkpoint.enable=true"]):
         [message] = ranks.run(jobs.refusal, [*job, "--optimizer.lr=0.5", *more], world=1)
         assert "optimizer.lr: stored 0.0008, now 0.5" in message
+        assert "no checkpoint to go on from: restore these settings; or choose another" in message
+        assert "continue" not in message
 
 
 def first_rates(job: list[str]) -> list[float]:
@@ -186,6 +189,42 @@ def test_a_continued_run_is_recovered_by_its_own_command(
     assert (restarted.step, restarted.position) == (6, 16)
 
 
+def test_what_was_left_out_once_is_not_left_out_of_what_was_trained_since(
+    saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """A job that is continued once more, under yet other settings but the same exclusion."""
+    job = [*copy_of(saved, tmp_path), CONTINUE, excluding("output.*", "dataloader")]
+    [trained] = ranks.run(jobs.train, [*job, "--training.steps=6"], world=1)
+    [again] = ranks.run(begin, [*job, "--optimizer.lr=0.01"], world=1)
+    assert (again.step, again.position) == (6, 16)
+    assert equal(again.model, trained.final)
+    [other_data] = ranks.run(begin, [*job, "--training.seq_len=16"], world=1)
+    assert (other_data.step, other_data.position) == (6, 0)
+    assert equal(other_data.model, trained.final)
+    only_head = [*job[:-1], excluding("output.*")]  # another wish, which holds
+    [new_head] = ranks.run(begin, only_head, world=1)
+    assert (new_head.step, new_head.position) == (6, 16)
+    assert equal(new_head.model, trained.final, but="output.")
+
+
+def test_the_same_data_in_another_place_are_the_same(ranks: RankPool, tmp_path: Path) -> None:
+    """What counts is their fingerprint, not their path."""
+    (tmp_path / "a.txt").write_text("hello world " * 200)
+    (tmp_path / "moved").mkdir()
+    shutil.copy(tmp_path / "a.txt", tmp_path / "moved" / "a.txt")
+    (tmp_path / "other.txt").write_text("hello there " * 200)
+    job = [*jobs.write_job(tmp_path), "--training.dataset=files"]
+    ranks.run(jobs.train, [*job, at(tmp_path / "a.txt"), "--training.steps=2"], world=1)
+    [begun] = ranks.run(begin, [*job, at(tmp_path / "moved" / "a.txt")], world=1)
+    assert begun.step == 2
+    [message] = ranks.run(jobs.refusal, [*job, at(tmp_path / "other.txt")], world=1)
+    assert "must resume on the data it was started on" in message
+
+
+def at(path: Path) -> str:
+    return f"--training.dataset_path={path}"
+
+
 @pytest.mark.parametrize("override", ["--training.seq_len=16", "--training.dataset=synthetic"])
 def test_a_position_in_other_data_cannot_be_kept(
     override: str, saved: Path, ranks: RankPool, tmp_path: Path
@@ -211,6 +250,11 @@ def test_each_component_can_be_left_out(
     job = [*jobs.write_job(tmp_path, name="new", cache=cache), elsewhere(saved)]
     [part] = ranks.run(begin, [*job, CONTINUE, EVERYTHING, excluding(left_out)], world=1)
     expected = {name: fresh if name == left_out else whole for name in COMPONENTS}
+    job = [*jobs.write_job(tmp_path, name="other", cache=cache), elsewhere(saved)]
+    job += [CONTINUE, EVERYTHING, excluding(left_out), "--optimizer.lr=0.01"]
+    [lines] = ranks.run(jobs.logged, job, world=1)
+    # the rate is a function of the settings: what is left out is the comparison with the old plan
+    assert any("planned anew" in line for line in lines) == (left_out != "lr_scheduler")
     assert equal(part.model, expected["model"].model)
     assert equal(part.optimizer, expected["optimizer"].optimizer)
     assert part.position == expected["dataloader"].position
@@ -350,3 +394,25 @@ def test_damage_is_passed_over_unless_asked_for(
         assert "checksum" in message
     unverified = ["--checkpoint.verify_on_load=false", "--checkpoint.load_step=6"]
     assert [b.step for b in ranks.run(begin, [*job, *unverified], world=1)] == [6]
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "said"),
+    [
+        ("manifest.json", "layout", {"dp_shard": "x"}, "must give the layout by cp, "),
+        ("manifest.json", "layout", {"warp": 2}, "got {'warp': 2}"),
+        ("train_state/state.json", "step", "x", "'step' must be of type int, got 'x'"),
+        ("dataloader/state.json", "position", None, "'position' must be of type int, got 'None'"),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(
+    file: str, key: str, value: object, said: str, saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    job = copy_of(saved, tmp_path)
+    path = tmp_path / "run" / "checkpoint" / "step-4" / file
+    content = {**json.loads(path.read_text()), key: value}
+    content.pop("checksum", None)
+    write_sealed_json(path, content)
+    [message] = ranks.run(jobs.refusal, [*job, "--checkpoint.verify_on_load=false"], world=1)
+    assert said in message
+    assert "use another checkpoint" in message

@@ -156,3 +156,17 @@ def test_the_model_folder_of_an_own_step(ranks: RankPool, tmp_path: Path) -> Non
     file.write_bytes(content)
     [message] = ranks.run(jobs.refusal, job_from(tmp_path, inside), world=1)
     assert "step-1, asked for by name, is damaged" in message
+
+
+@pytest.mark.parametrize("folder", ["", "checkpoint"])
+def test_a_folder_of_steps_asks_for_the_name_of_one(
+    folder: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    """As torchtitan 0.2 leaves them: nothing tells which is whole."""
+    run = tmp_path / "theirs"
+    for step in (7, 14):
+        write(run / "checkpoint" / f"step-{step}", weights())
+    [message] = ranks.run(jobs.refusal, job_from(tmp_path, run / folder), world=1)
+    assert "holds steps of another writer, without checksums" in message
+    names = [str(run / "checkpoint" / f"step-{step}") for step in (14, 7)]
+    assert message.endswith(f"name one: {', '.join(names)}")

@@ -174,3 +174,13 @@ def test_a_folder_that_is_no_run_is_a_mistake(
 ) -> None:
     assert compare.main([str(runs["a"]), str(tmp_path)]) == 2
     assert "must be a run's folder" in capsys.readouterr().err
+
+
+def test_two_runs_that_have_nothing_are_not_equal(
+    compare: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("")
+    assert compare.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    assert "two runs must have rows or checkpoints to compare" in capsys.readouterr().err

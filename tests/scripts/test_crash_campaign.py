@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from torchtitan.checkpoint.files import write_sealed_json
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "crash_campaign.py"
 
 
@@ -43,13 +45,25 @@ def a_life(run: object, *, log: str, found: tuple[int, ...]) -> None:
         file.write(log)
     for step in found:
         (folder / "checkpoint" / f"step-{step}").mkdir(parents=True)
-        (folder / "checkpoint" / f"step-{step}" / "manifest.json").write_text("{}")
+        manifest = folder / "checkpoint" / f"step-{step}" / "manifest.json"
+        write_sealed_json(manifest, {"files": {}})
 
 
 def test_a_lost_checkpoint_is_found(crash: ModuleType, tmp_path: Path) -> None:
     run = crash.Run(tmp_path / "a", 1, "async")
     a_life(run, log="Saved x/step-2\nSaved x/step-4\n", found=(2,))
     with pytest.raises(crash.CampaignError, match=r"step 4 was reported as saved; found \[2\]"):
+        run.check(log_before="")
+
+
+def test_a_damaged_checkpoint_is_found(crash: ModuleType, tmp_path: Path) -> None:
+    run = crash.Run(tmp_path / "a", 1, "async")
+    a_life(run, log="Saved x/step-2\n", found=(2,))
+    path = tmp_path / "a" / "run" / "checkpoint" / "step-2" / "manifest.json"
+    path.write_text(path.read_text().replace("files", "Files"))
+    with pytest.raises(
+        crash.CampaignError, match=r"step 2 is not whole: manifest\.json is damaged"
+    ):
         run.check(log_before="")
 
 

@@ -18,7 +18,13 @@ from torchtitan.base.device import device_type
 from torchtitan.checkpoint.lock import lock_folder
 from torchtitan.checkpoint.manager import CheckpointManager, check_staging
 from torchtitan.checkpoint.restore import restore
-from torchtitan.checkpoint.start import Comparison, Start, choose_start, refuse_differences
+from torchtitan.checkpoint.start import (
+    Comparison,
+    Start,
+    choose_start,
+    refuse_differences,
+    stored_layout,
+)
 from torchtitan.checkpoint.state import RunState
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.config.load import to_toml
@@ -27,6 +33,8 @@ from torchtitan.config.trajectory import Job, trajectory_differences
 from torchtitan.mesh.dims import ParallelDims
 
 CONFIG_FILE = "config.toml"
+TRIAL_CONFIG_FILE = "config.load_only.toml"
+"""Settings of a start that only loads: the folder's results are not its own."""
 
 
 def find_start(
@@ -52,19 +60,23 @@ def find_start(
     from_own = start is not None and start.source.parent == folder
     if stored.is_file() and has_results and not from_own:
         then = Job.stored(stored.read_text(encoding="utf-8"))
-        refuse_differences(root, tuple(trajectory_differences(then, now)))
+        differences = tuple(trajectory_differences(then, now))
+        refuse_differences(root, differences, has_checkpoint=bool(find_steps(folder)))
     dist.barrier()  # nobody writes before everybody has looked
     return start
 
 
 def compare_jobs(manifest: Mapping[str, Any], *, now: Job) -> Comparison:
     """Compare this job with the one whose checkpoint has this manifest."""
-    layout = ParallelDims(**manifest["layout"])
-    then = Job.stored(manifest["config"], dp=layout.dp)
-    differences = trajectory_differences(then, now)
+    then = Job.stored(manifest["config"], dp=stored_layout(manifest).dp)
     before, after = then.config.checkpoint, now.config.checkpoint
-    same = (before.mode, before.exclude_from_loading) == (after.mode, after.exclude_from_loading)
-    return Comparison(differences=tuple(differences), same_loading=same)
+    same_exclusion = before.exclude_from_loading == after.exclude_from_loading
+    return Comparison(
+        differences=tuple(trajectory_differences(then, now, data_is_checked=True)),
+        same_loading=before.mode == after.mode and same_exclusion,
+        same_exclusion=same_exclusion,
+        load_step=before.load_step,
+    )
 
 
 def build_checkpoints(
@@ -99,7 +111,7 @@ def write_config(config: Config) -> None:
     """Write the resolved settings into the run's folder, from rank 0."""
     if dist.get_rank() != 0:
         return
-    names = [CONFIG_FILE]
+    names = [TRIAL_CONFIG_FILE if config.checkpoint.load_only else CONFIG_FILE]
     if config.job.save_config_file is not None:
         names.append(config.job.save_config_file)
     for name in names:

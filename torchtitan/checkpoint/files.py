@@ -46,12 +46,18 @@ class HashingFile(io.BufferedWriter):
         super().__init__(io.FileIO(path, "wb"))
         self._hash = xxhash.xxh3_128()
         self._size = 0
+        self.failure: OSError | None = None
+        """What a write has failed with; a writer may go on and raise something else."""
 
     def write(self, data: Any) -> int:
         """Write and hash bytes."""
         self._hash.update(data)
         self._size += memoryview(data).nbytes
-        return super().write(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Refuse: what was hashed cannot be written over."""
@@ -88,7 +94,13 @@ class HashingFileSystem(FileSystem):
                 yield stream
             return
         with HashingFile(Path(path)) as file:
-            yield file
+            try:
+                yield file
+            except Exception as error:
+                if file.failure is None:
+                    raise
+                # torch's zip writer complains of its position where the disk is full
+                raise file.failure from error
         self.records[Path(path).name] = file.record
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -123,21 +135,37 @@ def write_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
     return file.record
 
 
-class _Content(dict[str, Any]):
+class Content(dict[str, Any]):
     """An object read from a file, which names the file when a key is not there."""
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         super().__init__(content)
-        self._path = path
+        self.path = path
 
     def __missing__(self, key: str) -> Any:
-        raise CheckpointError(f"{self._path} is damaged: it lacks '{key}'; use another checkpoint")
+        raise CheckpointError(f"{self.path} is damaged: it lacks '{key}'; use another checkpoint")
 
-    def __reduce__(self) -> tuple[type[_Content], tuple[Path, dict[str, Any]]]:
-        return _Content, (self._path, dict(self))
+    def __reduce__(self) -> tuple[type[Content], tuple[Path, dict[str, Any]]]:
+        return Content, (self.path, dict(self))
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def checked_kinds(content: Content, *, kinds: Mapping[str, type]) -> Content:
+    """Return `content` if what it has of these keys is of these types.
+
+    Raises:
+        CheckpointError: Names the file and the key.
+    """
+    for key, kind in kinds.items():
+        # exact: JSON's true is an int to isinstance
+        if key in content and type(content[key]) is not kind:
+            raise CheckpointError(
+                f"{content.path} is damaged: '{key}' must be of type {kind.__name__}, got "
+                f"{str(content[key])[:60]!r}; use another checkpoint"
+            )
+    return content
+
+
+def read_json(path: Path) -> Content:
     """Read an object; asked for a key that it lacks, it raises CheckpointError.
 
     Raises:
@@ -149,7 +177,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return _Content(path, content)
+    return Content(path, content)
 
 
 def write_sealed_json(path: Path, content: Mapping[str, Any]) -> None:

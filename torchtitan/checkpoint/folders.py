@@ -6,19 +6,24 @@
     .step-N.aside     left behind by a run that went back to an earlier step; for a person to judge
 
 Each passes to the next by a rename, so that at every instant a folder is one of these. A process
-may be killed between any two lines: `finish_commits` does what it still had to do."""
+may be killed between any two lines: `finish_commits` does what it still had to do. What cannot be
+removed is warned of and stays: a run must not end over rubbish. So a name may be taken already, and
+the second `.step-N.deleted` is `.step-N.deleted-2`."""
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
+from itertools import count
 from pathlib import Path
 
 from torchtitan.checkpoint.files import seal_is_whole, sync_folder
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d+)")
-_PASSING = re.compile(r"\.step-\d+\.(tmp|deleted)")
+_PASSING = re.compile(r"\.step-\d+\.(tmp|deleted(-\d+)?)")
+logger = logging.getLogger(__name__)
 
 
 def find_steps(folder: Path) -> list[int]:
@@ -31,7 +36,14 @@ def list_steps(folder: Path) -> list[tuple[int, bool]]:
     if not folder.is_dir():
         return []
     matches = ((_STEP.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
-    return sorted((int(m[1]), (path / MANIFEST).is_file()) for m, path in matches if m)
+    return sorted((int(m[1]), _has_manifest(path)) for m, path in matches if m)
+
+
+def _has_manifest(checkpoint: Path) -> bool:
+    try:
+        return (checkpoint / MANIFEST).is_file()
+    except OSError:  # damaged or not ours to read: no reason to pass over the others
+        return False
 
 
 def draft_of(target: Path) -> Path:
@@ -45,7 +57,7 @@ def make_draft(target: Path, components: list[str]) -> None:
     if target.parent.is_dir():
         for path in target.parent.iterdir():
             if _PASSING.fullmatch(path.name):
-                shutil.rmtree(path)
+                _remove(path)
     for name in components:
         (draft_of(target) / name).mkdir(parents=True)
 
@@ -55,20 +67,18 @@ def commit(target: Path) -> None:
     draft = draft_of(target)
     for folder in [*(path for path in draft.iterdir() if path.is_dir()), draft]:
         sync_folder(folder)
-    trash = _trash_of(target)
-    if trash.exists():
-        shutil.rmtree(trash)
+    trash = None
     if target.exists():  # saved by an earlier start that died right after, or by another setting
-        target.rename(trash)
+        trash = target.rename(_free_name(target, "deleted"))
     try:
         draft.rename(target)
     except OSError:
-        if trash.exists():
+        if trash is not None:
             trash.rename(target)
         raise
     sync_folder(target.parent)
-    if trash.exists():
-        shutil.rmtree(trash)
+    for old in target.parent.glob(f".{target.name}.deleted*"):
+        _remove(old)
 
 
 def finish_commits(folder: Path) -> None:
@@ -78,26 +88,47 @@ def finish_commits(folder: Path) -> None:
     for draft in folder.glob(".step-*.tmp"):
         target = draft.with_name(draft.name.removeprefix(".").removesuffix(".tmp"))
         manifest = draft / MANIFEST
-        if manifest.is_file() and seal_is_whole(manifest) and not target.exists():
+        try:
+            is_complete = manifest.is_file() and seal_is_whole(manifest) and not target.exists()
+        except OSError as error:
+            logger.warning("%s is not taken for complete: %s", draft, error)
+            continue
+        if is_complete:
             commit(target)
 
 
 def delete(checkpoint: Path) -> None:
-    """Remove a checkpoint, its name first, so that no half of it can be taken for whole."""
-    trash = _trash_of(checkpoint)
-    if trash.exists():
-        shutil.rmtree(trash)
-    checkpoint.rename(trash)
-    shutil.rmtree(trash)
+    """Remove a checkpoint, its name first, so that no half of it can be taken for whole.
+
+    What cannot be removed is warned of: the checkpoints that matter are there.
+    """
+    try:
+        trash = checkpoint.rename(_free_name(checkpoint, "deleted"))
+    except OSError as error:
+        logger.warning("%s is older than what is kept, but stays: %s", checkpoint, error)
+    else:
+        _remove(trash)
 
 
-def _trash_of(checkpoint: Path) -> Path:
-    return checkpoint.with_name(f".{checkpoint.name}.deleted")
+def _remove(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("%s could not be removed, and is tried again later: %s", path, error)
 
 
-def set_aside(checkpoint: Path) -> None:
-    """Take a checkpoint out of the row of steps without deleting it."""
-    aside = checkpoint.with_name(f".{checkpoint.name}.aside")
-    if aside.exists():
-        shutil.rmtree(aside)
-    checkpoint.rename(aside)
+def set_aside(checkpoint: Path) -> Path:
+    """Take a checkpoint out of the row of steps without deleting it; return its new name."""
+    return checkpoint.rename(_free_name(checkpoint, "aside"))
+
+
+def set_aside_after(folder: Path, step: int) -> list[Path]:
+    """Set aside every checkpoint, whole or not, of a later step; return the new names."""
+    later = [other for other, _ in list_steps(folder) if other > step]
+    return [set_aside(folder / f"step-{other}") for other in later]
+
+
+def _free_name(checkpoint: Path, ending: str) -> Path:
+    first = checkpoint.with_name(f".{checkpoint.name}.{ending}")
+    names = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    return first if not first.exists() else next(name for name in names if not name.exists())

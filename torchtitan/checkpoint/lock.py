@@ -2,11 +2,13 @@
 
 Two jobs with the same `dump_folder`, a restart beside a run thought dead, would delete each other's
 drafts and mix their figures. So rank 0 locks a file there until its process ends; the kernel lets
-go of the lock however that happens, so none is ever left behind for a person to remove.
+go of the lock however that happens, so none is left behind for a person to remove.
 
 It is a record lock of POSIX, not flock: that one would belong to the open file, and forked data
 workers that outlive a killed trainer would keep it. This one belongs to the process alone, and
-works over NFS too.
+works over NFS too, as far as a server can know: of a host that died or was cut off it keeps the
+lock until a lease has run out (version 4) or the host is back (version 3), and a host that lost its
+lease may still write.
 """
 
 from __future__ import annotations

@@ -108,13 +108,13 @@ class CheckpointManager:
         storage.on_first_rank(lambda: self._tidy(step), group=self._group)
 
     def _tidy(self, saved: int) -> None:
-        steps = storage.find_steps(self.folder)
-        for step in steps:
-            if step > saved:  # of a course that load_step has left: it must not be resumed
-                storage.set_aside(self.folder / f"step-{step}")
+        # later steps were passed over as damaged: none of them must come before this one
+        for aside in storage.set_aside_after(self.folder, saved):
+            logger.warning("%s was set aside: step %d is the newest now", aside, saved)
         keep = self._settings.keep_latest_k
-        for step in [step for step in steps if step <= saved][:-keep] if keep else ():
-            storage.delete(self.folder / f"step-{step}")
+        for step in storage.find_steps(self.folder)[:-keep] if keep else ():
+            if step != self._settings.load_step:  # this job may be started again
+                storage.delete(self.folder / f"step-{step}")
 
     def has_failed(self) -> bool:
         """Tell whether the save in flight has failed, as far as this rank knows."""

@@ -16,10 +16,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.base.errors import CheckpointError
+from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.files import checked_kinds
 from torchtitan.checkpoint.ranks import union
-from torchtitan.checkpoint.start import Intention, Start
+from torchtitan.checkpoint.start import Intention, Start, leave_later_steps
 from torchtitan.checkpoint.state import (
     RunState,
     model_tensors,
@@ -80,6 +81,8 @@ class Patterns:
 def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
     """Load into the run what `start` says; what is left out keeps its fresh state.
 
+    Steps of a course that the run leaves are set aside once all is loaded.
+
     Raises:
         CheckpointError: The checkpoint lacks a component, or does not fit the run.
         DataError: The data position counts in other data.
@@ -109,15 +112,16 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
             source, "optimizer", into=wanted, group=group, leaves_out=patterns.match_state
         )
     if "dataloader" in taken:
-        state.loader.load_state_dict(storage.read_state(source, "dataloader"))
+        _restore_position(state, start, group=group)
     if "train_state" in taken:
         _restore_train_state(state, source, group=group)
     if start.intention == "continue" and "lr_scheduler" in taken:
-        _report_schedule(
-            storage.read_state(source, "lr_scheduler"), state.schedule, step=state.progress.step
-        )
+        old = storage.on_first_rank(lambda: storage.read_state(source, "lr_scheduler"), group=group)
+        _report_schedule(source, old, state.schedule, step=state.progress.step)
     patterns.report(group=group)
     _report(start, taken=taken, step=manifest["step"])
+    if start.leaves_later:
+        leave_later_steps(source, group=group)
 
 
 def _restore_plain(
@@ -151,8 +155,28 @@ def _restore_plain(
         logger.info("Not read, as no parameters: %d entries: %s", len(beside), shown)
 
 
+def _restore_position(state: RunState, start: Start, *, group: dist.ProcessGroup) -> None:
+    stored = storage.on_first_rank(
+        lambda: checked_kinds(
+            storage.read_state(start.source, "dataloader"),
+            kinds={"position": int, "fingerprint": dict},
+        ),
+        group=group,
+    )
+    try:
+        state.loader.load_state_dict(stored)
+    except DataError:
+        # left out once is not left out at each restart, but in other data there is no other way
+        if "dataloader" not in start.left_out_before:
+            raise
+        logger.info("Not loaded, as these are other data: dataloader")
+
+
 def _restore_train_state(state: RunState, source: Path, *, group: dist.ProcessGroup) -> None:
-    train_state = storage.read_state(source, "train_state")
+    kinds = {"step": int, "tokens_seen": int, "world_size": int}
+    train_state = storage.on_first_rank(
+        lambda: checked_kinds(storage.read_state(source, "train_state"), kinds=kinds), group=group
+    )
     state.progress.step = train_state["step"]
     state.progress.tokens_seen = train_state["tokens_seen"]
     if train_state["world_size"] != dist.get_world_size():
@@ -189,11 +213,19 @@ def _report(start: Start, *, taken: list[str], step: int) -> None:
         logger.info("Settings that are new:\n  %s", "\n  ".join(start.differences))
 
 
-def _report_schedule(old: Mapping[str, Any], new: Mapping[str, Any], *, step: int) -> None:
+def _report_schedule(
+    source: Path, old: Mapping[str, Any], new: Mapping[str, Any], *, step: int
+) -> None:
     """Log the learning rate as it was planned and as it is now, from the next step on."""
     if old == new:
         return
-    rates = schedule_table(old, new, step=step)
+    try:
+        rates = schedule_table(old, new, step=step)
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{source}/lr_scheduler holds no schedule: {error}; leave it out: "
+            f'checkpoint.exclude_from_loading = ["lr_scheduler"]'
+        ) from error
     rows = [f"{at:>10} {before:>12.6g} {now:>12.6g}" for at, before, now in rates]
     head = f"{'step':>10} {'old lr':>12} {'new lr':>12}"
     logger.info("The learning rate is planned anew:\n%s", "\n".join([head, *rows]))

@@ -33,7 +33,9 @@ class Staging:
         """Return the components with all tensors copied; the copy before must be done with."""
         copies = {
             name: Component(
-                tensors={key: self._copy((name, key), t) for key, t in component.tensors.items()},
+                tensors=None
+                if component.tensors is None
+                else {key: self._copy((name, key), t) for key, t in component.tensors.items()},
                 state=component.state,
             )
             for name, component in components.items()

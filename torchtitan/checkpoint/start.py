@@ -14,17 +14,19 @@ recovered whole: a job that was killed is started again with the command that st
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 
-from torchtitan.base.errors import CheckpointError
+from torchtitan.base.errors import CheckpointError, UserError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.metadata import METADATA
 from torchtitan.config.schema import CheckpointConfig
+from torchtitan.mesh.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
 Intention = Literal["recover", "continue", "finetune"]
@@ -43,6 +45,11 @@ class Start:
     """Settings that shape the training and are not those of the checkpoint."""
     is_plain: bool = False
     """Whether the source is a DCP folder of another writer, without our manifest."""
+    left_out_before: tuple[str, ...] = ()
+    """What the job that saved the source had left out already, so that it is in the source now."""
+    leaves_later: bool = False
+    """Whether the run goes back: later steps in the source's folder are of a course that it
+    leaves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +60,35 @@ class Comparison:
     """Settings that shape the training and differ, one line each."""
     same_loading: bool
     """Whether that job was also told to load the same way."""
+    same_exclusion: bool
+    """Whether that job was told to leave out the same."""
+    load_step: int
+    """The step that that job was told to go back to; -1: none."""
+
+    @property
+    def is_same_job(self) -> bool:
+        """Whether that job was this one, as far as the training goes."""
+        return self.same_loading and not self.differences
 
 
 Compare = Callable[[Mapping[str, Any]], Comparison]
 """From a checkpoint's manifest to the comparison with this job."""
+
+
+def stored_layout(manifest: Mapping[str, Any]) -> ParallelDims:
+    """Return the layout of the ranks that saved a checkpoint.
+
+    Raises:
+        CheckpointError: The manifest names axes or degrees that are none.
+    """
+    layout = manifest["layout"]
+    known = {axis.name for axis in fields(ParallelDims)}
+    if not known.issuperset(layout) or not all(type(n) is int for n in layout.values()):
+        raise CheckpointError(
+            f"a {storage.MANIFEST} must give the layout by {', '.join(sorted(known))}, got "
+            f"{layout}; use another checkpoint, or the version that wrote this one"
+        )
+    return ParallelDims(**layout)
 
 
 def choose_start(
@@ -67,13 +99,15 @@ def choose_start(
     Raises:
         CheckpointError: What was asked for is not there, or the mode does not allow what differs.
     """
-    own = _own_checkpoint(settings, folder=folder, group=group)
+    own = _own_checkpoint(settings, folder=folder, compare=compare, group=group)
     if own is not None:
         if settings.initial_load_path is not None:
             logger.info(
                 "checkpoint.initial_load_path is not read: %s, of this run itself, comes first", own
             )
-        return _start_from_own(settings, own, comparison=_compared(own, compare, group=group))
+        start = _start_from_own(settings, own, comparison=_compared(own, compare, group=group))
+        goes_back = own.name == f"step-{settings.load_step}" and not settings.load_only
+        return replace(start, leaves_later=goes_back)
     if settings.initial_load_path is not None:
         source = find_source(Path(settings.initial_load_path), settings=settings, group=group)
         intention: Intention = "finetune" if settings.initial_load_model_only else settings.mode
@@ -101,9 +135,20 @@ def _compared(source: Path, compare: Compare, *, group: dist.ProcessGroup) -> Co
 
 
 def _start_from_own(settings: CheckpointConfig, own: Path, *, comparison: Comparison) -> Start:
-    if comparison.same_loading and not comparison.differences:
-        return Start(source=own, intention="recover")
-    if settings.mode == "continue" and "train_state" in settings.exclude_from_loading:
+    continues = settings.mode == "continue"
+    before = settings.exclude_from_loading if continues and comparison.same_exclusion else ()
+    if comparison.is_same_job:
+        return Start(source=own, intention="recover", left_out_before=before)
+    if before:
+        # what began anew then is trained now: to leave it out again would throw that away
+        logger.info(
+            "checkpoint.exclude_from_loading is not applied again: %s was saved by a job that had "
+            "left out the same",
+            own,
+        )
+        start = _start_from(settings, own, comparison=comparison)
+        return replace(start, exclude=(), left_out_before=before)
+    if continues and "train_state" in settings.exclude_from_loading:
         raise CheckpointError(
             f'checkpoint.exclude_from_loading with "train_state" starts at step 0, beside {own}, '
             f"which would stay the newest; name it by checkpoint.initial_load_path and choose "
@@ -124,30 +169,89 @@ def _start_from(settings: CheckpointConfig, source: Path, *, comparison: Compari
     return Start(source=source, intention="recover")
 
 
-def refuse_differences(place: Path, differences: tuple[str, ...]) -> None:
-    """Raise CheckpointError with the settings that make this job another training, if any."""
-    if differences:
-        raise CheckpointError(
-            f"{place} was made by a job with other settings:\n  "
-            + "\n  ".join(differences)
-            + "\nrestore these settings to recover that run; or go on from its checkpoint with the "
-            "new ones: --checkpoint.mode continue (or finetune with initial_load_path: weights "
-            "alone); or choose another --job.dump_folder to begin a new run"
-        )
+def refuse_differences(
+    place: Path, differences: tuple[str, ...], *, has_checkpoint: bool = True
+) -> None:
+    """Raise CheckpointError with the settings that make this job another training, if any.
+
+    `has_checkpoint`: whether `place` is or has a checkpoint that a job could go on from.
+    """
+    if not differences:
+        return
+    ways = "restore these settings to recover that run; or go on from its checkpoint with the new "
+    ways += "ones: --checkpoint.mode continue (or finetune with initial_load_path: weights alone); "
+    if not has_checkpoint:
+        ways = "it holds results but no checkpoint to go on from: restore these settings; "
+    raise CheckpointError(
+        f"{place} was made by a job with other settings:\n  "
+        + "\n  ".join(differences)
+        + f"\n{ways}or choose another --job.dump_folder to begin a new run"
+    )
 
 
 def _own_checkpoint(
-    settings: CheckpointConfig, *, folder: Path, group: dist.ProcessGroup
+    settings: CheckpointConfig, *, folder: Path, compare: Compare, group: dist.ProcessGroup
 ) -> Path | None:
-    wanted = settings.load_step
+    wanted, verify = settings.load_step, settings.verify_on_load
     if wanted == -1:
-        return _newest(folder, verify=settings.verify_on_load, group=group, finish=True)
-    steps = storage.on_first_rank(lambda: storage.find_steps(folder), group=group)
+        return _newest(folder, verify=verify, group=group, finish=True)
+    steps = storage.on_first_rank(lambda: _finish_and_find(folder), group=group)
     if wanted not in steps:
         raise CheckpointError(
             f"checkpoint.load_step {wanted} is not in {folder}; it holds {steps or 'no checkpoint'}"
         )
-    return _checked(folder / f"step-{wanted}", verify=settings.verify_on_load, group=group)
+    if not settings.load_only:
+        later = [folder / f"step-{step}" for step in reversed(steps) if step > wanted]
+        newest = _newest_of_this_job(later, settings=settings, compare=compare, group=group)
+        if newest is not None:
+            logger.info("%s is of this job, which went back to step %d before", newest, wanted)
+            return newest
+    return _checked(folder / f"step-{wanted}", verify=verify, group=group)
+
+
+def _finish_and_find(folder: Path) -> list[int]:
+    storage.finish_commits(folder)
+    return storage.find_steps(folder)
+
+
+def _newest_of_this_job(
+    later: Sequence[Path],
+    *,
+    settings: CheckpointConfig,
+    compare: Compare,
+    group: dist.ProcessGroup,
+) -> Path | None:
+    """Return the newest whole one of `later` if this very job saved it, which was killed after it
+    had gone back to `load_step`; it would go back at each restart. Damaged ones do not count."""
+    for checkpoint in later:
+        try:
+            found = _compared(checkpoint, compare, group=group)
+        except UserError as error:  # the same on all ranks
+            logger.warning("%s cannot be compared with this job: %s", checkpoint, error)
+            continue
+        if found.load_step != settings.load_step or not found.is_same_job:
+            return None
+        mistakes = storage.verify(checkpoint, group=group) if settings.verify_on_load else []
+        if not mistakes:
+            return checkpoint
+        logger.warning("%s is damaged and is not used: %s", checkpoint, storage.summary(mistakes))
+    return None
+
+
+def leave_later_steps(source: Path, *, group: dist.ProcessGroup) -> None:
+    """Set aside the steps after `source`, so that none is taken for one of the course from here.
+
+    Before the first step of the new course: a later start then finds one course alone.
+    """
+    step = int(source.name.rpartition("-")[2])
+    aside = storage.on_first_rank(lambda: storage.set_aside_after(source.parent, step), group=group)
+    if aside:
+        logger.warning(
+            "Steps after %d are of the course that is left, and set aside in %s: %s",
+            step,
+            source.parent,
+            ", ".join(path.name for path in aside),
+        )
 
 
 def _newest(
@@ -172,6 +276,15 @@ def _is_plain(path: Path) -> bool:
     return (path / METADATA).is_file() and not (path / storage.MANIFEST).is_file()
 
 
+def _plain_steps(folder: Path) -> list[str]:
+    """Return the newest step folders of another writer, where there is none of ours."""
+    steps = storage.list_steps(folder)
+    if any(has_manifest for _, has_manifest in steps):
+        return []
+    paths = [folder / f"step-{step}" for step, _ in reversed(steps)]
+    return [str(path) for path in paths if _is_plain(path)][:3]
+
+
 def find_source(path: Path, *, settings: CheckpointConfig, group: dist.ProcessGroup) -> Path:
     """Return the folder that `path` means: a step's, which is itself, the newest in it or the run's
     newest, or a DCP folder of another writer.
@@ -187,6 +300,12 @@ def find_source(path: Path, *, settings: CheckpointConfig, group: dist.ProcessGr
         logger.info("%s cannot be verified: it has no checksums", path)
         return path
     for folder in (path, path / settings.folder):
+        plain = storage.on_first_rank(partial(_plain_steps, folder), group=group)
+        if plain:
+            raise CheckpointError(
+                f"checkpoint.initial_load_path {path} holds steps of another writer, without "
+                f"checksums to find the newest whole one by; name one: {', '.join(plain)}"
+            )
         newest = _newest(folder, verify=verify, group=group)
         if newest is not None:
             return newest

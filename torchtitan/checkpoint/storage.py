@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.files import (
+    Content,
     FileRecord,
     HashingFileSystem,
+    checked_kinds,
     read_json,
     write_json,
     write_sealed_json,
@@ -34,8 +36,10 @@ from torchtitan.checkpoint.folders import (
     delete,
     draft_of,
     find_steps,
+    finish_commits,
+    list_steps,
     make_draft,
-    set_aside,
+    set_aside_after,
 )
 from torchtitan.checkpoint.metadata import TensorReader, is_tensor, read_metadata
 from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank, reason, union
@@ -46,27 +50,31 @@ __all__ = [
     "Component",
     "delete",
     "find_steps",
+    "finish_commits",
+    "list_steps",
     "newest_whole",
     "on_first_rank",
     "read_manifest",
     "read_state",
     "read_tensors",
-    "set_aside",
+    "set_aside_after",
     "stored_names",
     "summary",
     "verify",
     "write",
 ]
 STATE = "state.json"
+_MANIFEST_KINDS = {"step": int, "components": list, "layout": dict, "config": str}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
     """One independently loadable part of a checkpoint."""
 
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] | None = None
     """Plain tensors, which every rank holds alike, or DTensors, or tensors of one rank by its
-    name."""
+    name; they may be none on this rank, or on all of them. None, on all ranks alike: a component
+    that has no tensors by its nature."""
     state: Mapping[str, Any] | None = None
     """What is no tensor, as JSON can hold it; the same on every rank."""
 
@@ -87,8 +95,9 @@ def write(
         on_first_rank(lambda: make_draft(target, list(components)), group=group)
         records: dict[str, FileRecord] = {}
         for name, component in components.items():
-            written = _save_tensors(component.tensors, draft_of(target) / name, group=group)
-            records |= {f"{name}/{file}": record for file, record in written.items()}
+            if component.tensors is not None:
+                written = _save_tensors(component.tensors, draft_of(target) / name, group=group)
+                records |= {f"{name}/{file}": record for file, record in written.items()}
         everyone = on_every_rank(lambda: records, group=group)
         on_first_rank(lambda: _commit(target, components, manifest, everyone), group=group)
     except (CheckpointError, CheckpointException) as error:
@@ -105,10 +114,10 @@ def _save_tensors(
 ) -> dict[str, FileRecord]:
     """Write a component's tensors, and return the records of the files that this rank wrote."""
     files = HashingFileSystem()
-    if tensors:
-        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
-        writer.fs = files  # it syncs each file when it is closed
-        dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
+    writer.fs = files  # it syncs each file when it is closed
+    # also without tensors, as SGD's state is: other ranks may have some, and readers want metadata
+    dcp.save(dict(tensors), storage_writer=writer, process_group=group)
     return files.records
 
 
@@ -146,7 +155,7 @@ def _free_space(target: Path) -> str:
     return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB are free there"
 
 
-def read_state(checkpoint: Path, component: str) -> dict[str, Any]:
+def read_state(checkpoint: Path, component: str) -> Content:
     """Return what a component knows beside its tensors.
 
     Raises:
@@ -155,13 +164,13 @@ def read_state(checkpoint: Path, component: str) -> dict[str, Any]:
     return read_json(checkpoint / component / STATE)
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
+def read_manifest(checkpoint: Path) -> Content:
     """Return what the checkpoint says of itself.
 
     Raises:
-        CheckpointError: The file is missing or not a JSON object.
+        CheckpointError: The file is missing or not a JSON object, or an entry is of another kind.
     """
-    return read_json(checkpoint / MANIFEST)
+    return checked_kinds(read_json(checkpoint / MANIFEST), kinds=_MANIFEST_KINDS)
 
 
 def stored_names(

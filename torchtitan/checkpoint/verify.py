@@ -85,22 +85,25 @@ def _lacks(has_manifest: bool) -> list[str]:
 def _survey(checkpoint: Path) -> tuple[list[str], dict[str, FileRecord]]:
     """Compare the manifest with the names and sizes on disk; return mistakes and what to hash."""
     path = checkpoint / MANIFEST
-    if not path.is_file():
-        return [f"{MANIFEST} is missing"], {}
-    if not seal_is_whole(path):
-        return [f"{MANIFEST} is damaged: its checksum differs"], {}
     try:
+        if not path.is_file():
+            return [f"{MANIFEST} is missing"], {}
+        if not seal_is_whole(path):
+            return [f"{MANIFEST} is damaged: its checksum differs"], {}
         listed = _records(read_json(path)["files"])
+        sizes = {
+            p.relative_to(checkpoint).as_posix(): p.stat().st_size
+            for p in checkpoint.rglob("*")
+            if not p.is_dir()
+        }
+    except OSError as error:  # a bad disk or missing rights: an older one may be readable
+        return [f"it cannot be read: {error}"], {}
     except (CheckpointError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST} lists no files with their checksums: {error}"], {}
-    sizes = {
-        p.relative_to(checkpoint).as_posix(): p.stat().st_size
-        for p in checkpoint.rglob("*")
-        if not p.is_dir()
-    }
-    del sizes[MANIFEST]
     mistakes = [f"{name} is missing" for name in listed.keys() - sizes.keys()]
-    mistakes += [f"{name} does not belong to it" for name in sizes.keys() - listed.keys()]
+    if strays := sorted(sizes.keys() - listed.keys() - {MANIFEST}):
+        # as file managers leave: nothing reads them
+        logger.warning("%s holds files that do not belong to it: %s", checkpoint, summary(strays))
     to_hash = {}
     for name in listed.keys() & sizes.keys():
         if sizes[name] == listed[name].size:

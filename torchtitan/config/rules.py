@@ -38,10 +38,7 @@ def broken_rules(config: Config) -> Iterator[Broken]:
 
 def _job(config: Config) -> Iterator[Broken]:
     name = config.job.save_config_file
-    if name is None:
-        return
-    inside = os.path.normpath(name)  # as text: the folder need not be there yet
-    if os.path.isabs(name) or inside == "." or inside.split(os.sep)[0] == "..":
+    if name is not None and (_leads_outside(name) or os.path.normpath(name) == "."):
         yield Broken(
             ("job.save_config_file",),
             f'must be a file inside dump_folder, got "{name}"; write a name alone, as "job.toml"',
@@ -58,6 +55,11 @@ def _profiling(config: Config) -> Iterator[Broken]:
             f"must be at least profiler_warmup + profiler_active ({profiling.profiler_warmup} + "
             f"{profiling.profiler_active}), got {profiling.profile_freq}; try {needed}",
         )
+
+
+def _leads_outside(name: str) -> bool:
+    # as text: the folder need not be there yet
+    return os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == ".."
 
 
 def _data(config: Config) -> Iterator[Broken]:
@@ -169,6 +171,13 @@ def _pipeline(config: Config) -> Iterator[Broken]:
 
 def _checkpoint(config: Config) -> Iterator[Broken]:
     checkpoint = config.checkpoint
+    if _leads_outside(checkpoint.folder):
+        # dump_folder is what a run locks
+        yield Broken(
+            ("checkpoint.folder",),
+            f'must be a folder inside dump_folder, got "{checkpoint.folder}"; write a name alone, '
+            f'as "checkpoint", and choose the place by job.dump_folder',
+        )
     if checkpoint.load_step < -1:
         yield Broken(
             ("checkpoint.load_step",),

@@ -200,7 +200,7 @@ class CheckpointConfig:
     enable: bool = False
     """Save checkpoints, and resume from the newest one in the folder."""
     folder: Text = "checkpoint"
-    """Folder of the checkpoints, inside dump_folder."""
+    """Folder of the checkpoints, always inside dump_folder."""
     interval: PositiveInt = 500
     """Save every this many steps; the last step is always saved."""
     enable_first_step_checkpoint: bool = False
@@ -212,11 +212,11 @@ class CheckpointConfig:
     """disabled: training waits for the files. async: it waits for a copy in memory alone.
     async_with_pinned_mem: the same from GPUs, into page-locked memory."""
     keep_latest_k: NonNegativeInt = 10
-    """Whole checkpoints to keep, older ones are deleted; 0 keeps all."""
+    """Whole checkpoints to keep beside that of load_step, older ones are deleted; 0 keeps all."""
     load_step: int = -1
-    """Resume from this step; -1: the newest."""
+    """Go back to this step, and set aside all later ones; -1: the newest."""
     load_only: bool = False
-    """Resume, but never save."""
+    """Resume, but never save; figures go to metrics.load_only.jsonl."""
     mode: Literal["recover", "continue", "finetune"] = "recover"
     """recover: the same run, everything, and no setting that shapes the training may differ.
     continue: weights, optimizer and data position under other settings. finetune: the weights of

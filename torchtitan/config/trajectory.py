@@ -70,8 +70,16 @@ class Job:
         return None if self.dp is None else training.local_batch_size * self.dp
 
 
-def trajectory_differences(then: Job, now: Job) -> list[str]:
-    """Say which settings that shape the training differ, one line each."""
+PLACES_OF_DATA = {("training", "dataset_path"), ("model", "tokenizer_path")}
+"""Say nothing where a fingerprint of the data and the tokenizer themselves is compared."""
+
+
+def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False) -> list[str]:
+    """Say which settings that shape the training differ, one line each.
+
+    `data_is_checked`: the data's fingerprint is compared elsewhere, and where they lie is no
+    matter.
+    """
     before, after = _resolved(then), _resolved(now)
     if then.global_batch and now.global_batch:
         # what counts is the batch that results: cut into other microbatches it is the same one
@@ -89,7 +97,9 @@ def trajectory_differences(then: Job, now: Job) -> list[str]:
         f"{'.'.join(path)}: stored {literal(before[path])}, now {literal(after[path])}"
         + remarks.get(path, "")
         for path in after
-        if before[path] != after[path] and not _is_ignored(path)
+        if before[path] != after[path]
+        and not _is_ignored(path)
+        and not (data_is_checked and path in PLACES_OF_DATA)
     ]
 
 

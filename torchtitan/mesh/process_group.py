@@ -124,11 +124,12 @@ def leave(exit_code: int) -> None:
     """End this process without running destructors, once its output is flushed.
 
     A gloo group that is torn down while a peer still sends aborts now and then (exit code -6),
-    which would turn a finished run into a failed one.
+    which would turn a finished run into a failed one. After an error groups are not even taken
+    down: that waits for what is in flight in them, maybe with a peer that hangs.
     """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    if dist.is_initialized():
+    if exit_code == 0 and dist.is_initialized():
         dist.destroy_process_group()
     os._exit(exit_code)

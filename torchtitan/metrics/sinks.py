@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Row = dict[str, float]
+RECORD, TRIAL = "metrics", "load_only"
 
 # torchtitan's tags, so that runs of both can be laid over each other. A figure without one goes by
 # its own name.
@@ -68,8 +69,9 @@ class Sink(Protocol):
 class JsonlSink:
     """Append rows to a file of JSON lines; a row survives a crash of this process at once.
 
-    Rows of an earlier start beyond `resume_step` are dropped first: they are trained again. At 0 a
-    new training begins, and the rows of another one are kept beside it under a number. Raises
+    Rows of an earlier start beyond `resume_step` are dropped first: they are trained again. At 0
+    none is gone on from, whether another training made them or a start that was killed before its
+    first save, and they are kept beside it under a number. Raises
     DataError when the file holds something else than rows.
     """
 
@@ -180,19 +182,23 @@ def build_sinks(
     color: bool,
     job_config: Mapping[str, Any],
     description: str,
+    is_trial: bool = False,
 ) -> list[Sink]:
     """Return the sinks of this rank: files on rank 0, or on all ranks if asked; a console on each.
 
-    `folder`: the run's. `job_config`: all settings as plain values. Raises ConfigError for an
-    optional package that is missing.
+    `folder`: the run's. `job_config`: all settings as plain values. `is_trial`: what is trained now
+    will not be gone on from, so it has files of its own, and the run's stay as they are. Raises
+    ConfigError for an optional package that is missing.
     """
     sinks: list[Sink] = []
     everyone = metrics.save_for_all_ranks
     if rank == 0 or everyone:
-        file_name = f"metrics.rank_{rank}.jsonl" if rank else "metrics.jsonl"
-        sinks.append(JsonlSink(folder / file_name, resume_step=resume_step))
+        name = f"{RECORD}.{TRIAL}" if is_trial else RECORD
+        file = folder / (f"{name}.rank_{rank}.jsonl" if rank else f"{name}.jsonl")
+        sinks.append(JsonlSink(file, resume_step=0 if is_trial else resume_step))
         if metrics.enable_tensorboard:
             tb_folder = folder / metrics.save_tb_folder
+            tb_folder = tb_folder / TRIAL if is_trial else tb_folder
             sinks.append(
                 TensorBoardSink(
                     tb_folder / f"rank_{rank}" if everyone else tb_folder, resume_step=resume_step
@@ -244,7 +250,11 @@ def _set_aside(path: Path) -> None:
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
     free = next(name for name in names if not name.exists())
     path.rename(free)
-    logger.warning("%s held rows of another training; they are in %s now", path, free.name)
+    logger.warning(
+        "%s held rows of an earlier start, which is not gone on from; they are in %s now",
+        path,
+        free.name,
+    )
 
 
 def _replace(path: Path, *, lines: Sequence[str]) -> None:
