@@ -45,6 +45,8 @@ from torchtitan.optim.loss import cross_entropy_sum
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import build_schedule
 from torchtitan.parallel.build import build_execution, build_model
+from torchtitan.parallel.context import build_layout, build_shard, check_heads
+from torchtitan.parallel.context_layout import SequenceShard
 from torchtitan.parallel.execution import Execution
 from torchtitan.trainer import Run
 
@@ -65,6 +67,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     )
     tokens_per_step = training.local_batch_size * dims.dp * accumulation * training.seq_len
     spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
+    check_heads(architecture, parallelism=config.parallelism)
     group = build_group() if config.checkpoint.enable else None
     start = find_start(config, dims=dims, group=group)
     device = prepare_device(config.debug, local_rank=launch.local_rank)
@@ -73,13 +76,9 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
     progress = Progress()
     loader = build_loader(
-        config,
-        mesh=mesh,
-        accumulation=accumulation,
-        vocab_size=architecture.vocab_size,
-        progress=progress,
+        config, mesh=mesh, accumulation=accumulation, architecture=architecture, progress=progress
     )
-    model, execution = build_parts(
+    model, execution, shard = build_parts(
         config, spec=spec, architecture=architecture, mesh=mesh, device=device
     )
     optimizer = build_optimizer(model, settings=config.optimizer)
@@ -98,6 +97,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         mesh=mesh,
         model=model,
         execution=execution,
+        shard=shard,
         optimizer=optimizer,
         schedule=build_schedule(
             config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps
@@ -183,13 +183,13 @@ def build_loader(
     *,
     mesh: Mesh,
     accumulation: int,
-    vocab_size: int,
+    architecture: DecoderConfig,
     progress: Progress,
 ) -> Loader:
     """Build this rank's share of the data, tokenised first where that is not done yet."""
     training = config.training
     tokenizer = build_tokenizer(config.model.tokenizer_path)
-    check_vocabulary(tokenizer, model_vocab_size=vocab_size)
+    check_vocabulary(tokenizer, model_vocab_size=architecture.vocab_size)
     dataset = build_dataset(training, tokenizer=tokenizer, seed=config.debug.seed)
     global_batch_size = training.local_batch_size * mesh.dims.dp * accumulation
     if dataset.num_samples is not None and dataset.num_samples < global_batch_size:
@@ -227,8 +227,11 @@ def build_parts(
     architecture: DecoderConfig,
     mesh: Mesh,
     device: torch.device,
-) -> tuple[ModelParts, Execution]:
-    """Build this rank's parts of the model, and what runs batches through all of them."""
+) -> tuple[ModelParts, Execution, SequenceShard]:
+    """Build this rank's parts of the model, what runs batches through all of them, and what takes
+    this rank's part out of a batch."""
+    layout = build_layout(config.parallelism, seq_len=config.training.seq_len)
+    shard = build_shard(layout, mesh=mesh, device=device)
     model = build_model(
         spec,
         architecture=architecture,
@@ -239,7 +242,8 @@ def build_parts(
         device=device,
         seed=config.debug.seed,
     )
-    return model, build_execution(model, loss=cross_entropy_sum)
+    execution = build_execution(model, loss=cross_entropy_sum, positions_S=shard.positions_S)
+    return model, execution, shard
 
 
 def describe_schedule(config: Config) -> dict[str, Any]:

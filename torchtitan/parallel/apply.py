@@ -3,8 +3,8 @@
     tensor parallel -> context parallel -> activation checkpointing -> compile -> FSDP
 
 Each step wraps what the earlier ones left: recomputation must replay the sharded layers, the
-compiler must see the block with its checkpointing, and FSDP gathers around all of it. Tensor and
-context parallelism and compile are not built yet; their settings are refused by name.
+compiler must see the block with its checkpointing, and FSDP gathers around all of it. Tensor
+parallelism and compile are not built yet; their settings are refused by name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 from torchtitan.config.schema import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchtitan.mesh.dims import Mesh
 from torchtitan.parallel.activation import apply_activation_checkpointing
+from torchtitan.parallel.context import apply_context_parallel
 from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp
 
 
@@ -27,6 +28,7 @@ def parallelize(
     activation_checkpoint: ActivationCheckpointConfig,
 ) -> None:
     """Make `model`, still on the meta device, parallel in place."""
+    apply_context_parallel(model, mesh=mesh, parallelism=parallelism, seq_len=training.seq_len)
     apply_activation_checkpointing(
         model,
         mode=activation_checkpoint.mode,

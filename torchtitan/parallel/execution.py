@@ -49,16 +49,17 @@ class WholeModel:
 
     owns_loss = True
 
-    def __init__(self, model: Decoder, *, loss: LossFunction) -> None:
+    def __init__(self, model: Decoder, *, loss: LossFunction, positions_S: Tensor) -> None:
         self._model = model
         self._loss = loss
+        self._positions_S = positions_S
 
     def forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
         """Run one batch after the other, the loss of each divided by the same number."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=divisor.device)
         for index, batch in enumerate(batches):
             sync_gradients(self._model, last=index == len(batches) - 1)
-            loss = self._loss(self._model(batch["tokens"]), batch["labels"])
+            loss = self._run(batch)
             (loss / divisor).backward()
             loss_sum += loss.detach()
         return loss_sum
@@ -66,7 +67,10 @@ class WholeModel:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the summed loss of one batch."""
-        return self._loss(self._model(batch["tokens"]), batch["labels"]).double()
+        return self._run(batch).double()
 
     def after_update(self) -> None:
         """Do nothing: there are no copies."""
+
+    def _run(self, batch: Batch) -> Tensor:
+        return self._loss(self._model(batch["tokens"], self._positions_S), batch["labels"])
