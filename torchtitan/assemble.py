@@ -45,8 +45,7 @@ from torchtitan.optim.loss import cross_entropy_sum
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import build_schedule
 from torchtitan.parallel.build import build_execution, build_model
-from torchtitan.parallel.context import build_layout, build_shard, check_heads
-from torchtitan.parallel.context_layout import SequenceShard
+from torchtitan.parallel.context import build_shard, check_heads
 from torchtitan.parallel.execution import Execution
 from torchtitan.trainer import Run
 
@@ -76,9 +75,13 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
     progress = Progress()
     loader = build_loader(
-        config, mesh=mesh, accumulation=accumulation, architecture=architecture, progress=progress
+        config,
+        mesh=mesh,
+        accumulation=accumulation,
+        vocab_size=architecture.vocab_size,
+        progress=progress,
     )
-    model, execution, shard = build_parts(
+    model, execution = build_parts(
         config, spec=spec, architecture=architecture, mesh=mesh, device=device
     )
     optimizer = build_optimizer(model, settings=config.optimizer)
@@ -97,7 +100,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         mesh=mesh,
         model=model,
         execution=execution,
-        shard=shard,
+        shard=build_shard(config.parallelism, mesh=mesh),
         optimizer=optimizer,
         schedule=build_schedule(
             config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps
@@ -183,13 +186,13 @@ def build_loader(
     *,
     mesh: Mesh,
     accumulation: int,
-    architecture: DecoderConfig,
+    vocab_size: int,
     progress: Progress,
 ) -> Loader:
     """Build this rank's share of the data, tokenised first where that is not done yet."""
     training = config.training
     tokenizer = build_tokenizer(config.model.tokenizer_path)
-    check_vocabulary(tokenizer, model_vocab_size=architecture.vocab_size)
+    check_vocabulary(tokenizer, model_vocab_size=vocab_size)
     dataset = build_dataset(training, tokenizer=tokenizer, seed=config.debug.seed)
     global_batch_size = training.local_batch_size * mesh.dims.dp * accumulation
     if dataset.num_samples is not None and dataset.num_samples < global_batch_size:
@@ -205,16 +208,19 @@ def build_loader(
         dp_rank=mesh.dp_rank,
         dp_degree=mesh.dims.dp,
         settings=training.dataloader,
-        on_sample=build_sample_log(config, progress) if config.debug.log_sample_hashes else None,
+        on_sample=build_sample_log(config, mesh, progress)
+        if config.debug.log_sample_hashes
+        else None,
     )
 
 
-def build_sample_log(config: Config, progress: Progress) -> SampleLog:
+def build_sample_log(config: Config, mesh: Mesh, progress: Progress) -> SampleLog:
     """Build what writes down the samples that this rank draws."""
     return SampleLog(
         Path(config.job.dump_folder) / "samples",
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
+        writes=mesh.is_first_of_dp_rank,
         # samples are drawn for the step after the last one that is done
         step=lambda: progress.step + 1,
     )
@@ -227,11 +233,8 @@ def build_parts(
     architecture: DecoderConfig,
     mesh: Mesh,
     device: torch.device,
-) -> tuple[ModelParts, Execution, SequenceShard]:
-    """Build this rank's parts of the model, what runs batches through all of them, and what takes
-    this rank's part out of a batch."""
-    layout = build_layout(config.parallelism, seq_len=config.training.seq_len)
-    shard = build_shard(layout, mesh=mesh, device=device)
+) -> tuple[ModelParts, Execution]:
+    """Build this rank's parts of the model, and what runs batches through all of them."""
     model = build_model(
         spec,
         architecture=architecture,
@@ -242,8 +245,7 @@ def build_parts(
         device=device,
         seed=config.debug.seed,
     )
-    execution = build_execution(model, loss=cross_entropy_sum, positions_S=shard.positions_S)
-    return model, execution, shard
+    return model, build_execution(model, loss=cross_entropy_sum)
 
 
 def describe_schedule(config: Config) -> dict[str, Any]:

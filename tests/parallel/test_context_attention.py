@@ -77,26 +77,26 @@ def error(ours: Tensor, exact: Tensor) -> float:
     return ((ours.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
-def setup(case: Case) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], SequenceLayout]:
+def setup(case: Case) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Tensor]:
+    """Attention over all ranks, and the places of this rank's tokens."""
     group = dist.group.WORLD
     assert group is not None
-    layout = SequenceLayout(
-        degree=dist.get_world_size(), balancer=case.balancer, seq_len=case.seq_len
-    )
-    return build_attention(case.method, ranks=Ranks(group=group, layout=layout)), layout
+    layout = SequenceLayout(degree=dist.get_world_size(), balancer=case.balancer)
+    attend = build_attention(case.method, ranks=Ranks(group=group, layout=layout))
+    return attend, layout.positions(dist.get_rank(), seq_len=case.seq_len)
 
 
 def split(case: Case) -> dict[str, Tensor]:
     """This rank's part of the output and of the gradients."""
-    attend, layout = setup(case)
-    own = layout.positions(dist.get_rank())
+    attend, own = setup(case)
     return results(attend, [tensor[:, :, own] for tensor in inputs(case)])
 
 
 def together(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Put the ranks' parts back into the order of the sequence."""
-    layout = SequenceLayout(degree=len(parts), balancer=case.balancer, seq_len=case.seq_len)
-    positions = torch.cat([layout.positions(rank) for rank in range(len(parts))])
+    layout = SequenceLayout(degree=len(parts), balancer=case.balancer)
+    held = [layout.positions(rank, seq_len=case.seq_len) for rank in range(len(parts))]
+    positions = torch.cat(held)
     return {
         name: torch.cat([part[name] for part in parts], dim=2)[:, :, positions.argsort()]
         for name in parts[0]
@@ -235,8 +235,7 @@ class Watch(TorchDispatchMode):
 
 def wire(case: Case) -> tuple[dict[str, int], dict[str, int]]:
     """The calls of one forward and of one backward on this rank."""
-    attend, layout = setup(case)
-    own = layout.positions(dist.get_rank())
+    attend, own = setup(case)
     *given, grad = (tensor[:, :, own] for tensor in inputs(case))
     q, k, v = (tensor.detach().requires_grad_() for tensor in given)
     with Watch() as forward:
@@ -265,7 +264,7 @@ def test_each_method_is_another_one_on_the_wire(world: int, ranks: RankPool) -> 
 
 @contextmanager
 def logged_ring(log: list[str]) -> Iterator[None]:
-    """Write down when hops are sent off, when they are waited for and when attention is computed."""
+    """Write down when hops are sent off and waited for, and when attention is computed."""
     names = ("attend", "attend_backward", "Message")
     attend, backward, message = (getattr(context_attention, name) for name in names)
 
@@ -296,8 +295,7 @@ def logged_ring(log: list[str]) -> Iterator[None]:
 
 
 def order_of_events(case: Case) -> tuple[list[str], list[str]]:
-    attend, layout = setup(case)
-    own = layout.positions(dist.get_rank())
+    attend, own = setup(case)
     *given, grad = (tensor[:, :, own] for tensor in inputs(case))
     q, k, v = (tensor.detach().requires_grad_() for tensor in given)
     forward: list[str] = []

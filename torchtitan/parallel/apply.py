@@ -28,7 +28,7 @@ def parallelize(
     activation_checkpoint: ActivationCheckpointConfig,
 ) -> None:
     """Make `model`, still on the meta device, parallel in place."""
-    apply_context_parallel(model, mesh=mesh, parallelism=parallelism, seq_len=training.seq_len)
+    apply_context_parallel(model, mesh=mesh, parallelism=parallelism)
     apply_activation_checkpointing(
         model,
         mode=activation_checkpoint.mode,

@@ -6,7 +6,6 @@ build (meta) -> this rank's stages -> parallelize -> storage -> initial weights
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from torchtitan.config.schema import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchtitan.mesh.dims import Mesh
@@ -43,7 +42,7 @@ def build_model(
     return ModelParts([part])
 
 
-def build_execution(parts: ModelParts, *, loss: LossFunction, positions_S: Tensor) -> Execution:
-    """Build what runs batches, of tokens at these positions, through the parts."""
+def build_execution(parts: ModelParts, *, loss: LossFunction) -> Execution:
+    """Build what runs batches through the parts."""
     [model] = parts
-    return WholeModel(model, loss=loss, positions_S=positions_S)
+    return WholeModel(model, loss=loss)

@@ -8,7 +8,6 @@ of gradients is the sum over the sequence too.
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from torchtitan.base.errors import ConfigError
@@ -41,29 +40,24 @@ def check_heads(architecture: DecoderConfig, *, parallelism: ParallelismConfig) 
             )
 
 
-def build_layout(parallelism: ParallelismConfig, *, seq_len: int) -> SequenceLayout:
+def build_layout(parallelism: ParallelismConfig) -> SequenceLayout:
     """Return who holds which part of a sequence; one rank holds all of it."""
     return SequenceLayout(
         degree=parallelism.context_parallel_degree,
         balancer=parallelism.context_parallel_load_balancer,
-        seq_len=seq_len,
     )
 
 
-def build_shard(layout: SequenceLayout, *, mesh: Mesh, device: torch.device) -> SequenceShard:
+def build_shard(parallelism: ParallelismConfig, *, mesh: Mesh) -> SequenceShard:
     """Build what takes this rank's part out of a batch."""
-    return SequenceShard(layout, rank=mesh.data.get_local_rank("cp"), device=device)
+    return SequenceShard(build_layout(parallelism), rank=mesh.data.get_local_rank("cp"))
 
 
-def apply_context_parallel(
-    model: nn.Module, *, mesh: Mesh, parallelism: ParallelismConfig, seq_len: int
-) -> None:
+def apply_context_parallel(model: nn.Module, *, mesh: Mesh, parallelism: ParallelismConfig) -> None:
     """Let the blocks of `model` attend to what other ranks hold, in place."""
     if mesh.dims.cp == 1:
         return
-    ranks = Ranks(
-        group=mesh.data.get_group("cp"), layout=build_layout(parallelism, seq_len=seq_len)
-    )
+    ranks = Ranks(group=mesh.data.get_group("cp"), layout=build_layout(parallelism))
     attend = build_attention(parallelism.context_parallel_rotate_method, ranks=ranks)
     for block in model.layers.values():
         block.attention.attend = attend

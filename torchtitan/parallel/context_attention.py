@@ -28,7 +28,7 @@ from torch import Tensor
 
 from torchtitan.models.attention import causal_attention
 from torchtitan.parallel.context_kernels import attend, attend_backward, merge
-from torchtitan.parallel.context_layout import SequenceLayout
+from torchtitan.parallel.context_layout import Block, SequenceLayout
 
 Method = Literal["allgather", "ring", "alltoall", "ulysses"]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -50,6 +50,10 @@ class Ranks:
     def degree(self) -> int:
         """Number of ranks."""
         return self.layout.degree
+
+    def blocks(self, source: int, *, num_tokens: int) -> list[Block]:
+        """Return what this rank's queries attend to among the keys of another."""
+        return self.layout.blocks(self.rank, source=source, num_tokens=num_tokens)
 
 
 class Carrier(Protocol):
@@ -162,7 +166,7 @@ class _Attention(torch.autograd.Function):
         out_BHSD = torch.zeros(q_BHSD.shape, dtype=torch.float32, device=q_BHSD.device)
         lse_BHS = torch.full_like(out_BHSD[..., 0], -torch.inf)
         for source, (k, v) in carrier(ranks).visit(torch.stack((k_BKSD, v_BKSD))):
-            for block in ranks.layout.blocks(ranks.rank, source=source):
+            for block in ranks.blocks(source, num_tokens=q_BHSD.shape[2]):
                 rows, cols = block.rows, block.cols
                 piece_BHSD, piece_lse_BHS = attend(
                     q_BHSD[:, :, rows], k[:, :, cols], v[:, :, cols], causal=block.causal
@@ -187,7 +191,7 @@ class _Attention(torch.autograd.Function):
         for source, kv_2BKSD in carrier.visit(torch.stack((k_BKSD, v_BKSD))):
             k, v = kv_2BKSD
             dkv_2BKSD = torch.zeros_like(kv_2BKSD, dtype=torch.float32)
-            for block in ranks.layout.blocks(ranks.rank, source=source):
+            for block in ranks.blocks(source, num_tokens=q_BHSD.shape[2]):
                 rows, cols = block.rows, block.cols
                 dq, dk, dv = attend_backward(
                     grad_BHSD[:, :, rows],

@@ -33,14 +33,10 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceLayout:
-    """Sequences of `seq_len` tokens over `degree` ranks."""
+    """Sequences of any length, a multiple of `num_chunks`, over `degree` ranks."""
 
     degree: int
     balancer: Balancer
-    seq_len: int
-
-    def __post_init__(self) -> None:
-        assert self.seq_len % self.num_chunks == 0
 
     @property
     def chunks_a_rank(self) -> int:
@@ -52,18 +48,14 @@ class SequenceLayout:
         """Number of chunks of the whole sequence."""
         return self.degree * self.chunks_a_rank
 
-    @property
-    def chunk_len(self) -> int:
-        """Tokens of a chunk."""
-        return self.seq_len // self.num_chunks
-
     def chunks(self, rank: int) -> tuple[int, ...]:
         """Return the numbers of a rank's chunks, in the order in which it holds them: upwards."""
         return (rank, self.num_chunks - 1 - rank) if self.balancer == "headtail" else (rank,)
 
-    def positions(self, rank: int) -> Tensor:
-        """Return the places in the sequence of a rank's tokens, int64."""
-        length = self.chunk_len
+    def positions(self, rank: int, *, seq_len: int) -> Tensor:
+        """Return the places of a rank's tokens in a sequence, int64."""
+        assert seq_len % self.num_chunks == 0
+        length = seq_len // self.num_chunks
         return torch.cat([torch.arange(n * length, (n + 1) * length) for n in self.chunks(rank)])
 
     def order(self) -> list[int]:
@@ -71,10 +63,13 @@ class SequenceLayout:
         held = [chunk for rank in range(self.degree) for chunk in self.chunks(rank)]
         return [held.index(chunk) for chunk in range(self.num_chunks)]
 
-    def blocks(self, rank: int, *, source: int) -> list[Block]:
-        """Return what the queries of `rank` attend to among the keys of `source`."""
-        length, own = self.chunk_len, self.chunks(rank)
-        whole = slice(0, length * len(own))
+    def blocks(self, rank: int, *, source: int, num_tokens: int) -> list[Block]:
+        """Return what the queries of `rank` attend to among the keys of `source`.
+
+        `num_tokens` are those of one rank.
+        """
+        length, own = num_tokens // self.chunks_a_rank, self.chunks(rank)
+        whole = slice(0, num_tokens)
         if source == rank:
             return [Block(whole, whole, True)]  # held upwards, so causal as a whole
         blocks: list[Block] = []
@@ -89,18 +84,20 @@ class SequenceLayout:
 
 
 class SequenceShard:
-    """This rank's part of every sequence: tokens, labels and positions are cut in this one place.
+    """The one place where tokens, labels and positions are cut to a rank's part of the sequence."""
 
-    `positions_S` are the places of the rank's tokens in the sequence, int64, on the device.
-    """
-
-    def __init__(self, layout: SequenceLayout, *, rank: int, device: torch.device) -> None:
-        self.positions_S = layout.positions(rank).to(device)
-        self._layout = layout
+    def __init__(self, layout: SequenceLayout, *, rank: int) -> None:
+        self._layout, self._rank = layout, rank
 
     def take(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the rank's part of a batch whose tensors have shape (B, S)."""
+        """Return the rank's part of `tokens` and `labels` (B, S), and the `positions` of it.
+
+        A rank that holds all of the sequence gets what it gave: positions are then 0 to S - 1.
+        """
         if self._layout.degree == 1:
             return dict(batch)
-        assert all(tensor.shape[1] == self._layout.seq_len for tensor in batch.values())
-        return {name: tensor.index_select(1, self.positions_S) for name, tensor in batch.items()}
+        tokens_BS = batch["tokens"]
+        positions = self._layout.positions(self._rank, seq_len=tokens_BS.shape[1])
+        positions = positions.to(tokens_BS.device)
+        parts = {name: tensor.index_select(1, positions) for name, tensor in batch.items()}
+        return {**parts, "positions": positions}

@@ -16,7 +16,8 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.parallel.fsdp import sync_gradients
 
 Batch = Mapping[str, Tensor]
-"""`tokens` and `labels`, int64 of shape (B, S)."""
+"""`tokens` and `labels`, int64 of shape (B, S), and `positions` (S) where S is not all of the
+sequence."""
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """From logits and labels to the summed loss, float32, of this rank's tokens."""
 
@@ -49,10 +50,9 @@ class WholeModel:
 
     owns_loss = True
 
-    def __init__(self, model: Decoder, *, loss: LossFunction, positions_S: Tensor) -> None:
+    def __init__(self, model: Decoder, *, loss: LossFunction) -> None:
         self._model = model
         self._loss = loss
-        self._positions_S = positions_S
 
     def forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
         """Run one batch after the other, the loss of each divided by the same number."""
@@ -73,4 +73,5 @@ class WholeModel:
         """Do nothing: there are no copies."""
 
     def _run(self, batch: Batch) -> Tensor:
-        return self._loss(self._model(batch["tokens"], self._positions_S), batch["labels"])
+        logits = self._model(batch["tokens"], batch.get("positions"))
+        return self._loss(logits, batch["labels"])
