@@ -65,8 +65,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
     )
     tokens_per_step = training.local_batch_size * dims.dp * accumulation * training.seq_len
-    spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
-    check_heads(architecture, parallelism=config.parallelism)
+    spec, architecture = find_fitting_model(config)
     group = build_group() if config.checkpoint.enable else None
     start = find_start(config, dims=dims, group=group)
     device = prepare_device(config.debug, local_rank=launch.local_rank)
@@ -75,11 +74,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
     progress = Progress()
     loader = build_loader(
-        config,
-        mesh=mesh,
-        accumulation=accumulation,
-        vocab_size=architecture.vocab_size,
-        progress=progress,
+        config, mesh=mesh, accumulation=accumulation, architecture=architecture, progress=progress
     )
     model, execution = build_parts(
         config, spec=spec, architecture=architecture, mesh=mesh, device=device
@@ -131,6 +126,13 @@ def find_model(name: str, *, flavor: str) -> tuple[ModelSpec, DecoderConfig]:
             f"[model] flavor of {name} must be one of {', '.join(spec.flavors)}, got '{flavor}'"
         )
     return spec, spec.flavors[flavor]
+
+
+def find_fitting_model(config: Config) -> tuple[ModelSpec, DecoderConfig]:
+    """Look up the job's model, and refuse degrees that do not divide its sizes."""
+    spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
+    check_heads(architecture, parallelism=config.parallelism)
+    return spec, architecture
 
 
 def find_start(
@@ -186,13 +188,13 @@ def build_loader(
     *,
     mesh: Mesh,
     accumulation: int,
-    vocab_size: int,
+    architecture: DecoderConfig,
     progress: Progress,
 ) -> Loader:
     """Build this rank's share of the data, tokenised first where that is not done yet."""
     training = config.training
     tokenizer = build_tokenizer(config.model.tokenizer_path)
-    check_vocabulary(tokenizer, model_vocab_size=vocab_size)
+    check_vocabulary(tokenizer, model_vocab_size=architecture.vocab_size)
     dataset = build_dataset(training, tokenizer=tokenizer, seed=config.debug.seed)
     global_batch_size = training.local_batch_size * mesh.dims.dp * accumulation
     if dataset.num_samples is not None and dataset.num_samples < global_batch_size:

@@ -2,8 +2,9 @@
 
 float32, eight layers, a random number of valid labels a sample (so that ranks hold different
 numbers of them), 40 tokens to a sequence, and the same global batch: rounding is all that may
-differ, as in `test_layouts.py`. The weights of attention start ten times as large as they should: at the real
-size it is so even at first, and adds so little, that a wrong position is lost in rounding.
+differ, as in `test_layouts.py`. The weights of attention start ten times as large as they should:
+at the real size it is so even at first, and adds so little, that a wrong position is lost in
+rounding.
 """
 
 from __future__ import annotations
