@@ -126,7 +126,7 @@ def _sequence(config: Config) -> Iterator[Broken]:
                 "parallelism.tensor_parallel_degree",
                 "parallelism.enable_sequence_parallel",
             ),
-            f"must be a multiple of {parts} ({product}), got seq_len {seq_len}; "
+            f"seq_len must be a multiple of {parts} ({product}), got {seq_len}; "
             f"try {max(seq_len // parts, 1) * parts}",
         )
 
