@@ -33,13 +33,14 @@ BASE = (
     "--model.flavor=tiny8",
     "--training.seq_len=40",
     "--training.steps=10",
-    "--training.local_batch_size=4",
+    "--training.local_batch_size=8",
 )
 CP2 = "--parallelism.context_parallel_degree=2"
 CP4 = "--parallelism.context_parallel_degree=4"
 RING, ULYSSES = (f"--parallelism.context_parallel_rotate_method={m}" for m in ("ring", "ulysses"))
 CONTIGUOUS = "--parallelism.context_parallel_load_balancer=none"
 KEPT = "--parallelism.fsdp_reshard_after_forward=never"
+HALF = "--training.local_batch_size=4"
 REPLICATE = "--parallelism.data_parallel_replicate_degree=2"
 
 LAYOUTS = {
@@ -50,12 +51,12 @@ LAYOUTS = {
     "cp 4, ulysses": (4, (CP4, ULYSSES)),
     "cp 4, allgather, contiguous": (4, (CP4, CONTIGUOUS)),
     "cp 2, ulysses, contiguous": (2, (CP2, ULYSSES, CONTIGUOUS)),
-    "cp 2 x fsdp 2, ring": (4, (CP2, RING)),
-    "cp 2 x fsdp 2, allgather, kept": (4, (CP2, KEPT)),
-    "cp 2 x ddp 2, ring": (4, (CP2, RING, REPLICATE)),
+    "cp 2 x fsdp 2, ring": (4, (CP2, RING, HALF)),
+    "cp 2 x fsdp 2, allgather, kept": (4, (CP2, KEPT, HALF)),
+    "cp 2 x ddp 2, ring": (4, (CP2, RING, REPLICATE, HALF)),
     "cp 2, ring, recomputed": (2, (CP2, RING, "--activation_checkpoint.mode=full")),
     "cp 2, allgather, recomputed in part": (2, (CP2, "--activation_checkpoint.mode=selective")),
-    "cp 2, ring, one microbatch": (2, (CP2, RING, "--training.local_batch_size=8")),
+    "cp 2, ring, accumulating": (2, (CP2, RING, "--training.local_batch_size=2")),
 }
 
 
@@ -138,7 +139,8 @@ def test_a_rank_whose_labels_are_all_masked(
 ) -> None:
     """Its keys and values count all the same: gradients come from the other rank."""
     alone, split = (
-        [*jobs.write_job(tmp_path, name=name, cache=cache), *BASE] for name in ("alone", "split")
+        [*jobs.write_job(tmp_path, name=name, cache=cache), *BASE, "--training.steps=4"]
+        for name in ("alone", "split")
     )
     [reference] = ranks.run(train_on_the_second_half, alone, world=1)
     how = [CP2, CONTIGUOUS, f"--parallelism.context_parallel_rotate_method={method}"]
@@ -241,8 +243,7 @@ def count_hops(job: list[str]) -> list[str]:
 def test_recomputed_blocks_repeat_their_hops_on_all_ranks_alike(
     mode: str, again: int, ranks: RankPool, job: list[str]
 ) -> None:
-    once = ["--training.steps=1", "--training.local_batch_size=8"]
-    how = [CP4, RING, f"--activation_checkpoint.mode={mode}", *once]
+    how = [CP4, RING, f"--activation_checkpoint.mode={mode}", "--training.steps=1"]
     calls = ranks.run(count_hops, [*job, *how], world=4)
     assert all(own == calls[0] for own in calls)
     assert calls[0].count("block") == 8 + again
@@ -257,7 +258,12 @@ def test_another_degree_goes_on_at_the_next_sample(
     ranks: RankPool, job: list[str], tmp_path: Path, on_one_device: jobs.Result
 ) -> None:
     """cp 2 -> cp 4 -> one device -> cp 2 x fsdp 2, each sample logged once."""
-    for world, steps, layout in ((2, 2, [CP2]), (4, 5, [CP4, RING]), (1, 7, []), (4, 10, [CP2])):
+    for world, steps, layout in (
+        (2, 2, [CP2]),
+        (4, 5, [CP4, RING]),
+        (1, 7, []),
+        (4, 10, [CP2, HALF]),
+    ):
         result, *_ = ranks.run(
             train, [*job, LOGGED, *layout, f"--training.steps={steps}"], world=world
         )
@@ -271,7 +277,7 @@ def test_resume_is_exact(ranks: RankPool, tmp_path: Path, cache: Path) -> None:
         [*jobs.write_job(tmp_path, name=name, cache=cache), *BASE, CP2, RING]
         for name in ("through", "stopped")
     )
-    whole = ranks.run(train, [*through, "--training.steps=6"], world=4)
-    ranks.run(train, [*stopped, "--training.steps=3"], world=4)
-    resumed = ranks.run(train, [*stopped, "--training.steps=6"], world=4)
+    whole = ranks.run(train, [*through, "--training.steps=4"], world=2)
+    ranks.run(train, [*stopped, "--training.steps=2"], world=2)
+    resumed = ranks.run(train, [*stopped, "--training.steps=4"], world=2)
     assert [result.state_hash for result in resumed] == [result.state_hash for result in whole]
