@@ -36,6 +36,7 @@ from torchtitan.models.parts import ModelParts
 from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
 from torchtitan.optim.schedule import Schedule, set_lr
+from torchtitan.parallel.context_layout import SequenceShard
 from torchtitan.parallel.execution import Batch, Execution
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Run:
     mesh: Mesh
     model: ModelParts
     execution: Execution
+    shard: SequenceShard
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     loader: Loader
@@ -152,7 +154,8 @@ class Trainer:
         run, step = self.run, self.run.progress.step
         set_lr(run.optimizer, run.schedule(step))
         batches = [
-            {k: v.to(run.device, non_blocking=True) for k, v in b.items()} for b in microbatches
+            run.shard.take({k: v.to(run.device, non_blocking=True) for k, v in b.items()})
+            for b in microbatches
         ]
         num_valid = torch.stack([count_valid(batch["labels"]) for batch in batches]).sum()
         num_valid_global, votes, failed_saves = self._sum_over_ranks(num_valid)

@@ -135,7 +135,6 @@ def test_c4_is_refused_with_what_to_do(jobs: Jobs, dataset: str) -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("[parallelism]\ncontext_parallel_degree = 2", "context parallelism is not built yet"),
         ("[parallelism]\nexpert_parallel_degree = 8", "mixture-of-experts models"),
         ("[checkpoint]\ncreate_seed_checkpoint = true", "no seed checkpoint is needed"),
         ("[activation_checkpoint]\nmode = 'memory_budget'", "write mode = none, full or selective"),

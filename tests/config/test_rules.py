@@ -189,6 +189,23 @@ FILES = '[training]\ndataset = "files"\n'
             )
             for option in ("0", "-1", "1.5", "two", "", "²", "٣")
         ),
+        (
+            "[training]\nseq_len = 100\n[parallelism]\ncontext_parallel_degree = 3",
+            "[training] seq_len = 100: seq_len must be a multiple of 6 (context_parallel_degree 3 "
+            "x 2 chunks a rank under headtail), got 100; try 96",
+        ),
+        (
+            '[parallelism]\ncontext_parallel_degree = 3\ncontext_parallel_load_balancer = "none"',
+            "[parallelism] context_parallel_degree = 3: seq_len must be a multiple of 3 "
+            "(context_parallel_degree 3), got 2048; try 2046",
+        ),
+        (
+            "[training]\nseq_len = 4\n[parallelism]\ncontext_parallel_degree = 2\n"
+            "tensor_parallel_degree = 2",
+            "[training] seq_len = 4: seq_len must be a multiple of 8 (context_parallel_degree 2 x "
+            "2 chunks a rank under headtail x tensor_parallel_degree 2 under sequence "
+            "parallelism), got 4; try 8",
+        ),
     ],
 )
 def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
@@ -222,6 +239,11 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
         f"{PIPELINE}pipeline_parallel_num_microbatches = 2",
         f"{PIPELINE}pipeline_parallel_num_microbatches = 2\npipeline_parallel_microbatch_size = 4",
         "[parallelism]\npipeline_parallel_microbatch_size = 3",
+        "[training]\nseq_len = 12\n[parallelism]\ncontext_parallel_degree = 3",
+        "[training]\nseq_len = 9\n[parallelism]\ncontext_parallel_degree = 3\n"
+        'context_parallel_load_balancer = "none"',
+        "[training]\nseq_len = 4\n[parallelism]\ncontext_parallel_degree = 2\n"
+        "tensor_parallel_degree = 2\nenable_sequence_parallel = false",
     ],
 )
 def test_just_inside_the_rules(jobs: Jobs, text: str) -> None:

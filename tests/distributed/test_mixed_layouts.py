@@ -1,8 +1,8 @@
-"""Pipelines of tensor-parallel stages, under FSDP too: still the model of one device.
+"""Pipelines of tensor-parallel stages, of split sequences too: still the model of one device.
 
 What each axis does by itself is tested next door; here is what only mixes can break: the stream
 that travels is split along the sequence, logits along the vocabulary, and a gradient's norm is
-summed over four axes.
+summed over all axes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,23 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "pp 2 Interleaved1F1B x ddp 2 x tp 2": (8, (*pipeline("Interleaved1F1B"), *jobs.DDP, TP2)),
 }
+CP2 = "--parallelism.context_parallel_degree=2"
+RING = "--parallelism.context_parallel_rotate_method=ring"
+ULYSSES = "--parallelism.context_parallel_rotate_method=ulysses"
+# sequences split too
+SPLIT: dict[str, tuple[int, tuple[str, ...]]] = {
+    "cp 2 x tp 2": (4, (CP2, TP2)),
+    "cp 2 ring x tp 2, stream copied": (4, (CP2, RING, TP2, WHOLE[0])),
+    "cp 2 ulysses x tp 2": (4, (CP2, ULYSSES, TP2)),
+    "cp 2 x pp 2 1F1B": (4, (CP2, *pipeline("1F1B"))),
+    "cp 2 ring x pp 2 ZBV": (4, (CP2, RING, *pipeline("ZBVZeroBubble"))),
+    "cp 2 x pp 2 1F1B x tp 2": (8, (CP2, *pipeline("1F1B"), TP2)),
+}
 CHAIN = [
     (4, pipeline("ZBVZeroBubble")),  # x fsdp 2
     (4, (TP2,)),  # x fsdp 2
     (1, ()),
+    (4, (CP2, *pipeline("1F1B"))),
     (8, (*pipeline("1F1B"), TP2)),  # x fsdp 2
 ]
 
@@ -65,6 +78,15 @@ def test_the_same_model(
     for result in results:
         expected = references[False].evaluated if result.owns_loss else [0.0] * pj.STEPS
         assert result.evaluated == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", SPLIT)
+def test_the_same_model_of_split_sequences(
+    layout: str, ranks: RankPool, tmp_path: Path, cache: Path, references: dict[bool, Trained]
+) -> None:
+    world, arguments = SPLIT[layout]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *arguments]
+    assert_same_training(ranks.run(pj.train, job, world=world), references[False])
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])

@@ -19,6 +19,7 @@ from torchtitan.data.loader import accumulation_steps
 from torchtitan.mesh.dims import ParallelDims, resolve_dims
 from torchtitan.models import MODELS
 from torchtitan.models.spec import DecoderConfig, ModelSpec, flops_per_token, num_parameters
+from torchtitan.parallel.context import check_heads
 from torchtitan.parallel.pipeline_layout import PipelineLayout, plan_pipeline
 from torchtitan.parallel.tensor import check_tensor_parallel
 
@@ -48,6 +49,7 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     dims = resolve_dims(parallelism, world_size=world_size)
     spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
     check_tensor_parallel(architecture, parallelism=parallelism, seq_len=training.seq_len)
+    check_heads(architecture, parallelism=parallelism)
     return Layout(
         spec=spec,
         architecture=architecture,

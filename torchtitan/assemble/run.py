@@ -44,6 +44,7 @@ from torchtitan.optim.loss import build_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import build_schedule
 from torchtitan.parallel.build import build_model_and_execution
+from torchtitan.parallel.context import build_shard
 from torchtitan.parallel.execution import Execution
 from torchtitan.trainer import Run
 
@@ -85,6 +86,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         mesh=mesh,
         model=model,
         execution=execution,
+        shard=build_shard(config.parallelism, mesh=mesh),
         optimizer=optimizer,
         schedule=build_schedule(
             config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps
@@ -136,16 +138,19 @@ def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progre
         dp_rank=mesh.dp_rank,
         dp_degree=mesh.dims.dp,
         settings=training.dataloader,
-        on_sample=build_sample_log(config, progress) if config.debug.log_sample_hashes else None,
+        on_sample=build_sample_log(config, mesh, progress)
+        if config.debug.log_sample_hashes
+        else None,
     )
 
 
-def build_sample_log(config: Config, progress: Progress) -> SampleLog:
+def build_sample_log(config: Config, mesh: Mesh, progress: Progress) -> SampleLog:
     """Build what writes down the samples that this rank draws."""
     return SampleLog(
         Path(config.job.dump_folder) / "samples",
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
+        writes=mesh.is_first_of_dp_rank,
         # samples are drawn for the step after the last one that is done
         step=lambda: progress.step + 1,
     )

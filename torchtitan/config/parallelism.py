@@ -61,4 +61,13 @@ class ParallelismConfig:
     pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
     """Layers that the last norm and the output head count for; if not given, what they cost."""
     context_parallel_degree: Degree = 1
-    """Ranks that split the sequence."""
+    """Ranks that split each sequence."""
+    context_parallel_rotate_method: Literal["allgather", "ring", "alltoall", "ulysses"] = (
+        "allgather"
+    )
+    """How ranks attend to what others hold. allgather: all keys and values come at once; ring: they
+    pass from rank to rank (alltoall: torchtitan's name for it); ulysses: ranks exchange parts of
+    the sequence for parts of the heads."""
+    context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
+    """headtail: each rank holds a chunk near the head of the sequence and one near its tail, so
+    that all work alike; none: one contiguous chunk."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from torchtitan.config.schema import CheckpointConfig, Config
 
@@ -32,6 +33,7 @@ def broken_rules(config: Config) -> Iterator[Broken]:
     yield from _optimization(config)
     yield from _degrees(config)
     yield from _pipeline(config)
+    yield from _sequence(config)
     yield from _checkpoint(config)
     yield from _debug(config)
 
@@ -166,6 +168,32 @@ def _pipeline(config: Config) -> Iterator[Broken]:
         yield Broken(
             ("parallelism.module_fqns_per_model_part", f"{prefix}layers_per_stage"),
             f"lists the stages, but layers_per_stage = {layers} asks for others; remove one",
+        )
+
+
+def _sequence(config: Config) -> Iterator[Broken]:
+    parallelism, seq_len = config.parallelism, config.training.seq_len
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    if cp == 1:
+        return
+    factors = [(cp, f"context_parallel_degree {cp}")]
+    if parallelism.context_parallel_load_balancer == "headtail":
+        factors.append((2, "2 chunks a rank under headtail"))
+    if tp > 1 and parallelism.enable_sequence_parallel:
+        factors.append((tp, f"tensor_parallel_degree {tp} under sequence parallelism"))
+    parts = prod(factor for factor, _ in factors)
+    if seq_len % parts:
+        product = " x ".join(name for _, name in factors)
+        yield Broken(
+            (
+                "training.seq_len",
+                "parallelism.context_parallel_degree",
+                "parallelism.context_parallel_load_balancer",
+                "parallelism.tensor_parallel_degree",
+                "parallelism.enable_sequence_parallel",
+            ),
+            f"seq_len must be a multiple of {parts} ({product}), got {seq_len}; "
+            f"try {max(seq_len // parts, 1) * parts}",
         )
 
 

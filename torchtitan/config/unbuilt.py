@@ -44,7 +44,6 @@ _ASYNC_TENSOR = "asynchronous tensor parallelism needs torch.compile, which is n
 _SPLIT_POINTS = (
     "stages are not cut by split points; write module_fqns_per_model_part, the modules of each"
 )
-_CONTEXT = "context parallelism is not built yet; shard with data_parallel_shard_degree"
 _HF = "Hugging Face weights are not built yet; checkpoints are torch DCP folders"
 _VALIDATION = "validation is not built yet"
 _ESTIMATE = "memory estimation is not built yet; metrics report the peak of a real step"
@@ -79,14 +78,6 @@ UNBUILT: dict[Path, Unbuilt] = {
         "parallelism",
         _SPLIT_POINTS,
         pipeline_parallel_split_points=[],
-    ),
-    **_section("parallelism", _CONTEXT, context_parallel_degree=1),
-    **_section(
-        "parallelism",
-        _CONTEXT,
-        switch="parallelism.context_parallel_degree",
-        context_parallel_load_balancer="headtail",
-        context_parallel_rotate_method="allgather",
     ),
     **_section("parallelism", _MOE, expert_parallel_degree=1, expert_tensor_parallel_degree=1),
     **_section(

@@ -1,8 +1,8 @@
 """The hash of every sample that was trained on, for proof that none was skipped or repeated.
 
-Each rank writes the samples that it drew, in its own file: their number in the global order, the
-step, and a hash of the tokens as they go into the model, so that a wrong number shows too. The
-files of all ranks and starts together, sorted by number, tell what the run has seen.
+Of the ranks that draw the same samples one writes them, in its own file: their number in the global
+order, the step, and a hash of the tokens as they go into the model, so that a wrong number shows
+too. The files of all ranks and starts together, sorted by number, tell what the run has seen.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ def hash_tokens(tokens: torch.Tensor) -> str:
 
 
 class SampleLog:
-    """Append to `folder / rank_N.jsonl`; `step` tells the step that is being drawn.
+    """Append to `folder / rank_N.jsonl`, if this rank `writes`; `step` tells the step being drawn.
 
-    What an earlier start, of any number of ranks, drew in this step or later is dropped first.
+    What an earlier start, of any number of ranks, drew in this step or later is dropped first, by
+    all ranks.
     """
 
     def __init__(
-        self, folder: Path, *, rank: int, world_size: int, step: Callable[[], int]
+        self, folder: Path, *, rank: int, world_size: int, writes: bool, step: Callable[[], int]
     ) -> None:
         self._folder, self._rank, self._world_size = folder, rank, world_size
-        self._step = step
+        self._writes, self._step = writes, step
         self._begun = False
 
     def __call__(self, number: int, tokens: torch.Tensor) -> None:
@@ -39,6 +40,8 @@ class SampleLog:
         if not self._begun:
             self._drop_from(step)
             self._begun = True
+        if not self._writes:
+            return
         row = {"step": step, "index": number, "hash": hash_tokens(tokens)}
         path = self._folder / f"rank_{self._rank}.jsonl"
         with path.open("a", encoding="utf-8") as file:

@@ -67,8 +67,22 @@ class KVCache:
         return next(iter(self.layers.values())).length
 
 
+def causal_attention(
+    q_BHSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor
+) -> torch.Tensor:
+    """Attend from each query to the keys up to its own, or from one query to all keys."""
+    is_causal = q_BHSD.shape[2] > 1
+    return F.scaled_dot_product_attention(
+        q_BHSD, k_BKSD, v_BKSD, is_causal=is_causal, enable_gqa=True
+    )
+
+
 class Attention(nn.Module):
-    """Multi-head attention in which several query heads share one key/value head (GQA)."""
+    """Multi-head attention in which several query heads share one key/value head (GQA).
+
+    `attend` takes the queries, keys and values of the tokens at hand, and may be replaced by
+    something that knows of tokens elsewhere; decoding has a cache instead.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -78,6 +92,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.attend = causal_attention
 
     def forward(
         self, x_BSC: torch.Tensor, rope: Rope, cache: LayerCache | None = None
@@ -88,12 +103,10 @@ class Attention(nn.Module):
         k_BSKD = rope.rotate(self.wk(x_BSC).unflatten(-1, (-1, self.head_dim)))
         v_BSKD = self.wv(x_BSC).unflatten(-1, (-1, self.head_dim))
         q_BHSD, k, v = q_BSHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
-        if cache is not None:
+        if cache is None:
+            out_BHSD = self.attend(q_BHSD, k, v)
+        else:
             # the causal flag aligns first query with first key: right for a prompt or one token
             assert cache.length == 0 or q_BHSD.shape[2] == 1, "feed one token after the prompt"
-            k, v = cache.append(k, v)
-        is_causal = q_BHSD.shape[2] > 1
-        out_BHSD = F.scaled_dot_product_attention(
-            q_BHSD, k, v, is_causal=is_causal, enable_gqa=True
-        )
+            out_BHSD = causal_attention(q_BHSD, *cache.append(k, v))
         return self.wo(out_BHSD.transpose(1, 2).flatten(-2))

@@ -3,8 +3,8 @@
     tensor parallel -> context parallel -> activation checkpointing -> compile -> FSDP
 
 Each step wraps what the earlier ones left: recomputation must replay the sharded layers, the
-compiler must see the block with its checkpointing, and FSDP gathers around all of it. Context
-parallelism and compile are not built yet; their settings are refused by name.
+compiler must see the block with its checkpointing, and FSDP gathers around all of it. The
+compiler is not built yet; its settings are refused by name.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torchtitan.config.schema import ActivationCheckpointConfig, ParallelismConf
 from torchtitan.mesh.dims import Mesh
 from torchtitan.models.spec import TensorRole
 from torchtitan.parallel.activation import apply_activation_checkpointing
+from torchtitan.parallel.context import apply_context_parallel
 from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp
 from torchtitan.parallel.tensor import apply_tensor_parallel
 
@@ -40,6 +41,7 @@ def parallelize(
             sequence_parallel=parallelism.enable_sequence_parallel,
             loss_parallel=not parallelism.disable_loss_parallel,
         )
+    apply_context_parallel(model, mesh=mesh, parallelism=parallelism)
     apply_activation_checkpointing(
         model,
         mode=activation_checkpoint.mode,

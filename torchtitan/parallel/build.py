@@ -70,7 +70,7 @@ def build_model_and_execution(
         parts,
         layout=layout,
         shapes=shapes,
-        seq_len=training.seq_len,
+        seq_len=training.seq_len // mesh.dims.cp,
         loss=loss,
         group=mesh.params.get_group("pp"),
         device=device,

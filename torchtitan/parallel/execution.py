@@ -16,7 +16,8 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.parallel.fsdp import sync_gradients
 
 Batch = Mapping[str, Tensor]
-"""`tokens` and `labels`, int64 of shape (B, S)."""
+"""`tokens` and `labels`, int64 of shape (B, S), and `positions` (S) where S is not all of the
+sequence."""
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """From logits and labels to the summed loss, float32, of this rank's tokens."""
 
@@ -58,7 +59,7 @@ class WholeModel:
         loss_sum = torch.zeros((), dtype=torch.float64, device=divisor.device)
         for index, batch in enumerate(batches):
             sync_gradients(self._model, last=index == len(batches) - 1)
-            loss = self._loss(self._model(batch["tokens"]), batch["labels"])
+            loss = self._run(batch)
             (loss / divisor).backward()
             loss_sum += loss.detach()
         return loss_sum
@@ -66,7 +67,11 @@ class WholeModel:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the summed loss of one batch."""
-        return self._loss(self._model(batch["tokens"]), batch["labels"]).double()
+        return self._run(batch).double()
 
     def after_update(self) -> None:
         """Do nothing: there are no copies."""
+
+    def _run(self, batch: Batch) -> Tensor:
+        logits = self._model(batch["tokens"], batch.get("positions"))
+        return self._loss(logits, batch["labels"])

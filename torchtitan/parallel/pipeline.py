@@ -122,7 +122,9 @@ class Pipeline:
         )
 
     def _run(self, runtime: Runtime, batch: Batch) -> None:
-        positions_S = torch.arange(batch["tokens"].shape[1], device=self._device)
+        positions_S = batch.get("positions")
+        if positions_S is None:
+            positions_S = torch.arange(batch["tokens"].shape[1], device=self._device)
         runtime.run(batch["tokens"], batch["labels"], positions_S)
 
     def _count_loss(self, logits: Tensor, labels: Tensor) -> Tensor:

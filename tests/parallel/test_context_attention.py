@@ -1,0 +1,345 @@
+"""Attention over split sequences against full float64 attention, and what goes over the wire."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.rank_pool import RankPool
+from torchtitan.models.attention import causal_attention
+from torchtitan.parallel import context_attention
+from torchtitan.parallel.context_attention import Method, Ranks, build_attention
+from torchtitan.parallel.context_layout import Balancer, SequenceLayout
+
+METHODS: list[Method] = ["allgather", "ring", "ulysses"]
+BALANCERS = get_args(Balancer)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one comparison; no length is a power of two."""
+
+    method: Method
+    balancer: Balancer = "headtail"
+    dtype: torch.dtype = torch.float32
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    seq_len: int = 24 * 7
+    batch: int = 2
+    head_dim: int = 16
+
+
+def inputs(case: Case) -> list[Tensor]:
+    """q, k, v and the gradient of the output for whole sequences, in the dtype of the case."""
+    generator = torch.Generator().manual_seed(0)
+    heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads, case.num_heads)
+    # as the model hands them over: (B, S, H, D) transposed
+    return [
+        torch.randn(case.batch, case.seq_len, n, case.head_dim, generator=generator)
+        .to(case.dtype)
+        .transpose(1, 2)
+        for n in heads
+    ]
+
+
+def results(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: list[Tensor]
+) -> dict[str, Tensor]:
+    """The output and the gradients of q, k and v."""
+    *given, grad = tensors
+    q, k, v = (tensor.detach().requires_grad_() for tensor in given)
+    out = attend(q, k, v)
+    out.backward(grad)
+    grads = {name: x.grad for name, x in zip(("dq", "dk", "dv"), (q, k, v), strict=True)}
+    return {"out": out.detach(), **{name: x for name, x in grads.items() if x is not None}}
+
+
+def in_float64(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention by the textbook, with its matrix of scores."""
+    repeat = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double(), v.double()
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    hidden = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    return ((ours.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+def setup(case: Case) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Tensor]:
+    """Attention over all ranks, and the places of this rank's tokens."""
+    group = dist.group.WORLD
+    assert group is not None
+    layout = SequenceLayout(degree=dist.get_world_size(), balancer=case.balancer)
+    attend = build_attention(case.method, ranks=Ranks(group=group, layout=layout))
+    return attend, layout.positions(dist.get_rank(), seq_len=case.seq_len)
+
+
+def split(case: Case) -> dict[str, Tensor]:
+    """This rank's part of the output and of the gradients."""
+    attend, own = setup(case)
+    return results(attend, [tensor[:, :, own] for tensor in inputs(case)])
+
+
+def together(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Put the ranks' parts back into the order of the sequence."""
+    layout = SequenceLayout(degree=len(parts), balancer=case.balancer)
+    held = [layout.positions(rank, seq_len=case.seq_len) for rank in range(len(parts))]
+    positions = torch.cat(held)
+    return {
+        name: torch.cat([part[name] for part in parts], dim=2)[:, :, positions.argsort()]
+        for name in parts[0]
+    }
+
+
+def cases() -> list[Case]:
+    grouped = [(8, 4), (4, 4)]
+    return [
+        Case(method, balancer, dtype, num_heads=heads, num_kv_heads=kv_heads)
+        for method in METHODS
+        for balancer in BALANCERS
+        for dtype in (torch.float32, torch.bfloat16)
+        for heads, kv_heads in grouped
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_output_and_gradients(case: Case, world: int, ranks: RankPool) -> None:
+    """float32 within 1e-5 of float64; bfloat16 no further from it than 1.5 times one device."""
+    ours = together(case, ranks.run(split, case, world=world))
+    tensors = inputs(case)
+    exact = results(in_float64, [tensor.double() for tensor in tensors])
+    alone = results(causal_attention, tensors)
+    for name, expected in exact.items():
+        assert ours[name].dtype == case.dtype
+        tolerance = 1.5 * error(alone[name], expected) if case.dtype == torch.bfloat16 else 1e-5
+        assert error(ours[name], expected) <= tolerance, name
+
+
+def test_one_key_value_head_for_all(ranks: RankPool) -> None:
+    for method in ("allgather", "ring"):
+        case = Case(method, num_heads=6, num_kv_heads=1)  # type: ignore[arg-type]
+        ours = together(case, ranks.run(split, case, world=4))
+        exact = results(in_float64, inputs(case))
+        assert all(error(ours[name], exact[name]) <= 1e-5 for name in exact)
+
+
+def test_alltoall_is_torchtitans_name_of_the_ring(ranks: RankPool) -> None:
+    one, other = (ranks.run(wire, Case(name), world=2) for name in ("ring", "alltoall"))  # type: ignore[arg-type]
+    assert one == other
+
+
+# --- planted bugs
+
+
+def dropping_a_hop(case: Case) -> dict[str, Tensor]:
+    correct = context_attention.Ring.visit
+
+    def visit(self: Any, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
+        for hop, (source, tensor) in enumerate(correct(self, kv)):
+            yield (source, tensor) if hop != 1 else (dist.get_rank(), tensor * 0)
+
+    context_attention.Ring.visit = visit  # type: ignore[method-assign]
+    try:
+        return split(case)
+    finally:
+        context_attention.Ring.visit = correct  # type: ignore[method-assign]
+
+
+def averaging_pieces(case: Case) -> dict[str, Tensor]:
+    """Merge by a plain mean in the place of the weights."""
+    correct = context_attention.merge
+
+    def merge(out: Tensor, lse: Tensor, *, piece_BHSD: Tensor, piece_lse_BHS: Tensor) -> None:
+        first = torch.isinf(lse)[..., None]
+        out.copy_(torch.where(first, piece_BHSD, (out + piece_BHSD) / 2))
+        torch.logaddexp(lse, piece_lse_BHS, out=lse)
+
+    context_attention.merge = merge
+    try:
+        return split(case)
+    finally:
+        context_attention.merge = correct
+
+
+def keeping_the_gradients(case: Case) -> dict[str, Tensor]:
+    """Take the gradient of the own block for the sum of all ranks'."""
+    correct = context_attention.Ring.add
+
+    def add(self: Any, source: int, grad: Tensor) -> None:
+        if source == dist.get_rank():
+            self.own = grad
+        correct(self, source, grad.clone())
+
+    total = context_attention.Ring.total
+    context_attention.Ring.add = add  # type: ignore[method-assign]
+    context_attention.Ring.total = lambda self: (total(self), self.own)[1]  # type: ignore
+    try:
+        return split(case)
+    finally:
+        context_attention.Ring.add, context_attention.Ring.total = correct, total  # type: ignore
+
+
+@pytest.mark.parametrize(
+    ("bug", "wrong"),
+    [
+        (dropping_a_hop, {"out", "dq", "dk", "dv"}),
+        (averaging_pieces, {"out", "dq", "dk"}),
+        (keeping_the_gradients, {"dk", "dv"}),
+    ],
+)
+def test_a_planted_bug_is_seen(
+    bug: Callable[[Case], dict[str, Tensor]], wrong: set[str], ranks: RankPool
+) -> None:
+    case = Case("ring")
+    ours = together(case, ranks.run(bug, case, world=4))
+    exact = results(in_float64, inputs(case))
+    assert {name for name in exact if error(ours[name], exact[name]) > 1e-3} >= wrong
+
+
+# --- what goes over the wire
+
+
+class Watch(TorchDispatchMode):
+    """Counts what is called of c10d, and the elements of the largest tensor that any operator
+    makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            self.calls[name] += 1
+        for leaf in torch.utils._pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.largest = max(self.largest, leaf.numel())
+        return result
+
+
+def wire(case: Case) -> tuple[dict[str, int], dict[str, int]]:
+    """The calls of one forward and of one backward on this rank."""
+    attend, own = setup(case)
+    *given, grad = (tensor[:, :, own] for tensor in inputs(case))
+    q, k, v = (tensor.detach().requires_grad_() for tensor in given)
+    with Watch() as forward:
+        out = attend(q, k, v)
+    with Watch() as backward:
+        out.backward(grad)
+    return dict(forward.calls), dict(backward.calls)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_method_is_another_one_on_the_wire(world: int, ranks: RankPool) -> None:
+    expected = {
+        "ring": (
+            {"send": world - 1, "recv_": world - 1},
+            {"send": 2 * world - 1, "recv_": 2 * world - 1},  # gradients take one hop more: home
+        ),
+        "allgather": (
+            {"allgather_": 1},
+            {"allgather_": 1, "reduce_scatter_": 1},
+        ),
+        "ulysses": ({"alltoall_base_": 2}, {"alltoall_base_": 2}),
+    }
+    for method in METHODS:
+        assert ranks.run(wire, Case(method), world=world) == [expected[method]] * world
+
+
+@contextmanager
+def logged_ring(log: list[str]) -> Iterator[None]:
+    """Write down when hops are sent off and waited for, and when attention is computed."""
+    names = ("attend", "attend_backward", "Message")
+    attend, backward, message = (getattr(context_attention, name) for name in names)
+
+    class Logged(message):  # type: ignore[valid-type,misc]
+        def __init__(self, tensor: Tensor, *, ranks: Ranks) -> None:
+            log.append(f"send {tensor.dtype}, {tensor.shape[2]} heads")
+            super().__init__(tensor, ranks=ranks)
+
+        def receive(self) -> Tensor:
+            log.append("wait")
+            return super().receive()  # type: ignore[no-any-return]
+
+    def computing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            log.append("compute")
+            return function(*args, **kwargs)
+
+        return call
+
+    patched = (computing(attend), computing(backward), Logged)
+    for name, new in zip(names, patched, strict=True):
+        setattr(context_attention, name, new)
+    try:
+        yield
+    finally:
+        for name, old in zip(names, (attend, backward, message), strict=True):
+            setattr(context_attention, name, old)
+
+
+def order_of_events(case: Case) -> tuple[list[str], list[str]]:
+    attend, own = setup(case)
+    *given, grad = (tensor[:, :, own] for tensor in inputs(case))
+    q, k, v = (tensor.detach().requires_grad_() for tensor in given)
+    forward: list[str] = []
+    backward: list[str] = []
+    with logged_ring(forward):
+        out = attend(q, k, v)
+    with logged_ring(backward):
+        out.backward(grad)
+    return forward, backward
+
+
+def test_the_next_hop_is_in_flight_while_attention_is_computed(ranks: RankPool) -> None:
+    """And what travels are the key/value heads as they are, gradients in float32."""
+    case = Case("ring", dtype=torch.bfloat16)
+    hop, grads = "send torch.bfloat16, 4 heads", "send torch.float32, 4 heads"
+    for forward, backward in ranks.run(order_of_events, case, world=4):
+        assert forward == [hop, "compute", "wait"] * 3 + ["compute"]
+        first, middle = [hop, "compute", grads, "wait"], [hop, "compute", "wait", grads, "wait"]
+        assert backward == [*first, *middle, *middle, "compute", "wait", grads, "wait"]
+
+
+# --- memory
+
+
+def largest_tensor(case: Case) -> int:
+    with Watch() as watch:
+        split(case)
+    return watch.largest
+
+
+@pytest.mark.parametrize("balancer", BALANCERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_no_tensor_grows_with_the_square(
+    method: Method, balancer: Balancer, ranks: RankPool
+) -> None:
+    case = Case(method, balancer, seq_len=6000, batch=1, head_dim=8, num_heads=4, num_kv_heads=2)
+    for largest in ranks.run(largest_tensor, case, world=2):
+        assert 0 < largest < case.seq_len**2 / 64
+
+
+def test_a_mask_would_be_seen(ranks: RankPool) -> None:
+    def with_mask() -> None:
+        torch.ones(300, 300, dtype=torch.bool).tril()
+
+    with Watch() as watch:
+        with_mask()
+    assert watch.largest >= 300**2 / 64

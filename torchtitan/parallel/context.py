@@ -1,0 +1,63 @@
+"""Context parallelism: ranks share each sequence, so that memory falls with their number.
+
+Everything but attention works on each token by itself, so a rank computes its part of the sequence
+as if it were the whole, with the right positions (`SequenceShard`); attention alone looks further
+(`context_attention.py`). Parameters are sharded over these ranks as over those of FSDP, whose sum
+of gradients is the sum over the sequence too.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.schema import ParallelismConfig
+from torchtitan.mesh.dims import Mesh
+from torchtitan.models.spec import DecoderConfig
+from torchtitan.parallel.context_attention import Ranks, build_attention
+from torchtitan.parallel.context_layout import SequenceLayout, SequenceShard
+
+
+def check_heads(architecture: DecoderConfig, *, parallelism: ParallelismConfig) -> None:
+    """Refuse to deal out heads that there are not.
+
+    Raises:
+        ConfigError: The ranks of Ulysses, times those of tensor parallelism, do not divide them.
+    """
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    if cp == 1 or parallelism.context_parallel_rotate_method != "ulysses":
+        return
+    for what, count in (
+        ("query", architecture.num_heads),
+        ("key/value", architecture.num_kv_heads),
+    ):
+        if count % (cp * tp):
+            raise ConfigError(
+                f"[parallelism] context_parallel_rotate_method = ulysses deals out heads: the "
+                f"model's {count} {what} heads must be a multiple of {cp * tp} "
+                f"(context_parallel_degree {cp} x tensor_parallel_degree {tp}); lower a degree, or "
+                f'write "ring" or "allgather", which need no heads'
+            )
+
+
+def build_layout(parallelism: ParallelismConfig) -> SequenceLayout:
+    """Return who holds which part of a sequence; one rank holds all of it."""
+    return SequenceLayout(
+        degree=parallelism.context_parallel_degree,
+        balancer=parallelism.context_parallel_load_balancer,
+    )
+
+
+def build_shard(parallelism: ParallelismConfig, *, mesh: Mesh) -> SequenceShard:
+    """Build what takes this rank's part out of a batch."""
+    return SequenceShard(build_layout(parallelism), rank=mesh.data.get_local_rank("cp"))
+
+
+def apply_context_parallel(model: nn.Module, *, mesh: Mesh, parallelism: ParallelismConfig) -> None:
+    """Let the blocks of `model` attend to what other ranks hold, in place."""
+    if mesh.dims.cp == 1:
+        return
+    ranks = Ranks(group=mesh.data.get_group("cp"), layout=build_layout(parallelism))
+    attend = build_attention(parallelism.context_parallel_rotate_method, ranks=ranks)
+    for block in model.layers.values():
+        block.attention.attend = attend

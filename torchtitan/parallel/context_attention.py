@@ -1,0 +1,251 @@
+"""Causal attention over sequences that are split across ranks, in three ways.
+
+    all-gather  every rank gets all keys and values at once; simple, and the quickest on fast links,
+                but it holds the keys and values of the whole sequence
+    ring        they travel from rank to rank, the next ones while the present ones are used
+                (arXiv:2310.01889); memory is that of a rank's own part
+    ulysses     one exchange makes parts of the sequence into parts of the heads, each rank attends
+                over the whole sequence with its heads, and a second one turns back
+                (arXiv:2309.14509); needs enough heads
+
+The first two are one autograd function, which visits the keys of every rank and differs only in how
+they come and how their gradients go home. Keys and values travel with their own heads, in their own
+dtype, as one message; gradients are summed and travel in float32.
+
+Shapes: B batch, H query heads, K key/value heads, S tokens of this rank, D head width, N ranks; 2
+stands for keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.models.attention import causal_attention
+from torchtitan.parallel.context_kernels import attend, attend_backward, merge
+from torchtitan.parallel.context_layout import Block, SequenceLayout
+
+Method = Literal["allgather", "ring", "alltoall", "ulysses"]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The ranks that share a sequence, and how they share it."""
+
+    group: dist.ProcessGroup
+    layout: SequenceLayout
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks."""
+        return self.layout.degree
+
+    def blocks(self, source: int, *, num_tokens: int) -> list[Block]:
+        """Return what this rank's queries attend to among the keys of another."""
+        return self.layout.blocks(self.rank, source=source, num_tokens=num_tokens)
+
+
+class Carrier(Protocol):
+    """Brings the keys and values of all ranks here, and their gradients home."""
+
+    def visit(self, kv_2BKSD: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield each rank's number, this one's first, with its keys and values."""
+        ...
+
+    def add(self, source: int, grad_2BKSD: Tensor) -> None:
+        """Take the gradient of what `visit` has yielded last, float32."""
+        ...
+
+    def total(self) -> Tensor:
+        """Return the gradient of this rank's own keys and values, by all ranks."""
+        ...
+
+
+class Gather:
+    """Carries everything at once."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._grads: dict[int, Tensor] = {}
+
+    def visit(self, kv_2BKSD: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield from one all-gather."""
+        rank, degree = self._ranks.rank, self._ranks.degree
+        gathered = [torch.empty_like(kv_2BKSD) for _ in range(degree)]
+        dist.all_gather(gathered, kv_2BKSD, group=self._ranks.group)
+        for hop in range(degree):
+            source = (rank - hop) % degree
+            yield source, gathered[source]
+
+    def add(self, source: int, grad_2BKSD: Tensor) -> None:
+        """Keep it until all are here."""
+        self._grads[source] = grad_2BKSD
+
+    def total(self) -> Tensor:
+        """Sum up by one reduce-scatter."""
+        own_2BKSD = torch.empty_like(self._grads[self._ranks.rank])
+        grads = [self._grads[source] for source in range(self._ranks.degree)]
+        dist.reduce_scatter(own_2BKSD, grads, group=self._ranks.group)
+        return own_2BKSD
+
+
+class Ring:
+    """Carries from each rank to the next one, while the caller works on what it has."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._travelling: Message | None = None
+
+    def visit(self, kv_2BKSD: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield as they pass by."""
+        rank, degree = self._ranks.rank, self._ranks.degree
+        for hop in range(degree - 1):
+            following = Message(kv_2BKSD, ranks=self._ranks)
+            yield (rank - hop) % degree, kv_2BKSD
+            kv_2BKSD = following.receive()
+        yield (rank + 1) % degree, kv_2BKSD
+
+    def add(self, source: int, grad_2BKSD: Tensor) -> None:
+        """Send it on, with what the ranks before have added: behind its keys, and so home."""
+        if self._travelling is not None:
+            grad_2BKSD += self._travelling.receive()
+        self._travelling = Message(grad_2BKSD, ranks=self._ranks)
+
+    def total(self) -> Tensor:
+        """Return what comes home with the last hop."""
+        assert self._travelling is not None
+        return self._travelling.receive()
+
+
+class Message:
+    """A tensor on its way to the next rank, and the one on its way from the rank before."""
+
+    def __init__(self, tensor: Tensor, *, ranks: Ranks) -> None:
+        self._sent = tensor.contiguous()  # alive and unchanged until it has left
+        self._received = torch.empty_like(self._sent)
+        rank, degree, group = ranks.rank, ranks.degree, ranks.group
+        following = dist.get_global_rank(group, (rank + 1) % degree)
+        before = dist.get_global_rank(group, (rank - 1) % degree)
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._sent, following, group=group),
+                dist.P2POp(dist.irecv, self._received, before, group=group),
+            ]
+        )
+
+    def receive(self) -> Tensor:
+        """Wait for both."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+class _Attention(torch.autograd.Function):
+    """Visits the keys and values of every rank; backward visits them again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BHSD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        ranks: Ranks,
+        carrier: Callable[[Ranks], Carrier],
+    ) -> Tensor:
+        out_BHSD = torch.zeros(q_BHSD.shape, dtype=torch.float32, device=q_BHSD.device)
+        lse_BHS = torch.full_like(out_BHSD[..., 0], -torch.inf)
+        for source, (k, v) in carrier(ranks).visit(torch.stack((k_BKSD, v_BKSD))):
+            for block in ranks.blocks(source, num_tokens=q_BHSD.shape[2]):
+                rows, cols = block.rows, block.cols
+                piece_BHSD, piece_lse_BHS = attend(
+                    q_BHSD[:, :, rows], k[:, :, cols], v[:, :, cols], causal=block.causal
+                )
+                merge(
+                    out_BHSD[:, :, rows],
+                    lse_BHS[:, :, rows],
+                    piece_BHSD=piece_BHSD,
+                    piece_lse_BHS=piece_lse_BHS,
+                )
+        out_BHSD = out_BHSD.to(q_BHSD.dtype)
+        ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS)
+        ctx.ranks, ctx.carrier = ranks, carrier
+        return out_BHSD
+
+    @staticmethod
+    def backward(ctx: Any, grad_BHSD: Tensor) -> tuple[Tensor | None, ...]:
+        q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS = ctx.saved_tensors
+        ranks: Ranks = ctx.ranks
+        carrier: Carrier = ctx.carrier(ranks)
+        dq_BHSD = torch.zeros_like(q_BHSD, dtype=torch.float32)
+        for source, kv_2BKSD in carrier.visit(torch.stack((k_BKSD, v_BKSD))):
+            k, v = kv_2BKSD
+            dkv_2BKSD = torch.zeros_like(kv_2BKSD, dtype=torch.float32)
+            for block in ranks.blocks(source, num_tokens=q_BHSD.shape[2]):
+                rows, cols = block.rows, block.cols
+                dq, dk, dv = attend_backward(
+                    grad_BHSD[:, :, rows],
+                    q_BHSD[:, :, rows],
+                    k[:, :, cols],
+                    v[:, :, cols],
+                    out_BHSD=out_BHSD[:, :, rows],
+                    lse_BHS=lse_BHS[:, :, rows],
+                    causal=block.causal,
+                )
+                dq_BHSD[:, :, rows] += dq
+                dkv_2BKSD[0, :, :, cols] += dk
+                dkv_2BKSD[1, :, :, cols] += dv
+            carrier.add(source, dkv_2BKSD)
+        dk_BKSD, dv_BKSD = carrier.total().to(k_BKSD.dtype)
+        return dq_BHSD.to(q_BHSD.dtype), dk_BKSD, dv_BKSD, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all over dim 0, which is its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        out, given = torch.empty_like(x, memory_format=torch.contiguous_format), x.contiguous()
+        dist.all_to_all_single(out, given, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(grad, ctx.group), None
+
+
+def _exchange_heads(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, ranks: Ranks) -> Tensor:
+    """Attend over the whole sequence with this rank's share of the heads."""
+    degree, order = ranks.degree, ranks.layout.order()
+    parts = [x.unflatten(1, (degree, -1)).movedim(1, 0) for x in (q_BHSD, k_BKSD, v_BKSD)]
+    sizes = [part.shape[2] for part in parts]
+    received = _Exchange.apply(torch.cat(parts, dim=2), ranks.group)  # one message for all three
+    # (N, B, heads, S, D) -> the chunks of all ranks -> the sequence
+    chunks = received.unflatten(3, (ranks.layout.chunks_a_rank, -1)).movedim(3, 1)
+    chunks = chunks.flatten(0, 1).unbind(0)
+    whole = torch.cat([chunks[place] for place in order], dim=2)
+    out = causal_attention(*whole.split(sizes, dim=1))
+    # and all the way back
+    pieces = out.unflatten(2, (len(order), -1)).unbind(2)
+    held = [pieces[order.index(place)] for place in range(len(order))]
+    given = torch.stack(held).unflatten(0, (degree, -1)).movedim(1, 3).flatten(3, 4)
+    return _Exchange.apply(given, ranks.group).movedim(0, 1).flatten(1, 2)
+
+
+def build_attention(method: Method, *, ranks: Ranks) -> Attend:
+    """Return causal attention of this rank's queries to the keys and values of all ranks."""
+    if method == "ulysses":
+        return lambda q, k, v: _exchange_heads(q, k, v, ranks=ranks)
+    carrier: Callable[[Ranks], Carrier] = Gather if method == "allgather" else Ring
+    return lambda q, k, v: _Attention.apply(q, k, v, ranks, carrier)
