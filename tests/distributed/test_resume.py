@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan import trainer
+from torchtitan.assemble import run as assembly
 from torchtitan.checkpoint import restore
 
 EXACT = ("step", "loss", "max_loss", "grad_norm", "lr", "num_tokens", "valid_token_fraction")
@@ -36,6 +36,7 @@ LAYOUTS = {
     "hsdp 2x2": (4, jobs.HSDP),
     "fsdp 2, bfloat16": (2, ("--training.mixed_precision_param=bfloat16",)),
     "one process, SGD": (1, ("--optimizer.name=SGD", "--optimizer.momentum=0.9")),
+    "fsdp 2, SGD without state": (2, ("--optimizer.name=SGD",)),
 }
 ALL_WAYS = ("one process", "fsdp 2", "ddp 2", "hsdp 2x2")
 WAYS = {
@@ -56,20 +57,20 @@ class Noisy:
 
 def train_noisily(job: list[str], *, stops: tuple[int, ...]) -> list[Noisy]:
     """Train to each of `stops`, starting anew each time; other jobs use the generator between."""
-    correct, results = trainer.cross_entropy_sum, []
+    correct, results = assembly.build_loss, []
 
     def noisy(logits: Tensor, labels: Tensor) -> Tensor:
         assert (labels == -100).any(), "masked labels belong to this test"
-        return correct(logits * (1 + 0.1 * torch.rand(logits.shape[-1])), labels)
+        return correct(None)(logits * (1 + 0.1 * torch.rand(logits.shape[-1])), labels)
 
-    trainer.cross_entropy_sum = noisy
+    assembly.build_loss = lambda group: noisy
     try:
         for stop in stops:
             torch.manual_seed(stop)
             result = jobs.train([*job, f"--training.steps={stop}"])
             results.append(Noisy(exact(result.rows), result.state_hash))
     finally:
-        trainer.cross_entropy_sum = correct
+        assembly.build_loss = correct
     return results
 
 
