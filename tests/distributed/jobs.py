@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from scripts.crash_campaign import TINY
 from torchtitan.assemble import assemble
+from torchtitan.assemble import run as assembling
 from torchtitan.base.errors import UserError
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.config.load import load_config
 from torchtitan.mesh.process_group import Launch
+from torchtitan.parallel.execution import LossFunction
 from torchtitan.trainer import Run, Trainer
 
 FSDP: tuple[str, ...] = ()
@@ -61,6 +64,17 @@ def full(tensor: Tensor) -> Tensor:
     """Gather a tensor from its shards."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+@contextmanager
+def other_loss(change: Callable[[LossFunction], LossFunction]) -> Iterator[None]:
+    """Let runs that are assembled inside compute another loss, made from the right one."""
+    correct = assembling.build_loss
+    assembling.build_loss = lambda group: change(correct(group))
+    try:
+        yield
+    finally:
+        assembling.build_loss = correct
 
 
 def start(arguments: list[str]) -> Run:

@@ -13,25 +13,26 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.checkpoint.storage import find_steps, read_state
-from torchtitan.parallel.execution import WholeModel
+from torchtitan.parallel.execution import LossFunction
 from torchtitan.trainer import Trainer
 
 
 def train_into(value: float, bad_rank: int, job: list[str]) -> tuple[str, bool]:
     """Make one rank's loss bad in step 3; return the error and whether the weights stayed."""
-    run = jobs.start(job)
-    assert isinstance(run.execution, WholeModel)
-    correct = run.execution._loss
     before: dict[str, Tensor] = {}
 
-    def spoiled(logits: Tensor, labels: Tensor) -> Tensor:
-        loss = correct(logits, labels)
-        if run.progress.step != 3:
-            return loss
-        before.update({name: jobs.full(p) for name, p in run.model.named_parameters()})
-        return loss * value if dist.get_rank() == bad_rank else loss
+    def spoiled(correct: LossFunction) -> LossFunction:
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            right = correct(logits, labels)
+            if run.progress.step != 3:
+                return right
+            before.update({name: jobs.full(p) for name, p in run.model.named_parameters()})
+            return right * value if dist.get_rank() == bad_rank else right
 
-    run.execution._loss = spoiled
+        return loss
+
+    with jobs.other_loss(spoiled):
+        run = jobs.start(job)
     try:
         Trainer(run).train()
     except NonFiniteError as error:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from scripts.layouts.gaps import (
@@ -24,10 +23,10 @@ from scripts.layouts.gaps import (
 from scripts.layouts.words import parse_layout
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan.assemble import run
 from torchtitan.models import MODELS
-from torchtitan.optim.loss import count_valid, cross_entropy_sum
+from torchtitan.optim.loss import count_valid
 from torchtitan.parallel import apply
+from torchtitan.parallel.execution import LossFunction
 
 LAYOUTS = {
     "fsdp 2": "fsdp2",
@@ -101,21 +100,14 @@ def train_with_averaged_gradients(job: list[str]) -> jobs.Result:
 
 def train_on_a_mean_of_means(job: list[str]) -> jobs.Result:
     """Plant another: each microbatch's mean weighs the same, however few its valid tokens."""
-    correct = run.build_loss
 
-    def mean(logits: Tensor, labels: Tensor) -> Tensor:
-        return (
-            cross_entropy_sum(logits, labels)
-            / count_valid(labels).clamp(min=1)
-            * labels.numel()
-            / 2
+    def mean(correct: LossFunction) -> LossFunction:
+        return lambda logits, labels: (
+            correct(logits, labels) / count_valid(labels).clamp(min=1) * labels.numel() / 2
         )
 
-    run.build_loss = lambda group: mean
-    try:
+    with jobs.other_loss(mean):
         return jobs.train(job)
-    finally:
-        run.build_loss = correct
 
 
 @pytest.mark.parametrize("bug", [train_with_averaged_gradients, train_on_a_mean_of_means])

@@ -10,6 +10,7 @@ from typing import TypeVar
 import pytest
 
 from tests.distributed import jobs
+from tests.distributed.jobs import logged, refusal
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import (
     CONTINUE,
@@ -19,8 +20,6 @@ from tests.distributed.test_intentions import (
     elsewhere,
     equal,
     excluding,
-    logged,
-    refusal,
 )
 from torchtitan.models import llama3
 

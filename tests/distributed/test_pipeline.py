@@ -71,6 +71,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         4,
         (*pipeline("InterleavedZeroBubble"), "--activation_checkpoint.mode=selective"),
     ),
+    "offloaded": (2, (*pipeline("ZBVZeroBubble"), "--training.enable_cpu_offload")),
     "never clipped": (2, (*pipeline("DualPipeV"), "--training.max_norm=inf")),
 }
 

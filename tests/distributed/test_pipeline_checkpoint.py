@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
+from tests.distributed.jobs import logged, refusal
 from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import (
@@ -19,8 +20,6 @@ from tests.distributed.test_intentions import (
     begin,
     elsewhere,
     excluding,
-    logged,
-    refusal,
 )
 from tests.distributed.test_parts import resized
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan.assemble import run as assembly
 from torchtitan.checkpoint import restore
+from torchtitan.parallel.execution import LossFunction
 
 EXACT = ("step", "loss", "max_loss", "grad_norm", "lr", "num_tokens", "valid_token_fraction")
 
@@ -57,20 +57,20 @@ class Noisy:
 
 def train_noisily(job: list[str], *, stops: tuple[int, ...]) -> list[Noisy]:
     """Train to each of `stops`, starting anew each time; other jobs use the generator between."""
-    correct, results = assembly.build_loss, []
+    results = []
 
-    def noisy(logits: Tensor, labels: Tensor) -> Tensor:
-        assert (labels == -100).any(), "masked labels belong to this test"
-        return correct(None)(logits * (1 + 0.1 * torch.rand(logits.shape[-1])), labels)
+    def noisy(correct: LossFunction) -> LossFunction:
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            assert (labels == -100).any(), "masked labels belong to this test"
+            return correct(logits * (1 + 0.1 * torch.rand(logits.shape[-1])), labels)
 
-    assembly.build_loss = lambda group: noisy
-    try:
+        return loss
+
+    with jobs.other_loss(noisy):
         for stop in stops:
             torch.manual_seed(stop)
             result = jobs.train([*job, f"--training.steps={stop}"])
             results.append(Noisy(exact(result.rows), result.state_hash))
-    finally:
-        assembly.build_loss = correct
     return results
 
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from tests.distributed import jobs
+from tests.distributed.jobs import refusal
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_intentions import Beginning, begin, refusal
+from tests.distributed.test_intentions import Beginning, begin
 from tests.distributed.test_layouts import assert_same_training
 from tests.distributed.test_parts import resized
 from torchtitan.assemble import run

@@ -51,6 +51,15 @@ def test_stages_lie_where_the_schedule_wants_them(schedule: str, ranks: tuple[in
     assert layout.stages_of(0) == [stage for stage, rank in enumerate(ranks) if rank == 0]
 
 
+def test_the_log_says_where_each_stage_lies(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        plan()
+    assert caplog.messages == [
+        "Pipeline of 4 microbatches of 1: stage 0 on rank 0 of pp, tok_embeddings to layers.3; "
+        "stage 1 on rank 1 of pp, layers.4 to output"
+    ]
+
+
 def test_a_schedule_file_decides_stages_and_ranks(tmp_path: Path) -> None:
     path = tmp_path / "own.csv"
     path.write_text("1F0,1B0,1F1,1B1\n0F0,0F1,0B0,0B1\n")

@@ -122,11 +122,8 @@ def test_reads_what_torch_writes(name: str, tmp_path: Path) -> None:
     path = tmp_path / "schedule.csv"
     # the base class writes the table alone; the subclasses' own writer adds communication
     torch_schedules.PipelineScheduleMulti._dump_csv(torchs_own(name, **sizes), str(path))
-    table, ours = read_csv(path), compute_table(name, **sizes)
-    assert table == ours
-    pairs = [[action.sent_with_next for action in row] for row in ours]
-    assert [[action.sent_with_next for action in row] for row in table] == pairs
-    assert any(map(any, pairs)) == (name == "DualPipeV")
+    assert read_csv(path) == compute_table(name, **sizes)
+    assert ("OVERLAP" in path.read_text()) == (name == "DualPipeV")
 
 
 GOOD = "0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1I1,1W1\n"

@@ -6,6 +6,7 @@ mistake that one rank alone meets leaves the others waiting for it.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from torchtitan.base.errors import ConfigError
@@ -22,6 +23,8 @@ from torchtitan.parallel.stages import (
     name_modules,
 )
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineLayout:
@@ -37,6 +40,12 @@ class PipelineLayout:
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages that a rank holds, in their order."""
         return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
+
+    def __str__(self) -> str:
+        return "; ".join(
+            f"stage {stage} on rank {rank} of pp, {modules[0]} to {modules[-1]}"
+            for stage, (rank, modules) in enumerate(zip(self.ranks, self.modules, strict=True))
+        )
 
 
 def plan_pipeline(
@@ -68,7 +77,9 @@ def plan_pipeline(
     else:
         costs = find_costs(settings, architecture=architecture, seq_len=training.seq_len)
         modules = name_modules(cut(architecture.num_layers, num_stages=len(ranks), costs=costs))
-    return PipelineLayout(modules=modules, ranks=ranks, table=table, microbatch_size=size)
+    layout = PipelineLayout(modules=modules, ranks=ranks, table=table, microbatch_size=size)
+    logger.info("Pipeline of %d microbatches of %d: %s", num_microbatches, size, layout)
+    return layout
 
 
 def make_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches: int) -> Table:

@@ -63,8 +63,7 @@ def _parse_row(cells: list[str], *, rank: int, mistakes: list[str]) -> list[Acti
                 )
                 continue
             stage, letter, microbatch = action.groups()
-            joined = part is not parts[-1]
-            row.append(Action(int(stage), KINDS[letter], int(microbatch), joined))
+            row.append(Action(int(stage), KINDS[letter], int(microbatch)))
     return row
 
 
@@ -125,24 +124,23 @@ def in_order(table: Table) -> Iterator[tuple[int, Action, list[Action]]]:
     It ends early where every rank waits for another.
     """
     num_stages = 1 + max(action.stage for row in table for action in row)
-    done: list[set[Action]] = [set() for _ in table]
-    sent: set[Action] = set()
+    num_done = [0] * len(table)
+    done: set[Action] = set()
     moved = True
     while moved:
         moved = False
         for rank, row in enumerate(table):
-            for action in row[len(done[rank]) :]:
+            for action in row[num_done[rank] :]:
                 needs = [
-                    next((one for one in either if one in sent or one in done[rank]), None)
+                    next((one for one in either if one in done), None)
                     for either in _requirements(action, num_stages=num_stages)
                 ]
                 met = [need for need in needs if need is not None]
                 if len(met) < len(needs):
                     break
-                done[rank].add(action)
+                done.add(action)
+                num_done[rank] += 1
                 moved = True
-                if not action.sent_with_next:
-                    sent |= done[rank]
                 yield rank, action, met
 
 

@@ -9,7 +9,7 @@ This is the one file that imports `torch.distributed.pipelining`, whose internal
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -48,8 +48,6 @@ class Action:
     stage: int
     kind: Kind
     microbatch: int
-    sent_with_next: bool = field(default=False, compare=False)
-    """It is the first half of a pair: what other ranks wait for leaves at the pair's end."""
 
     def __str__(self) -> str:
         letter = next(letter for letter, kind in KINDS.items() if kind == self.kind)
@@ -188,15 +186,12 @@ def _torch_table(schedule: Schedule, *, pp: int, stages_per_rank: int, num: int)
 
 def _unwrap(actions: Sequence[Any]) -> list[Action]:
     """Keep the computing of a row of torch's: no gaps, no reductions, pairs as their parts."""
-    row = []
-    for action in actions:
-        parts: Sequence[Any] = (action.sub_actions or (action,)) if action else ()
-        for part in parts:
-            letter = part.computation_type.value
-            if letter in KINDS:
-                joined = part is not parts[-1]
-                row.append(Action(part.stage_index, KINDS[letter], part.microbatch_index, joined))
-    return row
+    parts = [part for action in actions if action for part in action.sub_actions or (action,)]
+    return [
+        Action(part.stage_index, KINDS[part.computation_type.value], part.microbatch_index)
+        for part in parts
+        if part.computation_type.value in KINDS
+    ]
 
 
 def _number_forwards(row: list[Action]) -> list[Action]:

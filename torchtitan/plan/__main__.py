@@ -121,10 +121,9 @@ def _measured_panels(arguments: argparse.Namespace) -> list[Panel]:
             )
     plan = simulate(table, costs=run.costs())
     name = run.csv or run.schedule
-    note = "; waits counted as computing" if run.waits_included else ""
     return [
         Panel(f"{name}, planned at the durations measured", "ms", plan),
-        Panel(f"{name}, measured in step {run.step}{note}", "ms", run.timeline),
+        Panel(f"{name}, measured in step {run.step}", "ms", run.timeline),
     ]
 
 

@@ -1,9 +1,8 @@
 """The timeline of a pipeline that ran, from the traces of a profiled run.
 
-Each rank's trace holds a named range for every action. torch's multi-stage runtime names them as
-its tables do, `PP:2F0`, its GPipe `Forward 0` and `Backward 0`, and its 1F1B not at all; both
-include the wait for what another rank sends. Ranges `pipeline:2F0` around a stage's own work alone
-are taken instead where a trace has them, and on a GPU the time of the kernels, not of their launch.
+Each rank's trace holds a range `pipeline:2F0` around every action, without the wait for what
+another rank sends (`parallel/pipeline_ranges.py`); on a GPU it is the time of the kernels, not of
+their launch.
 Clocks of ranks on one machine are the same; across machines they are as equal as NTP keeps them.
 """
 
@@ -23,10 +22,7 @@ from torchtitan.parallel.pipeline_ranges import PREFIX
 from torchtitan.parallel.schedules import KINDS, Action, Kind
 from torchtitan.plan.schedule import Costs, Span, Timeline
 
-_OWN = re.compile(PREFIX + r"(\d+)([FBIW])(\d+)")
-_TORCH = re.compile(r"PP:(\d+)([FBIW])(\d+)")
-_TORCH_PAIR = re.compile(r"PP:\((\d+)F(\d+);(\d+)B(\d+)\)OVERLAP_F_B")
-_TORCH_SINGLE = re.compile(r"(Forward|Backward) (\d+)")
+_RANGE = re.compile(PREFIX + r"(\d+)([FBIW])(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +35,6 @@ class MeasuredRun:
     step: int
     timeline: Timeline
     """In milliseconds."""
-    waits_included: bool
-    """Whether the ranges are torch's, in which a rank seems to compute while it waits."""
 
     @property
     def num_stages(self) -> int:
@@ -72,7 +66,7 @@ def read_run(run: Path, *, step: int | None) -> MeasuredRun:
     profiling: Any = settings.get("profiling", {})
     pp = parallelism.get("pipeline_parallel_degree", 1)
     folder = _find_step(run / profiling.get("save_traces_folder", "profile_traces"), step=step)
-    rows, own = _read_ranks(folder, pp=pp)
+    rows = _read_ranks(folder, pp=pp)
     begin = min(span.start for row in rows for span in row)
     shifted = [
         [Span(s.action, (s.start - begin) / 1e3, (s.end - begin) / 1e3) for s in row]
@@ -84,7 +78,6 @@ def read_run(run: Path, *, step: int | None) -> MeasuredRun:
         pp=pp,
         step=int(folder.name.removeprefix("step-")),
         timeline=Timeline(rows=shifted),
-        waits_included=not own,
     )
 
 
@@ -115,8 +108,8 @@ def _find_step(folder: Path, *, step: int | None) -> Path:
     return folder / f"step-{steps[-1] if step is None else step}"
 
 
-def _read_ranks(folder: Path, *, pp: int) -> tuple[list[list[Span]], bool]:
-    """Return a row for each pipeline rank, the one that holds stage 0 first, and if they are own.
+def _read_ranks(folder: Path, *, pp: int) -> list[list[Span]]:
+    """Return a row for each pipeline rank, the one that holds stage 0 first.
 
     Several ranks hold the same stages where data or tensor parallelism come on top. Ranks count
     along the pipeline last, so the first ones with their stages belong to one pipeline.
@@ -126,17 +119,11 @@ def _read_ranks(folder: Path, *, pp: int) -> tuple[list[list[Span]], bool]:
     )
     if len(files) < pp or len(files) % pp:
         raise ConfigError(f"{folder}: holds {len(files)} traces, a multiple of {pp} ranks is due")
-    rows: list[list[Span]] = []
-    all_own = True
-    for rank, path in enumerate(files[:: len(files) // pp]):
-        row, own = read_trace(path, rank=rank)
-        rows.append(row)
-        all_own = all_own and own
-    return rows, all_own
+    return [read_trace(path) for path in files[:: len(files) // pp]]
 
 
-def read_trace(path: Path, *, rank: int) -> tuple[list[Span], bool]:
-    """Return the actions of the last pass in a rank's trace, in microseconds, and if all are own.
+def read_trace(path: Path) -> list[Span]:
+    """Return the actions of the last pass in a rank's trace, in microseconds.
 
     Raises:
         ConfigError: The trace is damaged or holds no pipeline.
@@ -150,40 +137,22 @@ def read_trace(path: Path, *, rank: int) -> tuple[list[Span], bool]:
     # kernels run long after they are launched: on a GPU, what its own clock saw is what counts
     for category in ("gpu_user_annotation", "user_annotation"):
         ranges = [event for event in events if event.get("cat") == category]
-        for own in (True, False):
-            spans = [
-                span
-                for event in ranges
-                for span in _spans(event["name"], own=own, rank=rank, event=event, base=base)
-            ]
-            last = _last_pass(sorted(spans, key=lambda span: span.start))
-            if last:
-                return last, own
+        spans = [span for event in ranges for span in _spans(event, base=base)]
+        last = _last_pass(sorted(spans, key=lambda span: span.start))
+        if last:
+            return last
     raise ConfigError(
         f"{path}: holds no action of a pipeline; was this run profiled with "
         "parallelism.pipeline_parallel_degree above 1?"
     )
 
 
-def _spans(
-    name: str, *, own: bool, rank: int, event: Mapping[str, Any], base: float
-) -> Iterator[Span]:
-    start, duration = base + event["ts"], event["dur"]
-    if match := (_OWN if own else _TORCH).fullmatch(name):
+def _spans(event: Mapping[str, Any], *, base: float) -> Iterator[Span]:
+    if match := _RANGE.fullmatch(event["name"]):
         stage, letter, microbatch = match.groups()
+        start = base + event["ts"]
         action = Action(int(stage), KINDS[letter], int(microbatch))
-        yield Span(action, start, start + duration)
-    elif own:
-        return
-    elif match := _TORCH_PAIR.fullmatch(name):
-        stages, numbers = match.groups()[::2], match.groups()[1::2]
-        # one range for both: a forward is taken as half of a backward
-        border = start + duration / 3
-        yield Span(Action(int(stages[0]), "forward", int(numbers[0])), start, border)
-        yield Span(Action(int(stages[1]), "backward", int(numbers[1])), border, start + duration)
-    elif match := _TORCH_SINGLE.fullmatch(name):
-        kind: Kind = "forward" if match[1] == "Forward" else "backward"
-        yield Span(Action(rank, kind, int(match[2])), start, start + duration)
+        yield Span(action, start, start + event["dur"])
 
 
 def _last_pass(spans: Sequence[Span]) -> list[Span]:

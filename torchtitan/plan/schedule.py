@@ -101,18 +101,12 @@ def simulate(table: Table, *, costs: Costs) -> Timeline:
     rank_of = {action.stage: rank for rank, row in enumerate(table) for action in row}
     rows: list[list[Span]] = [[] for _ in table]
     ends: dict[Action, float] = {}
-    sent: dict[Action, float] = {}
-    unsent: list[list[Action]] = [[] for _ in table]
     for rank, action, needs in in_order(table):
         start = rows[rank][-1].end if rows[rank] else 0.0
         for need in needs:
             here = rank_of[need.stage] == rank
-            start = max(start, ends[need] if here else sent[need] + costs.transfer)
+            start = max(start, ends[need] + (0.0 if here else costs.transfer))
         ends[action] = start + costs.of(action.kind)
         rows[rank].append(Span(action, start, ends[action]))
-        unsent[rank].append(action)
-        if not action.sent_with_next:
-            sent |= dict.fromkeys(unsent[rank], ends[action])
-            unsent[rank].clear()
     assert len(ends) == sum(map(len, table)), "ranks wait in a circle; a table is checked when read"
     return Timeline(rows=rows)

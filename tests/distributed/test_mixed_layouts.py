@@ -1,0 +1,99 @@
+"""Pipelines of tensor-parallel stages, under FSDP too: still the model of one device.
+
+What each axis does by itself is tested next door; here is what only mixes can break: the stream
+that travels is split along the sequence, logits along the vocabulary, and a gradient's norm is
+summed over four axes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import jobs
+from tests.distributed import pipeline_jobs as pj
+from tests.distributed.pipeline_jobs import TINY8, Trained, assert_same_training, pipeline
+from tests.distributed.rank_pool import RankPool
+
+TP2 = "--parallelism.tensor_parallel_degree=2"
+WHOLE = ("--parallelism.enable_sequence_parallel=false", "--parallelism.disable_loss_parallel")
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "pp 2 1F1B x tp 2": (4, (*pipeline("1F1B"), TP2)),
+    "pp 2 ZBV x tp 2": (4, (*pipeline("ZBVZeroBubble"), TP2)),
+    "pp 2 DualPipeV x tp 2, nothing else split": (4, (*pipeline("DualPipeV"), TP2, *WHOLE)),
+    "pp 2 1F1B x fsdp 2 x tp 2": (8, (*pipeline("1F1B"), TP2)),
+    "pp 2 ZBV x fsdp 2 x tp 2, recomputed": (
+        8,
+        (*pipeline("ZBVZeroBubble"), TP2, "--activation_checkpoint.mode=full"),
+    ),
+    "pp 2 Interleaved1F1B x ddp 2 x tp 2": (8, (*pipeline("Interleaved1F1B"), *jobs.DDP, TP2)),
+}
+CHAIN = [
+    (4, pipeline("ZBVZeroBubble")),  # x fsdp 2
+    (4, (TP2,)),  # x fsdp 2
+    (1, ()),
+    (8, (*pipeline("1F1B"), TP2)),  # x fsdp 2
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def references(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path
+) -> dict[bool, Trained]:
+    """One device, by whether the embeddings are tied."""
+    found = {}
+    for tied, function in ((False, pj.train), (True, pj.train_tied)):
+        job = jobs.write_job(tmp_path_factory.mktemp("one"), TINY8, cache=cache)
+        [found[tied]] = ranks.run(function, job, evaluating=True, world=1)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_model(
+    layout: str, ranks: RankPool, tmp_path: Path, cache: Path, references: dict[bool, Trained]
+) -> None:
+    world, arguments = LAYOUTS[layout]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *arguments]
+    results = ranks.run(pj.train, job, evaluating=True, world=world)
+    assert_same_training(results, references[False])
+    for result in results:
+        expected = references[False].evaluated if result.owns_loss else [0.0] * pj.STEPS
+        assert result.evaluated == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_tied_embeddings(
+    schedule: str, ranks: RankPool, tmp_path: Path, cache: Path, references: dict[bool, Trained]
+) -> None:
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *pipeline(schedule), TP2]
+    results = ranks.run(pj.train_tied, job, world=4)
+    assert_same_training(results, references[True])
+
+
+def test_a_run_goes_through_mixes_as_if_on_one_device(
+    ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    """Two steps in each layout, from checkpoint to checkpoint, against one device in one go."""
+    steps = 2 * len(CHAIN)
+    one = [*jobs.write_job(tmp_path, TINY8, name="one", cache=cache), f"--training.steps={steps}"]
+    [reference] = ranks.run(pj.train, one, world=1)
+    job = jobs.write_job(tmp_path, TINY8, cache=cache)
+    for index, (world, arguments) in enumerate(CHAIN, start=1):
+        results = ranks.run(
+            pj.train, [*job, *arguments, f"--training.steps={2 * index}"], world=world
+        )
+    rows = results[0].rows
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    for ours, theirs in zip(rows, reference.rows, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["valid_token_fraction"] == theirs["valid_token_fraction"]  # the same samples
+    for name, value in pj.whole(results, lambda result: result.final).items():
+        wanted = reference.final[name]
+        assert (value - wanted).norm() <= 1e-4 * wanted.norm(), name
