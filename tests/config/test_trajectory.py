@@ -113,7 +113,7 @@ def test_the_table_names_what_exists() -> None:
     assert fields().keys() | sections().keys() >= IGNORED.keys()
 
 
-@pytest.mark.parametrize("option", ["--training.dataset_path=y", "--model.tokenizer_path=bpe_2048"])
+@pytest.mark.parametrize("option", ["--training.dataset_path=y", "--model.tokenizer_path=byte"])
 def test_where_the_data_lie_counts_unless_their_fingerprint_is_compared(
     jobs: Jobs, option: str
 ) -> None:

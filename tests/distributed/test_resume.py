@@ -36,6 +36,7 @@ LAYOUTS = {
     "hsdp 2x2": (4, jobs.HSDP),
     "fsdp 2, bfloat16": (2, ("--training.mixed_precision_param=bfloat16",)),
     "one process, SGD": (1, ("--optimizer.name=SGD", "--optimizer.momentum=0.9")),
+    "fsdp 2, SGD without state": (2, ("--optimizer.name=SGD",)),
 }
 ALL_WAYS = ("one process", "fsdp 2", "ddp 2", "hsdp 2x2")
 WAYS = {
