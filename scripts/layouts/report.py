@@ -103,4 +103,5 @@ def write_json(path: Path, verdicts: Mapping[str, Sequence[Verdict]], *, toml: P
         for clipping, group in verdicts.items()
         for each in group
     ]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"toml": str(toml), "runs": runs}, indent=1), encoding="utf-8")

@@ -7,6 +7,7 @@ others, and new ones are started for the next job."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -131,6 +132,8 @@ def _run_job(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        # cycles hold on to process groups, and each has threads that wake a hundred times a second
+        gc.collect()
         _clear_sharding_prop_cache()  # it remembers meshes, and with them another job's ranks
         torch.manual_seed(0)
         torch.use_deterministic_algorithms(False)

@@ -23,9 +23,10 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp 2 ZBV x tp 2": (4, (*pipeline("ZBVZeroBubble"), TP2)),
     "pp 2 DualPipeV x tp 2, nothing else split": (4, (*pipeline("DualPipeV"), TP2, *WHOLE)),
     "pp 2 1F1B x fsdp 2 x tp 2": (8, (*pipeline("1F1B"), TP2)),
-    "pp 2 ZBV x fsdp 2 x tp 2, recomputed": (
-        8,
-        (*pipeline("ZBVZeroBubble"), TP2, "--activation_checkpoint.mode=full"),
+    "pp 2 ZBV x fsdp 2 x tp 2": (8, (*pipeline("ZBVZeroBubble"), TP2)),
+    "pp 2 1F1B x tp 2, recomputed": (
+        4,
+        (*pipeline("1F1B"), TP2, "--activation_checkpoint.mode=full"),
     ),
     "pp 2 Interleaved1F1B x ddp 2 x tp 2": (8, (*pipeline("Interleaved1F1B"), *jobs.DDP, TP2)),
 }

@@ -66,10 +66,10 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "listed modules": (2, pipeline("1F1B", module_fqns_per_model_part=json.dumps(LISTS))),
     "pp 2 x ddp 2": (4, (*pipeline("ZBVZeroBubble"), *jobs.DDP, "--training.local_batch_size=2")),
     "pp 2 x hsdp 2x2": (8, (*pipeline("1F1B"), *jobs.HSDP, "--training.local_batch_size=2")),
-    "recomputed": (4, (*pipeline("ZBVZeroBubble"), "--activation_checkpoint.mode=full")),
+    "recomputed": (4, (*pipeline("1F1B"), "--activation_checkpoint.mode=full")),
     "partly recomputed": (
         4,
-        (*pipeline("InterleavedZeroBubble"), "--activation_checkpoint.mode=selective"),
+        (*pipeline("Interleaved1F1B"), "--activation_checkpoint.mode=selective"),
     ),
     "offloaded": (2, (*pipeline("ZBVZeroBubble"), "--training.enable_cpu_offload")),
     "never clipped": (2, (*pipeline("DualPipeV"), "--training.max_norm=inf")),
@@ -197,7 +197,7 @@ def train_with(bug: str, job: list[str]) -> Trained:
         elif bug == "not reduced":
             patch.setattr(schedules._Stage, "perform_reduce_grad", reduce_without_copies)
         elif bug == "weights freed":
-            patch.setattr(pipeline_layout, "check_resharding", lambda settings, *, table: None)
+            patch.setattr(pipeline_layout, "check_halves", lambda *a, **k: None)
         return pj.train_tied(job) if bug.startswith("tied") else pj.train(job)
 
 

@@ -15,7 +15,7 @@ CSV_1F1B = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n"
 CSV_HALVES = "0F0,,,0I0,0W0\n,1F0,1I0,1W0,\n"
 
 
-def plan(local_batch_size: int = 4, **keys: object) -> PipelineLayout:
+def plan(local_batch_size: int = 4, *, recomputes: bool = False, **keys: object) -> PipelineLayout:
     keys = {"degree": 2, **keys}
     prefixed = {
         key
@@ -27,6 +27,7 @@ def plan(local_batch_size: int = 4, **keys: object) -> PipelineLayout:
         ParallelismConfig(**prefixed),  # type: ignore[arg-type]
         architecture=FLAVORS["tiny8"],
         training=TrainingConfig(local_batch_size=local_batch_size, seq_len=32),
+        recomputes=recomputes,
     )
     assert layout is not None
     return layout
@@ -97,6 +98,14 @@ def test_a_schedule_file_decides_stages_and_ranks(tmp_path: Path) -> None:
             )
             for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
         ),
+        *(
+            (
+                {"schedule": name, "recomputes": True},
+                [f"{name} would recompute each block many times over", 'write mode = "none"'],
+            )
+            for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+        ),
+        ({"last_stage_less_layers": 8}, ["fewer than the model's 8 layers, got 8"]),
     ],
 )
 def test_refusals(keys: dict[str, object], parts: list[str]) -> None:

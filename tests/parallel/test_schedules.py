@@ -161,5 +161,5 @@ def test_a_good_file_and_a_missing_one(tmp_path: Path) -> None:
         Action(1, "backward_input", 1),
         Action(1, "backward_weight", 1),
     ]
-    with pytest.raises(ConfigError, match=r"none\.csv: cannot be read"):
+    with pytest.raises(ConfigError, match=r"none\.csv cannot be read"):
         read_csv(tmp_path / "none.csv")

@@ -85,7 +85,10 @@ def test_a_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--schedule, --microbatches and --stages (or --pp) are needed, or --csv FILE"),
+        (
+            [],
+            "--schedule, --microbatches, --stages (or --pp) must be given too, or --csv FILE alone",
+        ),
         (["--schedule", "ZBV", *ZBV[2:]], "one of GPipe, 1F1B"),
         (
             [*ZBV[:2], "--stages", "7", "--microbatches", "8"],

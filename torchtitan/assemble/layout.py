@@ -54,7 +54,12 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
         spec=spec,
         architecture=architecture,
         dims=dims,
-        pipeline=plan_pipeline(parallelism, architecture=architecture, training=training),
+        pipeline=plan_pipeline(
+            parallelism,
+            architecture=architecture,
+            training=training,
+            recomputes=config.activation_checkpoint.mode != "none",
+        ),
         accumulation=accumulation_steps(
             training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
         ),

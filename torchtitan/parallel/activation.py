@@ -20,6 +20,6 @@ def apply_activation_checkpointing(model: nn.Module, *, mode: Mode, every: int) 
     if mode == "none":
         return
     stride = 1 if mode == "full" else every
-    for index, block in enumerate(model.layers.values()):
-        if index % stride == 0:
+    for name, block in model.layers.items():
+        if int(name) % stride == 0:  # its number in the whole model, whatever the stage
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -70,7 +70,7 @@ class Pipeline:
         self._loss, self._group, self._device = loss, group, device
         self._divisor = self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._training = self._build(layout.table, seq_len)
-        self._evaluating: dict[tuple[int, ...], Runtime] = {}
+        self._evaluating: tuple[tuple[int, ...], Runtime] | None = None
         self._tied = (
             TiedEmbedding(
                 parts,
@@ -96,14 +96,14 @@ class Pipeline:
     def evaluate(self, batch: Batch) -> Tensor:
         """Take a batch, of as many whole microbatches as it has, forward through the stages."""
         shape = tuple(batch["tokens"].shape)
-        if shape not in self._evaluating:
+        if self._evaluating is None or self._evaluating[0] != shape:
             num_samples, seq_len = shape
             num_microbatches, rest = divmod(num_samples, self._layout.microbatch_size)
             assert not rest, f"{num_samples} samples do not make whole microbatches"
             table = forward_table(self._layout.ranks, num_microbatches=num_microbatches)
-            self._evaluating[shape] = self._build(table, seq_len)
+            self._evaluating = shape, self._build(table, seq_len)
         self._divisor, self._loss_sum = torch.ones_like(self._loss_sum), self._loss_sum * 0
-        self._run(self._evaluating[shape], batch)
+        self._run(self._evaluating[1], batch)
         return self._loss_sum
 
     def after_update(self) -> None:

@@ -49,9 +49,15 @@ class PipelineLayout:
 
 
 def plan_pipeline(
-    settings: ParallelismConfig, *, architecture: DecoderConfig, training: TrainingConfig
+    settings: ParallelismConfig,
+    *,
+    architecture: DecoderConfig,
+    training: TrainingConfig,
+    recomputes: bool,
 ) -> PipelineLayout | None:
     """Lay the model out over the pipeline; None where its degree is 1.
+
+    `recomputes`: whether blocks are recomputed in backward.
 
     Raises:
         ConfigError: Layers, stages, microbatches and schedule do not fit together.
@@ -68,7 +74,7 @@ def plan_pipeline(
         table = make_table(
             settings, num_layers=architecture.num_layers, num_microbatches=num_microbatches
         )
-    check_resharding(settings, table=table)
+    check_halves(settings, table=table, recomputes=recomputes)
     ranks = ranks_of(table)
     if settings.module_fqns_per_model_part:
         modules = check_modules(
@@ -143,24 +149,34 @@ def read_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
     return table
 
 
-def check_resharding(settings: ParallelismConfig, *, table: Table) -> None:
-    """Refuse weights that are freed between the two halves of a backward.
+def check_halves(settings: ParallelismConfig, *, table: Table, recomputes: bool) -> None:
+    """Refuse what does not go with a backward in two halves, for inputs and for weights.
 
     torch computes the gradients of weights with the parameters that are in place at that time;
-    those of freed weights would be lost without a word.
+    those of freed weights would be lost without a word. And it asks for them group by group, each
+    time recomputing a checkpointed block anew: eleven forwards in the place of two.
 
     Raises:
-        ConfigError: The schedule has such halves, and weights are freed after forward.
+        ConfigError: The schedule has such halves, and weights are freed or blocks recomputed.
     """
-    halves = any(action.kind == "backward_weight" for row in table for action in row)
-    if halves and settings.fsdp_reshard_after_forward == "always":
-        whole = [name for name, facts in SCHEDULES.items() if not facts.splits_backward]
-        schedule = settings.pipeline_parallel_schedule_csv or settings.pipeline_parallel_schedule
-        raise ConfigError(
+    if not any(action.kind == "backward_weight" for row in table for action in row):
+        return
+    whole = ", ".join(name for name, facts in SCHEDULES.items() if not facts.splits_backward)
+    schedule = settings.pipeline_parallel_schedule_csv or settings.pipeline_parallel_schedule
+    why = "for it computes the gradients of inputs and weights apart"
+    mistakes = []
+    if settings.fsdp_reshard_after_forward == "always":
+        mistakes.append(
             f'[parallelism] fsdp_reshard_after_forward = "always" frees weights that {schedule} '
-            f"still needs, for it computes the gradients of inputs and weights apart; write "
-            f'"default" or "never", or take one of {", ".join(whole)}'
+            f'still needs, {why}; write "default" or "never", or take one of {whole}'
         )
+    if recomputes:
+        mistakes.append(
+            f"[activation_checkpoint] mode: {schedule} would recompute each block many times over, "
+            f'{why}; write mode = "none", or take one of {whole}'
+        )
+    if mistakes:
+        raise ConfigError(mistakes)
 
 
 def find_microbatch_size(settings: ParallelismConfig, *, local_batch_size: int) -> int:

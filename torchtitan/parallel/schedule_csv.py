@@ -33,7 +33,11 @@ def read_csv(path: str | Path) -> Table:
         with open(path, newline="", encoding="utf-8") as file:
             lines = [line for line in csv.reader(file) if any(cell.strip() for cell in line)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path}: cannot be read as a schedule in CSV: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"{path} cannot be read as a schedule in CSV: {reason}; name a file with a row of "
+            f"actions for each pipeline rank"
+        ) from error
     mistakes: list[str] = []
     table = [_parse_row(line, rank=rank, mistakes=mistakes) for rank, line in enumerate(lines)]
     if not table:
@@ -80,6 +84,12 @@ def _mistakes(table: Table) -> list[str]:
     ]
     counts = Counter(action for row in table for action in row)
     num_microbatches = 1 + max(action.microbatch for action in counts)
+    largest = max(num_microbatches, 1 + max(ranks))
+    if largest > len(counts):
+        return [
+            f"a stage or microbatch has the number {largest - 1}, but there are only "
+            f"{len(counts)} actions; count both from 0 on"
+        ]
     for stage in range(1 + max(ranks)):
         if stage not in ranks:
             mistakes.append(f"stage {stage} is on no rank; stages are numbered from 0 on")

@@ -127,13 +127,16 @@ def check_schedule(schedule: str, *, pp: int, stages_per_rank: int, num_microbat
     if stages_per_rank != needed:
         mistakes.append(
             f"{schedule} puts exactly {needed} stage{'s' * (needed > 1)} on a rank, got "
-            f"{stages_per_rank}; for {pp} rank{'s' * (pp > 1)} make {needed * pp} in all"
+            f"{stages_per_rank}; for {pp} rank{'s' * (pp > 1)} make {needed * pp} in all, or leave "
+            f"out pipeline_parallel_layers_per_stage"
         )
     num_stages = pp * needed
     if facts.microbatch_per_stage and num_microbatches < num_stages:
         mistakes.append(
             f"{schedule} needs at least as many microbatches as stages: {num_stages} for {pp} "
-            f"ranks of {needed}, got {num_microbatches}; use more microbatches or fewer ranks"
+            f"ranks of {needed}, got {num_microbatches}; use more microbatches (a larger "
+            "training.local_batch_size or a smaller pipeline_parallel_microbatch_size), or fewer "
+            "ranks"
         )
     rounds = max(1, num_microbatches // pp)
     if facts.in_rounds and num_microbatches % rounds:
@@ -306,6 +309,9 @@ class Runtime:
             positions_S=positions_S,
             return_outputs=False,
         )
+        if not self._trains:
+            for stage in self._schedule._stages:
+                stage.fwd_cache.clear()  # no backward comes for it
 
 
 def forward_table(ranks: Sequence[int], *, num_microbatches: int) -> Table:

@@ -40,11 +40,22 @@ class Costs:
 
 
 def find_costs(settings: ParallelismConfig, *, architecture: DecoderConfig, seq_len: int) -> Costs:
-    """Return what embedding and head count for: what the settings say, or their FLOPs."""
+    """Return what embedding and head count for: what the settings say, or their FLOPs.
+
+    Raises:
+        ConfigError: They shall count for more layers than there are.
+    """
     head = 6 * architecture.vocab_size * architecture.dim
     layer = (flops_per_token(architecture, seq_len) - head) / architecture.num_layers
     first = settings.pipeline_parallel_first_stage_less_layers
     last = settings.pipeline_parallel_last_stage_less_layers
+    for name, value in (("first", first), ("last", last)):
+        if value is not None and value >= architecture.num_layers:
+            raise ConfigError(
+                f"[parallelism] pipeline_parallel_{name}_stage_less_layers must be fewer than the "
+                f"model's {architecture.num_layers} layers, got {value}; remove it to weigh the "
+                f"stage by what it costs"
+            )
     return Costs(
         embedding=0.0 if first is None else float(first),
         head=head / layer if last is None else float(last),

@@ -78,7 +78,9 @@ def draw_schedule(arguments: argparse.Namespace) -> str:
         panels = _measured_panels(arguments)
     else:
         table, title = _table(arguments)
-        panels = [Panel(title, "forwards of one stage", simulate(table, costs=_costs(arguments)))]
+        panels = [
+            Panel(title, "times a forward of one stage", simulate(table, costs=_costs(arguments)))
+        ]
     num_slots = _num_slots(panels[0].timeline)
     width = shutil.get_terminal_size((100, 24)).columns
     parts = []
@@ -111,6 +113,11 @@ def _measured_panels(arguments: argparse.Namespace) -> list[Panel]:
             pp=run.pp,
             stages_per_rank=max(1, run.num_stages // run.pp),
             num_microbatches=run.num_microbatches,
+        )
+    if len(table) != run.pp:
+        raise ConfigError(
+            f"{run.csv} has {len(table)} rows, but the run had {run.pp} pipeline ranks; was the "
+            "file changed since?"
         )
     for rank, (row, spans) in enumerate(zip(table, run.timeline.rows, strict=True)):
         missing = sorted(set(row) - {span.action for span in spans})
@@ -162,10 +169,17 @@ def _table(arguments: argparse.Namespace) -> tuple[Table, str]:
         arguments.stages,
         arguments.microbatches,
     )
-    if name is None or microbatches is None or (pp is None and stages is None):
-        raise ConfigError(
-            "--schedule, --microbatches and --stages (or --pp) are needed, or --csv FILE"
+    missing = [
+        option
+        for option, value in (
+            ("--schedule", name),
+            ("--microbatches", microbatches),
+            ("--stages (or --pp)", stages if pp is None else pp),
         )
+        if value is None
+    ]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} must be given too, or --csv FILE alone")
     if pp is not None and pp < 1:
         raise ConfigError(f"--pp must be at least 1, got {pp}")
     # an unknown name is refused by compute_table, in the same words as anywhere

@@ -1,8 +1,8 @@
 """The timeline of a pipeline that ran, from the traces of a profiled run.
 
 Each rank's trace holds a range `pipeline:2F0` around every action, without the wait for what
-another rank sends (`parallel/pipeline_ranges.py`); on a GPU it is the time of the kernels, not of
-their launch.
+another rank sends (`parallel/pipeline_ranges.py`). On a GPU such a range is the time of the launch,
+not of the kernels, so traces of GPUs are refused.
 Clocks of ranks on one machine are the same; across machines they are as equal as NTP keeps them.
 """
 
@@ -134,13 +134,16 @@ def read_trace(path: Path) -> list[Span]:
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path}: cannot be read as a trace ({error!r})") from error
-    # kernels run long after they are launched: on a GPU, what its own clock saw is what counts
-    for category in ("gpu_user_annotation", "user_annotation"):
-        ranges = [event for event in events if event.get("cat") == category]
-        spans = [span for event in ranges for span in _spans(event, base=base)]
-        last = _last_pass(sorted(spans, key=lambda span: span.start))
-        if last:
-            return last
+    if any(event.get("cat") == "kernel" for event in events):
+        raise ConfigError(
+            f"{path}: is the trace of a GPU, whose kernels run after they are launched; draw it "
+            "with https://ui.perfetto.dev"
+        )
+    ranges = [event for event in events if event.get("cat") == "user_annotation"]
+    spans = [span for event in ranges for span in _spans(event, base=base)]
+    last = _last_pass(sorted(spans, key=lambda span: span.start))
+    if last:
+        return last
     raise ConfigError(
         f"{path}: holds no action of a pipeline; was this run profiled with "
         "parallelism.pipeline_parallel_degree above 1?"
