@@ -9,7 +9,7 @@ import torch
 
 from tests.distributed.rank_pool import RankPool
 from tests.parallel.test_context_attention import METHODS, Watch
-from torchtitan.assemble import find_fitting_model
+from torchtitan.assemble.layout import find_layout
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import ParallelismConfig
@@ -43,16 +43,16 @@ def arguments(method: str, *, cp: int, tp: int = 1) -> list[str]:
 )
 def test_ulysses_is_refused_without_the_heads(cp: int, tp: int, rule: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        find_fitting_model(load_config(arguments("ulysses", cp=cp, tp=tp)))
+        find_layout(load_config(arguments("ulysses", cp=cp, tp=tp)), world_size=cp * tp)
     assert rule in str(caught.value)
     assert 'write "ring" or "allgather"' in str(caught.value)
 
 
 def test_the_other_methods_need_no_heads() -> None:
     for method in ("allgather", "ring", "alltoall"):
-        find_fitting_model(load_config(arguments(method, cp=4)))
-    find_fitting_model(load_config(arguments("ulysses", cp=2)))
-    find_fitting_model(load_config(arguments("ulysses", cp=1)))
+        find_layout(load_config(arguments(method, cp=4)), world_size=4)
+    find_layout(load_config(arguments("ulysses", cp=2)), world_size=2)
+    find_layout(load_config(arguments("ulysses", cp=1)), world_size=1)
 
 
 def test_one_rank_keeps_the_model_as_it_is(ranks: RankPool) -> None:
