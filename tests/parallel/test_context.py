@@ -25,7 +25,8 @@ SEQ_LEN = 4440
 
 def arguments(method: str, *, cp: int, tp: int = 1) -> list[str]:
     return [
-        "--model.flavor=tiny",  # 4 query heads, 2 key/value heads
+        # 4 query heads, 2 key/value heads; twice that, since tensor parallelism wants its part
+        f"--model.flavor={'tiny' if tp == 1 else 'tiny8'}",
         f"--parallelism.context_parallel_rotate_method={method}",
         f"--parallelism.context_parallel_degree={cp}",
         f"--parallelism.tensor_parallel_degree={tp}",
@@ -38,7 +39,7 @@ def arguments(method: str, *, cp: int, tp: int = 1) -> list[str]:
     [
         (3, 1, "4 query heads must be a multiple of 3 (context_parallel_degree 3 x"),
         (4, 1, "2 key/value heads must be a multiple of 4 (context_parallel_degree 4 x"),
-        (2, 2, "2 key/value heads must be a multiple of 4 (context_parallel_degree 2 x tensor_pa"),
+        (4, 2, "4 key/value heads must be a multiple of 8 (context_parallel_degree 4 x tensor_pa"),
     ],
 )
 def test_ulysses_is_refused_without_the_heads(cp: int, tp: int, rule: str) -> None:
