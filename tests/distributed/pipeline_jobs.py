@@ -171,3 +171,18 @@ def count_live_logits(job: list[str]) -> tuple[int, int]:
     run.execution.evaluate(batches[0])
     Trainer(run).close()
     return in_training, most
+
+
+def assert_same_course(results: list[Trained], reference: Trained) -> None:
+    """Compare a run that went through several starts with one in one go on one device."""
+    rows = results[0].rows
+    assert [row["step"] for row in rows] == [row["step"] for row in reference.rows]
+    for ours, theirs in zip(rows, reference.rows, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["valid_token_fraction"] == theirs["valid_token_fraction"]  # the same samples
+    final = whole(results, lambda result: result.final)
+    assert final.keys() == reference.final.keys()
+    for name, value in final.items():
+        wanted = reference.final[name]
+        assert (value - wanted).norm() <= 1e-4 * wanted.norm(), name

@@ -75,11 +75,6 @@ def train(job: list[str]) -> jobs.Result:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def on_one_device(
     ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path
 ) -> jobs.Result:

@@ -43,11 +43,6 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def on_one_device(
     ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path
 ) -> dict[int, jobs.Result]:

@@ -52,11 +52,6 @@ CHAIN = [
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def references(
     ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path
 ) -> dict[bool, Trained]:
@@ -111,12 +106,4 @@ def test_a_run_goes_through_mixes_as_if_on_one_device(
         results = ranks.run(
             pj.train, [*job, *arguments, f"--training.steps={2 * index}"], world=world
         )
-    rows = results[0].rows
-    assert [row["step"] for row in rows] == list(range(1, steps + 1))
-    for ours, theirs in zip(rows, reference.rows, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-        assert ours["valid_token_fraction"] == theirs["valid_token_fraction"]  # the same samples
-    for name, value in pj.whole(results, lambda result: result.final).items():
-        wanted = reference.final[name]
-        assert (value - wanted).norm() <= 1e-4 * wanted.norm(), name
+    pj.assert_same_course(results, reference)

@@ -77,11 +77,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def references(
     ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path
 ) -> dict[str, Trained]:

@@ -36,11 +36,6 @@ CHAINS = [
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     """The folder of a pipeline's run of 2 steps."""
     folder = tmp_path_factory.mktemp("saved")
@@ -71,17 +66,7 @@ def test_a_run_goes_through_layouts_as_if_on_one_device(
         world, arguments = LAYOUTS[layout]
         part = [*job, *arguments, f"--training.steps={2 * index}"]
         results = ranks.run(train, part, world=world)
-    rows = results[0].rows
-    assert [row["step"] for row in rows] == list(range(1, steps + 1))
-    for ours, theirs in zip(rows, reference.rows, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-        assert ours["valid_token_fraction"] == theirs["valid_token_fraction"]  # the same samples
-    final = pj.whole(results, lambda result: result.final)
-    assert final.keys() == reference.final.keys()
-    for name, value in final.items():
-        wanted = reference.final[name]
-        assert (value - wanted).norm() <= 1e-4 * wanted.norm(), name
+    pj.assert_same_course(results, reference)
 
 
 def test_weights_and_optimizer_state_arrive_bit_for_bit(

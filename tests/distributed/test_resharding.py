@@ -25,11 +25,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 BATCH = ("--training.local_batch_size=1", "--training.global_batch_size=12")
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_every_layout_loads_every_other(
     source: str, cache: Path, ranks: RankPool, tmp_path: Path
