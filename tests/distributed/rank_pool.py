@@ -19,6 +19,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+JOBS_OF_A_RANK = 30
+"""New ranks are started after so many jobs: torch's caches of DTensor layouts hold on to process
+groups, and each has threads that wake a hundred times a second."""
+
 
 class RankError(AssertionError):
     """A rank of a job raised, died or hung."""
@@ -30,6 +34,7 @@ class RankPool:
     def __init__(self, size: int) -> None:
         self._size = size
         self._ranks: list[tuple[mp.process.BaseProcess, Connection]] = []
+        self._num_jobs = 0
 
     def run(
         self,
@@ -40,6 +45,9 @@ class RankPool:
         **kwargs: Any,
     ) -> list[Any]:
         """Call `function(*args, **kwargs)` on ranks 0 to world-1; return what each returned."""
+        self._num_jobs += 1
+        if self._num_jobs % JOBS_OF_A_RANK == 0:
+            self.close()
         while len(self._ranks) < world:
             self._ranks.append(_start(len(self._ranks)))
         with tempfile.TemporaryDirectory() as folder:
@@ -132,8 +140,7 @@ def _run_job(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        # cycles hold on to process groups, and each has threads that wake a hundred times a second
-        gc.collect()
+        gc.collect()  # cycles hold process groups
         _clear_sharding_prop_cache()  # it remembers meshes, and with them another job's ranks
         torch.manual_seed(0)
         torch.use_deterministic_algorithms(False)
