@@ -86,7 +86,7 @@ def tokenize(corpus: Corpus, *, tokenizer: Tokenizer, writer: StoreWriter) -> No
         while waiting:
             _write(*waiting.popleft(), end=end, writer=writer)
     logger.info(
-        "%s: %d document(s), %d tokens in %.1f s",
+        "%s: %d documents, %d tokens in %.1f s",
         corpus.name,
         writer.num_documents,
         writer.num_tokens,
