@@ -18,7 +18,7 @@ from torchtitan.parallel.schedules import (
     Action,
     check_schedule,
     compute_table,
-    place_stages,
+    ranks_of,
 )
 
 MULTI = [name for name, facts in SCHEDULES.items() if facts.multi_stage]
@@ -70,7 +70,7 @@ def test_every_action_once_on_the_rank_of_its_stage(
 ) -> None:
     per_rank = 2 if SCHEDULES[name].multi_stage else 1
     table = compute_table(name, pp=pp, stages_per_rank=per_rank, num_microbatches=num_microbatches)
-    placement = place_stages(name, pp=pp, stages_per_rank=per_rank)
+    placement = ranks_of(table)
     style = SCHEDULES[name].placement
     assert dict(enumerate(placement)) == generate_stage_to_rank_mapping(pp, pp * per_rank, style)
     assert len({a for row in table for a in row}) == sum(map(len, table))

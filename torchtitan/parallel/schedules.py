@@ -165,17 +165,6 @@ def compute_table(schedule: str, *, pp: int, stages_per_rank: int, num_microbatc
     )
 
 
-def place_stages(schedule: str, *, pp: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Return the rank that holds each stage, in the order of the stages."""
-    num_stages = pp * stages_per_rank
-    check_schedule(  # a number of microbatches that suits every schedule
-        schedule, pp=pp, stages_per_rank=stages_per_rank, num_microbatches=num_stages
-    )
-    if SCHEDULES[schedule].placement == "loop":
-        return tuple(stage % pp for stage in range(num_stages))
-    return tuple(min(stage, num_stages - 1 - stage) for stage in range(num_stages))
-
-
 def _torch_table(schedule: Schedule, *, pp: int, stages_per_rank: int, num: int) -> Table:
     # what the constructors of torch's schedules read of a stage, and nothing else
     stage: Any = SimpleNamespace(
