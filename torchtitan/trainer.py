@@ -24,7 +24,7 @@ from torch import Tensor
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.state import Progress
 from torchtitan.config.schema import TrainingConfig
-from torchtitan.data.loader import Loader
+from torchtitan.data.loader import Loader, Samples
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.faults import raise_if_nonfinite
 from torchtitan.mesh.process_group import gather, tighten_timeout
@@ -37,7 +37,7 @@ from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
 from torchtitan.optim.schedule import Schedule, set_lr
 from torchtitan.parallel.context_layout import SequenceShard
-from torchtitan.parallel.execution import Batch, Execution
+from torchtitan.parallel.execution import Execution
 
 logger = logging.getLogger(__name__)
 
@@ -150,14 +150,11 @@ class Trainer:
             logger.info("The data ends after step %d of %d", run.progress.step, run.training.steps)
         return run.loader.exhausted or run.progress.step >= run.training.steps
 
-    def _train_step(self, microbatches: Sequence[Batch]) -> StepFigures:
+    def _train_step(self, microbatches: Sequence[Samples]) -> StepFigures:
         run, step = self.run, self.run.progress.step
         set_lr(run.optimizer, run.schedule(step))
-        batches = [
-            run.shard.take({k: v.to(run.device, non_blocking=True) for k, v in b.items()})
-            for b in microbatches
-        ]
-        num_valid = torch.stack([count_valid(batch["labels"]) for batch in batches]).sum()
+        batches = [run.shard.take(samples).to(run.device) for samples in microbatches]
+        num_valid = torch.stack([count_valid(batch.labels) for batch in batches]).sum()
         num_valid_global, votes, failed_saves = self._sum_over_ranks(num_valid)
 
         loss_sum = run.execution.forward_backward(batches, divisor=num_valid_global.clamp(min=1))

@@ -23,7 +23,7 @@ from torchtitan.base.errors import UserError
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.config.load import load_config
 from torchtitan.mesh.process_group import Launch
-from torchtitan.parallel.execution import LossFunction
+from torchtitan.models.decoder import HeadLoss
 from torchtitan.trainer import Run, Trainer
 
 FSDP: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def other_loss(change: Callable[[LossFunction], LossFunction]) -> Iterator[None]:
+def other_loss(change: Callable[[HeadLoss], HeadLoss]) -> Iterator[None]:
     """Let runs that are assembled inside compute another loss, made from the right one."""
     correct = assembling.build_loss
     assembling.build_loss = lambda group: change(correct(group))

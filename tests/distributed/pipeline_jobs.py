@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -13,8 +12,7 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from torchtitan.models import llama3
-from torchtitan.parallel.execution import Batch
-from torchtitan.parallel.pipeline import Pipeline
+from torchtitan.parallel.batch import Batch
 from torchtitan.trainer import Run, Trainer
 
 T = TypeVar("T")
@@ -108,10 +106,14 @@ def _keep_first_gradients(run: Run) -> dict[str, Tensor]:
     return gradients
 
 
-def _batch(*, samples: int, seq_len: int) -> dict[str, Tensor]:
+def _batch(*, samples: int, seq_len: int) -> Batch:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, 200, (samples, seq_len + 1), generator=generator)
-    return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    return Batch(
+        tokens=tokens[:, :-1].contiguous(),
+        labels=tokens[:, 1:].contiguous(),
+        positions=torch.arange(seq_len),
+    )
 
 
 def _argument(job: list[str], name: str) -> str:
@@ -147,30 +149,6 @@ def assert_same_training(results: list[Trained], reference: Trained) -> None:
         # gradient shows in the weight, at most a step's length, and only in single elements
         wanted = reference.final[name]
         assert (value - wanted).norm() <= 1e-4 * wanted.norm(), name
-
-
-def count_live_logits(job: list[str]) -> tuple[int, int]:
-    """Return the most logits of earlier microbatches that are still held when the loss of one is
-    computed, in training and in evaluation; none on ranks without the last stage."""
-    run = jobs.start(job)
-    assert isinstance(run.execution, Pipeline)
-    plain, logits, most = run.execution._loss, list[weakref.ref[Tensor]](), 0
-
-    def counting(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-        nonlocal most
-        most = max(most, sum(ref() is not None for ref in logits))
-        logits.append(weakref.ref(logits_BSV))
-        return plain(logits_BSV, labels_BS)
-
-    run.execution._loss = counting
-    batches = next(run.loader)
-    run.execution.forward_backward(batches, divisor=torch.tensor(100))
-    assert not run.execution.owns_loss or len(logits) == 8
-    in_training, most = most, 0
-    logits.clear()
-    run.execution.evaluate(batches[0])
-    Trainer(run).close()
-    return in_training, most
 
 
 def assert_same_course(results: list[Trained], reference: Trained) -> None:

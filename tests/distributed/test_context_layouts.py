@@ -10,6 +10,7 @@ rounding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,14 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_elastic import LOGGED, samples
 from tests.distributed.test_layouts import assert_same_training
-from torchtitan.data.loader import Batch, Loader
+from torchtitan.data.loader import Loader, Samples
 from torchtitan.models import llama3
 from torchtitan.models.decoder import Block
 from torchtitan.models.init import Init, Normal
 from torchtitan.models.spec import DecoderConfig
 from torchtitan.optim.loss import IGNORE_INDEX
 from torchtitan.parallel import context_attention
+from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.context_layout import SequenceLayout, SequenceShard
 
 BASE = (
@@ -115,7 +117,7 @@ def train_on_the_second_half(job: list[str]) -> jobs.Result:
     """Mask the labels of the first half of every sequence: of two contiguous ranks, all of one."""
     correct = Loader.__next__
 
-    def masked(self: Loader) -> list[Batch]:
+    def masked(self: Loader) -> list[Samples]:
         step = correct(self)
         for batch in step:
             batch["labels"][:, : batch["labels"].shape[1] // 2] = IGNORE_INDEX
@@ -150,9 +152,9 @@ def test_a_rank_whose_labels_are_all_masked(
 def with_local_positions(job: list[str]) -> jobs.Result:
     correct = SequenceShard.take
 
-    def take(self: SequenceShard, batch: Batch) -> Batch:
-        part = correct(self, batch)
-        return {**part, "positions": torch.arange(len(part["positions"]))}
+    def take(self: SequenceShard, samples: Samples) -> Batch:
+        part = correct(self, samples)
+        return replace(part, positions=torch.arange(len(part.positions)))
 
     SequenceShard.take = take  # type: ignore[method-assign,assignment]
     try:
@@ -165,10 +167,10 @@ def with_whole_labels_on_each(job: list[str]) -> jobs.Result:
     """Cut the labels as if the layout were the other one."""
     correct = SequenceShard.take
 
-    def take(self: SequenceShard, batch: Batch) -> Batch:
-        part = correct(self, batch)
+    def take(self: SequenceShard, samples: Samples) -> Batch:
+        part = correct(self, samples)
         other = SequenceShard(SequenceLayout(degree=2, balancer="none"), rank=self._rank)
-        return {**part, "labels": correct(other, batch)["labels"]}
+        return replace(part, labels=correct(other, samples).labels)
 
     SequenceShard.take = take  # type: ignore[method-assign,assignment]
     try:

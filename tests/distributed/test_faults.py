@@ -13,7 +13,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.checkpoint.storage import find_steps, read_state
-from torchtitan.parallel.execution import LossFunction
+from torchtitan.models.decoder import HeadLoss
 from torchtitan.trainer import Trainer
 
 
@@ -21,9 +21,9 @@ def train_into(value: float, bad_rank: int, job: list[str]) -> tuple[str, bool]:
     """Make one rank's loss bad in step 3; return the error and whether the weights stayed."""
     before: dict[str, Tensor] = {}
 
-    def spoiled(correct: LossFunction) -> LossFunction:
-        def loss(logits: Tensor, labels: Tensor) -> Tensor:
-            right = correct(logits, labels)
+    def spoiled(correct: HeadLoss) -> HeadLoss:
+        def loss(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+            right = correct(x, weight, labels)
             if run.progress.step != 3:
                 return right
             before.update({name: jobs.full(p) for name, p in run.model.named_parameters()})

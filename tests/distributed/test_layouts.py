@@ -24,9 +24,9 @@ from scripts.layouts.words import parse_layout
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.models import MODELS
+from torchtitan.models.decoder import HeadLoss
 from torchtitan.optim.loss import count_valid
 from torchtitan.parallel import apply
-from torchtitan.parallel.execution import LossFunction
 
 LAYOUTS = {
     "fsdp 2": "fsdp2",
@@ -96,9 +96,9 @@ def train_with_averaged_gradients(job: list[str]) -> jobs.Result:
 def train_on_a_mean_of_means(job: list[str]) -> jobs.Result:
     """Plant another: each microbatch's mean weighs the same, however few its valid tokens."""
 
-    def mean(correct: LossFunction) -> LossFunction:
-        return lambda logits, labels: (
-            correct(logits, labels) / count_valid(labels).clamp(min=1) * labels.numel() / 2
+    def mean(correct: HeadLoss) -> HeadLoss:
+        return lambda x, weight, labels: (
+            correct(x, weight, labels) / count_valid(labels).clamp(min=1) * labels.numel() / 2
         )
 
     with jobs.other_loss(mean):

@@ -227,13 +227,3 @@ def test_a_planted_bug_is_seen(
     results = ranks.run(train_with, bug, job, world=world)
     with pytest.raises(AssertionError):
         assert_same_training(results, references["tied" if bug.startswith("tied") else "plain"])
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_logits_are_let_go(schedule: str, ranks: RankPool, tmp_path: Path, cache: Path) -> None:
-    """Those of the whole batch would be the largest tensor of all; two are in flight at most."""
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *pipeline(schedule), BATCH8]
-    counts = ranks.run(pj.count_live_logits, job, world=2)
-    for in_training, in_evaluation in counts:
-        assert in_training <= 2
-        assert in_evaluation <= 1

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.checkpoint import restore
-from torchtitan.parallel.execution import LossFunction
+from torchtitan.models.decoder import HeadLoss
 
 EXACT = ("step", "loss", "max_loss", "grad_norm", "lr", "num_tokens", "valid_token_fraction")
 
@@ -59,10 +59,10 @@ def train_noisily(job: list[str], *, stops: tuple[int, ...]) -> list[Noisy]:
     """Train to each of `stops`, starting anew each time; other jobs use the generator between."""
     results = []
 
-    def noisy(correct: LossFunction) -> LossFunction:
-        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+    def noisy(correct: HeadLoss) -> HeadLoss:
+        def loss(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
             assert (labels == -100).any(), "masked labels belong to this test"
-            return correct(logits * (1 + 0.1 * torch.rand(logits.shape[-1])), labels)
+            return correct(x * (1 + 0.1 * torch.rand(x.shape[-1])), weight, labels)
 
         return loss
 

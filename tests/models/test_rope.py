@@ -50,7 +50,7 @@ def test_angles_stay_float32_under_fsdp_mixed_precision():
     model = random_decoder(TINY)
     for block in model.layers.values():
         block.attention.register_forward_pre_hook(
-            lambda module, args: seen.append((args[0].dtype, args[1].cos_SP.dtype))
+            lambda module, args: seen.append((args[0].dtype, args[1].cos.dtype))
         )
     with fake_group(rank=0, world_size=2):
         mesh = init_device_mesh("cpu", (2,))

@@ -11,7 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.distributed.rank_pool import RankPool
-from torchtitan.optim.loss import IGNORE_INDEX, build_loss, count_valid, cross_entropy_sum
+from torchtitan.optim.loss import (
+    IGNORE_INDEX,
+    count_valid,
+    cross_entropy_sum,
+    split_cross_entropy_sum,
+)
 
 
 def test_sum_over_valid_tokens_equals_a_float64_loop() -> None:
@@ -91,7 +96,11 @@ def part_of_loss(
     local = logits.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)]
     local = local.clone().requires_grad_()
     before = labels.clone()
-    loss = build_loss(group)(local, labels)
+    loss = (
+        cross_entropy_sum(local, labels)
+        if group is None
+        else split_cross_entropy_sum(local, labels, group=group)
+    )
     (loss * WEIGHT).backward()
     assert torch.equal(labels, before)
     assert loss.dtype == torch.float32
@@ -179,5 +188,5 @@ def kept_for_backward() -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        build_loss(dist.group.WORLD)(local, labels_of("some due"))
+        split_cross_entropy_sum(local, labels_of("some due"), group=dist.group.WORLD)
     return sum(storages.values())

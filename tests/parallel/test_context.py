@@ -79,8 +79,8 @@ def largest_tensor(method: Method) -> int:
     tokens = torch.arange(SEQ_LEN)[None] % 64
     with Watch() as watch:
         part = build_shard(settings, mesh=mesh).take({"tokens": tokens, "labels": tokens})
-        logits = model(part["tokens"], part["positions"])
-        cross_entropy_sum(logits, part["labels"]).backward()
+        logits = model(part.tokens, part.positions)
+        cross_entropy_sum(logits, part.labels).backward()
     assert all(p.grad is not None for p in model.parameters())
     return watch.largest
 

@@ -73,11 +73,15 @@ def test_a_batch_and_the_positions_are_cut_alike() -> None:
     shard = SequenceShard(SequenceLayout(degree=2, balancer="headtail"), rank=1)
     tokens = torch.arange(16).view(2, 8)
     part = shard.take({"tokens": tokens, "labels": tokens + 100})
-    assert part["positions"].tolist() == [2, 3, 4, 5]
-    assert part["tokens"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
-    assert torch.equal(part["labels"], part["tokens"] + 100)
+    assert part.positions.tolist() == [2, 3, 4, 5]
+    assert part.tokens.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+    assert torch.equal(part.labels, part.tokens + 100)
 
 
 def test_one_rank_takes_all() -> None:
-    batch = {"tokens": torch.arange(16).view(2, 8)}
-    assert SequenceShard(SequenceLayout(degree=1, balancer="headtail"), rank=0).take(batch) == batch
+    tokens = torch.arange(16).view(2, 8)
+    layout = SequenceLayout(degree=1, balancer="headtail")
+    part = SequenceShard(layout, rank=0).take({"tokens": tokens, "labels": tokens + 100})
+    assert torch.equal(part.tokens, tokens)
+    assert torch.equal(part.labels, tokens + 100)
+    assert part.positions.tolist() == list(range(8))

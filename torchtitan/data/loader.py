@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from torchtitan.config.schema import DataLoaderConfig
     from torchtitan.data.dataset import Dataset
 
-Batch = dict[str, torch.Tensor]
+Samples = dict[str, torch.Tensor]
+"""`tokens` and `labels`, int64 (B, S), of whole sequences."""
 SECONDS_BETWEEN_LOOKS = 1.0
 """How often a worker looks whether its trainer still lives."""
 
@@ -106,7 +107,7 @@ class Loader:
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
         self._global_batch = local_batch_size * accumulation * dp_degree
         self._position, self._on_sample = position, on_sample
-        self._batches: Iterator[Batch] | None = None
+        self._batches: Iterator[Samples] | None = None
 
     @property
     def position(self) -> int:
@@ -122,7 +123,7 @@ class Loader:
     def __iter__(self) -> Loader:
         return self
 
-    def __next__(self) -> list[Batch]:
+    def __next__(self) -> list[Samples]:
         if self._batches is None:
             self._batches = iter(self._start())
         try:

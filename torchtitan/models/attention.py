@@ -11,10 +11,13 @@ Shapes: B batch, S sequence, T keys so far, C = dim, H query heads, K key/value 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchtitan.models.documents import Documents
 from torchtitan.models.rope import Rope
 from torchtitan.models.spec import DecoderConfig
 
@@ -68,20 +71,32 @@ class KVCache:
 
 
 def causal_attention(
-    q_BHSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor
+    q_BHSD: torch.Tensor,
+    k_BKSD: torch.Tensor,
+    v_BKSD: torch.Tensor,
+    documents: Documents | None = None,
 ) -> torch.Tensor:
-    """Attend from each query to the keys up to its own, or from one query to all keys."""
+    """Attend from each query to the keys up to its own, or from one query to all keys.
+
+    With `documents` a query sees those of its own document alone.
+    """
+    assert documents is None
     is_causal = q_BHSD.shape[2] > 1
     return F.scaled_dot_product_attention(
         q_BHSD, k_BKSD, v_BKSD, is_causal=is_causal, enable_gqa=True
     )
 
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Documents | None], torch.Tensor]
+"""From q (B, H, S, D), k and v (B, K, S, D) and documents to the output, as q."""
+
+
 class Attention(nn.Module):
     """Multi-head attention in which several query heads share one key/value head (GQA).
 
-    `attend` takes the queries, keys and values of the tokens at hand, and may be replaced by
-    something that knows of tokens elsewhere; decoding has a cache instead.
+    `attend` takes the queries, keys and values of the tokens at hand, and the documents that keep
+    them apart, if any do. It may be replaced by something that knows of tokens elsewhere; decoding
+    has a cache instead.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -92,10 +107,14 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
-        self.attend = causal_attention
+        self.attend: Attend = causal_attention
 
     def forward(
-        self, x_BSC: torch.Tensor, rope: Rope, cache: LayerCache | None = None
+        self,
+        x_BSC: torch.Tensor,
+        rope: Rope,
+        documents: Documents | None = None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """Mix the tokens, each with those before it and, if there is a cache, with those in it."""
         # the number of heads is left to -1: tensor parallelism gives each rank a part of them
@@ -104,7 +123,7 @@ class Attention(nn.Module):
         v_BSKD = self.wv(x_BSC).unflatten(-1, (-1, self.head_dim))
         q_BHSD, k, v = q_BSHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
         if cache is None:
-            out_BHSD = self.attend(q_BHSD, k, v)
+            out_BHSD = self.attend(q_BHSD, k, v, documents)
         else:
             # the causal flag aligns first query with first key: right for a prompt or one token
             assert cache.length == 0 or q_BHSD.shape[2] == 1, "feed one token after the prompt"

@@ -12,13 +12,14 @@ Shapes: B batch, S sequence, C = dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.models.attention import Attention, KVCache, LayerCache
+from torchtitan.models.documents import Documents
 from torchtitan.models.rope import Rope, build_rope
 from torchtitan.models.spec import DecoderConfig
 
@@ -48,19 +49,49 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(
-        self, x_BSC: torch.Tensor, rope: Rope, cache: LayerCache | None = None
+        self,
+        x_BSC: torch.Tensor,
+        rope: Rope,
+        documents: Documents | None = None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """Apply the block; a cache is for decoding alone."""
-        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), rope, cache)
+        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), rope, documents, cache)
         return x_BSC + self.feed_forward(self.ffn_norm(x_BSC))
 
 
-class TiedOutput(nn.Module):
-    """An output head that has no weight of its own."""
+HeadLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From the head's input (B, S, C), its weight (V, C) and labels (B, S) to the summed loss."""
 
-    def forward(self, x_BSC: torch.Tensor, weight_VC: torch.Tensor) -> torch.Tensor:
-        """Return the logits by the embedding's weight."""
-        return F.linear(x_BSC, weight_VC)
+
+class Output(nn.Linear):
+    """The output head: logits or, given labels, the loss.
+
+    The loss is the head's, so that the logits of a long sequence need never exist all at once. What
+    it is, is set from outside.
+    """
+
+    loss: HeadLoss
+
+    def forward(self, x_BSC: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits, or the summed loss, a scalar in float32."""
+        if labels_BS is None:
+            return F.linear(x_BSC, self.weight)
+        return self.loss(x_BSC, self.weight, labels_BS)
+
+
+class TiedOutput(nn.Module):
+    """The same without a weight of its own: it is given the embedding's."""
+
+    loss: HeadLoss
+
+    def forward(
+        self, x_BSC: torch.Tensor, weight_VC: torch.Tensor, labels_BS: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the logits, or the summed loss."""
+        if labels_BS is None:
+            return F.linear(x_BSC, weight_VC)
+        return self.loss(x_BSC, weight_VC, labels_BS)
 
 
 class Decoder(nn.Module):
@@ -74,7 +105,7 @@ class Decoder(nn.Module):
 
     tok_embeddings: nn.Embedding | None
     norm: nn.RMSNorm | None
-    output: nn.Linear | TiedOutput | None
+    output: Output | TiedOutput | None
     embedding_is_copy = False
     """Whether the embedding's parameter is another stage's."""
 
@@ -87,7 +118,7 @@ class Decoder(nn.Module):
         self.output = (
             TiedOutput()
             if config.tie_embeddings
-            else nn.Linear(config.dim, config.vocab_size, bias=False)
+            else Output(config.dim, config.vocab_size, bias=False)
         )
 
     def keep_only(self, modules: Container[str]) -> None:
@@ -110,21 +141,24 @@ class Decoder(nn.Module):
     def forward(
         self,
         tokens_BS: torch.Tensor,
-        positions_S: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        documents: Documents | None = None,
+        labels_BS: torch.Tensor | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
         """Return the logits of the token after each one, in the dtype of the computation.
 
-        `positions_S` (int64) are the tokens' places in the sequence; by default they follow what
-        the cache holds, or start at 0. A pipeline stage takes the (B, S, C) residual stream of the
-        stage before it in the place of the tokens, then needs positions, and returns the stream
-        unless it has the head.
+        With labels it returns their summed loss instead, float32. `positions` (int64, (S) or (B,
+        S)) are the tokens' places in the sequence; by default they follow what the cache holds, or
+        start at 0. `documents` keep attention inside them. A pipeline stage takes the (B, S, C)
+        residual stream of the stage before it in the place of the tokens, then needs positions, and
+        returns the stream unless it has the head.
         """
-        if positions_S is None:
+        if positions is None:
             start = 0 if cache is None else cache.length
-            positions_S = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
+            positions = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
         rope = build_rope(
-            positions_S,
+            positions,
             head_dim=self.config.head_dim,
             theta=self.config.rope_theta,
             scaling=self.config.rope_scaling,
@@ -133,11 +167,11 @@ class Decoder(nn.Module):
         if self.tok_embeddings is not None and not self.embedding_is_copy:
             x_BSC = self.tok_embeddings(tokens_BS)
         for name, block in self.layers.items():
-            x_BSC = block(x_BSC, rope, None if cache is None else cache.layers[name])
+            x_BSC = block(x_BSC, rope, documents, None if cache is None else cache.layers[name])
         if self.norm is None or self.output is None:
             return x_BSC
         x_BSC = self.norm(x_BSC)
         if isinstance(self.output, TiedOutput):
             assert self.tok_embeddings is not None
-            return self.output(x_BSC, self.tok_embeddings.weight)
-        return self.output(x_BSC)
+            return self.output(x_BSC, self.tok_embeddings.weight, labels_BS)
+        return self.output(x_BSC, labels_BS)

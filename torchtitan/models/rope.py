@@ -20,24 +20,24 @@ from torchtitan.models.spec import RopeScaling
 
 
 class Rope:
-    """The rotation at S positions: float32 `cos_SP` and `sin_SP`.
+    """The rotation at S positions, or at B x S of them: float32 `cos` and `sin` of (..., S, P).
 
     A plain class on purpose: FSDP's mixed precision casts every float tensor that it finds in a
     block's arguments to bfloat16, inside tuples, dictionaries and dataclasses too.
     """
 
-    def __init__(self, cos_SP: torch.Tensor, sin_SP: torch.Tensor) -> None:
-        self.cos_SP = cos_SP
-        self.sin_SP = sin_SP
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self.cos = cos
+        self.sin = sin
 
     def rotate(self, x_BSHD: torch.Tensor) -> torch.Tensor:
         """Turn the channel pairs of queries or keys; the dtype stays."""
         even_BSHP, odd_BSHP = x_BSHD.float().unflatten(-1, (-1, 2)).unbind(-1)
-        cos_S1P, sin_S1P = self.cos_SP[:, None], self.sin_SP[:, None]
+        cos, sin = self.cos[..., None, :], self.sin[..., None, :]  # the same for all heads
         turned = torch.stack(
             (
-                even_BSHP * cos_S1P - odd_BSHP * sin_S1P,
-                even_BSHP * sin_S1P + odd_BSHP * cos_S1P,
+                even_BSHP * cos - odd_BSHP * sin,
+                even_BSHP * sin + odd_BSHP * cos,
             ),
             dim=-1,
         )
@@ -63,9 +63,9 @@ def frequencies(
 
 
 def build_rope(
-    positions_S: torch.Tensor, *, head_dim: int, theta: float, scaling: RopeScaling | None
+    positions: torch.Tensor, *, head_dim: int, theta: float, scaling: RopeScaling | None
 ) -> Rope:
-    """Compute the rotation at integer positions."""
-    freqs_P = frequencies(head_dim, theta=theta, scaling=scaling, device=positions_S.device)
-    angles_SP = positions_S[:, None] * freqs_P
-    return Rope(angles_SP.cos().float(), angles_SP.sin().float())
+    """Compute the rotation at integer positions, (S) or (B, S)."""
+    freqs_P = frequencies(head_dim, theta=theta, scaling=scaling, device=positions.device)
+    angles = positions[..., None] * freqs_P
+    return Rope(angles.cos().float(), angles.sin().float())

@@ -9,13 +9,12 @@ Under tensor parallelism each rank has the logits of its own part of the vocabul
 of the others but three numbers a token: the largest logit, the sum of exponentials and the label's
 logit. So the parts are never gathered, which would cost V instead.
 
-Shapes: B samples, S tokens, N = B S, V vocabulary or this rank's part of it.
+Shapes: B samples, S tokens, N = B S, C width, V vocabulary or this rank's part of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +25,20 @@ from torch import Tensor
 IGNORE_INDEX = -100
 
 
-def build_loss(group: dist.ProcessGroup | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the summed cross-entropy of logits and labels.
+def build_loss(group: dist.ProcessGroup | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return what makes the head's input (B, S, C), its weight (V, C) and labels a summed loss.
 
     `group` are the ranks that each have an equal part of the vocabulary, in their order; None: this
     rank has all of it.
     """
-    return cross_entropy_sum if group is None else partial(split_cross_entropy_sum, group=group)
+
+    def loss(x_BSC: Tensor, weight_VC: Tensor, labels_BS: Tensor) -> Tensor:
+        logits_BSV = F.linear(x_BSC, weight_VC)
+        if group is None:
+            return cross_entropy_sum(logits_BSV, labels_BS)
+        return split_cross_entropy_sum(logits_BSV, labels_BS, group=group)
+
+    return loss
 
 
 def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

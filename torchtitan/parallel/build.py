@@ -11,12 +11,12 @@ import torch
 
 from torchtitan.config.schema import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchtitan.mesh.dims import Mesh
-from torchtitan.models.decoder import Decoder
+from torchtitan.models.decoder import Decoder, HeadLoss
 from torchtitan.models.init import initialize
 from torchtitan.models.parts import ModelParts
 from torchtitan.models.spec import DecoderConfig, ModelSpec
 from torchtitan.parallel.apply import parallelize
-from torchtitan.parallel.execution import Execution, LossFunction, WholeModel
+from torchtitan.parallel.execution import Execution, WholeModel
 from torchtitan.parallel.pipeline import Pipeline, find_shapes
 from torchtitan.parallel.pipeline_layout import PipelineLayout
 
@@ -32,7 +32,7 @@ def build_model_and_execution(
     activation_checkpoint: ActivationCheckpointConfig,
     device: torch.device,
     seed: int,
-    loss: LossFunction,
+    loss: HeadLoss,
 ) -> tuple[ModelParts, Execution]:
     """Build this rank's parts of the model, and what runs batches through all ranks' parts."""
 
@@ -41,6 +41,8 @@ def build_model_and_execution(
             part = spec.build(architecture).to(getattr(torch, training.dtype))
         if modules is not None:
             part.keep_only(modules)
+        if part.output is not None:
+            part.output.loss = loss
         parallelize(
             part,
             mesh=mesh,
@@ -55,7 +57,7 @@ def build_model_and_execution(
 
     if layout is None:
         model = build_part(None)
-        return ModelParts([model]), WholeModel(model, loss=loss)
+        return ModelParts([model]), WholeModel(model)
     own = layout.stages_of(mesh.params.get_local_rank("pp"))
     parts = ModelParts([build_part(layout.modules[stage]) for stage in own])
     shapes = partial(
@@ -71,7 +73,6 @@ def build_model_and_execution(
         layout=layout,
         shapes=shapes,
         seq_len=training.seq_len // mesh.dims.cp,
-        loss=loss,
         group=mesh.params.get_group("pp"),
         device=device,
         tied=architecture.tie_embeddings,

@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.models.attention import causal_attention
+from torchtitan.models.attention import Attend, causal_attention
+from torchtitan.models.documents import Documents
 from torchtitan.parallel.context_kernels import attend, attend_backward, merge
 from torchtitan.parallel.context_layout import Block, SequenceLayout
 
 Method = Literal["allgather", "ring", "alltoall", "ulysses"]
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +245,12 @@ def _exchange_heads(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, ranks: Ra
 
 def build_attention(method: Method, *, ranks: Ranks) -> Attend:
     """Return causal attention of this rank's queries to the keys and values of all ranks."""
-    if method == "ulysses":
-        return lambda q, k, v: _exchange_heads(q, k, v, ranks=ranks)
     carrier: Callable[[Ranks], Carrier] = Gather if method == "allgather" else Ring
-    return lambda q, k, v: _Attention.apply(q, k, v, ranks, carrier)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+        assert documents is None
+        if method == "ulysses":
+            return _exchange_heads(q, k, v, ranks=ranks)
+        return _Attention.apply(q, k, v, ranks, carrier)
+
+    return attention

@@ -18,6 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchtitan.parallel.batch import Batch
+
 Balancer = Literal["headtail", "none"]
 
 
@@ -89,15 +91,12 @@ class SequenceShard:
     def __init__(self, layout: SequenceLayout, *, rank: int) -> None:
         self._layout, self._rank = layout, rank
 
-    def take(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the rank's part of `tokens` and `labels` (B, S), and the `positions` of it.
-
-        A rank that holds all of the sequence gets what it gave: positions are then 0 to S - 1.
-        """
-        if self._layout.degree == 1:
-            return dict(batch)
-        tokens_BS = batch["tokens"]
-        positions = self._layout.positions(self._rank, seq_len=tokens_BS.shape[1])
-        positions = positions.to(tokens_BS.device)
-        parts = {name: tensor.index_select(1, positions) for name, tensor in batch.items()}
-        return {**parts, "positions": positions}
+    def take(self, samples: Mapping[str, Tensor]) -> Batch:
+        """Return the rank's part of whole sequences: `tokens` and `labels`, int64 (B, S)."""
+        tokens_BS, labels_BS = samples["tokens"], samples["labels"]
+        positions_S = self._layout.positions(self._rank, seq_len=tokens_BS.shape[1])
+        return Batch(
+            tokens=tokens_BS.index_select(1, positions_S),
+            labels=labels_BS.index_select(1, positions_S),
+            positions=positions_S,
+        )

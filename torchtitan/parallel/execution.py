@@ -6,20 +6,15 @@ optimizer step and leaves summed gradients, so the loop does not know which one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from torchtitan.models.decoder import Decoder
+from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.fsdp import sync_gradients
-
-Batch = Mapping[str, Tensor]
-"""`tokens` and `labels`, int64 of shape (B, S), and `positions` (S) where S is not all of the
-sequence."""
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""From logits and labels to the summed loss, float32, of this rank's tokens."""
 
 
 class Execution(Protocol):
@@ -50,9 +45,8 @@ class WholeModel:
 
     owns_loss = True
 
-    def __init__(self, model: Decoder, *, loss: LossFunction) -> None:
+    def __init__(self, model: Decoder) -> None:
         self._model = model
-        self._loss = loss
 
     def forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
         """Run one batch after the other, the loss of each divided by the same number."""
@@ -73,5 +67,4 @@ class WholeModel:
         """Do nothing: there are no copies."""
 
     def _run(self, batch: Batch) -> Tensor:
-        logits = self._model(batch["tokens"], batch.get("positions"))
-        return self._loss(logits, batch["labels"])
+        return self._model(batch.tokens, batch.positions, batch.documents, batch.labels)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchtitan.config.schema import ParallelismConfig
 from torchtitan.models.parts import ModelParts
 from torchtitan.models.spec import DecoderConfig
-from torchtitan.parallel.execution import Batch, LossFunction
+from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.pipeline_layout import PipelineLayout
 from torchtitan.parallel.schedules import (
     Runtime,
@@ -36,13 +36,11 @@ def find_shapes(
     tp: int,
     dtype: torch.dtype,
 ) -> Shapes:
-    """Return what a rank passes on: its part of the sequence, and of the vocabulary, under tp."""
+    """Return what a rank passes on: under tp its part of the sequence."""
     seq_parallel = tp if settings.enable_sequence_parallel else 1
-    loss_parallel = 1 if settings.disable_loss_parallel else tp
     return Shapes(
         tokens=(microbatch_size, seq_len),
         stream=(microbatch_size, seq_len // seq_parallel, architecture.dim),
-        logits=(microbatch_size, seq_len, architecture.vocab_size // loss_parallel),
         dtype=dtype,
     )
 
@@ -57,7 +55,6 @@ class Pipeline:
         layout: PipelineLayout,
         shapes: Callable[[int], Shapes],
         seq_len: int,
-        loss: LossFunction,
         group: dist.ProcessGroup,
         device: torch.device,
         tied: bool,
@@ -67,7 +64,7 @@ class Pipeline:
         self._stages = dict(zip(own, parts, strict=True))
         self.owns_loss = any(part.output is not None for part in parts)
         self._layout, self._shapes = layout, shapes
-        self._loss, self._group, self._device = loss, group, device
+        self._group, self._device = group, device
         self._divisor = self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._training = self._build(layout.table, seq_len)
         self._evaluating: tuple[tuple[int, ...], Runtime] | None = None
@@ -95,7 +92,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """Take a batch, of as many whole microbatches as it has, forward through the stages."""
-        shape = tuple(batch["tokens"].shape)
+        shape = tuple(batch.tokens.shape)
         if self._evaluating is None or self._evaluating[0] != shape:
             num_samples, seq_len = shape
             num_microbatches, rest = divmod(num_samples, self._layout.microbatch_size)
@@ -122,12 +119,8 @@ class Pipeline:
         )
 
     def _run(self, runtime: Runtime, batch: Batch) -> None:
-        positions_S = batch.get("positions")
-        if positions_S is None:
-            positions_S = torch.arange(batch["tokens"].shape[1], device=self._device)
-        runtime.run(batch["tokens"], batch["labels"], positions_S)
+        runtime.run(batch.split(self._layout.microbatch_size))
 
-    def _count_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        loss = self._loss(logits, labels)
+    def _count_loss(self, loss: Tensor, labels: Tensor) -> Tensor:
         self._loss_sum += loss.detach()
         return loss / self._divisor

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.microbatch import _Replicate
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _Action,
@@ -29,6 +28,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import PipelineStage
 
 from torchtitan.base.errors import ConfigError
+from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.pipeline_ranges import record_actions
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
@@ -201,34 +201,35 @@ class Shapes:
 
     tokens: tuple[int, int]
     stream: tuple[int, int, int]
-    logits: tuple[int, int, int]
     dtype: torch.dtype
-    """Of stream and logits."""
+    """Of the stream."""
 
     def examples(self, *, first: bool, last: bool) -> dict[str, Tensor]:
         """Return a stage's input and output, without memory."""
         stream = torch.empty(self.stream, dtype=self.dtype, device="meta", requires_grad=True)
         tokens = torch.empty(self.tokens, dtype=torch.int64, device="meta")
-        logits = torch.empty(self.logits, dtype=self.dtype, device="meta", requires_grad=True)
+        loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         return {
             "input_args": tokens if first else stream,
-            "output_args": logits if last else stream,
+            "output_args": loss if last else stream,
         }
 
 
 class _Stage(PipelineStage):
-    """A stage that keeps no logits where no backward will come for them, nor greets itself."""
-
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_one_chunk(*args, **kwargs)
-        if self.is_last and not self.has_backward:
-            self.fwd_cache.clear()
-        return output
+    """A stage that does not greet itself."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # torch 2.11 greets neighbours on this rank too, which gloo refuses
         every: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
         return [op for op in every if op.group_peer != self.group_rank]
+
+
+class _Schedule(_PipelineScheduleRuntime):
+    """Takes microbatches as they come: torch cuts tensors alone, and documents are none."""
+
+    def _split_inputs(self, args: tuple[Any, ...], kwargs: Any = None) -> tuple[Any, Any]:
+        [microbatches] = args
+        return [args for args, _ in microbatches], [kwargs for _, kwargs in microbatches]
 
 
 class Runtime:
@@ -252,7 +253,7 @@ class Runtime:
         ranks = ranks_of(table)
         num_stages = len(ranks)
         self._holds_first, self._holds_last = 0 in stages, num_stages - 1 in stages
-        self._schedule = _PipelineScheduleRuntime(
+        self._schedule = _Schedule(
             [
                 _Stage(
                     module,
@@ -266,7 +267,6 @@ class Runtime:
             ],
             1 + max(action.microbatch for row in table for action in row),
             loss_fn=loss,
-            kwargs_chunk_spec={"positions_S": _Replicate()},  # type: ignore[dict-item]
             scale_grads=False,
         )
         for stage in self._schedule._stages:
@@ -288,16 +288,23 @@ class Runtime:
             num_stages=num_stages,
         )
 
-    def run(self, tokens_BS: Tensor, labels_BS: Tensor, positions_S: Tensor) -> None:
-        """Take a batch through the table; the loss is told of each microbatch."""
-        tokens = (tokens_BS,) if self._holds_first else ()
+    def run(self, microbatches: Sequence[Batch]) -> None:
+        """Take a batch through the table; `loss` is told of that of each microbatch."""
         run = self._schedule.step if self._trains else self._schedule.eval
-        run(
-            *tokens,
-            target=labels_BS if self._holds_last else None,
-            positions_S=positions_S,
-            return_outputs=False,
-        )
+        inputs = [
+            (
+                (part.tokens,) if self._holds_first else (),
+                {
+                    "positions": part.positions,
+                    "documents": part.documents,
+                    "labels_BS": part.labels,
+                },
+            )
+            for part in microbatches
+        ]
+        # the model has the labels already; torch asks for a target where there is a loss
+        target = torch.cat([part.labels for part in microbatches]) if self._holds_last else None
+        run(inputs, target=target, return_outputs=False)
         if not self._trains:
             for stage in self._schedule._stages:
                 stage.fwd_cache.clear()  # no backward comes for it

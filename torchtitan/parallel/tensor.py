@@ -19,11 +19,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from math import gcd
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -33,6 +41,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.schema import ParallelismConfig
+from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.spec import DecoderConfig, TensorRole
 
 
@@ -81,15 +90,14 @@ def apply_tensor_parallel(
 ) -> None:
     """Split the modules of `model` that the plan names over the ranks of `mesh`, in place.
 
-    The model then returns its own rank's part of the logits, (B, S, V / tp), with `loss_parallel`,
-    else all of them.
+    Given labels, the model takes its loss from its own rank's part of the vocabulary with
+    `loss_parallel`, else each rank by itself from all of it. Without labels it returns all logits.
     """
     stream = Shard(1) if sequence_parallel else Replicate()
-    logits = Shard(-1) if loss_parallel else Replicate()
     for pattern, role in plan.items():
         for name, module in list(model.named_modules()):
             if _matches(name, pattern):
-                style = _style(role, module, stream=stream, logits=logits)
+                style = _style(role, stream=stream, loss_parallel=loss_parallel)
                 # None: parameters are on the meta device, there is nothing to send
                 parallelize_module(module, mesh, style, src_data_rank=None)
     left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
@@ -103,9 +111,7 @@ def _matches(name: str, pattern: str) -> bool:
     return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
 
 
-def _style(
-    role: TensorRole, module: nn.Module, *, stream: Placement, logits: Placement
-) -> ParallelStyle:
+def _style(role: TensorRole, *, stream: Placement, loss_parallel: bool) -> ParallelStyle:
     """Say a role in the words of torch; `stream` is the layout of what modules hand on."""
     match role:
         case "vocabulary":
@@ -118,10 +124,8 @@ def _style(
             return ColwiseParallel()
         case "row":
             return RowwiseParallel(output_layouts=stream)
-        case "head" if isinstance(module, nn.Linear):
-            return ColwiseParallel(input_layouts=stream, output_layouts=logits)
-        case "head":  # of tied embeddings, whose weight it is given
-            return _Gather(stream, output=logits)
+        case "head":
+            return _Head(stream, loss_parallel=loss_parallel)
 
 
 class _Norm(ParallelStyle):
@@ -144,16 +148,15 @@ class _Norm(ParallelStyle):
 
 
 class _Gather(ParallelStyle):
-    """A module with several matrices, or one of another module's, behind one gathered input.
+    """A module with several matrices behind one gathered input.
 
     The gradients from all its matrices are summed before they are scattered. Further arguments, as
     the rotation and the cache, pass as they are.
     """
 
-    def __init__(self, stream: Placement, *, output: Placement | None = None) -> None:
+    def __init__(self, stream: Placement) -> None:
         super().__init__()
         self.stream = stream
-        self.output = output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
@@ -162,13 +165,43 @@ class _Gather(ParallelStyle):
             x_BSC = _wrapped(x, device_mesh, self.stream)
             return x_BSC.redistribute(placements=[Replicate()]), *others
 
-        def release(_: nn.Module, inputs: object, output: DTensor) -> Tensor:
-            return output.redistribute(placements=[self.output]).to_local()
-
         module.register_forward_pre_hook(gather)
-        if self.output is not None:
-            module.register_forward_hook(release)
         return module
+
+
+class _Head(_Gather):
+    """The matrix from the stream to the vocabulary, its own or the embedding's, and the loss."""
+
+    def __init__(self, stream: Placement, *, loss_parallel: bool) -> None:
+        super().__init__(stream)
+        self.loss_parallel = loss_parallel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            # nothing is sent: parameters are on the meta device
+            split = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(split))
+        super()._apply(module, device_mesh)
+        module.register_forward_hook(lambda _, inputs, output: _whole(output))
+        module.loss = partial(_local_loss, loss=module.loss, whole=not self.loss_parallel)
+        return module
+
+
+def _local_loss(
+    x_BSC: DTensor, weight_VC: DTensor, labels_BS: Tensor, *, loss: HeadLoss, whole: bool
+) -> Tensor:
+    """Take the loss on local tensors: those of this rank's part of the vocabulary, or of all."""
+    if whole:
+        # each rank computes the same, whole gradients included
+        return loss(x_BSC.to_local(), weight_VC.full_tensor(), labels_BS)
+    # the other parts of the vocabulary have their share in the gradient of x
+    x = x_BSC.to_local(grad_placements=[Partial()])
+    return loss(x, weight_VC.to_local(), labels_BS)
+
+
+def _whole(output: Tensor) -> Tensor:
+    """Gather logits; the loss is a plain tensor already."""
+    return output.full_tensor() if isinstance(output, DTensor) else output
 
 
 def _wrapped(local: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:

@@ -1,0 +1,48 @@
+"""Where documents begin and end in the sequences of a batch: by their lengths, never by a mask.
+
+A mask of S x S is what makes long sequences crash. Lengths say the same in a number a document, and
+are what kernels want: a loop over slices, or the running sums that variable-length kernels take.
+They stay on the host, so that planning by them never waits for a device.
+
+Shapes: B sequences, S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of B sequences of equal length, one after another in each."""
+
+    lengths: tuple[tuple[int, ...], ...]
+    """Tokens of each document, a row for each sequence; all rows have the same sum."""
+
+    @classmethod
+    def from_flat(cls, lengths: torch.Tensor, *, seq_len: int) -> Documents:
+        """Take the lengths of all sequences in a row, int64: each S tokens make a sequence."""
+        rows: list[list[int]] = [[]]
+        for length in lengths.tolist():
+            assert length > 0, "a document has at least one token"
+            if sum(rows[-1]) == seq_len:
+                rows.append([])
+            rows[-1].append(length)
+        assert all(sum(row) == seq_len for row in rows), "a document ends with its sequence"
+        return cls(tuple(map(tuple, rows)))
+
+    def __getitem__(self, rows: slice) -> Documents:
+        """Return the documents of some of the sequences."""
+        return Documents(self.lengths[rows])
+
+    def bounds(self, row: int) -> Iterator[tuple[int, int]]:
+        """Yield where each document of a sequence begins and ends."""
+        return pairwise(accumulate(self.lengths[row], initial=0))
+
+    def positions(self) -> torch.Tensor:
+        """Return each token's place in its document, int64 (B, S)."""
+        return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in self.lengths])
