@@ -73,17 +73,22 @@ class CheckpointManager:
         self._pending: Future[None] | None = None
         self._staging = Staging(pinned=settings.async_mode == PINNED)
 
+    def is_due(self, *, last: bool, now: bool = False) -> bool:
+        """Tell whether `save_if_due` would save."""
+        step = self._state.progress.step
+        first = step == 1 and self._settings.enable_first_step_checkpoint
+        due = last or now or first or step % self._settings.interval == 0
+        return due and not self._settings.load_only
+
     def save_if_due(self, *, last: bool, now: bool = False) -> bool:
         """Save where the cadence, the end of the run or `now` asks for it; tell whether it did.
 
         Raises:
             CheckpointError: This save, or an earlier one in the background, failed.
         """
-        step = self._state.progress.step
-        due = step % self._settings.interval == 0
-        first = step == 1 and self._settings.enable_first_step_checkpoint
-        if self._settings.load_only or not (last or now or due or first):
+        if not self.is_due(last=last, now=now):
             return False
+        step = self._state.progress.step
         self.wait()
         components = self._state.components()
         if self._thread is None:
