@@ -14,8 +14,10 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.parallelism import ParallelismConfig as ParallelismConfig
+from torchtitan.config.rope import RopeScalingConfig as RopeScalingConfig
 from torchtitan.config.types import (
     STRICT,
+    AboveOne,
     Decay,
     FiniteNonNegative,
     FinitePositive,
@@ -88,6 +90,10 @@ class ModelConfig:
     tokenizer_path: Text = "bpe_2048"
     """Built-in name (bpe_2048, byte), tiktoken file (Llama 3's tokenizer.model), or tokenizer.json
     or its folder."""
+    rope_theta: AboveOne | None = None
+    """Base of the rotary wavelengths; the flavor's if not given."""
+    rope_scaling: RopeScalingConfig = Field(default_factory=RopeScalingConfig)
+    """Stretch of the rotary wavelengths."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
