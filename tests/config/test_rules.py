@@ -216,10 +216,10 @@ FILES = '[training]\ndataset = "files"\n'
         *(
             (
                 f'[activation_checkpoint]\nselective_ac_option = "{option}"',
-                f'[activation_checkpoint] selective_ac_option = "{option}": must be a positive '
-                f'integer in quotes, as "2" for every second block, got "{option}"',
+                f'[activation_checkpoint] selective_ac_option = "{option}": must be "op" or a '
+                f'positive integer in quotes, as "2" for every second block, got "{option}"',
             )
-            for option in ("0", "-1", "1.5", "two", "", "²", "٣")
+            for option in ("0", "ops", "-1", "1.5", "two", "", "²", "٣")
         ),
         (
             "[training]\nseq_len = 100\n[parallelism]\ncontext_parallel_degree = 3",
@@ -271,6 +271,7 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
         '[checkpoint]\nenable = true\ninitial_load_path = "x"\ninitial_load_model_only = false',
         '[checkpoint]\nenable = true\nmode = "finetune"\ninitial_load_path = "x"',
         '[activation_checkpoint]\nselective_ac_option = "1"',
+        '[activation_checkpoint]\nselective_ac_option = "op"',
         f"{PIPELINE}pipeline_parallel_microbatch_size = 4",
         f"{PIPELINE}pipeline_parallel_num_microbatches = 2",
         f"{PIPELINE}pipeline_parallel_num_microbatches = 2\npipeline_parallel_microbatch_size = 4",

@@ -145,11 +145,13 @@ def _degrees(config: Config) -> Iterator[Broken]:
             ("parallelism.data_parallel_shard_degree",),
             f"must be -1 (all ranks left over) or at least 1, got {degree}",
         )
-    mode = config.activation_checkpoint.selective_ac_option
-    if not (mode.isdecimal() and mode.isascii() and int(mode) > 0):
+    option = config.activation_checkpoint.selective_ac_option
+    is_number = option.isdecimal() and option.isascii() and int(option) > 0
+    if not (is_number or option == "op"):
         yield Broken(
             ("activation_checkpoint.selective_ac_option",),
-            f'must be a positive integer in quotes, as "2" for every second block, got "{mode}"',
+            f'must be "op" or a positive integer in quotes, as "2" for every second block, got '
+            f'"{option}"',
         )
 
 

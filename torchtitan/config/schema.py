@@ -247,9 +247,10 @@ class ActivationCheckpointConfig:
     """Which activations are recomputed in backward instead of kept."""
 
     mode: Literal["none", "full", "selective"] = "selective"
-    """none: keep all; full: recompute every block; selective: recompute every n-th block."""
+    """none: keep all; full: recompute every block; selective: what selective_ac_option says."""
     selective_ac_option: str = "2"
-    """n of the selective mode, a number in quotes."""
+    """A number n in quotes: recompute every n-th block; op: recompute every block but for attention
+    and every second matrix product, whose outputs are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

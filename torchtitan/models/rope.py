@@ -94,7 +94,7 @@ def _kept_by_yarn(freqs_P: torch.Tensor, scaling: YarnScaling, *, theta: float) 
     first = max(math.floor(pair_with(scaling.beta_fast)), 0)
     last = min(math.ceil(pair_with(scaling.beta_slow)), head_dim - 1)
     # a step where the whole ramp lies on one pair, or beyond the pairs there are
-    width = max(last - first, 0.001)
+    width = max(last - first, 1)
     pairs_P = torch.arange(len(freqs_P), dtype=torch.float64, device=freqs_P.device)
     return 1 - ((pairs_P - first) / width).clamp(0, 1)
 

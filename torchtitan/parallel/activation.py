@@ -1,25 +1,113 @@
-"""Activation checkpointing: recompute a block in backward instead of keeping what it computed.
+"""Activation checkpointing: recompute in backward what a block computed, instead of keeping it.
 
-It changes memory and time, never a number. `full` does so for every block, `selective` for every
-n-th one. Blocks keep their type and their parameters their names: only `forward` is replaced.
+It changes memory and time, never a number; blocks keep their type and their parameters their names.
+
+    full             every block is recomputed; kept is the stream between blocks
+    selective, "n"   every n-th block is recomputed, the others keep everything
+    selective, "op"  every block is recomputed but for its dearest operators, whose outputs are kept
+
+**By operator.** Kept are the outputs of attention, of every second matrix product and of the first
+of a block's two sums over tensor-parallel ranks; norms, rotations, the other products and all that
+is elementwise are recomputed. torchtitan keeps the first, third ... product, here it is the second,
+fourth ...: recomputation ends with the last tensor that backward asks for, which is the input of a
+block's last product, so the seventh of Llama's would be kept for nothing. Its sum too lies there.
+
+**Collectives** of a recomputed block are repeated, on all ranks alike, but for the sum that is kept:
+the gathers along the sequence under tensor parallelism, since to keep their outputs is to give up
+what sequence parallelism saves, and the exchanges of Ulysses. Attention over a ring or over gathered
+keys is one operator, so with "op" nothing of it is repeated, hops included. FSDP gathers a block's
+weights outside of it, as ever once for forward and once for backward.
+
+**Random numbers** are the same again: the generators' states are kept at the start of a block, some
+microseconds and 5 KB, whether it draws or not. (Generators can only tell afterwards.)
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from torchtitan.parallel.one_operator import ATTENTION
 
 Mode = Literal["none", "full", "selective"]
+BY_OPERATOR = "op"
+
+aten = torch.ops.aten
+collectives = torch.ops._c10d_functional
+
+# only what returns new tensors can be kept: of one that writes into its arguments, as c10d's own
+# collectives do, the result is elsewhere
+ALWAYS = frozenset(
+    {
+        ATTENTION,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_fused_attention_overrideable.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
+SUMS = frozenset({collectives.reduce_scatter_tensor.default, collectives.all_reduce.default})
 
 
-def apply_activation_checkpointing(model: nn.Module, *, mode: Mode, every: int) -> None:
-    """Recompute blocks of `model` in backward: all (`full`) or each `every`-th (`selective`)."""
+def apply_activation_checkpointing(model: nn.Module, *, mode: Mode, option: str) -> None:
+    """Recompute blocks of `model` in backward, by `option` ("2": every second; "op") if selective.
+
+    A block takes whatever arguments it takes.
+    """
     if mode == "none":
         return
-    stride = 1 if mode == "full" else every
+    recomputed = partial(checkpoint, use_reentrant=False)
+    if selects_operators(mode, option):
+        recomputed = partial(recomputed, context_fn=_contexts)
+    every = int(option) if mode == "selective" and option != BY_OPERATOR else 1
     for name, block in model.layers.items():
-        if int(name) % stride == 0:  # its number in the whole model, whatever the stage
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if int(name) % every == 0:  # its number in the whole model, whatever the stage
+            block.forward = partial(recomputed, block.forward)
+
+
+def selects_operators(mode: Mode, option: str) -> bool:
+    """Tell whether single operators are kept."""
+    return mode == "selective" and option == BY_OPERATOR
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Make what surrounds one run of a block, and what surrounds its recomputation."""
+    return create_selective_checkpoint_contexts(_Policy())
+
+
+class _Policy:
+    """Says of each operator of one run of a block, in their order, whether its output is kept."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[tuple[str, bool]] = Counter()
+
+    def __call__(
+        self, context: SelectiveCheckpointContext, operator: object, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        # some versions of torch ask again in recomputation
+        again = context.is_recompute
+        if operator in PRODUCTS:
+            keeps = self._number("product", again) % 2 == 0
+        elif operator in SUMS:
+            keeps = self._number("sum", again) % 2 == 1
+        else:
+            keeps = operator in ALWAYS
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _number(self, kind: str, again: bool) -> int:
+        """Count: 1 is the first of its kind."""
+        self._seen[kind, again] += 1
+        return self._seen[kind, again]
