@@ -12,14 +12,15 @@ is elementwise are recomputed. torchtitan keeps the first, third ... product, he
 fourth ...: recomputation ends with the last tensor that backward asks for, which is the input of a
 block's last product, so the seventh of Llama's would be kept for nothing. Its sum too lies there.
 
-**Collectives** of a recomputed block are repeated, on all ranks alike, but for the sum that is kept:
-the gathers along the sequence under tensor parallelism, since to keep their outputs is to give up
-what sequence parallelism saves, and the exchanges of Ulysses. Attention over a ring or over gathered
-keys is one operator, so with "op" nothing of it is repeated, hops included. FSDP gathers a block's
-weights outside of it, as ever once for forward and once for backward.
+**Collectives** of a recomputed block are repeated, on all ranks alike, but for the sum that "op"
+keeps: the gathers along the sequence under tensor parallelism, since to keep their outputs is to
+give up what sequence parallelism saves, and the exchanges of Ulysses. Attention over a ring or over
+gathered keys is one operator, so with "op" nothing of it is repeated, hops included. FSDP gathers a
+block's weights outside of it, as ever once for forward and once for backward.
 
-**Random numbers** are the same again: the generators' states are kept at the start of a block, some
-microseconds and 5 KB, whether it draws or not. (Generators can only tell afterwards.)
+**Random numbers** are the same again: the generators' states are kept at the start of each block.
+That is done whether it draws or not, since only afterwards can one tell, and costs 5 KB and 3
+microseconds a block.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ ALWAYS = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_fused_attention_overrideable.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._flash_attention_forward.default,
+        aten._efficient_attention_forward.default,
     }
 )
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
