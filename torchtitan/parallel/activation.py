@@ -30,7 +30,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -39,30 +38,26 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from torchtitan.parallel.one_operator import ATTENTION
+from torchtitan.parallel.one_operator import WHOLE_ATTENTION
 
 Mode = Literal["none", "full", "selective"]
 BY_OPERATOR = "op"
 
-aten = torch.ops.aten
-collectives = torch.ops._c10d_functional
-
-# only what returns new tensors can be kept: of one that writes into its arguments, as c10d's own
-# collectives do, the result is elsewhere
-ALWAYS = frozenset(
+# by name: not every one is there in every version, or before its module is imported; and only what
+# returns new tensors, for of one that writes into its arguments, as c10d's, the result is elsewhere
+ATTENTION = frozenset(
     {
-        ATTENTION,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_fused_attention_overrideable.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._flash_attention_forward.default,
-        aten._efficient_attention_forward.default,
+        WHOLE_ATTENTION,
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "torch_attn::_varlen_attn",
     }
 )
-PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
-SUMS = frozenset({collectives.reduce_scatter_tensor.default, collectives.all_reduce.default})
+PRODUCTS = frozenset({"aten::mm", "aten::addmm"})
+SUMS = frozenset({"_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_reduce"})
 
 
 def apply_activation_checkpointing(model: nn.Module, *, mode: Mode, option: str) -> None:
@@ -98,16 +93,17 @@ class _Policy:
         self._seen: Counter[tuple[str, bool]] = Counter()
 
     def __call__(
-        self, context: SelectiveCheckpointContext, operator: object, *args: Any, **kwargs: Any
+        self, context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
         # some versions of torch ask again in recomputation
         again = context.is_recompute
-        if operator in PRODUCTS:
+        name = operator.name()
+        if name in PRODUCTS:
             keeps = self._number("product", again) % 2 == 0
-        elif operator in SUMS:
+        elif name in SUMS:
             keeps = self._number("sum", again) % 2 == 1
         else:
-            keeps = operator in ALWAYS
+            keeps = name in ATTENTION
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     def _number(self, kind: str, again: bool) -> int:

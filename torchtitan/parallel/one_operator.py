@@ -29,8 +29,8 @@ _LIBRARY = torch.library.Library("torchtitan", "DEF")
 _LIBRARY.define("attention(Tensor q, Tensor k, Tensor v) -> (Tensor out, Tensor lse)")
 _LIBRARY.impl("attention", _compute, "CompositeExplicitAutograd")
 
-ATTENTION = torch.ops.torchtitan.attention.default
-"""The operator, as a dispatch mode sees it."""
+WHOLE_ATTENTION = "torchtitan::attention"
+"""The operator's name."""
 
 
 def as_one_operator(
@@ -42,6 +42,6 @@ def as_one_operator(
     """
     token = _COMPUTATION.set(computation)
     try:
-        return ATTENTION(q_BHSD, k_BKSD, v_BKSD)
+        return torch.ops.torchtitan.attention(q_BHSD, k_BKSD, v_BKSD)
     finally:
         _COMPUTATION.reset(token)
