@@ -129,7 +129,7 @@ def load(step: Path) -> tuple[Decoder, Tokenizer]:
         UserError: The checkpoint is damaged, or its tokenizer is not there.
     """
     settings, dtype = read_settings(step)
-    spec, architecture = find_model(settings.name, flavor=settings.flavor)
+    spec, architecture = find_model(settings)
     tokenizer = build_tokenizer(settings.tokenizer_path)
     check_vocabulary(tokenizer, model_vocab_size=architecture.vocab_size)
     with torch.device("meta"):

@@ -190,8 +190,15 @@ def random_config(seed: int) -> Config:
     assert isinstance(paths, tuple)
     num_workers = values["training", "dataloader", "num_workers"]
     assert isinstance(num_workers, int)
+    scaling = ("model", "rope_scaling")
     values |= {
         ("job", "config_file"): None,
+        ("model", "rope_theta"): rng.choice([None, 1e4, 5e5]),
+        (*scaling, "type"): "yarn",
+        (*scaling, "factor"): rng.uniform(1.0, 64.0),
+        (*scaling, "original_max_position"): 8192,
+        (*scaling, "low_freq_factor"): None,
+        (*scaling, "high_freq_factor"): None,
         ("training", "dataset"): "files" if paths else "synthetic",
         ("training", "dataset_weights"): tuple(rng.uniform(0.1, 9.0) for _ in paths),
         ("training", "global_batch_size"): values["training", "local_batch_size"],

@@ -7,6 +7,8 @@ import pytest
 from tests.config.jobs import Jobs
 
 PIPELINE = "[parallelism]\npipeline_parallel_degree = 2\n"
+NEEDED = "factor = 4.0\noriginal_max_position = 8192\n"
+YARN = "beta_fast, beta_slow, attention_factor"
 FILES = '[training]\ndataset = "files"\n'
 
 
@@ -103,6 +105,36 @@ FILES = '[training]\ndataset = "files"\n'
             "num_workers = 0; raise num_workers or remove this",
         ),
         (
+            '[model.rope_scaling]\ntype = "linear"',
+            '[model.rope_scaling] type = "linear": needs factor; it reads factor',
+        ),
+        (
+            '[model.rope_scaling]\ntype = "yarn"\nfactor = 4.0',
+            '[model.rope_scaling] type = "yarn": needs original_max_position; it reads factor, '
+            "original_max_position, beta_fast, beta_slow, attention_factor",
+        ),
+        (
+            "[model.rope_scaling]\nfactor = 4.0",
+            '[model.rope_scaling] factor = 4.0: is not read by type = "flavor", which reads '
+            'nothing else; remove it, or write type = "linear" or "llama3" or "yarn"',
+        ),
+        (
+            '[model.rope_scaling]\ntype = "linear"\nfactor = 4.0\noriginal_max_position = 8192',
+            '[model.rope_scaling] original_max_position = 8192: is not read by type = "linear", '
+            'which reads factor; remove it, or write type = "llama3" or "yarn"',
+        ),
+        *(
+            (
+                f'[model.rope_scaling]\ntype = "{kind}"\n{NEEDED}{line}',
+                f'[model.rope_scaling] {line}: is not read by type = "{kind}", which reads '
+                f'factor, original_max_position, {others}; remove it, or write type = "{right}"',
+            )
+            for kind, line, others, right in (
+                ("llama3", "beta_slow = 2.0", "low_freq_factor, high_freq_factor", "yarn"),
+                ("yarn", "low_freq_factor = 2.0", YARN, "llama3"),
+            )
+        ),
+        (
             "[optimizer]\nmomentum = 0.9",
             '[optimizer] momentum = 0.9: is read by SGD alone, got name = "AdamW"; '
             "use beta1 or remove this",
@@ -184,10 +216,10 @@ FILES = '[training]\ndataset = "files"\n'
         *(
             (
                 f'[activation_checkpoint]\nselective_ac_option = "{option}"',
-                f'[activation_checkpoint] selective_ac_option = "{option}": must be a positive '
-                f'integer in quotes, as "2" for every second block, got "{option}"',
+                f'[activation_checkpoint] selective_ac_option = "{option}": must be "op" or a '
+                f'positive integer in quotes, as "2" for every second block, got "{option}"',
             )
-            for option in ("0", "-1", "1.5", "two", "", "²", "٣")
+            for option in ("0", "ops", "-1", "1.5", "two", "", "²", "٣")
         ),
         (
             "[training]\nseq_len = 100\n[parallelism]\ncontext_parallel_degree = 3",
@@ -221,6 +253,10 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
         "[training]\nglobal_batch_size = 16\nlocal_batch_size = 8",
         "[training]\nglobal_batch_size = -1\nlocal_batch_size = 7",
         "[training.dataloader]\nprefetch_factor = 2\npersistent_workers = true\nnum_workers = 1",
+        '[model.rope_scaling]\ntype = "none"',
+        '[model.rope_scaling]\ntype = "linear"\nfactor = 1.0',
+        f'[model.rope_scaling]\ntype = "llama3"\nhigh_freq_factor = 8.0\n{NEEDED}',
+        f'[model.rope_scaling]\ntype = "yarn"\nattention_factor = 1.0\nbeta_fast = 9.0\n{NEEDED}',
         '[optimizer]\nmomentum = 0.9\nname = "SGD"',
         "[lr_scheduler]\ntotal_steps = 100\n[training]\nsteps = 100",
         "[lr_scheduler]\ntotal_steps = 99\nmin_lr_factor = 0.1\n[training]\nsteps = 100",
@@ -235,6 +271,7 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
         '[checkpoint]\nenable = true\ninitial_load_path = "x"\ninitial_load_model_only = false',
         '[checkpoint]\nenable = true\nmode = "finetune"\ninitial_load_path = "x"',
         '[activation_checkpoint]\nselective_ac_option = "1"',
+        '[activation_checkpoint]\nselective_ac_option = "op"',
         f"{PIPELINE}pipeline_parallel_microbatch_size = 4",
         f"{PIPELINE}pipeline_parallel_num_microbatches = 2",
         f"{PIPELINE}pipeline_parallel_num_microbatches = 2\npipeline_parallel_microbatch_size = 4",

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 
+from torchtitan.config.rope import NEEDED, READ
 from torchtitan.config.schema import CheckpointConfig, Config
 
 
@@ -27,6 +28,7 @@ def broken_rules(config: Config) -> Iterator[Broken]:
     """Check every rule."""
     yield from _job(config)
     yield from _profiling(config)
+    yield from _rope(config)
     yield from _data(config)
     yield from _batch(config)
     yield from _workers(config)
@@ -57,6 +59,22 @@ def _profiling(config: Config) -> Iterator[Broken]:
             f"must be at least profiler_warmup + profiler_active ({profiling.profiler_warmup} + "
             f"{profiling.profiler_active}), got {profiling.profile_freq}; try {needed}",
         )
+
+
+def _rope(config: Config) -> Iterator[Broken]:
+    scaling = config.model.rope_scaling
+    section = "model.rope_scaling"
+    reads = ", ".join(READ[scaling.type]) or "nothing else"
+    for key, value in asdict(scaling).items():
+        if key in NEEDED[scaling.type] and value is None:
+            yield Broken((f"{section}.type", f"{section}.{key}"), f"needs {key}; it reads {reads}")
+        elif key != "type" and key not in READ[scaling.type] and value is not None:
+            readers = " or ".join(f'"{name}"' for name, keys in READ.items() if key in keys)
+            yield Broken(
+                (f"{section}.{key}", f"{section}.type"),
+                f'is not read by type = "{scaling.type}", which reads {reads}; remove it, or write '
+                f"type = {readers}",
+            )
 
 
 def _leads_outside(name: str) -> bool:
@@ -127,11 +145,13 @@ def _degrees(config: Config) -> Iterator[Broken]:
             ("parallelism.data_parallel_shard_degree",),
             f"must be -1 (all ranks left over) or at least 1, got {degree}",
         )
-    mode = config.activation_checkpoint.selective_ac_option
-    if not (mode.isdecimal() and mode.isascii() and int(mode) > 0):
+    option = config.activation_checkpoint.selective_ac_option
+    is_number = option.isdecimal() and option.isascii() and int(option) > 0
+    if not (is_number or option == "op"):
         yield Broken(
             ("activation_checkpoint.selective_ac_option",),
-            f'must be a positive integer in quotes, as "2" for every second block, got "{mode}"',
+            f'must be "op" or a positive integer in quotes, as "2" for every second block, got '
+            f'"{option}"',
         )
 
 

@@ -14,8 +14,10 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.parallelism import ParallelismConfig as ParallelismConfig
+from torchtitan.config.rope import RopeScalingConfig as RopeScalingConfig
 from torchtitan.config.types import (
     STRICT,
+    AboveOne,
     Decay,
     FiniteNonNegative,
     FinitePositive,
@@ -88,6 +90,10 @@ class ModelConfig:
     tokenizer_path: Text = "bpe_2048"
     """Built-in name (bpe_2048, byte), tiktoken file (Llama 3's tokenizer.model), or tokenizer.json
     or its folder."""
+    rope_theta: AboveOne | None = None
+    """Base of the rotary wavelengths; the flavor's if not given."""
+    rope_scaling: RopeScalingConfig = Field(default_factory=RopeScalingConfig)
+    """Stretch of the rotary wavelengths."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -241,9 +247,10 @@ class ActivationCheckpointConfig:
     """Which activations are recomputed in backward instead of kept."""
 
     mode: Literal["none", "full", "selective"] = "selective"
-    """none: keep all; full: recompute every block; selective: recompute every n-th block."""
+    """none: keep all; full: recompute every block; selective: what selective_ac_option says."""
     selective_ac_option: str = "2"
-    """n of the selective mode, a number in quotes."""
+    """A number n in quotes: recompute every n-th block; op: recompute every block but for attention
+    and every second matrix product, whose outputs are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -108,8 +108,7 @@ UNBUILT: dict[Path, Unbuilt] = {
     **_section("checkpoint", _SYNC, enable_ft_dataloader_checkpoints=True),
     **_section(
         "activation_checkpoint",
-        _RECOMPUTE,
-        switch="activation_checkpoint.selective_ac_option",
+        "which matrix products are recomputed is not chosen by name; every second one is",
         per_op_sac_force_recompute_mm_shapes_by_fqns=["moe.router.gate"],
     ),
     **_section(
@@ -223,9 +222,6 @@ _C4 = (
 UNBUILT_VALUES: dict[Path, dict[object, str]] = {
     ("training", "dataset"): {"c4": _C4, "c4_test": _C4, "c4_validation": _C4},
     ("activation_checkpoint", "mode"): {"memory_budget": _RECOMPUTE},
-    ("activation_checkpoint", "selective_ac_option"): {
-        "op": 'selection by operator is not built yet; write a number, "2" is every second block'
-    },
 }
 
 

@@ -13,10 +13,10 @@ import math
 
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Constant, Init, Normal
-from torchtitan.models.spec import DecoderConfig, ModelSpec, RopeScaling, TensorRole
+from torchtitan.models.spec import DecoderConfig, Llama3Scaling, ModelSpec, TensorRole
 
-LLAMA_31 = RopeScaling(factor=8.0)
-LLAMA_32 = RopeScaling(factor=32.0)
+LLAMA_31 = Llama3Scaling(factor=8.0)
+LLAMA_32 = Llama3Scaling(factor=32.0)
 
 FLAVORS = {
     "tiny": DecoderConfig(

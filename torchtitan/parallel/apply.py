@@ -17,7 +17,7 @@ from torch import nn
 from torchtitan.config.schema import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
 from torchtitan.mesh.dims import Mesh
 from torchtitan.models.spec import TensorRole
-from torchtitan.parallel.activation import apply_activation_checkpointing
+from torchtitan.parallel.activation import apply_activation_checkpointing, selects_operators
 from torchtitan.parallel.context import apply_context_parallel
 from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp
 from torchtitan.parallel.tensor import apply_tensor_parallel
@@ -41,12 +41,14 @@ def parallelize(
             sequence_parallel=parallelism.enable_sequence_parallel,
             loss_parallel=not parallelism.disable_loss_parallel,
         )
-    apply_context_parallel(model, mesh=mesh, parallelism=parallelism)
-    apply_activation_checkpointing(
+    mode, option = activation_checkpoint.mode, activation_checkpoint.selective_ac_option
+    apply_context_parallel(
         model,
-        mode=activation_checkpoint.mode,
-        every=int(activation_checkpoint.selective_ac_option),
+        mesh=mesh,
+        parallelism=parallelism,
+        as_one_operator=selects_operators(mode, option),
     )
+    apply_activation_checkpointing(model, mode=mode, option=option)
     policy = FSDPPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),

@@ -53,11 +53,18 @@ def build_shard(parallelism: ParallelismConfig, *, mesh: Mesh) -> SequenceShard:
     return SequenceShard(build_layout(parallelism), rank=mesh.data.get_local_rank("cp"))
 
 
-def apply_context_parallel(model: nn.Module, *, mesh: Mesh, parallelism: ParallelismConfig) -> None:
-    """Let the blocks of `model` attend to what other ranks hold, in place."""
+def apply_context_parallel(
+    model: nn.Module, *, mesh: Mesh, parallelism: ParallelismConfig, as_one_operator: bool = False
+) -> None:
+    """Let the blocks of `model` attend to what other ranks hold, in place.
+
+    `as_one_operator`: recomputation by operator then keeps what attention returns.
+    """
     if mesh.dims.cp == 1:
         return
     ranks = Ranks(group=mesh.data.get_group("cp"), layout=build_layout(parallelism))
-    attend = build_attention(parallelism.context_parallel_rotate_method, ranks=ranks)
+    attend = build_attention(
+        parallelism.context_parallel_rotate_method, ranks=ranks, whole=as_one_operator
+    )
     for block in model.layers.values():
         block.attention.attend = attend

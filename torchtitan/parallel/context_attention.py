@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -30,6 +31,7 @@ from torchtitan.models.attention import Attend, causal_attention
 from torchtitan.models.documents import Documents
 from torchtitan.parallel.context_kernels import attend, attend_backward, merge
 from torchtitan.parallel.context_layout import Block, SequenceLayout
+from torchtitan.parallel.one_operator import as_one_operator
 
 Method = Literal["allgather", "ring", "alltoall", "ulysses"]
 
@@ -162,22 +164,13 @@ class _Attention(torch.autograd.Function):
         v_BKSD: Tensor,
         ranks: Ranks,
         carrier: Callable[[Ranks], Carrier],
+        whole: bool,
     ) -> Tensor:
-        out_BHSD = torch.zeros(q_BHSD.shape, dtype=torch.float32, device=q_BHSD.device)
-        lse_BHS = torch.full_like(out_BHSD[..., 0], -torch.inf)
-        for source, (k, v) in carrier(ranks).visit(torch.stack((k_BKSD, v_BKSD))):
-            for block in ranks.blocks(source, num_tokens=q_BHSD.shape[2]):
-                rows, cols = block.rows, block.cols
-                piece_BHSD, piece_lse_BHS = attend(
-                    q_BHSD[:, :, rows], k[:, :, cols], v[:, :, cols], causal=block.causal
-                )
-                merge(
-                    out_BHSD[:, :, rows],
-                    lse_BHS[:, :, rows],
-                    piece_BHSD=piece_BHSD,
-                    piece_lse_BHS=piece_lse_BHS,
-                )
-        out_BHSD = out_BHSD.to(q_BHSD.dtype)
+        visit = partial(_visit_all, ranks=ranks, carrier=carrier)
+        if whole:
+            out_BHSD, lse_BHS = as_one_operator(visit, q_BHSD, k_BKSD, v_BKSD)
+        else:
+            out_BHSD, lse_BHS = visit(q_BHSD, k_BKSD, v_BKSD)
         ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS)
         ctx.ranks, ctx.carrier = ranks, carrier
         return out_BHSD
@@ -207,7 +200,33 @@ class _Attention(torch.autograd.Function):
                 dkv_2BKSD[1, :, :, cols] += dv
             carrier.add(source, dkv_2BKSD)
         dk_BKSD, dv_BKSD = carrier.total().to(k_BKSD.dtype)
-        return dq_BHSD.to(q_BHSD.dtype), dk_BKSD, dv_BKSD, None, None
+        return dq_BHSD.to(q_BHSD.dtype), dk_BKSD, dv_BKSD, None, None, None
+
+
+def _visit_all(
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    ranks: Ranks,
+    carrier: Callable[[Ranks], Carrier],
+) -> tuple[Tensor, Tensor]:
+    """Return the output, in q's dtype, and the log-sum-exp of the scores over all ranks' keys."""
+    out_BHSD = torch.zeros(q_BHSD.shape, dtype=torch.float32, device=q_BHSD.device)
+    lse_BHS = torch.full_like(out_BHSD[..., 0], -torch.inf)
+    for source, (k, v) in carrier(ranks).visit(torch.stack((k_BKSD, v_BKSD))):
+        for block in ranks.blocks(source, num_tokens=q_BHSD.shape[2]):
+            rows, cols = block.rows, block.cols
+            piece_BHSD, piece_lse_BHS = attend(
+                q_BHSD[:, :, rows], k[:, :, cols], v[:, :, cols], causal=block.causal
+            )
+            merge(
+                out_BHSD[:, :, rows],
+                lse_BHS[:, :, rows],
+                piece_BHSD=piece_BHSD,
+                piece_lse_BHS=piece_lse_BHS,
+            )
+    return out_BHSD.to(q_BHSD.dtype), lse_BHS
 
 
 class _Exchange(torch.autograd.Function):
@@ -243,14 +262,17 @@ def _exchange_heads(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, ranks: Ra
     return _Exchange.apply(given, ranks.group).movedim(0, 1).flatten(1, 2)
 
 
-def build_attention(method: Method, *, ranks: Ranks) -> Attend:
-    """Return causal attention of this rank's queries to the keys and values of all ranks."""
+def build_attention(method: Method, *, ranks: Ranks, whole: bool = False) -> Attend:
+    """Return causal attention of this rank's queries to the keys and values of all ranks.
+
+    `whole`: what a ring or gathering returns comes out of one operator, none inside is seen.
+    """
     carrier: Callable[[Ranks], Carrier] = Gather if method == "allgather" else Ring
 
     def attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         assert documents is None
         if method == "ulysses":
             return _exchange_heads(q, k, v, ranks=ranks)
-        return _Attention.apply(q, k, v, ranks, carrier)
+        return _Attention.apply(q, k, v, ranks, carrier, whole)
 
     return attention
