@@ -136,12 +136,9 @@ def check_config(
     if not different:
         return
     flavors = fitting_flavors(config, spec=spec)
-    remedy = f'write model.flavor = "{flavors[0]}"'
-    if not flavors:
-        remedy = (
-            f"no flavor of {spec.name} has these sizes ({', '.join(spec.flavors)}): add one beside "
-            f"them"
-        )
+    remedy = f"no flavor of {spec.name} has these sizes ({', '.join(spec.flavors)}): add one there"
+    if flavors:
+        remedy = f'write model.flavor = "{flavors[0]}"'
     raise CheckpointError(
         f"{config.path} must have the sizes of model.flavor, got others:\n  "
         + "\n  ".join(f"{k}: {stored[k]} there, {ours[k]} in this job" for k in different)

@@ -112,7 +112,8 @@ def _check_is_folder(path: Path) -> None:
     raise CheckpointError(
         f"a folder of Hugging Face must hold {CONFIG} and {WEIGHTS}, or {INDEX} and "
         f"the files that it names, got {path}, which {there}; name another by "
-        f"checkpoint.initial_load_path, or write checkpoint.initial_load_in_hf = false for a checkpoint of another kind"
+        f"checkpoint.initial_load_path, or write checkpoint.initial_load_in_hf = false for a "
+        f"checkpoint of another kind"
     )
 
 
