@@ -166,7 +166,7 @@ def test_both_spellings_of_the_rotation_are_read(tmp_path: Path) -> None:
 
 
 def test_a_plain_dcp_folder(tmp_path: Path) -> None:
-    """Every config.json of the models that people start from finds its flavor."""
+    """What torch.distributed.checkpoint reads by itself."""
     config = VARIANTS["grouped"]
     folder = theirs(tmp_path / "theirs", config)
     found = to_dcp(folder, tmp_path / "out", dtype=torch.float32, models=MODELS)
