@@ -147,22 +147,67 @@ def rewrite(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 def test_both_spellings_of_the_rotation_are_read(tmp_path: Path) -> None:
     """transformers 5 writes rope_parameters, 4 rope_theta and rope_scaling."""
     config = VARIANTS["scaled"]
-    folder = theirs(tmp_path, config)
-
-    def as_version_4(content: dict[str, Any]) -> None:
-        rope = content.pop("rope_parameters")
-        content["rope_theta"] = rope.pop("rope_theta")
-        rope["type"] = rope.pop("rope_type")  # as its first versions said
-        content["rope_scaling"] = rope
-        content["torch_dtype"] = content.pop("dtype")
-
+    file = theirs(tmp_path, config) / "config.json"
     spec = spec_of(config)
-    assert find_flavor(folder, models={"llama3": spec}).flavor == "mine"
-    rewrite(folder / "config.json", as_version_4)
-    assert find_flavor(folder, models={"llama3": spec}).flavor == "mine"
-    rewrite(folder / "config.json", lambda content: content["rope_scaling"].update(factor=9.0))
-    with pytest.raises(CheckpointError, match="in sizes that no flavor of llama3 has"):
-        find_flavor(folder, models={"llama3": spec})
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    spellings: list[dict[str, Any]] = [
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 100.0, **scaling}},
+        {"rope_theta": 100.0, "rope_scaling": {"rope_type": "llama3", **scaling}},
+        {"rope_theta": 100.0, "rope_scaling": {"type": "llama3", **scaling}},
+    ]
+    said = {k: v for k, v in json.loads(file.read_text()).items() if not k.startswith("rope_")}
+    for spelling in spellings:
+        file.write_text(json.dumps({**said, **spelling}))
+        assert find_flavor(tmp_path, models={"llama3": spec}).flavor == "mine"
+        for value in (v for v in spelling.values() if isinstance(v, dict)):
+            value["factor"] = 9.0
+        file.write_text(json.dumps({**said, **spelling}))
+        with pytest.raises(CheckpointError, match="in sizes that no flavor of llama3 has"):
+            find_flavor(tmp_path, models={"llama3": spec})
+
+
+@pytest.mark.parametrize("flavor", ["1B", "3B", "8B", "70B", "405B"])
+def test_published_models_find_their_flavor(flavor: str, tmp_path: Path) -> None:
+    """By what the config.json of Llama 3.1 and 3.2 say, which leave out what they may."""
+    hidden, intermediate, layers, heads = {
+        "1B": (2048, 8192, 16, 32),
+        "3B": (3072, 8192, 28, 24),
+        "8B": (4096, 14336, 32, 32),
+        "70B": (8192, 28672, 80, 64),
+        "405B": (16384, 53248, 126, 128),
+    }[flavor]
+    is_small = flavor in ("1B", "3B")
+    said = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "mlp_bias": False,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0 if is_small else 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": is_small,
+        "vocab_size": 128256,
+        **({"head_dim": hidden // heads} if is_small else {}),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert find_flavor(tmp_path, models=MODELS).flavor == flavor
 
 
 def test_a_plain_dcp_folder(tmp_path: Path) -> None:

@@ -175,6 +175,9 @@ def test_what_is_left_out_keeps_its_initial_weights(ranks: RankPool, tmp_path: P
     kept = {"output.weight", "layers.1.attention_norm.weight", "layers.1.ffn_norm.weight"}
     for name, expected in model.state_dict().items():
         assert torch.equal(weights[name], expected) == (name not in kept)
+    deeper, _ = folder_of(tmp_path / "deeper", num_layers=3)
+    job = job_from(tmp_path, deeper, "--checkpoint.exclude_from_loading=layers.2.*")
+    assert ranks.run(jobs.refusal, job, world=1) == ["no error"]
     [message] = ranks.run(
         jobs.refusal,
         job_from(tmp_path, source, '--checkpoint.exclude_from_loading="head.*"'),

@@ -164,10 +164,8 @@ def _restore_hf(
     state: RunState, folder: HFFolder, *, patterns: Patterns, group: dist.ProcessGroup
 ) -> None:
     """Load the weights from a folder of Hugging Face, whose names were accounted for before."""
-    for name in folder.tensors:
-        patterns.match(
-            name
-        )  # one that stands for a tensor of the folder alone stands for something
+    for name in folder.tensors:  # a pattern may stand for what is in the folder alone
+        patterns.match(name)
     parameters = model_tensors(state.model)
     wanted = {name: t for name, t in parameters.items() if not patterns.match(name)}
     read_weights(folder, into=wanted, group=group)
