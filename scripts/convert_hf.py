@@ -111,7 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     back.add_argument("folder", type=Path, help="with config.json and safetensors files")
     back.add_argument("out", type=Path, help="folder to make")
     back.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="the training.dtype of the job to come"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="the training.dtype of the job to come",
     )
     return parser
 

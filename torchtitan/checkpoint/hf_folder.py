@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import read_json
-from torchtitan.checkpoint.hf import CONFIG, INDEX, WEIGHTS, head_dim_of_rows, our_name
+from torchtitan.checkpoint.hf import CONFIG, INDEX, WEIGHTS, head_dim_of_rows, our_name, their_name
 from torchtitan.checkpoint.hf_config import SEEN_IN_SHAPES, check_config, read_config, stored_sizes
 from torchtitan.checkpoint.ranks import on_first_rank, reason
 from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec
@@ -95,7 +95,7 @@ def open_folder(
             found.pop(OUTPUT, None)
         with torch.device("meta"):
             wanted = {n: tuple(p.shape) for n, p in spec.build(architecture).named_parameters()}
-        _check_match(path, found, wanted, exclude=exclude)
+        _check_match(path, found, wanted, names=spec.hf, exclude=exclude)
         return HFFolder(path=path, tensors=found)
 
     return on_first_rank(survey, group=group)
@@ -176,28 +176,32 @@ def _check_match(
     found: Mapping[str, StoredTensor],
     wanted: Mapping[str, tuple[int, ...]],
     *,
+    names: HFFormat,
     exclude: Collection[str],
 ) -> None:
-    """Compare names, shapes and types; what is in the folder is called as it is there."""
+    """Compare names, shapes and types."""
 
     def leaves_out(name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in exclude)
+
+    def both(name: str) -> str:
+        # patterns go by our name, and a look into the folder by theirs
+        theirs = found[name].name if name in found else their_name(name, names=names)
+        return f"'{name}'" if name == theirs else f"'{name}' ({theirs})"
 
     common = [name for name in wanted if name in found and not leaves_out(name)]
     storage.raise_mismatch(
         f"{path} does not fit this job, whose model has {len(wanted)} parameters",
         {
-            "missing": [f"'{n}'" for n in wanted if n not in found and not leaves_out(n)],
-            "unexpected": [
-                f"'{t.name}'" for n, t in found.items() if n not in wanted and not leaves_out(n)
-            ],
+            "missing": [both(n) for n in wanted if n not in found and not leaves_out(n)],
+            "unexpected": [both(n) for n in found if n not in wanted and not leaves_out(n)],
             "of another shape": [
-                f"'{found[n].name}' has shape {list(found[n].shape)}, not {list(wanted[n])}"
+                f"{both(n)} has shape {list(found[n].shape)}, not {list(wanted[n])}"
                 for n in common
                 if found[n].shape != wanted[n]
             ],
             "of another type": [
-                f"'{found[n].name}' has type {found[n].dtype}, not {', '.join(DTYPES)}"
+                f"{both(n)} has type {found[n].dtype}, not {', '.join(DTYPES)}"
                 for n in common
                 if found[n].dtype not in DTYPES
             ],
