@@ -108,7 +108,7 @@ def find_step(path: Path, *, verify: bool) -> Path:
         if step is not None:
             return folder / f"step-{step}"
     raise CheckpointError(
-        f"--checkpoint must be a run's folder, its checkpoint folder or a step-N folder, got "
+        f"a checkpoint must be a run's folder, its checkpoint folder or a step-N folder, got "
         f"{path}, which {_found_instead(path)}"
     )
 

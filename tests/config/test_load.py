@@ -207,6 +207,8 @@ def random_config(seed: int) -> Config:
         ("checkpoint", "enable"): True,
         ("checkpoint", "mode"): "continue",
         ("checkpoint", "initial_load_model_only"): False,
+        ("checkpoint", "initial_load_in_hf"): False,
+        ("checkpoint", "last_save_in_hf"): True,
         ("optimizer", "name"): "SGD",
         ("lr_scheduler", "total_steps"): None,
         ("profiling", "profile_freq"): 2**63,

@@ -209,6 +209,31 @@ FILES = '[training]\ndataset = "files"\n'
             "nothing to save to without",
         ),
         (
+            "[checkpoint]\ninitial_load_in_hf = true",
+            "[checkpoint] initial_load_in_hf = true: needs checkpoint.enable = true",
+        ),
+        (
+            "[checkpoint]\nenable = true\ninitial_load_in_hf = true",
+            "[checkpoint] initial_load_in_hf = true: needs initial_load_path, the folder to read",
+        ),
+        (
+            '[checkpoint]\nenable = true\ninitial_load_in_hf = true\ninitial_load_path = "x"\n'
+            "initial_load_model_only = false",
+            "[checkpoint] initial_load_in_hf = true: finds weights alone there, but "
+            "initial_load_model_only is false; remove that",
+        ),
+        (
+            "[checkpoint]\nlast_save_in_hf = true",
+            "[checkpoint] last_save_in_hf = true: needs checkpoint.enable = true; it is made from "
+            "the last checkpoint",
+        ),
+        (
+            '[checkpoint]\nenable = true\nlast_save_model_only = true\nexport_dtype = "bfloat16"',
+            '[checkpoint] export_dtype = "bfloat16": is the type of what last_save_in_hf writes, '
+            'which is off, got "bfloat16"; the other checkpoints keep training.dtype; set '
+            "last_save_in_hf, or remove this",
+        ),
+        (
             "[debug]\ndeterministic_warn_only = true",
             "[debug] deterministic_warn_only = true: needs debug.deterministic = true; there is "
             "nothing to warn of without",
@@ -270,6 +295,9 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
         '[checkpoint]\nenable = true\ninitial_load_path = "x"\nexclude_from_loading = "output.*"',
         '[checkpoint]\nenable = true\ninitial_load_path = "x"\ninitial_load_model_only = false',
         '[checkpoint]\nenable = true\nmode = "finetune"\ninitial_load_path = "x"',
+        '[checkpoint]\nenable = true\ninitial_load_path = "x"\ninitial_load_in_hf = true\n'
+        'mode = "finetune"',
+        '[checkpoint]\nenable = true\nlast_save_in_hf = true\nexport_dtype = "float16"',
         '[activation_checkpoint]\nselective_ac_option = "1"',
         '[activation_checkpoint]\nselective_ac_option = "op"',
         f"{PIPELINE}pipeline_parallel_microbatch_size = 4",

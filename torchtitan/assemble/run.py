@@ -61,7 +61,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     layout = find_layout(config, world_size=launch.world_size)
     dims = layout.dims
     group = build_group() if config.checkpoint.enable else None
-    start = find_start(config, dims=dims, group=group)
+    start = find_start(config, layout=layout, group=group)
     device = prepare_device(config.debug, local_rank=launch.local_rank)
     log_job(config, layout=layout, device=device)
     mesh = build_mesh(dims, device_type=device.type)

@@ -236,6 +236,7 @@ def _checkpoint(config: Config) -> Iterator[Broken]:
         "load_only": checkpoint.load_only,
         "mode": checkpoint.mode != "recover",
         "initial_load_path": checkpoint.initial_load_path is not None,
+        "initial_load_in_hf": checkpoint.initial_load_in_hf,
         "exclude_from_loading": bool(checkpoint.exclude_from_loading),
     }
     for key, given in needs_loading.items():
@@ -250,6 +251,30 @@ def _checkpoint(config: Config) -> Iterator[Broken]:
         )
     if checkpoint.enable:
         yield from _intention(checkpoint)
+    yield from _hugging_face(checkpoint)
+
+
+def _hugging_face(checkpoint: CheckpointConfig) -> Iterator[Broken]:
+    """Hold together what is read from Hugging Face, and what is written for it."""
+    reads, ties = "checkpoint.initial_load_in_hf", "checkpoint.initial_load_path"
+    if checkpoint.enable and checkpoint.initial_load_in_hf:
+        if checkpoint.initial_load_path is None:
+            yield Broken((reads, ties), "needs initial_load_path, the folder to read")
+        elif not checkpoint.initial_load_model_only:
+            yield Broken(
+                (reads, ties, "checkpoint.initial_load_model_only"),
+                "finds weights alone there, but initial_load_model_only is false; remove that",
+            )
+    writes = ("checkpoint.last_save_in_hf", "checkpoint.enable")
+    if checkpoint.last_save_in_hf and not checkpoint.enable:
+        yield Broken(writes, "needs checkpoint.enable = true; it is made from the last checkpoint")
+    if checkpoint.export_dtype != "float32" and not checkpoint.last_save_in_hf:
+        yield Broken(
+            ("checkpoint.export_dtype", writes[0]),
+            f"is the type of what last_save_in_hf writes, which is off, got "
+            f'"{checkpoint.export_dtype}"; the other checkpoints keep training.dtype; set '
+            f"last_save_in_hf, or remove this",
+        )
 
 
 def _intention(checkpoint: CheckpointConfig) -> Iterator[Broken]:

@@ -214,6 +214,10 @@ class CheckpointConfig:
     last_save_model_only: bool = False
     """Beside the last checkpoint, which is a full one, write its weights alone to export/step-N
     inside folder."""
+    last_save_in_hf: bool = False
+    """Write them as a folder of Hugging Face instead, whether last_save_model_only is on or not."""
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Type of the weights under last_save_in_hf."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """disabled: training waits for the files. async: it waits for a copy in memory alone.
     async_with_pinned_mem: the same from GPUs, into page-locked memory."""
@@ -232,6 +236,8 @@ class CheckpointConfig:
     of checkpoints (the newest), or a run's folder."""
     initial_load_model_only: bool = True
     """Take the weights alone from initial_load_path; false takes everything, as mode says."""
+    initial_load_in_hf: bool = False
+    """initial_load_path is a folder of Hugging Face: config.json and safetensors files."""
     exclude_from_loading: Strings = ()
     """What not to load: components (model, optimizer, lr_scheduler, dataloader, train_state), and
     shell patterns of parameter names, as "output.*", which keep their initial values."""

@@ -44,7 +44,7 @@ _ASYNC_TENSOR = "asynchronous tensor parallelism needs torch.compile, which is n
 _SPLIT_POINTS = (
     "stages are not cut by split points; write module_fqns_per_model_part, the modules of each"
 )
-_HF = "Hugging Face weights are not built yet; checkpoints are torch DCP folders"
+_QUANTIZED = "quantised Hugging Face weights are not read; take a model in bfloat16 or float32"
 _VALIDATION = "validation is not built yet"
 _ESTIMATE = "memory estimation is not built yet; metrics report the peak of a real step"
 _RECOMPUTE = "this kind of recomputation is not built yet; write mode = none, full or selective"
@@ -88,18 +88,7 @@ UNBUILT: dict[Path, Unbuilt] = {
         pipeline_parallel_expert_parallel_overlap=True,
     ),
     **_section("parallelism", _COMPILE, enable_compiled_autograd=False),
-    **_section(
-        "checkpoint",
-        _HF,
-        initial_load_in_hf=False,
-        initial_load_in_hf_quantized=False,
-        last_save_in_hf=False,
-    ),
-    **_section(
-        "checkpoint",
-        "the last checkpoint holds the weights in training.dtype; convert the file afterwards",
-        export_dtype="float32",
-    ),
+    **_section("checkpoint", _QUANTIZED, initial_load_in_hf_quantized=False),
     **_section(
         "checkpoint",
         "initial weights are equal in every layout, so no seed checkpoint is needed",

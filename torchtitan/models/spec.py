@@ -111,6 +111,23 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HFFormat:
+    """How the files of Hugging Face spell a family, whose sizes they call as Llama does."""
+
+    architecture: str
+    """What `architectures` of config.json names."""
+    model_type: str
+    """`model_type` of config.json."""
+    names: Mapping[str, str]
+    """Their name of each parameter by ours, a star for the layer in both."""
+    rotary: frozenset[str]
+    """Those of ours whose rows are channels of heads that the rotation pairs: theirs lie in another
+    order."""
+    fixed: Mapping[str, object]
+    """What config.json must say where it says anything: `Decoder` knows nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A family of models: its named sizes and how to build one of them."""
 
@@ -122,6 +139,8 @@ class ModelSpec:
     """Makes the module, on whatever device is the default when it is called, meta included."""
     tensor_plan: Mapping[str, TensorRole]
     """Roles by module name, a star for any layer: how tensor parallelism splits the model."""
+    hf: HFFormat
+    """Its weights in the files of Hugging Face."""
 
 
 def num_matmul_parameters(config: DecoderConfig) -> int:
