@@ -12,7 +12,7 @@ from tests.parallel.test_context_attention import METHODS, Watch
 from torchtitan.assemble.layout import find_layout
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import load_config
-from torchtitan.config.schema import ParallelismConfig
+from torchtitan.config.schema import ParallelismConfig, TrainingConfig
 from torchtitan.mesh.dims import build_mesh, resolve_dims
 from torchtitan.models import MODELS, initialize
 from torchtitan.models.attention import causal_attention
@@ -78,7 +78,9 @@ def largest_tensor(method: Method) -> int:
     apply_context_parallel(model, mesh=mesh, parallelism=settings)
     tokens = torch.arange(SEQ_LEN)[None] % 64
     with Watch() as watch:
-        part = build_shard(settings, mesh=mesh).take({"tokens": tokens, "labels": tokens})
+        part = build_shard(settings, training=TrainingConfig(), mesh=mesh).take(
+            {"tokens": tokens, "labels": tokens}
+        )
         logits = model(part.tokens, part.positions)
         cross_entropy_sum(logits, part.labels).backward()
     assert all(p.grad is not None for p in model.parameters())
