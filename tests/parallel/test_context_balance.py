@@ -63,13 +63,15 @@ def test_without_documents_it_is_even_exactly(degree: int) -> None:
 @pytest.mark.parametrize("degree", [2, 4, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_of_mixed_lengths(kind: str, degree: int) -> None:
-    """Within 1 %; with headtail the busiest rank works up to 133 % too long (lognormal, 8 ranks)."""
+    """Within 0.3 % on average and 2 % at worst; headtail is off by up to 133 %, in the mean of
+    lognormal lengths on 8 ranks."""
     given = sequences(kind)
     ours, theirs = (
         [excess(lengths, degree=degree, balanced=balanced) for lengths in given]
         for balanced in (True, False)
     )
-    assert max(ours) < 0.01
+    assert sum(ours) / NUM_SEQUENCES < 0.003
+    assert max(ours) < 0.02
     assert sum(ours) < sum(theirs) / 10
 
 
