@@ -18,9 +18,10 @@ from torchtitan.data import store as store_module
 from torchtitan.data.dataset import Dataset
 from torchtitan.data.store import TokenStore, open_writer
 
-# an end token each, samples of 16: several in one, one over several, one that ends with its sample
+# an end token each, samples of 16: several in one, one over several, one that ends with its sample,
+# one that begins with the last token of one
 LETTERS = iter("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ" * 4)
-TEXTS = ["".join(islice(LETTERS, n)) for n in (3, 50, 8, 1, 2, 4, 29, 50)]
+TEXTS = ["".join(islice(LETTERS, n)) for n in (3, 50, 8, 1, 2, 4, 4, 29, 50)]
 EACH = [("across", "restart"), ("within", "continue"), ("within", "restart")]
 
 
