@@ -91,7 +91,7 @@ def test_all_at_once_is_told_the_same(
     assert_exact(all_at_once, tensors(num_kv_heads=num_kv_heads))
 
 
-def test_torch_takes_the_call() -> None:
+def test_torch_takes_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward without memory; which kernel runs is decided on a GPU that is none."""
     q, k, v, _ = (x.to("meta").requires_grad_() for x in tensors(torch.bfloat16))
     out = all_at_once(q, k, v, Documents(LENGTHS))
@@ -99,7 +99,10 @@ def test_torch_takes_the_call() -> None:
     assert out.shape == q.shape
     assert k.grad is not None
     assert k.grad.shape == k.shape
-    # autograd wants a real device's driver
+    # page-locked memory, and autograd, want a real device's driver
+    monkeypatch.setattr(
+        document_attention, "to_device", lambda values, device: torch.tensor(values, device=device)
+    )
     with FakeTensorMode(), torch.no_grad():
         given = [torch.empty(3, n, 30, 16, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2)]
         out = causal_attention(*given, Documents(LENGTHS))

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from torchtitan.base.transfer import to_device
 from torchtitan.models.documents import Documents
 
 HALF = (torch.bfloat16, torch.float16)
@@ -77,4 +78,4 @@ def _begins(documents: Documents, device: torch.device) -> Tensor:
     """Return where each document begins in the row of all tokens, and T, int32."""
     lengths = (length for row in documents.lengths for length in row)
     # every layer asks for it, and recomputation again
-    return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
+    return to_device(list(accumulate(lengths, initial=0)), device).int()
