@@ -197,7 +197,10 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "cp 2, allgather, balanced": (2, cp2("allgather", "balanced")),
     "cp 2, ring, headtail": (2, cp2("ring", "headtail")),
     "cp 2, ulysses": (2, cp2("ulysses", "headtail")),
-    "cp 2, ring, balanced x tp 2": (4, (*cp2("ring", "balanced"), TP2)),
+    "cp 2, ring, balanced x tp 2, recomputed": (
+        4,
+        (*cp2("ring", "balanced"), TP2, "--activation_checkpoint.mode=full"),
+    ),
     "pp 2 1F1B": (2, PP2),
     "pp 2 ZBV": (2, pipeline("ZBVZeroBubble")),
     "cp 2, ring, balanced x pp 2 x tp 2": (8, (*cp2("ring", "balanced"), *PP2, TP2)),
