@@ -263,6 +263,20 @@ FILES = '[training]\ndataset = "files"\n'
             "2 chunks a rank under headtail x tensor_parallel_degree 2 under sequence "
             "parallelism), got 4; try 8",
         ),
+        (
+            "[training]\nseq_len = 24\n[parallelism]\ncontext_parallel_degree = 2\n"
+            'context_parallel_load_balancer = "balanced"',
+            "[training] seq_len = 24: seq_len must be a multiple of 16 (context_parallel_degree 2 "
+            "x 8 chunks a rank under balanced), got 24; try 16",
+        ),
+        (
+            "[parallelism]\ncontext_parallel_degree = 2\n"
+            'context_parallel_load_balancer = "balanced"\n'
+            'context_parallel_rotate_method = "ulysses"',
+            '[parallelism] context_parallel_load_balancer = "balanced": is for "ring" and '
+            '"allgather": under "ulysses" every rank attends over the whole sequence with its own '
+            'heads, so all work alike; write "headtail" or "none"',
+        ),
     ],
 )
 def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
@@ -309,6 +323,12 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
         'context_parallel_load_balancer = "none"',
         "[training]\nseq_len = 4\n[parallelism]\ncontext_parallel_degree = 2\n"
         "tensor_parallel_degree = 2\nenable_sequence_parallel = false",
+        "[training]\nseq_len = 48\n[parallelism]\ncontext_parallel_degree = 3\n"
+        'context_parallel_load_balancer = "balanced"\n'
+        'context_parallel_rotate_method = "alltoall"',
+        # one rank cuts nothing
+        '[training]\nseq_len = 7\n[parallelism]\ncontext_parallel_load_balancer = "balanced"\n'
+        'context_parallel_rotate_method = "ulysses"',
     ],
 )
 def test_just_inside_the_rules(jobs: Jobs, text: str) -> None:

@@ -57,6 +57,14 @@ def test_settings_that_do_not_count(jobs: Jobs, options: list[str]) -> None:
     [
         (["--training.seq_len=512"], "training.seq_len: stored 256, now 512"),
         (["--debug.seed=1"], "debug.seed: stored 0, now 1"),
+        (
+            ["--training.document_attention=within"],
+            'training.document_attention: stored "across", now "within"',
+        ),
+        (
+            ["--training.document_positions=restart"],
+            'training.document_positions: stored "continue", now "restart"',
+        ),
         (["--optimizer.lr=0.1"], "optimizer.lr: stored 0.0008, now 0.1"),
         (["--optimizer.no_decay_params=x"], 'stored ["*norm*", "*.bias"], now ["x"]'),
         (["--model.flavor=8B"], 'model.flavor: stored "debugmodel", now "8B"'),

@@ -183,8 +183,8 @@ def with_attention_of_its_own(job: list[str]) -> jobs.Result:
     """Forget the other ranks' keys."""
     correct = context_attention.Ranks.blocks
 
-    def blocks(self: context_attention.Ranks, source: int, *, num_tokens: int) -> list[object]:
-        return correct(self, source, num_tokens=num_tokens) if source == self.rank else []  # type: ignore[return-value]
+    def blocks(self: context_attention.Ranks, source: int, **given: object) -> list[object]:
+        return correct(self, source, **given) if source == self.rank else []  # type: ignore
 
     context_attention.Ranks.blocks = blocks  # type: ignore[method-assign,assignment]
     try:

@@ -86,7 +86,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         mesh=mesh,
         model=model,
         execution=execution,
-        shard=build_shard(config.parallelism, mesh=mesh),
+        shard=build_shard(config.parallelism, training=training, mesh=mesh),
         optimizer=optimizer,
         schedule=build_schedule(
             config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 
+from torchtitan.config.parallelism import CHUNKS_A_RANK
 from torchtitan.config.rope import NEEDED, READ
 from torchtitan.config.schema import CheckpointConfig, Config
 
@@ -197,8 +198,22 @@ def _sequence(config: Config) -> Iterator[Broken]:
     if cp == 1:
         return
     factors = [(cp, f"context_parallel_degree {cp}")]
-    if parallelism.context_parallel_load_balancer == "headtail":
-        factors.append((2, "2 chunks a rank under headtail"))
+    balancer, method = (
+        parallelism.context_parallel_load_balancer,
+        parallelism.context_parallel_rotate_method,
+    )
+    if balancer == "balanced" and method == "ulysses":
+        yield Broken(
+            (
+                "parallelism.context_parallel_load_balancer",
+                "parallelism.context_parallel_rotate_method",
+            ),
+            'is for "ring" and "allgather": under "ulysses" every rank attends over the whole '
+            'sequence with its own heads, so all work alike; write "headtail" or "none"',
+        )
+    if CHUNKS_A_RANK[balancer] > 1:
+        chunks = CHUNKS_A_RANK[balancer]
+        factors.append((chunks, f"{chunks} chunks a rank under {balancer}"))
     if tp > 1 and parallelism.enable_sequence_parallel:
         factors.append((tp, f"tensor_parallel_degree {tp} under sequence parallelism"))
     parts = prod(factor for factor, _ in factors)

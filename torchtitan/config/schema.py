@@ -168,6 +168,11 @@ class TrainingConfig:
     data-parallel degree, the rest is gradient accumulation. -1: no accumulation."""
     max_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm; inf never clips."""
+    document_attention: Literal["across", "within"] = "across"
+    """across: a token attends to all before it in its sample; within: to those of its own document
+    alone, and no label crosses a document's end."""
+    document_positions: Literal["continue", "restart"] = "continue"
+    """Positions count on through a sample, or restart at 0 with each document in it."""
     dataset: Literal["python_stdlib", "synthetic", "synthetic_masked", "files"] = "python_stdlib"
     """python_stdlib: sources of this Python's library; synthetic: generated text; synthetic_masked:
     the same with a random number of labels a sample masked, for tests; files: what dataset_path
