@@ -194,7 +194,11 @@ def the_largest_logit_is_not_shared() -> Bug:
 
 def each_rank_counts_the_loss() -> Bug:
     correct = loss.build_loss
-    return run, "build_loss", lambda group: lambda *args: correct(group)(*args) * 2
+
+    def build_loss(*args: Any, **settings: Any) -> Callable[..., Tensor]:
+        return lambda *inputs: correct(*args, **settings)(*inputs) * 2
+
+    return run, "build_loss", build_loss
 
 
 def copies_count_as_often_as_they_are_held() -> Bug:

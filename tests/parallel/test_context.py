@@ -16,7 +16,7 @@ from torchtitan.config.schema import ParallelismConfig
 from torchtitan.mesh.dims import build_mesh, resolve_dims
 from torchtitan.models import MODELS, initialize
 from torchtitan.models.attention import causal_attention
-from torchtitan.optim.loss import cross_entropy_sum
+from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.context import apply_context_parallel, build_shard
 from torchtitan.parallel.context_attention import Method
 
@@ -75,12 +75,13 @@ def largest_tensor(method: Method) -> int:
     # so small a vocabulary that logits are no larger than activations
     model = MODELS["llama3"].build(replace(MODELS["llama3"].flavors["tiny"], vocab_size=64))
     initialize(model, seed=0)
+    assert model.output is not None
+    model.output.loss = build_loss(None)
     apply_context_parallel(model, mesh=mesh, parallelism=settings)
     tokens = torch.arange(SEQ_LEN)[None] % 64
     with Watch() as watch:
         part = build_shard(settings, mesh=mesh).take({"tokens": tokens, "labels": tokens})
-        logits = model(part.tokens, part.positions)
-        cross_entropy_sum(logits, part.labels).backward()
+        model(part.tokens, part.positions, labels_BS=part.labels).backward()
     assert all(p.grad is not None for p in model.parameters())
     return watch.largest
 
