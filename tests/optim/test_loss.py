@@ -103,9 +103,9 @@ def test_without_valid_labels_loss_and_gradients_are_zero() -> None:
         assert not found[2].any()
 
 
-@pytest.mark.parametrize("num_chunks", [1, 3])
+@pytest.mark.parametrize("num_chunks", [1, 3, 128])
 def test_bfloat16_is_as_exact_as_of_whole_logits(num_chunks: int) -> None:
-    """Its input's gradient is rounded once more: when it is multiplied by what comes in."""
+    """Sums in bfloat16 would show in the gradient of the weight of many chunks."""
     *ends, labels = inputs(shape=(1, 512, 64, 96))
     tensors = [*(end.bfloat16() / 2 for end in ends), labels]
     expected = exact(*tensors)
@@ -116,7 +116,7 @@ def test_bfloat16_is_as_exact_as_of_whole_logits(num_chunks: int) -> None:
         pairs = zip(result[1:], expected[1:], strict=True)
         errors.append([((ours.double() - e).norm() / e.norm()).item() for ours, e in pairs])
     for ours, theirs in zip(*errors, strict=True):
-        assert ours <= 1.25 * theirs, errors
+        assert ours <= 1.05 * theirs, errors
 
 
 # --- the vocabulary over several ranks
