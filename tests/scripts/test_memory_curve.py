@@ -43,5 +43,5 @@ def test_a_job_that_fails_is_said_so(capsys: pytest.CaptureFixture[str]) -> None
     words = [str(CONFIG), "--ranks", "1", "--training.dataset=none"]
     assert memory_curve.main(words) == 1
     error = capsys.readouterr().err
-    assert "[training] dataset" in error
+    assert "--training.dataset none" in error
     assert "ended with code 2" in error
