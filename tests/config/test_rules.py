@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.config.jobs import Jobs
+from torchtitan.config.load import load_config
+from torchtitan.config.rules import broken_rules
+from torchtitan.config.schema import CompileConfig
 
 PIPELINE = "[parallelism]\npipeline_parallel_degree = 2\n"
 FILES = '[training]\ndataset = "files"\n'
@@ -248,6 +253,19 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
 )
 def test_just_inside_the_rules(jobs: Jobs, text: str) -> None:
     jobs.load(text)
+
+
+def test_compiled_blocks_have_no_operators_to_choose() -> None:
+    config = load_config(["--compile.enable"])
+    by_operator = replace(config.activation_checkpoint, selective_ac_option="op")
+    for changed, number in (
+        (replace(config, activation_checkpoint=by_operator), 1),
+        (replace(config, activation_checkpoint=replace(by_operator, mode="full")), 0),
+        (replace(config, activation_checkpoint=by_operator, compile=CompileConfig()), 0),
+    ):
+        found = [broken for broken in broken_rules(changed) if "compile.enable" in broken.keys]
+        assert len(found) == number
+        assert all('write "2" for every second block' in broken.rule for broken in found)
 
 
 def test_a_rule_points_at_what_was_written(jobs: Jobs) -> None:

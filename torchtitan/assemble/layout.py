@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan.base.device import device_name
+from torchtitan.base.device import device_name, device_type
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import to_toml
 from torchtitan.config.schema import Config
@@ -19,6 +19,7 @@ from torchtitan.data.loader import accumulation_steps
 from torchtitan.mesh.dims import ParallelDims, resolve_dims
 from torchtitan.models import MODELS
 from torchtitan.models.spec import DecoderConfig, ModelSpec, flops_per_token, num_parameters
+from torchtitan.parallel.compile import check_compile
 from torchtitan.parallel.context import check_heads
 from torchtitan.parallel.pipeline_layout import PipelineLayout, plan_pipeline
 from torchtitan.parallel.tensor import check_tensor_parallel
@@ -50,6 +51,7 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
     check_tensor_parallel(architecture, parallelism=parallelism, seq_len=training.seq_len)
     check_heads(architecture, parallelism=parallelism)
+    check_compile(config.compile, device_type=device_type())
     return Layout(
         spec=spec,
         architecture=architecture,
@@ -59,6 +61,7 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
             architecture=architecture,
             training=training,
             recomputes=config.activation_checkpoint.mode != "none",
+            compiles=config.compile.enable,
         ),
         accumulation=accumulation_steps(
             training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp

@@ -32,6 +32,7 @@ def broken_rules(config: Config) -> Iterator[Broken]:
     yield from _workers(config)
     yield from _optimization(config)
     yield from _degrees(config)
+    yield from _compile(config)
     yield from _pipeline(config)
     yield from _sequence(config)
     yield from _checkpoint(config)
@@ -132,6 +133,17 @@ def _degrees(config: Config) -> Iterator[Broken]:
         yield Broken(
             ("activation_checkpoint.selective_ac_option",),
             f'must be a positive integer in quotes, as "2" for every second block, got "{mode}"',
+        )
+
+
+def _compile(config: Config) -> Iterator[Broken]:
+    option = config.activation_checkpoint.selective_ac_option
+    by_operator = config.activation_checkpoint.mode == "selective" and option == "op"
+    if config.compile.enable and by_operator:
+        yield Broken(
+            ("activation_checkpoint.selective_ac_option", "compile.enable"),
+            "chooses operators one by one, and a compiled block is one operator; write "
+            '"2" for every second block, or compile.enable = false',
         )
 
 

@@ -247,6 +247,16 @@ class ActivationCheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class CompileConfig:
+    """torch.compile of the model's blocks."""
+
+    enable: bool = False
+    """Compile the blocks: the first step takes minutes, later ones less time."""
+    backend: Text = "inductor"
+    """Compiler: inductor; to look for faults aot_eager or eager, which make no code."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class CommConfig:
     """Process groups."""
 
@@ -293,5 +303,6 @@ class Config:
     activation_checkpoint: ActivationCheckpointConfig = Field(
         default_factory=ActivationCheckpointConfig
     )
+    compile: CompileConfig = Field(default_factory=CompileConfig)
     comm: CommConfig = Field(default_factory=CommConfig)
     debug: DebugConfig = Field(default_factory=DebugConfig)
