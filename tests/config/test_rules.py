@@ -195,6 +195,17 @@ FILES = '[training]\ndataset = "files"\n'
             for option in ("0", "-1", "1.5", "two", "", "²", "٣")
         ),
         (
+            '[activation_checkpoint]\nmode = "memory_budget"',
+            '[activation_checkpoint] mode = "memory_budget": needs compile.enable = true, for it '
+            "is the compiler that chooses what to recompute; without it write full or selective",
+        ),
+        (
+            '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true\n'
+            'backend = "aot_eager"',
+            '[activation_checkpoint] mode = "memory_budget": needs compile.backend = "inductor", '
+            'got "aot_eager", which recomputes nothing; or write full or selective',
+        ),
+        (
             "[training]\nseq_len = 100\n[parallelism]\ncontext_parallel_degree = 3",
             "[training] seq_len = 100: seq_len must be a multiple of 6 (context_parallel_degree 3 "
             "x 2 chunks a rank under headtail), got 100; try 96",
@@ -240,6 +251,7 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
         '[checkpoint]\nenable = true\ninitial_load_path = "x"\ninitial_load_model_only = false',
         '[checkpoint]\nenable = true\nmode = "finetune"\ninitial_load_path = "x"',
         '[activation_checkpoint]\nselective_ac_option = "1"',
+        '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true',
         f"{PIPELINE}pipeline_parallel_microbatch_size = 4",
         f"{PIPELINE}pipeline_parallel_num_microbatches = 2",
         f"{PIPELINE}pipeline_parallel_num_microbatches = 2\npipeline_parallel_microbatch_size = 4",

@@ -48,12 +48,13 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiled(backend: str | Counter, *, opaque_attention: bool = False) -> Decoder:
+def compiled(backend: str | Counter, *, memory_budget: float = 1.0) -> Decoder:
     model = tiny()
     apply_compile(
         model,
         backend=backend,  # type: ignore[arg-type]
-        opaque_attention=opaque_attention,
+        memory_budget=memory_budget,
+        opaque_attention=False,
         sequence_comes_async=False,
     )
     return model
@@ -79,6 +80,28 @@ def test_a_recomputed_block_runs_the_same_graph_again(
     got, expected = gradients(model), gradients(tiny())
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     assert (counter.graphs, counter.calls) == (1, len(model.layers) + recomputed)
+
+
+def test_a_memory_budget_decides_how_much_is_kept() -> None:
+    kept, found = {}, {}
+    for budget in (1.0, 0.5, 0.0):
+        torch._dynamo.reset()
+        model = compiled("aot_eager_decomp_partition", memory_budget=budget)
+        own = {p.data_ptr() for p in model.parameters()}
+        saved: dict[int, int] = {}
+
+        def keep(tensor: Tensor, own: set[int] = own, saved: dict[int, int] = saved) -> Tensor:
+            if tensor.data_ptr() not in own:
+                saved[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            found[budget] = gradients(model)
+        kept[budget] = sum(saved.values())
+    assert kept[1.0] > kept[0.5] > kept[0.0]
+    for name, expected in gradients(tiny()).items():
+        for got in found.values():
+            torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-7)
 
 
 def test_each_shape_is_compiled_once_and_too_many_are_an_error() -> None:
@@ -123,6 +146,7 @@ def test_opaque_attention_gets_the_documents_of_each_batch_and_compiles_nothing_
     apply_compile(
         model,
         backend=counter,  # type: ignore[arg-type]
+        memory_budget=1.0,
         opaque_attention=True,
         sequence_comes_async=False,
     )

@@ -14,6 +14,9 @@ from math import prod
 
 from torchtitan.config.schema import CheckpointConfig, Config
 
+KEEPS_A_BUDGET = ("inductor", "aot_eager_decomp_partition")
+"""Compilers that choose what to recompute; the second makes no code, and is for tests."""
+
 
 @dataclass(frozen=True)
 class Broken:
@@ -137,9 +140,21 @@ def _degrees(config: Config) -> Iterator[Broken]:
 
 
 def _compile(config: Config) -> Iterator[Broken]:
+    settings, mode = config.compile, config.activation_checkpoint.mode
     option = config.activation_checkpoint.selective_ac_option
-    by_operator = config.activation_checkpoint.mode == "selective" and option == "op"
-    if config.compile.enable and by_operator:
+    if mode == "memory_budget" and not settings.enable:
+        yield Broken(
+            ("activation_checkpoint.mode", "compile.enable"),
+            "needs compile.enable = true, for it is the compiler that chooses what to recompute; "
+            "without it write full or selective",
+        )
+    elif mode == "memory_budget" and settings.backend not in KEEPS_A_BUDGET:
+        yield Broken(
+            ("activation_checkpoint.mode", "compile.backend"),
+            f'needs compile.backend = "inductor", got "{settings.backend}", which recomputes '
+            f"nothing; or write full or selective",
+        )
+    if settings.enable and mode == "selective" and option == "op":
         yield Broken(
             ("activation_checkpoint.selective_ac_option", "compile.enable"),
             "chooses operators one by one, and a compiled block is one operator; write "

@@ -240,10 +240,14 @@ class CheckpointConfig:
 class ActivationCheckpointConfig:
     """Which activations are recomputed in backward instead of kept."""
 
-    mode: Literal["none", "full", "selective"] = "selective"
-    """none: keep all; full: recompute every block; selective: recompute every n-th block."""
+    mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
+    """none: keep all; full: recompute every block; selective: recompute every n-th block;
+    memory_budget: the compiler chooses what of a block to recompute (needs compile.enable)."""
     selective_ac_option: str = "2"
     """n of the selective mode, a number in quotes."""
+    memory_budget: Fraction = 0.5
+    """Of mode = memory_budget, the part that may be kept of what a compiled block keeps by itself:
+    1 recomputes nothing, 0 keeps a block's input alone."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

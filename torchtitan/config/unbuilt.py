@@ -121,9 +121,7 @@ UNBUILT: dict[Path, Unbuilt] = {
     ),
     **_section(
         "activation_checkpoint",
-        _RECOMPUTE,
-        switch="activation_checkpoint.mode",
-        memory_budget=0.5,
+        "the curve of budgets is not drawn; metrics report the peak of a real step",
         visualize_memory_budget_pareto=False,
     ),
     **_section(
@@ -222,7 +220,6 @@ _C4 = (
 # Values of built keys that torchtitan knows and that are not built.
 UNBUILT_VALUES: dict[Path, dict[object, str]] = {
     ("training", "dataset"): {"c4": _C4, "c4_test": _C4, "c4_validation": _C4},
-    ("activation_checkpoint", "mode"): {"memory_budget": _RECOMPUTE},
     ("activation_checkpoint", "selective_ac_option"): {
         "op": 'selection by operator is not built yet; write a number, "2" is every second block'
     },

@@ -48,16 +48,18 @@ def parallelize(
             loss_parallel=not parallelism.disable_loss_parallel,
         )
     apply_context_parallel(model, mesh=mesh, parallelism=parallelism)
+    mode = activation_checkpoint.mode
     if compiler.enable:
         apply_compile(
             model,
             backend=compiler.backend,
+            memory_budget=activation_checkpoint.memory_budget if mode == "memory_budget" else 1.0,
             opaque_attention=mesh.dims.cp > 1,
             sequence_comes_async=mesh.dims.tp > 1,
         )
     apply_activation_checkpointing(
         model,
-        mode=activation_checkpoint.mode,
+        mode="none" if mode == "memory_budget" else mode,  # the compiler's business then
         every=int(activation_checkpoint.selective_ac_option),
     )
     policy = FSDPPolicy(

@@ -11,7 +11,8 @@ to other ranks or goes by the lengths of documents: the compiler looks into neit
 runs as it would without the compiler, between the graphs of what stands before and behind it.
 
 Recomputation wraps the compiled block, rather than being compiled into it: so blocks that are
-recomputed and blocks that are not share one graph, and a recomputed one keeps its input alone.
+recomputed and blocks that are not share one graph, and a recomputed one keeps its input alone. Or
+the compiler itself is given a budget of memory, and finds what of a block to recompute for it.
 
 A graph is good for one shape: the kernels know all lengths. Another batch or sequence length, or a
 forward without gradients, as in evaluation, compiles one more; a job has two or three of them. Past
@@ -20,10 +21,12 @@ eight torch takes it for a mistake and raises.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 
 from torchtitan.base.errors import ConfigError
@@ -63,18 +66,25 @@ def check_compile(settings: CompileConfig, *, device_type: str) -> None:
 
 
 def apply_compile(
-    model: nn.Module, *, backend: str, opaque_attention: bool, sequence_comes_async: bool
+    model: nn.Module,
+    *,
+    backend: str,
+    memory_budget: float,
+    opaque_attention: bool,
+    sequence_comes_async: bool,
 ) -> None:
     """Compile the blocks of `model` in place; code is made when the first batch comes.
 
-    `opaque_attention`: the compiler cannot look into attention. `sequence_comes_async`: the
-    embedding hands on what may still be on its way from other ranks.
+    `memory_budget`: the part to keep of what a graph keeps by itself for backward; the rest is
+    recomputed. `opaque_attention`: the compiler cannot look into attention. `sequence_comes_async`:
+    the embedding hands on what may still be on its way from other ranks.
     """
     compiled: Any = torch.compile(
         Block.forward, backend=backend, fullgraph=not opaque_attention, dynamic=False
     )
+    forward = compiled if memory_budget == 1.0 else _within(memory_budget, compiled)
     for block in model.layers.values():
-        block.forward = MethodType(compiled, block)
+        block.forward = MethodType(forward, block)
         if opaque_attention:
             block.attention.attend = torch.compiler.disable(
                 block.attention.attend, reason="it talks to other ranks, or goes by lengths"
@@ -82,6 +92,16 @@ def apply_compile(
     if sequence_comes_async and model.tok_embeddings is not None:
         # a compiled block would wait for such an input, and lose the way back to the embedding
         model.tok_embeddings.register_forward_hook(_arrived)
+
+
+def _within(memory_budget: float, compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let what is compiled inside keep to a budget; it is read when a graph is made."""
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        with torch._functorch.config.patch(activation_memory_budget=memory_budget):
+            return compiled(*args, **kwargs)
+
+    return forward
 
 
 def _arrived(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
