@@ -71,13 +71,13 @@ class Compiled:
     cache_misses: int
 
 
-def train(job: list[str], *, cache: Path | None = None, strict: bool = True) -> Compiled:
+def train(job: list[str], *, code: Path | None = None, strict: bool = True) -> Compiled:
     """Train on this rank; `strict`: a second code for a later layer is an error."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
-    if cache is not None:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    if code is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(code)
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=strict):
@@ -86,8 +86,8 @@ def train(job: list[str], *, cache: Path | None = None, strict: bool = True) -> 
         trained=trained,
         graphs=counters["stats"]["unique_graphs"],
         breaks=sum(counters["graph_break"].values()),
-        cache_hits=counters["aot_autograd"]["autograd_cache_hit"],
-        cache_misses=counters["aot_autograd"]["autograd_cache_miss"],
+        cache_hits=counters["inductor"]["fxgraph_cache_hit"],
+        cache_misses=counters["inductor"]["fxgraph_cache_miss"],
     )
 
 
@@ -146,25 +146,41 @@ def test_bfloat16(ranks: RankPool, job: list[str], plain: Trained) -> None:
     assert losses != pytest.approx(exact, rel=1e-6)
 
 
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which inductor keeps what it has compiled."""
+    return tmp_path_factory.mktemp("code")
+
+
+def train_anew(job: list[str], *, code: Path, world: int) -> list[Compiled]:
+    """Train in new processes."""
+    pool = RankPool(world)
+    try:
+        return pool.run(train, [*job, "--compile.enable"], code=code, world=world, timeout=500)
+    finally:
+        pool.close()
+
+
 @pytest.mark.timeout(600)
 def test_inductor_trains_the_same_and_a_second_start_compiles_nothing(
-    tmp_path: Path, cache: Path, plain: Trained
+    tmp_path: Path, cache: Path, code: Path, plain: Trained
 ) -> None:
-    results = []
+    starts, libraries = [], []
     for name in ("first", "second"):
-        own = RankPool(2)  # new processes
-        job = [*jobs.write_job(tmp_path, TINY8, name=name, cache=cache), UNCLIPPED, TP2]
-        try:
-            results.append(
-                own.run(
-                    train, [*job, "--compile.enable"], cache=tmp_path / "code", world=2, timeout=500
-                )
-            )
-        finally:
-            own.close()
-    for ranks_results in results:
-        assert_same_training([result.trained for result in ranks_results], plain)
-    assert [(r.cache_hits, r.cache_misses) for r in results[1]] == [(1, 0), (1, 0)]
-    assert results[0][0].cache_misses == 1
-    first, second = (result[0].trained for result in results)
-    assert first.rows[-1]["loss"] == second.rows[-1]["loss"]
+        job = [*jobs.write_job(tmp_path, TINY8, name=name, cache=cache), UNCLIPPED, SELECTIVE]
+        starts += train_anew(job, code=code, world=1)
+        libraries.append({path.name for path in code.rglob("*.so")})
+        assert_same_training([starts[-1].trained], plain)
+    first, second = starts
+    # a graph for forward and one for backward
+    assert (first.cache_hits, first.cache_misses) == (0, 2)
+    assert (second.cache_hits, second.cache_misses) == (2, 0)
+    assert libraries[0] == libraries[1] != set()
+    assert second.trained.rows[-1]["loss"] == first.trained.rows[-1]["loss"]
+
+
+@pytest.mark.timeout(600)
+def test_inductor_under_tensor_parallelism(job: list[str], code: Path, plain: Trained) -> None:
+    results = train_anew([*job, TP2], code=code, world=2)
+    assert_same_training([result.trained for result in results], plain)
+    assert [(result.graphs, result.breaks) for result in results] == [(1, 0), (1, 0)]

@@ -105,6 +105,8 @@ def log_job(config: Config, *, layout: Layout, device: torch.device) -> None:
         config.training.mixed_precision_param,
     )
     if config.compile.enable:
-        logger.info("Blocks are compiled by %s: the first step takes longer", config.compile.backend)
+        logger.info(
+            "Blocks are compiled by %s: the first step takes longer", config.compile.backend
+        )
     if config.job.print_config:
         logger.info("Settings:\n%s", to_toml(config))
