@@ -206,6 +206,12 @@ FILES = '[training]\ndataset = "files"\n'
             'got "aot_eager", which recomputes nothing; or write full or selective',
         ),
         (
+            '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true\n'
+            "[parallelism]\ntensor_parallel_degree = 2",
+            '[activation_checkpoint] mode = "memory_budget": is not known to the compiler under '
+            "tensor parallelism; write full or selective",
+        ),
+        (
             "[training]\nseq_len = 100\n[parallelism]\ncontext_parallel_degree = 3",
             "[training] seq_len = 100: seq_len must be a multiple of 6 (context_parallel_degree 3 "
             "x 2 chunks a rank under headtail), got 100; try 96",

@@ -154,6 +154,12 @@ def _compile(config: Config) -> Iterator[Broken]:
             f'needs compile.backend = "inductor", got "{settings.backend}", which recomputes '
             f"nothing; or write full or selective",
         )
+    elif mode == "memory_budget" and config.parallelism.tensor_parallel_degree > 1:
+        # torch 2.13 weighs all that a graph takes, and knows no weight for a mesh
+        yield Broken(
+            ("activation_checkpoint.mode", "parallelism.tensor_parallel_degree"),
+            "is not known to the compiler under tensor parallelism; write full or selective",
+        )
     if settings.enable and mode == "selective" and option == "op":
         yield Broken(
             ("activation_checkpoint.selective_ac_option", "compile.enable"),
