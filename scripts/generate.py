@@ -108,7 +108,7 @@ def find_step(path: Path, *, verify: bool) -> Path:
         if step is not None:
             return folder / f"step-{step}"
     raise CheckpointError(
-        f"--checkpoint must be a run's folder, its checkpoint folder or a step-N folder, got "
+        f"a checkpoint must be a run's folder, its checkpoint folder or a step-N folder, got "
         f"{path}, which {_found_instead(path)}"
     )
 
@@ -129,7 +129,7 @@ def load(step: Path) -> tuple[Decoder, Tokenizer]:
         UserError: The checkpoint is damaged, or its tokenizer is not there.
     """
     settings, dtype = read_settings(step)
-    spec, architecture = find_model(settings.name, flavor=settings.flavor)
+    spec, architecture = find_model(settings)
     tokenizer = build_tokenizer(settings.tokenizer_path)
     check_vocabulary(tokenizer, model_vocab_size=architecture.vocab_size)
     with torch.device("meta"):

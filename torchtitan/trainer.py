@@ -3,10 +3,13 @@
 It receives finished parts (`assemble/`) and builds nothing. One optimizer step:
 
     count the valid tokens of the global batch -> forward and backward of each microbatch, its
-    summed loss divided by that count -> global gradient norm -> stop if not finite -> clip ->
-    update
+    summed loss divided by that count -> global gradient norm -> clip -> update, unless the norm
+    is not finite
 
 Sums over ranks, never means, so that every split of the batch trains the same model.
+
+The host runs ahead of the device: what a step notes (its norm, who wants to stop) is read while the
+device works on the next one, or at once where the step is reported or saved.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.base.transfer import HostCopy, to_device
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.state import Progress
 from torchtitan.config.schema import TrainingConfig
@@ -35,6 +39,7 @@ from torchtitan.metrics.trace import Profiler
 from torchtitan.models.parts import ModelParts
 from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
+from torchtitan.optim.optimizer import skips_by_itself, take_step
 from torchtitan.optim.schedule import Schedule, set_lr
 from torchtitan.parallel.context_layout import SequenceShard
 from torchtitan.parallel.execution import Execution
@@ -67,18 +72,18 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """What a step leaves for reporting, still on the device."""
+    """What a step leaves, still on the device."""
 
+    step: int
     loss_sum: Tensor
     """Summed loss of this rank's valid tokens."""
     num_valid: Tensor
     """This rank's valid tokens."""
     grad_norm: Tensor
     """Global gradient norm before clipping."""
-    votes: Tensor
-    """Whether to stop: `StopRequest.votes` summed over all ranks."""
-    failed_saves: Tensor
-    """Ranks whose save in the background has failed."""
+    notes: HostCopy
+    """The norm, the number of ranks whose save in the background has failed, and
+    `StopRequest.votes` summed over all ranks."""
 
 
 class Trainer:
@@ -88,6 +93,8 @@ class Trainer:
         self.run = run
         self.last_row: Row | None = None
         self._stop = stop or StopRequest()
+        self._unread: StepFigures | None = None
+        self._stopped: str | None = None
 
     def train(self, *, on_step: Callable[[int], None] = lambda step: None) -> str | None:
         """Train until `num_steps` or the end of the data; the last step is reported and saved.
@@ -101,10 +108,10 @@ class Trainer:
         """
         run, progress = self.run, self.run.progress
         first_step = progress.step + 1
-        finished, stopped = self._is_finished(), None
+        finished = self._is_finished()
         run.meter.start_interval()
         with _collecting_garbage_by_hand() as collect:
-            while not (finished or stopped):
+            while not (finished or self._stopped):
                 with run.meter.waiting_for_data():
                     microbatches = next(run.loader)
                 progress.step += 1
@@ -112,35 +119,47 @@ class Trainer:
                 progress.tokens_seen += run.tokens_per_step
                 run.meter.count(run.tokens_per_step)
                 finished = self._is_finished()
-                stopped = None if finished else describe(figures.votes.tolist())
                 if progress.step == first_step:
                     tighten_timeout(run.train_timeout_seconds, groups=run.mesh.groups())
-                if progress.step % run.log_freq == 0 or progress.step == 1 or finished:
+                logged = progress.step % run.log_freq == 0 or progress.step == 1 or finished
+                if logged or self._is_save_due(last=finished):
+                    self._settle()
+                if logged:
                     self._report(figures)
-                self._raise_failed_save(figures)
-                if self._save(last=finished, now=stopped is not None) and not finished:
-                    stopped = stopped or self._ask_all()
+                if self._save(last=finished) and not finished:
+                    self._stopped = self._stopped or self._ask_all()
                 on_step(progress.step)
                 if run.profiler is not None:
                     run.profiler.step(progress.step)
                 if progress.step % run.training.gc_freq == 0:
                     collect()
-        return stopped
+        return None if finished else self._stopped
 
-    def _raise_failed_save(self, figures: StepFigures) -> None:
+    def _settle(self) -> None:
+        """Read what the last step noted, if nobody has yet, and act on it."""
+        figures, self._unread = self._unread, None
+        if figures is None:
+            return
+        norm, failed_saves, *votes = figures.notes.read()
+        raise_if_nonfinite(norm, loss=figures.loss_sum, step=figures.step)
         # agreed in the step's reduction: one rank that stopped alone would leave the others hanging
-        if self.run.checkpoints is not None and figures.failed_saves.item() > 0:
+        if self.run.checkpoints is not None and failed_saves:
             self.run.checkpoints.wait()
+        self._stopped = self._stopped or describe([int(vote) for vote in votes])
 
-    def _save(self, *, last: bool, now: bool) -> bool:
+    def _is_save_due(self, *, last: bool) -> bool:
+        checkpoints, now = self.run.checkpoints, self._stopped is not None
+        return checkpoints is not None and checkpoints.is_due(last=last, now=now)
+
+    def _save(self, *, last: bool) -> bool:
         if self.run.checkpoints is None:
             return False
         with self.run.meter.paused():
-            return self.run.checkpoints.save_if_due(last=last, now=now)
+            return self.run.checkpoints.save_if_due(last=last, now=self._stopped is not None)
 
     def _ask_all(self) -> str | None:
         """Ask again after a save: it may have taken long, and the step need not be saved twice."""
-        votes = torch.tensor(self._stop.votes(), device=self.run.device)
+        votes = to_device(self._stop.votes(), self.run.device)
         dist.all_reduce(votes)
         return describe(votes.tolist())
 
@@ -155,35 +174,37 @@ class Trainer:
         set_lr(run.optimizer, run.schedule(step))
         batches = [run.shard.take(samples).to(run.device) for samples in microbatches]
         num_valid = torch.stack([count_valid(batch.labels) for batch in batches]).sum()
-        num_valid_global, votes, failed_saves = self._sum_over_ranks(num_valid)
+        num_valid_global, notes = self._sum_over_ranks(num_valid)
 
         loss_sum = run.execution.forward_backward(batches, divisor=num_valid_global.clamp(min=1))
+        self._settle()  # the step before, while the device works on this one
         parameters = [p for p in run.model.parameters() if p.requires_grad]
         grad_norm = global_norm(parameters, loss=loss_sum)
-        raise_if_nonfinite(grad_norm, loss=loss_sum, step=step)
-        clip_gradients(parameters, norm=grad_norm, max_norm=run.training.max_norm)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        run.execution.after_update()
-        return StepFigures(
+        figures = self._unread = StepFigures(
+            step=step,
             loss_sum=loss_sum,
             num_valid=num_valid,
             grad_norm=grad_norm,
-            votes=votes,
-            failed_saves=failed_saves,
+            notes=HostCopy(torch.cat([grad_norm.double().reshape(1), notes])),
         )
+        if not skips_by_itself(run.optimizer):
+            self._settle()
+        clip_gradients(parameters, norm=grad_norm, max_norm=run.training.max_norm)
+        take_step(run.optimizer, norm=grad_norm)
+        run.execution.after_update()
+        return figures
 
-    def _sum_over_ranks(self, num_valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the valid tokens of the global batch and, by the way, the votes to stop and the
-        number of ranks whose save has failed."""
+    def _sum_over_ranks(self, num_valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the valid tokens of the global batch and, by the way, the number of ranks whose
+        save has failed and the votes to stop."""
         checkpoints = self.run.checkpoints
         failed = checkpoints is not None and checkpoints.has_failed()
-        notes = torch.tensor([int(failed), *self._stop.votes()], device=num_valid.device)
+        notes = to_device([int(failed), *self._stop.votes()], num_valid.device)
         sums = torch.cat([num_valid.reshape(1), notes])
         dist.all_reduce(sums)  # every rank: a note on one must reach all of them
         dims = self.run.mesh.dims
         # ranks along pp and tp hold equal tokens
-        return sums[0] // (dims.pp * dims.tp), sums[2:], sums[1]
+        return sums[0] // (dims.pp * dims.tp), sums[1:]
 
     def _report(self, figures: StepFigures) -> None:
         """Reduce the step's figures over all ranks, in one collective, and hand them to the

@@ -137,7 +137,6 @@ def test_c4_is_refused_with_what_to_do(jobs: Jobs, dataset: str) -> None:
     [
         ("[parallelism]\nexpert_parallel_degree = 8", "mixture-of-experts models"),
         ("[checkpoint]\ncreate_seed_checkpoint = true", "no seed checkpoint is needed"),
-        ("[activation_checkpoint]\nselective_ac_option = 'op'", 'write a number, "2" is every'),
         ("[model]\nconverters = ['quantize.linear.float8']", "float8 is not built yet"),
         (
             "[memory_estimation]\nenable = true",

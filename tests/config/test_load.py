@@ -190,8 +190,15 @@ def random_config(seed: int) -> Config:
     assert isinstance(paths, tuple)
     num_workers = values["training", "dataloader", "num_workers"]
     assert isinstance(num_workers, int)
+    scaling = ("model", "rope_scaling")
     values |= {
         ("job", "config_file"): None,
+        ("model", "rope_theta"): rng.choice([None, 1e4, 5e5]),
+        (*scaling, "type"): "yarn",
+        (*scaling, "factor"): rng.uniform(1.0, 64.0),
+        (*scaling, "original_max_position"): 8192,
+        (*scaling, "low_freq_factor"): None,
+        (*scaling, "high_freq_factor"): None,
         ("training", "dataset"): "files" if paths else "synthetic",
         ("training", "dataset_weights"): tuple(rng.uniform(0.1, 9.0) for _ in paths),
         ("training", "global_batch_size"): values["training", "local_batch_size"],
@@ -202,6 +209,8 @@ def random_config(seed: int) -> Config:
         ("checkpoint", "enable"): True,
         ("checkpoint", "mode"): "continue",
         ("checkpoint", "initial_load_model_only"): False,
+        ("checkpoint", "initial_load_in_hf"): False,
+        ("checkpoint", "last_save_in_hf"): True,
         ("optimizer", "name"): "SGD",
         ("lr_scheduler", "total_steps"): None,
         ("profiling", "profile_freq"): 2**63,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.config.jobs import Jobs
-from torchtitan.config.load import load_config
-from torchtitan.config.rules import broken_rules
-from torchtitan.config.schema import CompileConfig
 
 PIPELINE = "[parallelism]\npipeline_parallel_degree = 2\n"
+NEEDED = "factor = 4.0\noriginal_max_position = 8192\n"
+YARN = "beta_fast, beta_slow, attention_factor"
 FILES = '[training]\ndataset = "files"\n'
 
 
@@ -108,6 +105,36 @@ FILES = '[training]\ndataset = "files"\n'
             "num_workers = 0; raise num_workers or remove this",
         ),
         (
+            '[model.rope_scaling]\ntype = "linear"',
+            '[model.rope_scaling] type = "linear": needs factor; it reads factor',
+        ),
+        (
+            '[model.rope_scaling]\ntype = "yarn"\nfactor = 4.0',
+            '[model.rope_scaling] type = "yarn": needs original_max_position; it reads factor, '
+            "original_max_position, beta_fast, beta_slow, attention_factor",
+        ),
+        (
+            "[model.rope_scaling]\nfactor = 4.0",
+            '[model.rope_scaling] factor = 4.0: is not read by type = "flavor", which reads '
+            'nothing else; remove it, or write type = "linear" or "llama3" or "yarn"',
+        ),
+        (
+            '[model.rope_scaling]\ntype = "linear"\nfactor = 4.0\noriginal_max_position = 8192',
+            '[model.rope_scaling] original_max_position = 8192: is not read by type = "linear", '
+            'which reads factor; remove it, or write type = "llama3" or "yarn"',
+        ),
+        *(
+            (
+                f'[model.rope_scaling]\ntype = "{kind}"\n{NEEDED}{line}',
+                f'[model.rope_scaling] {line}: is not read by type = "{kind}", which reads '
+                f'factor, original_max_position, {others}; remove it, or write type = "{right}"',
+            )
+            for kind, line, others, right in (
+                ("llama3", "beta_slow = 2.0", "low_freq_factor, high_freq_factor", "yarn"),
+                ("yarn", "low_freq_factor = 2.0", YARN, "llama3"),
+            )
+        ),
+        (
             "[optimizer]\nmomentum = 0.9",
             '[optimizer] momentum = 0.9: is read by SGD alone, got name = "AdamW"; '
             "use beta1 or remove this",
@@ -182,6 +209,31 @@ FILES = '[training]\ndataset = "files"\n'
             "nothing to save to without",
         ),
         (
+            "[checkpoint]\ninitial_load_in_hf = true",
+            "[checkpoint] initial_load_in_hf = true: needs checkpoint.enable = true",
+        ),
+        (
+            "[checkpoint]\nenable = true\ninitial_load_in_hf = true",
+            "[checkpoint] initial_load_in_hf = true: needs initial_load_path, the folder to read",
+        ),
+        (
+            '[checkpoint]\nenable = true\ninitial_load_in_hf = true\ninitial_load_path = "x"\n'
+            "initial_load_model_only = false",
+            "[checkpoint] initial_load_in_hf = true: finds weights alone there, but "
+            "initial_load_model_only is false; remove that",
+        ),
+        (
+            "[checkpoint]\nlast_save_in_hf = true",
+            "[checkpoint] last_save_in_hf = true: needs checkpoint.enable = true; it is made from "
+            "the last checkpoint",
+        ),
+        (
+            '[checkpoint]\nenable = true\nlast_save_model_only = true\nexport_dtype = "bfloat16"',
+            '[checkpoint] export_dtype = "bfloat16": is the type of what last_save_in_hf writes, '
+            'which is off, got "bfloat16"; the other checkpoints keep training.dtype; set '
+            "last_save_in_hf, or remove this",
+        ),
+        (
             "[debug]\ndeterministic_warn_only = true",
             "[debug] deterministic_warn_only = true: needs debug.deterministic = true; there is "
             "nothing to warn of without",
@@ -189,10 +241,16 @@ FILES = '[training]\ndataset = "files"\n'
         *(
             (
                 f'[activation_checkpoint]\nselective_ac_option = "{option}"',
-                f'[activation_checkpoint] selective_ac_option = "{option}": must be a positive '
-                f'integer in quotes, as "2" for every second block, got "{option}"',
+                f'[activation_checkpoint] selective_ac_option = "{option}": must be "op" or a '
+                f'positive integer in quotes, as "2" for every second block, got "{option}"',
             )
-            for option in ("0", "-1", "1.5", "two", "", "²", "٣")
+            for option in ("0", "ops", "-1", "1.5", "two", "", "²", "٣")
+        ),
+        (
+            '[activation_checkpoint]\nselective_ac_option = "op"\n[compile]\nenable = true',
+            '[activation_checkpoint] selective_ac_option = "op": chooses operators one by one, and '
+            'a compiled block is one operator; write "2" for every second block, or '
+            "compile.enable = false",
         ),
         (
             '[activation_checkpoint]\nmode = "memory_budget"',
@@ -228,6 +286,20 @@ FILES = '[training]\ndataset = "files"\n'
             "2 chunks a rank under headtail x tensor_parallel_degree 2 under sequence "
             "parallelism), got 4; try 8",
         ),
+        (
+            "[training]\nseq_len = 24\n[parallelism]\ncontext_parallel_degree = 2\n"
+            'context_parallel_load_balancer = "balanced"',
+            "[training] seq_len = 24: seq_len must be a multiple of 16 (context_parallel_degree 2 "
+            "x 8 chunks a rank under balanced), got 24; try 16",
+        ),
+        (
+            "[parallelism]\ncontext_parallel_degree = 2\n"
+            'context_parallel_load_balancer = "balanced"\n'
+            'context_parallel_rotate_method = "ulysses"',
+            '[parallelism] context_parallel_load_balancer = "balanced": is for "ring" and '
+            '"allgather": under "ulysses" every rank attends over the whole sequence with its own '
+            'heads, so all work alike; write "headtail" or "none"',
+        ),
     ],
 )
 def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
@@ -243,6 +315,10 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
         "[training]\nglobal_batch_size = 16\nlocal_batch_size = 8",
         "[training]\nglobal_batch_size = -1\nlocal_batch_size = 7",
         "[training.dataloader]\nprefetch_factor = 2\npersistent_workers = true\nnum_workers = 1",
+        '[model.rope_scaling]\ntype = "none"',
+        '[model.rope_scaling]\ntype = "linear"\nfactor = 1.0',
+        f'[model.rope_scaling]\ntype = "llama3"\nhigh_freq_factor = 8.0\n{NEEDED}',
+        f'[model.rope_scaling]\ntype = "yarn"\nattention_factor = 1.0\nbeta_fast = 9.0\n{NEEDED}',
         '[optimizer]\nmomentum = 0.9\nname = "SGD"',
         "[lr_scheduler]\ntotal_steps = 100\n[training]\nsteps = 100",
         "[lr_scheduler]\ntotal_steps = 99\nmin_lr_factor = 0.1\n[training]\nsteps = 100",
@@ -256,8 +332,14 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
         '[checkpoint]\nenable = true\ninitial_load_path = "x"\nexclude_from_loading = "output.*"',
         '[checkpoint]\nenable = true\ninitial_load_path = "x"\ninitial_load_model_only = false',
         '[checkpoint]\nenable = true\nmode = "finetune"\ninitial_load_path = "x"',
+        '[checkpoint]\nenable = true\ninitial_load_path = "x"\ninitial_load_in_hf = true\n'
+        'mode = "finetune"',
+        '[checkpoint]\nenable = true\nlast_save_in_hf = true\nexport_dtype = "float16"',
         '[activation_checkpoint]\nselective_ac_option = "1"',
         '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true',
+        '[activation_checkpoint]\nselective_ac_option = "op"',
+        '[activation_checkpoint]\nselective_ac_option = "op"\nmode = "full"\n[compile]\n'
+        "enable = true",
         f"{PIPELINE}pipeline_parallel_microbatch_size = 4",
         f"{PIPELINE}pipeline_parallel_num_microbatches = 2",
         f"{PIPELINE}pipeline_parallel_num_microbatches = 2\npipeline_parallel_microbatch_size = 4",
@@ -267,23 +349,16 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
         'context_parallel_load_balancer = "none"',
         "[training]\nseq_len = 4\n[parallelism]\ncontext_parallel_degree = 2\n"
         "tensor_parallel_degree = 2\nenable_sequence_parallel = false",
+        "[training]\nseq_len = 48\n[parallelism]\ncontext_parallel_degree = 3\n"
+        'context_parallel_load_balancer = "balanced"\n'
+        'context_parallel_rotate_method = "alltoall"',
+        # one rank cuts nothing
+        '[training]\nseq_len = 7\n[parallelism]\ncontext_parallel_load_balancer = "balanced"\n'
+        'context_parallel_rotate_method = "ulysses"',
     ],
 )
 def test_just_inside_the_rules(jobs: Jobs, text: str) -> None:
     jobs.load(text)
-
-
-def test_compiled_blocks_have_no_operators_to_choose() -> None:
-    config = load_config(["--compile.enable"])
-    by_operator = replace(config.activation_checkpoint, selective_ac_option="op")
-    for changed, number in (
-        (replace(config, activation_checkpoint=by_operator), 1),
-        (replace(config, activation_checkpoint=replace(by_operator, mode="full")), 0),
-        (replace(config, activation_checkpoint=by_operator, compile=CompileConfig()), 0),
-    ):
-        found = [broken for broken in broken_rules(changed) if "compile.enable" in broken.keys]
-        assert len(found) == number
-        assert all('write "2" for every second block' in broken.rule for broken in found)
 
 
 def test_a_rule_points_at_what_was_written(jobs: Jobs) -> None:

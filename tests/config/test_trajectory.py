@@ -57,9 +57,22 @@ def test_settings_that_do_not_count(jobs: Jobs, options: list[str]) -> None:
     [
         (["--training.seq_len=512"], "training.seq_len: stored 256, now 512"),
         (["--debug.seed=1"], "debug.seed: stored 0, now 1"),
+        (
+            ["--training.document_attention=within"],
+            'training.document_attention: stored "across", now "within"',
+        ),
+        (
+            ["--training.document_positions=restart"],
+            'training.document_positions: stored "continue", now "restart"',
+        ),
         (["--optimizer.lr=0.1"], "optimizer.lr: stored 0.0008, now 0.1"),
         (["--optimizer.no_decay_params=x"], 'stored ["*norm*", "*.bias"], now ["x"]'),
         (["--model.flavor=8B"], 'model.flavor: stored "debugmodel", now "8B"'),
+        (["--model.rope_theta=1e6"], "model.rope_theta: stored none, now 1000000.0"),
+        (
+            ["--model.rope_scaling.type=none"],
+            'model.rope_scaling.type: stored "flavor", now "none"',
+        ),
         (["--training.dataset=synthetic"], 'stored "python_stdlib", now "synthetic"'),
         (["--training.global_batch_size=32"], "training.global_batch_size: stored 16, now 32"),
         (["--training.max_norm=inf"], "training.max_norm: stored 1.0, now inf"),

@@ -116,6 +116,20 @@ def test_the_same_model_from_one_code(
         assert (result.graphs, result.breaks) == (layout.graphs, layout.breaks)
 
 
+@pytest.mark.parametrize("world", [1, 2], ids=["one device", "cp 2"])
+def test_documents_change_with_each_batch_and_compile_nothing(
+    world: int, ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    """Attention that goes by their lengths is not compiled; that would be anew for each batch."""
+    within = ("--training.document_attention=within", UNCLIPPED)
+    job = [*jobs.write_job(tmp_path, TINY8, name="plain", cache=cache), *within]
+    [reference] = ranks.run(pipeline_jobs.train, job, world=1)
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *within, *AOT_EAGER]
+    results = ranks.run(train, [*job, *CP2] if world == 2 else job, world=world)
+    assert_same_training([result.trained for result in results], reference)
+    assert {(result.graphs, result.breaks) for result in results} == {(4, 2)}
+
+
 def train_without_waiting(job: list[str]) -> Compiled:
     """Plant the bug of old: the first block is given what is still on its way."""
     correct = compiling._arrived

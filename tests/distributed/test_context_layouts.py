@@ -183,8 +183,8 @@ def with_attention_of_its_own(job: list[str]) -> jobs.Result:
     """Forget the other ranks' keys."""
     correct = context_attention.Ranks.blocks
 
-    def blocks(self: context_attention.Ranks, source: int, *, num_tokens: int) -> list[object]:
-        return correct(self, source, num_tokens=num_tokens) if source == self.rank else []  # type: ignore[return-value]
+    def blocks(self: context_attention.Ranks, source: int, **given: object) -> list[object]:
+        return correct(self, source, **given) if source == self.rank else []  # type: ignore
 
     context_attention.Ranks.blocks = blocks  # type: ignore[method-assign,assignment]
     try:
@@ -235,17 +235,20 @@ def count_hops(job: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "again"), [("none", 0), ("full", 8), ("selective", 4)], ids=lambda x: str(x)
+    ("mode", "option", "blocks", "attentions"),
+    [("none", "2", 0, 0), ("full", "2", 8, 8), ("selective", "2", 4, 4), ("selective", "op", 8, 0)],
+    ids=lambda x: str(x),
 )
 def test_recomputed_blocks_repeat_their_hops_on_all_ranks_alike(
-    mode: str, again: int, ranks: RankPool, job: list[str]
+    mode: str, option: str, blocks: int, attentions: int, ranks: RankPool, job: list[str]
 ) -> None:
-    how = [CP4, RING, f"--activation_checkpoint.mode={mode}", "--training.steps=1"]
-    calls = ranks.run(count_hops, [*job, *how], world=4)
+    recomputing = {"mode": mode, "selective_ac_option": option}
+    how = [f"--activation_checkpoint.{key}={value}" for key, value in recomputing.items()]
+    calls = ranks.run(count_hops, [*job, CP4, RING, *how, "--training.steps=1"], world=4)
     assert all(own == calls[0] for own in calls)
-    assert calls[0].count("block") == 8 + again
+    assert calls[0].count("block") == 8 + blocks
     # 3 hops forward, 3 + 4 backward: gradients take one more to come home
-    assert calls[0].count("hop") == (8 + again) * 3 + 8 * 7
+    assert calls[0].count("hop") == (8 + attentions) * 3 + 8 * 7
 
 
 # --- checkpoints

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.checkpoint.storage import find_steps, read_state
 from torchtitan.models.decoder import HeadLoss
-from torchtitan.trainer import Trainer
+from torchtitan.trainer import Run, Trainer
+
+
+def holdings(parameters: dict[str, nn.Parameter], run: Run) -> dict[str, Tensor]:
+    """Copy the weights and what the optimizer keeps of each."""
+    held = {}
+    for name, parameter in parameters.items():
+        held[name] = jobs.full(parameter)
+        for key, value in run.optimizer.state[parameter].items():
+            if value is not None:
+                held[f"{name} {key}"] = jobs.full(value)
+    return held
 
 
 def train_into(value: float, bad_rank: int, job: list[str]) -> tuple[str, bool]:
-    """Make one rank's loss bad in step 3; return the error and whether the weights stayed."""
+    """Make one rank's loss bad in step 3; return the error and whether weights and state stayed."""
     before: dict[str, Tensor] = {}
 
     def spoiled(correct: HeadLoss) -> HeadLoss:
@@ -26,32 +39,82 @@ def train_into(value: float, bad_rank: int, job: list[str]) -> tuple[str, bool]:
             right = correct(x, weight, labels)
             if run.progress.step != 3:
                 return right
-            before.update({name: jobs.full(p) for name, p in run.model.named_parameters()})
+            before.update(holdings(parameters, run))
             return right * value if dist.get_rank() == bad_rank else right
 
         return loss
 
     with jobs.other_loss(spoiled):
         run = jobs.start(job)
+    parameters = dict(run.model.named_parameters())  # inside forward they are the gathered ones
     try:
         Trainer(run).train()
     except NonFiniteError as error:
-        after = {name: jobs.full(p) for name, p in run.model.named_parameters()}
-        return str(error), all(torch.equal(before[name], after[name]) for name in after)
+        after = holdings(parameters, run)
+        same = before.keys() == after.keys()
+        return str(error), same and all(torch.equal(before[name], after[name]) for name in after)
     return "no error", False
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("layout", [jobs.FSDP, jobs.DDP])
+@pytest.mark.parametrize(
+    "found",
+    [
+        (),
+        # read one step later, when a kernel has been told to leave the weights alone, or not
+        ("--metrics.log_freq=100", "--checkpoint.interval=100"),
+        ("--metrics.log_freq=100", "--checkpoint.interval=100", "--optimizer.name=SGD"),
+    ],
+    ids=["at once", "a step later", "by an optimizer that skips nothing"],
+)
 def test_a_bad_loss_on_one_rank_stops_all_and_leaves_the_weights(
-    value: float, layout: tuple[str, ...], ranks: RankPool, tmp_path: Path
+    value: float,
+    layout: tuple[str, ...],
+    found: tuple[str, ...],
+    ranks: RankPool,
+    tmp_path: Path,
 ) -> None:
-    overrides = [*layout, "--training.local_batch_size=4"]
+    overrides = [*layout, "--training.local_batch_size=4", *found]
     job = [*jobs.write_job(tmp_path), *overrides]
     for message, unchanged in ranks.run(train_into, value, 1, job, world=2):
         assert "step 3" in message
         assert f"the loss is {value} on rank 1." in message
         assert unchanged
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a device."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero)
+        return func(*args, **(kwargs or {}))
+
+
+def waits_by_step(job: list[str]) -> list[int]:
+    run, counts = jobs.start(job), list[int]()
+    with Waits() as waits:
+        Trainer(run).train(on_step=lambda step: counts.append(waits.count))
+    return counts
+
+
+@pytest.mark.parametrize("layout", [jobs.FSDP, ("--parallelism.context_parallel_degree=2",)])
+def test_no_step_waits_but_those_that_are_reported(
+    layout: tuple[str, ...], ranks: RankPool, tmp_path: Path
+) -> None:
+    job = [*jobs.write_job(tmp_path), *layout, "--training.steps=6", "--checkpoint.enable=false"]
+    for counts in ranks.run(waits_by_step, [*job, "--metrics.log_freq=100"], world=2):
+        assert counts[0] == counts[-2], counts
+
+
+def test_a_wait_would_be_seen() -> None:
+    with Waits() as waits:
+        torch.ones(1).item()
+    assert waits.count == 1
 
 
 EPOCHS = """

@@ -179,12 +179,12 @@ def train_with(bug: str, job: list[str]) -> Trained:
 
             patch.setattr(apply, "apply_fsdp", averaging)
         elif bug == "scaled":
-            build = schedules._PipelineScheduleRuntime
+            build = schedules._Schedule
 
             def scaling(*arguments: Any, **settings: Any) -> Any:
                 return build(*arguments, **{**settings, "scale_grads": True})
 
-            patch.setattr(schedules, "_PipelineScheduleRuntime", scaling)
+            patch.setattr(schedules, "_Schedule", scaling)
         elif bug == "tied gradient lost":
             patch.setattr(TiedEmbedding, "add_gradient", lambda self: None)
         elif bug == "tied copy stale":

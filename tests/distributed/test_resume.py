@@ -62,7 +62,8 @@ def train_noisily(job: list[str], *, stops: tuple[int, ...]) -> list[Noisy]:
     def noisy(correct: HeadLoss) -> HeadLoss:
         def loss(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
             assert (labels == -100).any(), "masked labels belong to this test"
-            return correct(x * (1 + 0.1 * torch.rand(x.shape[-1])), weight, labels)
+            noise = 1 + 0.1 * torch.rand(x.shape[-1])
+            return correct(x * noise.to(x.dtype), weight, labels)
 
         return loss
 

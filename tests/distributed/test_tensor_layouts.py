@@ -136,8 +136,8 @@ def test_the_model_with_eight_layers_and_its_own_sizes(
 def gradients(job: list[str]) -> dict[str, Tensor]:
     """Return what the first step leaves in every parameter before clipping."""
     run = jobs.start(job)
-    batches = next(run.loader)
-    num_valid = torch.stack([count_valid(batch["labels"]) for batch in batches]).sum()
+    batches = [run.shard.take(samples) for samples in next(run.loader)]
+    num_valid = torch.stack([count_valid(batch.labels) for batch in batches]).sum()
     dist.all_reduce(num_valid)
     divisor = num_valid // (run.mesh.dims.pp * run.mesh.dims.tp)
     run.execution.forward_backward(batches, divisor=divisor)

@@ -8,7 +8,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.spec import DecoderConfig, RopeScaling
+from torchtitan.models.spec import (
+    DecoderConfig,
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+)
 
 NAMES = {
     "tok_embeddings": "model.embed_tokens",
@@ -34,7 +40,24 @@ VARIANTS = {
     "ungrouped": dataclasses.replace(TINY, num_kv_heads=4, norm_eps=1e-2),
     # a short original context, so that a short sequence meets all three kinds of wavelength
     "scaled": dataclasses.replace(
-        TINY, rope_theta=100.0, rope_scaling=RopeScaling(factor=8.0, original_max_position=64)
+        TINY, rope_theta=100.0, rope_scaling=Llama3Scaling(factor=8.0, original_max_position=64)
+    ),
+    "interpolated": dataclasses.replace(
+        TINY, rope_theta=100.0, rope_scaling=LinearScaling(factor=4.0)
+    ),
+    "yarn": dataclasses.replace(
+        TINY, rope_theta=100.0, rope_scaling=YarnScaling(factor=8.0, original_max_position=256)
+    ),
+    "yarn by hand": dataclasses.replace(
+        TINY,
+        rope_theta=50.0,
+        rope_scaling=YarnScaling(
+            factor=8.0,
+            original_max_position=64,
+            beta_fast=4.0,
+            beta_slow=0.5,
+            attention_factor=1.5,
+        ),
     ),
     "tied": dataclasses.replace(TINY, tie_embeddings=True),
 }
@@ -61,7 +84,6 @@ def reference_of(model: Decoder) -> LlamaForCausalLM:
 
 def reference_config(config: DecoderConfig) -> LlamaConfig:
     """Say the sizes in the words of the public model."""
-    scaling = config.rope_scaling
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.dim,
@@ -72,19 +94,22 @@ def reference_config(config: DecoderConfig) -> LlamaConfig:
         rms_norm_eps=config.norm_eps,
         max_position_embeddings=131_072,
         rope_theta=config.rope_theta,
-        rope_scaling=scaling
-        and {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position,
-        },
+        rope_scaling=reference_scaling(config.rope_scaling),
         tie_word_embeddings=config.tie_embeddings,
         attn_implementation="eager",
         bos_token_id=None,
         eos_token_id=None,
     )
+
+
+def reference_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:
+    """Say the stretch of the wavelengths in the words of the public model."""
+    if scaling is None:
+        return None
+    words = {"original_max_position": "original_max_position_embeddings"}
+    kind = {LinearScaling: "linear", Llama3Scaling: "llama3", YarnScaling: "yarn"}[type(scaling)]
+    values = {words.get(key, key): value for key, value in dataclasses.asdict(scaling).items()}
+    return {"rope_type": kind, **values}
 
 
 def _translate(model: Decoder) -> dict[str, torch.Tensor]:

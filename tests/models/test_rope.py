@@ -12,6 +12,7 @@ from tests.models.fake_group import fake_group
 from tests.models.reference import TINY, random_decoder, reference_config
 from torchtitan.models import MODELS
 from torchtitan.models.rope import build_rope, frequencies
+from torchtitan.models.spec import DecoderConfig, LinearScaling, Llama3Scaling, YarnScaling
 
 
 def test_rotation_is_that_of_complex_numbers_in_float64():
@@ -25,19 +26,65 @@ def test_rotation_is_that_of_complex_numbers_in_float64():
     torch.testing.assert_close(rope.rotate(x), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("flavor", ["debugmodel", "1B", "8B", "405B"])
-def test_frequencies_equal_the_public_ones(flavor):
-    config = MODELS["llama3"].flavors[flavor]
+def assert_equal_to_the_public_rotation(config: DecoderConfig) -> None:
     # two heads of the right width are enough: frequencies know nothing else
     small = dataclasses.replace(config, dim=2 * config.head_dim, num_heads=2, num_kv_heads=2)
-    expected = LlamaRotaryEmbedding(reference_config(small)).inv_freq
+    public = LlamaRotaryEmbedding(reference_config(small))
     freqs = frequencies(
         config.head_dim,
         theta=config.rope_theta,
         scaling=config.rope_scaling,
         device=torch.device("cpu"),
     )
-    torch.testing.assert_close(freqs.float(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(freqs.float(), public.inv_freq, rtol=2e-6, atol=0)
+    start = build_rope(
+        torch.tensor([0]),
+        head_dim=config.head_dim,
+        theta=config.rope_theta,
+        scaling=config.rope_scaling,
+    )
+    assert torch.equal(start.cos, torch.full_like(start.cos, public.attention_scaling))
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel", "1B", "8B", "405B"])
+def test_frequencies_equal_the_public_ones(flavor):
+    assert_equal_to_the_public_rotation(MODELS["llama3"].flavors[flavor])
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 128])
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        LinearScaling(factor=1.0),
+        LinearScaling(factor=3.7),
+        Llama3Scaling(factor=4.0, low_freq_factor=2.0, high_freq_factor=3.0),
+        YarnScaling(factor=1.0, original_max_position=4096),
+        YarnScaling(factor=16.0, original_max_position=8192),
+        YarnScaling(factor=40.0, original_max_position=4096, beta_fast=7.5, beta_slow=2.5),
+        YarnScaling(factor=4.0, original_max_position=8192, attention_factor=0.7),
+        # one pair at both ends of the ramp
+        YarnScaling(factor=4.0, original_max_position=7, beta_fast=1.3),
+    ],
+    ids=repr,
+)
+def test_each_scaling_equals_the_public_one(scaling, theta, head_dim):
+    config = dataclasses.replace(TINY, dim=4 * head_dim, rope_theta=theta, rope_scaling=scaling)
+    assert_equal_to_the_public_rotation(config)
+
+
+@pytest.mark.parametrize(
+    ("original", "ratio"),
+    # a context of less than a turn: all but the first pair; of thousands of turns even for the last
+    [(4, [1.0, 0.25, 0.25, 0.25]), (10**7, [1.0] * 4)],
+)
+def test_yarn_beyond_the_ends_of_its_ramp(original, ratio):
+    """Hugging Face's ramp runs backwards there, and keeps what should grow."""
+    freqs, scaled = (
+        frequencies(8, theta=10.0, scaling=scaling, device=torch.device("cpu"))
+        for scaling in (None, YarnScaling(factor=4.0, original_max_position=original))
+    )
+    torch.testing.assert_close(scaled / freqs, torch.tensor(ratio, dtype=torch.float64))
 
 
 def test_dtype_of_queries_stays():

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
 import pytest
-import torch
 
 from tests.distributed.rank_pool import RankPool
-from tests.parallel.test_context_attention import METHODS, Watch
+from tests.parallel.test_context_attention import Watch
 from torchtitan.assemble.layout import find_layout
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import load_config
-from torchtitan.config.schema import ParallelismConfig
+from torchtitan.config.parallelism import Balancer
+from torchtitan.config.schema import DataLoaderConfig, ParallelismConfig, TrainingConfig
+from torchtitan.data.dataset import build_dataset
+from torchtitan.data.loader import Loader
+from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.mesh.dims import build_mesh, resolve_dims
 from torchtitan.models import MODELS, initialize
 from torchtitan.models.attention import causal_attention
@@ -20,7 +25,8 @@ from torchtitan.optim.loss import cross_entropy_sum
 from torchtitan.parallel.context import apply_context_parallel, build_shard
 from torchtitan.parallel.context_attention import Method
 
-SEQ_LEN = 4440
+SEQ_LEN = 10_000
+Attention = Literal["across", "within"]
 
 
 def arguments(method: str, *, cp: int, tp: int = 1) -> list[str]:
@@ -68,24 +74,53 @@ def attention_of_one() -> bool:
     return all(block.attention.attend is causal_attention for block in model.layers.values())
 
 
-def largest_tensor(method: Method) -> int:
-    """Elements of the largest tensor that a step makes, from the tokens to the last gradient."""
-    settings = ParallelismConfig(context_parallel_degree=2, context_parallel_rotate_method=method)
+def largest_tensor(method: Method, balancer: Balancer, attention: Attention, cache: str) -> int:
+    """Elements of the largest tensor that a step makes, from the data set to the last gradient."""
+    settings = ParallelismConfig(
+        context_parallel_degree=2,
+        context_parallel_rotate_method=method,
+        context_parallel_load_balancer=balancer,
+    )
+    training = TrainingConfig(
+        dataset="synthetic", seq_len=SEQ_LEN, document_attention=attention, dataset_cache=cache
+    )
     mesh = build_mesh(resolve_dims(settings, world_size=2), device_type="cpu")
     # so small a vocabulary that logits are no larger than activations
-    model = MODELS["llama3"].build(replace(MODELS["llama3"].flavors["tiny"], vocab_size=64))
+    model = MODELS["llama3"].build(replace(MODELS["llama3"].flavors["tiny"], vocab_size=258))
     initialize(model, seed=0)
     apply_context_parallel(model, mesh=mesh, parallelism=settings)
-    tokens = torch.arange(SEQ_LEN)[None] % 64
     with Watch() as watch:
-        part = build_shard(settings, mesh=mesh).take({"tokens": tokens, "labels": tokens})
-        logits = model(part.tokens, part.positions)
+        loader = Loader(
+            build_dataset(training, tokenizer=ByteTokenizer(), seed=0),
+            local_batch_size=1,
+            accumulation=1,
+            dp_rank=0,
+            dp_degree=1,
+            settings=DataLoaderConfig(),
+        )
+        part = build_shard(settings, training=training, mesh=mesh).take(next(loader)[0])
+        logits = model(part.tokens, part.positions, part.documents)
         cross_entropy_sum(logits, part.labels).backward()
+    assert (part.documents is not None) == (attention == "within")
+    assert part.documents is None or len(part.documents.lengths[0]) > 10
     assert all(p.grad is not None for p in model.parameters())
     return watch.largest
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_no_tensor_of_a_step_grows_with_the_square(method: Method, ranks: RankPool) -> None:
-    for largest in ranks.run(largest_tensor, method, world=2):
+@pytest.mark.parametrize(
+    ("method", "balancer", "attention"),
+    [
+        ("allgather", "headtail", "across"),
+        ("allgather", "headtail", "within"),
+        ("ring", "balanced", "across"),
+        ("ring", "balanced", "within"),
+        ("ulysses", "headtail", "across"),
+        ("ulysses", "headtail", "within"),
+    ],
+)
+def test_no_tensor_of_a_step_grows_with_the_square(
+    method: Method, balancer: Balancer, attention: Attention, ranks: RankPool, tmp_path: Path
+) -> None:
+    given = method, balancer, attention, str(tmp_path)
+    for largest in ranks.run(largest_tensor, *given, world=2):
         assert 0 < largest < SEQ_LEN**2 / 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import pytest
@@ -15,11 +15,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.rank_pool import RankPool
+from torchtitan.config.parallelism import Balancer
 from torchtitan.models.attention import causal_attention
+from torchtitan.models.documents import Documents
 from torchtitan.parallel import context_attention
 from torchtitan.parallel.context_attention import Method, Ranks, build_attention
-from torchtitan.parallel.context_layout import Balancer, SequenceLayout
+from torchtitan.parallel.context_layout import SequenceLayout
 
+Attention = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
 METHODS: list[Method] = ["allgather", "ring", "ulysses"]
 BALANCERS = get_args(Balancer)
 
@@ -36,6 +39,7 @@ class Case:
     seq_len: int = 24 * 7
     batch: int = 2
     head_dim: int = 16
+    documents: tuple[tuple[int, ...], ...] | None = None
 
 
 def inputs(case: Case) -> list[Tensor]:
@@ -52,24 +56,28 @@ def inputs(case: Case) -> list[Tensor]:
 
 
 def results(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: list[Tensor]
+    attend: Attention, tensors: list[Tensor], documents: Documents | None = None
 ) -> dict[str, Tensor]:
     """The output and the gradients of q, k and v."""
     *given, grad = tensors
     q, k, v = (tensor.detach().requires_grad_() for tensor in given)
-    out = attend(q, k, v)
+    out = attend(q, k, v, documents)
     out.backward(grad)
     grads = {name: x.grad for name, x in zip(("dq", "dk", "dv"), (q, k, v), strict=True)}
     return {"out": out.detach(), **{name: x for name, x in grads.items() if x is not None}}
 
 
-def in_float64(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention by the textbook, with its matrix of scores."""
+def in_float64(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+    """Attention by the textbook, with its matrix of scores and its mask."""
     repeat = q.shape[1] // k.shape[1]
     q, k, v = q.double(), k.double(), v.double()
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scores = q @ k.mT / q.shape[-1] ** 0.5
-    hidden = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+    hidden = torch.ones_like(scores[:, :1], dtype=torch.bool).triu(1)
+    if documents is not None:
+        lengths = [torch.tensor(row) for row in documents.lengths]
+        number = torch.stack([torch.arange(len(n)).repeat_interleave(n) for n in lengths])
+        hidden |= (number[:, :, None] != number[:, None, :])[:, None]
     return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
 
 
@@ -77,55 +85,83 @@ def error(ours: Tensor, exact: Tensor) -> float:
     return ((ours.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
-def setup(case: Case) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Tensor]:
-    """Attention over all ranks, and the places of this rank's tokens."""
+def documents_of(case: Case) -> Documents | None:
+    return None if case.documents is None else Documents(case.documents)
+
+
+def setup(case: Case) -> tuple[Attention, Tensor]:
+    """Attention over all ranks, and the places of this rank's tokens: (B, S)."""
     group = dist.group.WORLD
     assert group is not None
     layout = SequenceLayout(degree=dist.get_world_size(), balancer=case.balancer)
     attend = build_attention(case.method, ranks=Ranks(group=group, layout=layout))
-    return attend, layout.positions(dist.get_rank(), seq_len=case.seq_len)
+    return attend, places(layout, dist.get_rank(), case)
+
+
+def places(layout: SequenceLayout, rank: int, case: Case) -> Tensor:
+    held = layout.positions(rank, seq_len=case.seq_len, documents=documents_of(case))
+    return held.expand(case.batch, -1)
+
+
+def pick(x_BHSD: Tensor, own_BS: Tensor) -> Tensor:
+    """Take tokens by their places, laid out in memory as the model does."""
+    x_BSHD = x_BHSD.transpose(1, 2)
+    return x_BSHD.gather(1, own_BS[..., None, None].expand(-1, -1, *x_BSHD.shape[2:])).transpose(
+        1, 2
+    )
 
 
 def split(case: Case) -> dict[str, Tensor]:
     """This rank's part of the output and of the gradients."""
     attend, own = setup(case)
-    return results(attend, [tensor[:, :, own] for tensor in inputs(case)])
+    return results(attend, [pick(tensor, own) for tensor in inputs(case)], documents_of(case))
 
 
 def together(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Put the ranks' parts back into the order of the sequence."""
     layout = SequenceLayout(degree=len(parts), balancer=case.balancer)
-    held = [layout.positions(rank, seq_len=case.seq_len) for rank in range(len(parts))]
-    positions = torch.cat(held)
-    return {
-        name: torch.cat([part[name] for part in parts], dim=2)[:, :, positions.argsort()]
-        for name in parts[0]
-    }
+    held = [places(layout, rank, case) for rank in range(len(parts))]
+    back = torch.cat(held, dim=1).argsort(1)
+    return {name: pick(torch.cat([part[name] for part in parts], dim=2), back) for name in parts[0]}
 
 
-def cases() -> list[Case]:
-    grouped = [(8, 4), (4, 4)]
+# of 192 tokens: longer than a rank's part, single tokens, boundaries inside chunks, rows that
+# differ, one without any boundary
+MIXED = ((131, 1, 1, 35, 24), (7, 1, 184), (192,))
+PAIRS = [(m, b) for m in METHODS for b in BALANCERS if (m, b) != ("ulysses", "balanced")]
+
+
+def cases(method: Method, balancer: Balancer) -> list[Case]:
     return [
-        Case(method, balancer, dtype, num_heads=heads, num_kv_heads=kv_heads)
-        for method in METHODS
-        for balancer in BALANCERS
+        Case(method, balancer, dtype, kv_heads * heads, kv_heads, 192, *documents)
         for dtype in (torch.float32, torch.bfloat16)
-        for heads, kv_heads in grouped
+        for heads, kv_heads in ((2, 4), (1, 4))
+        for documents in ((), (3, 16, MIXED))
     ]
 
 
+def split_all(given: list[Case]) -> list[dict[str, Tensor]]:
+    return [split(case) for case in given]
+
+
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("case", cases(), ids=str)
-def test_output_and_gradients(case: Case, world: int, ranks: RankPool) -> None:
+@pytest.mark.parametrize(("method", "balancer"), PAIRS)
+def test_output_and_gradients(
+    method: Method, balancer: Balancer, world: int, ranks: RankPool
+) -> None:
     """float32 within 1e-5 of float64; bfloat16 no further from it than 1.5 times one device."""
-    ours = together(case, ranks.run(split, case, world=world))
-    tensors = inputs(case)
-    exact = results(in_float64, [tensor.double() for tensor in tensors])
-    alone = results(causal_attention, tensors)
-    for name, expected in exact.items():
-        assert ours[name].dtype == case.dtype
-        tolerance = 1.5 * error(alone[name], expected) if case.dtype == torch.bfloat16 else 1e-5
-        assert error(ours[name], expected) <= tolerance, name
+    given = cases(method, balancer)
+    parts = ranks.run(split_all, given, world=world)
+    for number, case in enumerate(given):
+        ours = together(case, [part[number] for part in parts])
+        tensors, documents = inputs(case), documents_of(case)
+        exact = results(in_float64, [tensor.double() for tensor in tensors], documents)
+        alone = results(causal_attention, tensors, documents)
+        for name, expected in exact.items():
+            assert ours[name].dtype == case.dtype
+            is_bf16 = case.dtype == torch.bfloat16
+            tolerance = 1.5 * error(alone[name], expected) if is_bf16 else 1e-5
+            assert error(ours[name], expected) <= tolerance, (case, name)
 
 
 def test_one_key_value_head_for_all(ranks: RankPool) -> None:
@@ -209,6 +245,21 @@ def test_a_planted_bug_is_seen(
     assert {name for name in exact if error(ours[name], exact[name]) > 1e-3} >= wrong
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(MIXED[::-1], id="of other rows"),
+        pytest.param(((131, 1, 1, 34, 25), (7, 1, 184), (192,)), id="one too early"),
+        pytest.param((MIXED[0],) * 3, id="of the first row"),
+    ],
+)
+def test_wrong_documents_are_seen(wrong: tuple[tuple[int, ...], ...], ranks: RankPool) -> None:
+    right = Case("ring", seq_len=192, batch=3, documents=MIXED)
+    ours = together(right, ranks.run(split, replace(right, documents=wrong), world=2))
+    exact = results(in_float64, inputs(right), documents_of(right))
+    assert all(error(ours[name], exact[name]) > 1e-3 for name in exact)
+
+
 # --- what goes over the wire
 
 
@@ -236,10 +287,10 @@ class Watch(TorchDispatchMode):
 def wire(case: Case) -> tuple[dict[str, int], dict[str, int]]:
     """The calls of one forward and of one backward on this rank."""
     attend, own = setup(case)
-    *given, grad = (tensor[:, :, own] for tensor in inputs(case))
+    *given, grad = (pick(tensor, own) for tensor in inputs(case))
     q, k, v = (tensor.detach().requires_grad_() for tensor in given)
     with Watch() as forward:
-        out = attend(q, k, v)
+        out = attend(q, k, v, documents_of(case))
     with Watch() as backward:
         out.backward(grad)
     return dict(forward.calls), dict(backward.calls)
@@ -296,12 +347,12 @@ def logged_ring(log: list[str]) -> Iterator[None]:
 
 def order_of_events(case: Case) -> tuple[list[str], list[str]]:
     attend, own = setup(case)
-    *given, grad = (tensor[:, :, own] for tensor in inputs(case))
+    *given, grad = (pick(tensor, own) for tensor in inputs(case))
     q, k, v = (tensor.detach().requires_grad_() for tensor in given)
     forward: list[str] = []
     backward: list[str] = []
     with logged_ring(forward):
-        out = attend(q, k, v)
+        out = attend(q, k, v, documents_of(case))
     with logged_ring(backward):
         out.backward(grad)
     return forward, backward
@@ -326,12 +377,15 @@ def largest_tensor(case: Case) -> int:
     return watch.largest
 
 
-@pytest.mark.parametrize("balancer", BALANCERS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("documents", [None, ((3001, 1, 2998),)])
+@pytest.mark.parametrize(("method", "balancer"), PAIRS)
 def test_no_tensor_grows_with_the_square(
-    method: Method, balancer: Balancer, ranks: RankPool
+    method: Method,
+    balancer: Balancer,
+    documents: tuple[tuple[int, ...], ...] | None,
+    ranks: RankPool,
 ) -> None:
-    case = Case(method, balancer, seq_len=6000, batch=1, head_dim=8, num_heads=4, num_kv_heads=2)
+    case = Case(method, balancer, torch.float32, 4, 2, 6000, 1, 8, documents)
     for largest in ranks.run(largest_tensor, case, world=2):
         assert 0 < largest < case.seq_len**2 / 64
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +16,7 @@ from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.generate import generate
+from torchtitan.models.spec import LinearScaling
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
 PROMPT = "naïve "
@@ -63,6 +65,15 @@ def test_text_is_that_of_the_last_weights(script, trained, capsys, folder, setti
     captured = capsys.readouterr()
     assert captured.out == expected_text(result.final, **settings)
     assert captured.err == ""
+
+
+def test_the_wavelengths_are_those_of_the_training(script, ranks, tmp_path):
+    words = ("rope_theta=777.0", "rope_scaling.type=linear", "rope_scaling.factor=4.0")
+    job = [*jobs.write_job(tmp_path), *(f"--model.{word}" for word in words)]
+    ranks.run(jobs.train, [*job, "--training.steps=1"], world=1)
+    model, _ = script.load(script.find_step(tmp_path / "run", verify=True))
+    tiny = MODELS["llama3"].flavors["tiny"]
+    assert model.config == replace(tiny, rope_theta=777.0, rope_scaling=LinearScaling(factor=4.0))
 
 
 def test_an_earlier_step_and_a_copied_one_can_be_named(script, trained, capsys, tmp_path):

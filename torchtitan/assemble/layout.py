@@ -7,18 +7,27 @@ that a mistake ends the job in its first second.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from torchtitan.base.device import device_name, device_type
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import to_toml
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Config, ModelConfig, RopeScalingConfig
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.mesh.dims import ParallelDims, resolve_dims
 from torchtitan.models import MODELS
-from torchtitan.models.spec import DecoderConfig, ModelSpec, flops_per_token, num_parameters
+from torchtitan.models.spec import (
+    DecoderConfig,
+    LinearScaling,
+    Llama3Scaling,
+    ModelSpec,
+    RopeScaling,
+    YarnScaling,
+    flops_per_token,
+    num_parameters,
+)
 from torchtitan.parallel.compile import check_compile
 from torchtitan.parallel.context import check_heads
 from torchtitan.parallel.pipeline_layout import PipelineLayout, plan_pipeline
@@ -48,7 +57,7 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     """
     training, parallelism = config.training, config.parallelism
     dims = resolve_dims(parallelism, world_size=world_size)
-    spec, architecture = find_model(config.model.name, flavor=config.model.flavor)
+    spec, architecture = find_model(config.model)
     check_tensor_parallel(architecture, parallelism=parallelism, seq_len=training.seq_len)
     check_heads(architecture, parallelism=parallelism)
     check_compile(config.compile, device_type=device_type())
@@ -69,12 +78,13 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     )
 
 
-def find_model(name: str, *, flavor: str) -> tuple[ModelSpec, DecoderConfig]:
-    """Look up a model and its size.
+def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
+    """Look up a model and its size, and set its rotary wavelengths.
 
     Raises:
-        ConfigError: There is none of that name, or it has no such size.
+        ConfigError: There is none of that name, it has no such size, or bounds are in disorder.
     """
+    name, flavor = settings.name, settings.flavor
     if name not in MODELS:
         raise ConfigError(f"[model] name must be one of {', '.join(MODELS)}, got '{name}'")
     spec = MODELS[name]
@@ -82,7 +92,47 @@ def find_model(name: str, *, flavor: str) -> tuple[ModelSpec, DecoderConfig]:
         raise ConfigError(
             f"[model] flavor of {name} must be one of {', '.join(spec.flavors)}, got '{flavor}'"
         )
-    return spec, spec.flavors[flavor]
+    architecture = spec.flavors[flavor]
+    if settings.rope_theta is not None:
+        architecture = replace(architecture, rope_theta=settings.rope_theta)
+    if settings.rope_scaling.type != "flavor":
+        architecture = replace(architecture, rope_scaling=find_scaling(settings.rope_scaling))
+    return spec, architecture
+
+
+def find_scaling(settings: RopeScalingConfig) -> RopeScaling | None:
+    """Say how wavelengths are scaled, what is not set by the defaults of that way.
+
+    Raises:
+        ConfigError: The bounds of long and short wavelengths are in disorder.
+    """
+    # the rules have seen to it that what is given is what the type reads
+    given = {key: value for key, value in asdict(settings).items() if value is not None}
+    match given.pop("type"):
+        case "linear":
+            return LinearScaling(**given)
+        case "llama3":
+            llama3 = Llama3Scaling(**given)
+            _check_order(
+                "low_freq_factor",
+                llama3.low_freq_factor,
+                "high_freq_factor",
+                llama3.high_freq_factor,
+            )
+            return llama3
+        case "yarn":
+            yarn = YarnScaling(**given)
+            _check_order("beta_slow", yarn.beta_slow, "beta_fast", yarn.beta_fast)
+            return yarn
+    return None
+
+
+def _check_order(low_name: str, low: float, high_name: str, high: float) -> None:
+    if low >= high:
+        raise ConfigError(
+            f"[model.rope_scaling] {high_name} must be greater than {low_name}, got {high:g} and "
+            f"{low:g}; raise the first or lower the second"
+        )
 
 
 def log_job(config: Config, *, layout: Layout, device: torch.device) -> None:

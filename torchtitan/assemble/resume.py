@@ -12,11 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from torchtitan.assemble.hf import chosen_rotation, describe_export
+from torchtitan.assemble.layout import Layout
 from torchtitan.base.device import device_type
+from torchtitan.checkpoint.hf_folder import open_folder
+from torchtitan.checkpoint.hf_write import export
 from torchtitan.checkpoint.lock import lock_folder
-from torchtitan.checkpoint.manager import CheckpointManager, check_staging
+from torchtitan.checkpoint.manager import CheckpointManager, Export, check_staging
 from torchtitan.checkpoint.restore import restore
 from torchtitan.checkpoint.start import (
     Comparison,
@@ -37,9 +42,7 @@ TRIAL_CONFIG_FILE = "config.load_only.toml"
 """Settings of a start that only loads: the folder's results are not its own."""
 
 
-def find_start(
-    config: Config, *, dims: ParallelDims, group: dist.ProcessGroup | None
-) -> Start | None:
+def find_start(config: Config, *, layout: Layout, group: dist.ProcessGroup | None) -> Start | None:
     """Take the folder, find what the run starts from (None: nothing); refuse another job's results.
 
     Raises:
@@ -47,14 +50,24 @@ def find_start(
             or of the results where there is no checkpoint.
     """
     check_staging(config.checkpoint, device_type=device_type())
-    now = Job(config=config, dp=dims.dp)
+    now = Job(config=config, dp=layout.dims.dp)
     root = Path(config.job.dump_folder)
     lock_folder(root)
     folder = root / config.checkpoint.folder
     start = None
     if group is not None:
         compare = partial(compare_jobs, now=now)
-        start = choose_start(config.checkpoint, folder=folder, compare=compare, group=group)
+        open_hf = partial(
+            open_folder,
+            spec=layout.spec,
+            architecture=layout.architecture,
+            exclude=config.checkpoint.exclude_from_loading,
+            chosen=chosen_rotation(config.model),
+            group=group,
+        )
+        start = choose_start(
+            config.checkpoint, folder=folder, compare=compare, open_hf=open_hf, group=group
+        )
     stored = root / CONFIG_FILE
     has_results = any(root.glob("metrics*.jsonl")) or find_steps(folder)
     from_own = start is not None and start.source.parent == folder
@@ -98,7 +111,16 @@ def build_checkpoints(
         folder=Path(config.job.dump_folder) / config.checkpoint.folder,
         manifest={"layout": asdict(dims), "config": to_toml(config)},
         group=group,
+        export=build_export(config, group=group),
     )
+
+
+def build_export(config: Config, *, group: dist.ProcessGroup) -> Export | None:
+    """Build what writes the last weights for Hugging Face; None where that is not asked for."""
+    if not config.checkpoint.last_save_in_hf or config.checkpoint.load_only:
+        return None
+    settings = describe_export(config, dtype=getattr(torch, config.checkpoint.export_dtype))
+    return partial(export, settings=settings, group=group)
 
 
 def describe_schedule(config: Config) -> dict[str, Any]:

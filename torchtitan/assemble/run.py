@@ -61,7 +61,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     layout = find_layout(config, world_size=launch.world_size)
     dims = layout.dims
     group = build_group() if config.checkpoint.enable else None
-    start = find_start(config, dims=dims, group=group)
+    start = find_start(config, layout=layout, group=group)
     device = prepare_device(config.debug, local_rank=launch.local_rank)
     log_job(config, layout=layout, device=device)
     mesh = build_mesh(dims, device_type=device.type)
@@ -86,7 +86,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         mesh=mesh,
         model=model,
         execution=execution,
-        shard=build_shard(config.parallelism, mesh=mesh),
+        shard=build_shard(config.parallelism, training=training, mesh=mesh),
         optimizer=optimizer,
         schedule=build_schedule(
             config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps

@@ -8,7 +8,7 @@ save is in flight at most, and older checkpoints are removed only after the new 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 SAVE_TIMEOUT = timedelta(hours=1)
 PINNED = "async_with_pinned_mem"
 EXPORT = "export"  # inside the folder, where no name of a step can meet it
+Export = Callable[[Path, Path], None]
 
 
 def build_group() -> dist.ProcessGroup:
@@ -51,7 +52,8 @@ class CheckpointManager:
     """Saves one run's checkpoints.
 
     `state` is the run; `folder` holds the `step-N` folders; `manifest` is written into each of
-    them; `group` is this manager's own."""
+    them; `group` is this manager's own. `export`, where the weights go to Hugging Face at the end,
+    takes the last step's folder and that of the export."""
 
     def __init__(
         self,
@@ -61,17 +63,26 @@ class CheckpointManager:
         folder: Path,
         manifest: Mapping[str, Any],
         group: dist.ProcessGroup,
+        export: Export | None = None,
     ) -> None:
         self.folder = folder
         self._state = state
         self._settings = settings
         self._manifest = manifest
         self._group = group
+        self._export = export
         self._thread: ThreadPoolExecutor | None = None
         if settings.async_mode != "disabled":
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._staging = Staging(pinned=settings.async_mode == PINNED)
+
+    def is_due(self, *, last: bool, now: bool = False) -> bool:
+        """Tell whether `save_if_due` would save."""
+        step = self._state.progress.step
+        first = step == 1 and self._settings.enable_first_step_checkpoint
+        due = last or now or first or step % self._settings.interval == 0
+        return due and not self._settings.load_only
 
     def save_if_due(self, *, last: bool, now: bool = False) -> bool:
         """Save where the cadence, the end of the run or `now` asks for it; tell whether it did.
@@ -79,11 +90,9 @@ class CheckpointManager:
         Raises:
             CheckpointError: This save, or an earlier one in the background, failed.
         """
-        step = self._state.progress.step
-        due = step % self._settings.interval == 0
-        first = step == 1 and self._settings.enable_first_step_checkpoint
-        if self._settings.load_only or not (last or now or due or first):
+        if not self.is_due(last=last, now=now):
             return False
+        step = self._state.progress.step
         self.wait()
         components = self._state.components()
         if self._thread is None:
@@ -92,7 +101,10 @@ class CheckpointManager:
             self._pending = self._thread.submit(self._save, step, self._staging.copy(components))
         if last:
             self.wait()
-            if self._settings.last_save_model_only:
+            if self._export is not None:
+                name = f"step-{step}"
+                self._export(self.folder / name, self.folder / EXPORT / name)
+            elif self._settings.last_save_model_only:
                 self._write(self.folder / EXPORT, step, {"model": components["model"]})
         return True
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import checked_kinds
+from torchtitan.checkpoint.hf_folder import HFFolder
+from torchtitan.checkpoint.hf_read import read_weights
 from torchtitan.checkpoint.ranks import union
 from torchtitan.checkpoint.start import Intention, Start, leave_later_steps
 from torchtitan.checkpoint.state import (
@@ -90,6 +92,9 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
     source = start.source
     taken = [name for name in TAKEN[start.intention] if name not in start.exclude]
     patterns = Patterns(entry for entry in start.exclude if entry not in COMPONENTS)
+    if start.hf is not None:
+        _restore_hf(state, start.hf, patterns=patterns, group=group)
+        return
     if start.is_plain:
         _restore_plain(state, source, patterns=patterns, group=group)
         return
@@ -153,6 +158,19 @@ def _restore_plain(
     if beside:
         shown = ", ".join(sorted(beside)[:8]) + (" ..." if len(beside) > 8 else "")
         logger.info("Not read, as no parameters: %d entries: %s", len(beside), shown)
+
+
+def _restore_hf(
+    state: RunState, folder: HFFolder, *, patterns: Patterns, group: dist.ProcessGroup
+) -> None:
+    """Load the weights from a folder of Hugging Face, whose names were accounted for before."""
+    for name in folder.tensors:  # a pattern may stand for what is in the folder alone
+        patterns.match(name)
+    parameters = model_tensors(state.model)
+    wanted = {name: t for name, t in parameters.items() if not patterns.match(name)}
+    read_weights(folder, into=wanted, group=group)
+    patterns.report(group=group)
+    logger.info("Finetuning at step 0 from %s, of Hugging Face, loaded: model", folder.path)
 
 
 def _restore_position(state: RunState, start: Start, *, group: dist.ProcessGroup) -> None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError, UserError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.hf_folder import HFFolder, is_hf_folder
 from torchtitan.checkpoint.metadata import METADATA
 from torchtitan.config.schema import CheckpointConfig
 from torchtitan.mesh.dims import ParallelDims
@@ -45,6 +46,8 @@ class Start:
     """Settings that shape the training and are not those of the checkpoint."""
     is_plain: bool = False
     """Whether the source is a DCP folder of another writer, without our manifest."""
+    hf: HFFolder | None = None
+    """The source, where it is a folder of Hugging Face."""
     left_out_before: tuple[str, ...] = ()
     """What the job that saved the source had left out already, so that it is in the source now."""
     leaves_later: bool = False
@@ -73,6 +76,8 @@ class Comparison:
 
 Compare = Callable[[Mapping[str, Any]], Comparison]
 """From a checkpoint's manifest to the comparison with this job."""
+OpenHF = Callable[[Path], HFFolder]
+"""From a path to the folder of Hugging Face there, if its weights are those of this job's model."""
 
 
 def stored_layout(manifest: Mapping[str, Any]) -> ParallelDims:
@@ -92,7 +97,12 @@ def stored_layout(manifest: Mapping[str, Any]) -> ParallelDims:
 
 
 def choose_start(
-    settings: CheckpointConfig, *, folder: Path, compare: Compare, group: dist.ProcessGroup
+    settings: CheckpointConfig,
+    *,
+    folder: Path,
+    compare: Compare,
+    open_hf: OpenHF,
+    group: dist.ProcessGroup,
 ) -> Start | None:
     """Return what the run with its checkpoints in `folder` starts from; None: from nothing.
 
@@ -108,6 +118,10 @@ def choose_start(
         start = _start_from_own(settings, own, comparison=_compared(own, compare, group=group))
         goes_back = own.name == f"step-{settings.load_step}" and not settings.load_only
         return replace(start, leaves_later=goes_back)
+    if settings.initial_load_path is not None and settings.initial_load_in_hf:
+        hf = open_hf(Path(settings.initial_load_path))
+        excluded = settings.exclude_from_loading
+        return Start(source=hf.path, intention="finetune", exclude=excluded, hf=hf)
     if settings.initial_load_path is not None:
         source = find_source(Path(settings.initial_load_path), settings=settings, group=group)
         intention: Intention = "finetune" if settings.initial_load_model_only else settings.mode
@@ -299,6 +313,11 @@ def find_source(path: Path, *, settings: CheckpointConfig, group: dist.ProcessGr
     if storage.on_first_rank(lambda: _is_plain(path), group=group):
         logger.info("%s cannot be verified: it has no checksums", path)
         return path
+    if storage.on_first_rank(lambda: is_hf_folder(path), group=group):
+        raise CheckpointError(
+            f"checkpoint.initial_load_path {path} is a folder of Hugging Face; to start from its "
+            f"weights write checkpoint.initial_load_in_hf = true"
+        )
     for folder in (path, path / settings.folder):
         plain = storage.on_first_rank(partial(_plain_steps, folder), group=group)
         if plain:

@@ -105,7 +105,7 @@ def write(
         raise CheckpointError(
             f"{target} could not be written, the checkpoints before it are untouched; "
             f"{_free_space(target)}; make room or mend the folder, and start again: "
-            f"{_reasons(error)}"
+            f"{reasons(error)}"
         ) from error
 
 
@@ -138,7 +138,7 @@ def _commit(
     commit(target)
 
 
-def _reasons(error: CheckpointError | CheckpointException) -> str:
+def reasons(error: CheckpointError | CheckpointException) -> str:
     """Say which ranks failed and why, without the traceback that DCP adds."""
     if isinstance(error, CheckpointError):
         return str(error)
@@ -220,7 +220,7 @@ def read_tensors(
     try:
         dcp.load(dict(into), storage_reader=readers[0], process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        raise CheckpointError(f"{folder}: {_reasons(error)}") from error
+        raise CheckpointError(f"{folder}: {reasons(error)}") from error
 
 
 def _check_match(
@@ -239,21 +239,29 @@ def _check_match(
             shapes.append(f"'{name}' has shape {list(there.size)}, not {list(shape)}")
         elif dtype != there.properties.dtype:
             types.append(f"'{name}' has type {there.properties.dtype}, not {dtype}")
-    mistakes = {
-        "missing": [f"'{name}'" for name in wanted if name not in stored],
-        "unexpected": [f"'{n}'" for n in stored if n not in wanted and not leaves_out(n)],
-        "of another shape": shapes,
-        "of another type": types,
-    }
+    raise_mismatch(
+        f"{folder} does not fit this job, whose model wants {len(wanted)} tensors of it",
+        {
+            "missing": [f"'{name}'" for name in wanted if name not in stored],
+            "unexpected": [f"'{n}'" for n in stored if n not in wanted and not leaves_out(n)],
+            "of another shape": shapes,
+            "of another type": types,
+        },
+        remedy="use the model and precision it was saved with",
+    )
+
+
+def raise_mismatch(rule: str, mistakes: Mapping[str, list[str]], *, remedy: str) -> None:
+    """Raise CheckpointError with the tensors of each kind of mistake, if there are any."""
     if any(mistakes.values()):
         raise CheckpointError(
-            f"{folder} does not fit this job, whose model wants {len(wanted)} tensors of it:\n  "
+            f"{rule}:\n  "
             + "\n  ".join(
                 f"{len(names)} {kind}: {'; '.join(sorted(names)[:8])}"
                 + (" ..." if len(names) > 8 else "")
                 for kind, names in mistakes.items()
                 if names
             )
-            + "\nuse the model and precision it was saved with; to leave parameters out on purpose "
+            + f"\n{remedy}; to leave parameters out on purpose "
             'name them: checkpoint.exclude_from_loading = ["output.*"], or ["optimizer"]'
         )

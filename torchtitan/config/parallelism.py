@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.types import STRICT, Degree, ListsOfNames
+
+Balancer = Literal["headtail", "balanced", "none"]
+CHUNKS_A_RANK: Mapping[Balancer, int] = {"headtail": 2, "balanced": 8, "none": 1}
+"""How finely a sequence is cut for its ranks: eight chunks leave a choice."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -68,6 +73,7 @@ class ParallelismConfig:
     """How ranks attend to what others hold. allgather: all keys and values come at once; ring: they
     pass from rank to rank (alltoall: torchtitan's name for it); ulysses: ranks exchange parts of
     the sequence for parts of the heads."""
-    context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
+    context_parallel_load_balancer: Balancer = "headtail"
     """headtail: each rank holds a chunk near the head of the sequence and one near its tail, so
-    that all work alike; none: one contiguous chunk."""
+    that all work alike; balanced: eight chunks, chosen for each sequence so that all work alike
+    whatever its documents (not for ulysses, which needs no balance); none: one contiguous chunk."""

@@ -9,33 +9,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict
 from math import prod
 
+from torchtitan.config.block_rules import block_rules
+from torchtitan.config.broken import Broken
+from torchtitan.config.parallelism import CHUNKS_A_RANK
+from torchtitan.config.rope import NEEDED, READ
 from torchtitan.config.schema import CheckpointConfig, Config
-
-KEEPS_A_BUDGET = ("inductor", "aot_eager_decomp_partition")
-"""Compilers that choose what to recompute; the second makes no code, and is for tests."""
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A rule that does not hold: the keys that it ties, the first one to blame, and what to do."""
-
-    keys: tuple[str, ...]
-    rule: str
 
 
 def broken_rules(config: Config) -> Iterator[Broken]:
     """Check every rule."""
     yield from _job(config)
     yield from _profiling(config)
+    yield from _rope(config)
     yield from _data(config)
     yield from _batch(config)
     yield from _workers(config)
     yield from _optimization(config)
     yield from _degrees(config)
-    yield from _compile(config)
+    yield from block_rules(config)
     yield from _pipeline(config)
     yield from _sequence(config)
     yield from _checkpoint(config)
@@ -61,6 +55,22 @@ def _profiling(config: Config) -> Iterator[Broken]:
             f"must be at least profiler_warmup + profiler_active ({profiling.profiler_warmup} + "
             f"{profiling.profiler_active}), got {profiling.profile_freq}; try {needed}",
         )
+
+
+def _rope(config: Config) -> Iterator[Broken]:
+    scaling = config.model.rope_scaling
+    section = "model.rope_scaling"
+    reads = ", ".join(READ[scaling.type]) or "nothing else"
+    for key, value in asdict(scaling).items():
+        if key in NEEDED[scaling.type] and value is None:
+            yield Broken((f"{section}.type", f"{section}.{key}"), f"needs {key}; it reads {reads}")
+        elif key != "type" and key not in READ[scaling.type] and value is not None:
+            readers = " or ".join(f'"{name}"' for name, keys in READ.items() if key in keys)
+            yield Broken(
+                (f"{section}.{key}", f"{section}.type"),
+                f'is not read by type = "{scaling.type}", which reads {reads}; remove it, or write '
+                f"type = {readers}",
+            )
 
 
 def _leads_outside(name: str) -> bool:
@@ -131,41 +141,6 @@ def _degrees(config: Config) -> Iterator[Broken]:
             ("parallelism.data_parallel_shard_degree",),
             f"must be -1 (all ranks left over) or at least 1, got {degree}",
         )
-    mode = config.activation_checkpoint.selective_ac_option
-    if not (mode.isdecimal() and mode.isascii() and int(mode) > 0):
-        yield Broken(
-            ("activation_checkpoint.selective_ac_option",),
-            f'must be a positive integer in quotes, as "2" for every second block, got "{mode}"',
-        )
-
-
-def _compile(config: Config) -> Iterator[Broken]:
-    settings, mode = config.compile, config.activation_checkpoint.mode
-    option = config.activation_checkpoint.selective_ac_option
-    if mode == "memory_budget" and not settings.enable:
-        yield Broken(
-            ("activation_checkpoint.mode", "compile.enable"),
-            "needs compile.enable = true, for it is the compiler that chooses what to recompute; "
-            "without it write full or selective",
-        )
-    elif mode == "memory_budget" and settings.backend not in KEEPS_A_BUDGET:
-        yield Broken(
-            ("activation_checkpoint.mode", "compile.backend"),
-            f'needs compile.backend = "inductor", got "{settings.backend}", which recomputes '
-            f"nothing; or write full or selective",
-        )
-    elif mode == "memory_budget" and config.parallelism.tensor_parallel_degree > 1:
-        # torch 2.13 weighs all that a graph takes, and knows no weight for a mesh
-        yield Broken(
-            ("activation_checkpoint.mode", "parallelism.tensor_parallel_degree"),
-            "is not known to the compiler under tensor parallelism; write full or selective",
-        )
-    if settings.enable and mode == "selective" and option == "op":
-        yield Broken(
-            ("activation_checkpoint.selective_ac_option", "compile.enable"),
-            "chooses operators one by one, and a compiled block is one operator; write "
-            '"2" for every second block, or compile.enable = false',
-        )
 
 
 def _pipeline(config: Config) -> Iterator[Broken]:
@@ -210,8 +185,22 @@ def _sequence(config: Config) -> Iterator[Broken]:
     if cp == 1:
         return
     factors = [(cp, f"context_parallel_degree {cp}")]
-    if parallelism.context_parallel_load_balancer == "headtail":
-        factors.append((2, "2 chunks a rank under headtail"))
+    balancer, method = (
+        parallelism.context_parallel_load_balancer,
+        parallelism.context_parallel_rotate_method,
+    )
+    if balancer == "balanced" and method == "ulysses":
+        yield Broken(
+            (
+                "parallelism.context_parallel_load_balancer",
+                "parallelism.context_parallel_rotate_method",
+            ),
+            'is for "ring" and "allgather": under "ulysses" every rank attends over the whole '
+            'sequence with its own heads, so all work alike; write "headtail" or "none"',
+        )
+    if CHUNKS_A_RANK[balancer] > 1:
+        chunks = CHUNKS_A_RANK[balancer]
+        factors.append((chunks, f"{chunks} chunks a rank under {balancer}"))
     if tp > 1 and parallelism.enable_sequence_parallel:
         factors.append((tp, f"tensor_parallel_degree {tp} under sequence parallelism"))
     parts = prod(factor for factor, _ in factors)
@@ -249,6 +238,7 @@ def _checkpoint(config: Config) -> Iterator[Broken]:
         "load_only": checkpoint.load_only,
         "mode": checkpoint.mode != "recover",
         "initial_load_path": checkpoint.initial_load_path is not None,
+        "initial_load_in_hf": checkpoint.initial_load_in_hf,
         "exclude_from_loading": bool(checkpoint.exclude_from_loading),
     }
     for key, given in needs_loading.items():
@@ -263,6 +253,30 @@ def _checkpoint(config: Config) -> Iterator[Broken]:
         )
     if checkpoint.enable:
         yield from _intention(checkpoint)
+    yield from _hugging_face(checkpoint)
+
+
+def _hugging_face(checkpoint: CheckpointConfig) -> Iterator[Broken]:
+    """Hold together what is read from Hugging Face, and what is written for it."""
+    reads, ties = "checkpoint.initial_load_in_hf", "checkpoint.initial_load_path"
+    if checkpoint.enable and checkpoint.initial_load_in_hf:
+        if checkpoint.initial_load_path is None:
+            yield Broken((reads, ties), "needs initial_load_path, the folder to read")
+        elif not checkpoint.initial_load_model_only:
+            yield Broken(
+                (reads, ties, "checkpoint.initial_load_model_only"),
+                "finds weights alone there, but initial_load_model_only is false; remove that",
+            )
+    writes = ("checkpoint.last_save_in_hf", "checkpoint.enable")
+    if checkpoint.last_save_in_hf and not checkpoint.enable:
+        yield Broken(writes, "needs checkpoint.enable = true; it is made from the last checkpoint")
+    if checkpoint.export_dtype != "float32" and not checkpoint.last_save_in_hf:
+        yield Broken(
+            ("checkpoint.export_dtype", writes[0]),
+            f"is the type of what last_save_in_hf writes, which is off, got "
+            f'"{checkpoint.export_dtype}"; the other checkpoints keep training.dtype; set '
+            f"last_save_in_hf, or remove this",
+        )
 
 
 def _intention(checkpoint: CheckpointConfig) -> Iterator[Broken]:

@@ -14,8 +14,10 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.parallelism import ParallelismConfig as ParallelismConfig
+from torchtitan.config.rope import RopeScalingConfig as RopeScalingConfig
 from torchtitan.config.types import (
     STRICT,
+    AboveOne,
     Decay,
     FiniteNonNegative,
     FinitePositive,
@@ -88,6 +90,10 @@ class ModelConfig:
     tokenizer_path: Text = "bpe_2048"
     """Built-in name (bpe_2048, byte), tiktoken file (Llama 3's tokenizer.model), or tokenizer.json
     or its folder."""
+    rope_theta: AboveOne | None = None
+    """Base of the rotary wavelengths; the flavor's if not given."""
+    rope_scaling: RopeScalingConfig = Field(default_factory=RopeScalingConfig)
+    """Stretch of the rotary wavelengths."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -162,6 +168,11 @@ class TrainingConfig:
     data-parallel degree, the rest is gradient accumulation. -1: no accumulation."""
     max_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm; inf never clips."""
+    document_attention: Literal["across", "within"] = "across"
+    """across: a token attends to all before it in its sample; within: to those of its own document
+    alone, and no label crosses a document's end."""
+    document_positions: Literal["continue", "restart"] = "continue"
+    """Positions count on through a sample, or restart at 0 with each document in it."""
     dataset: Literal["python_stdlib", "synthetic", "synthetic_masked", "files"] = "python_stdlib"
     """python_stdlib: sources of this Python's library; synthetic: generated text; synthetic_masked:
     the same with a random number of labels a sample masked, for tests; files: what dataset_path
@@ -208,6 +219,10 @@ class CheckpointConfig:
     last_save_model_only: bool = False
     """Beside the last checkpoint, which is a full one, write its weights alone to export/step-N
     inside folder."""
+    last_save_in_hf: bool = False
+    """Write them as a folder of Hugging Face instead, whether last_save_model_only is on or not."""
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Type of the weights under last_save_in_hf."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """disabled: training waits for the files. async: it waits for a copy in memory alone.
     async_with_pinned_mem: the same from GPUs, into page-locked memory."""
@@ -226,6 +241,8 @@ class CheckpointConfig:
     of checkpoints (the newest), or a run's folder."""
     initial_load_model_only: bool = True
     """Take the weights alone from initial_load_path; false takes everything, as mode says."""
+    initial_load_in_hf: bool = False
+    """initial_load_path is a folder of Hugging Face: config.json and safetensors files."""
     exclude_from_loading: Strings = ()
     """What not to load: components (model, optimizer, lr_scheduler, dataloader, train_state), and
     shell patterns of parameter names, as "output.*", which keep their initial values."""
@@ -241,10 +258,11 @@ class ActivationCheckpointConfig:
     """Which activations are recomputed in backward instead of kept."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
-    """none: keep all; full: recompute every block; selective: recompute every n-th block;
+    """none: keep all; full: recompute every block; selective: what selective_ac_option says;
     memory_budget: the compiler chooses what of a block to recompute (needs compile.enable)."""
     selective_ac_option: str = "2"
-    """n of the selective mode, a number in quotes."""
+    """A number n in quotes: recompute every n-th block; op: recompute every block but for attention
+    and every second matrix product, whose outputs are kept."""
     memory_budget: Fraction = 0.5
     """Of mode = memory_budget, the part that may be kept of what a compiled block keeps by itself:
     1 recomputes nothing, 0 keeps a block's input alone."""

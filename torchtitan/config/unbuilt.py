@@ -51,7 +51,7 @@ _ASYNC_TENSOR = "asynchronous tensor parallelism is not built yet; its ranks wai
 _SPLIT_POINTS = (
     "stages are not cut by split points; write module_fqns_per_model_part, the modules of each"
 )
-_HF = "Hugging Face weights are not built yet; checkpoints are torch DCP folders"
+_QUANTIZED = "quantised Hugging Face weights are not read; take a model in bfloat16 or float32"
 _VALIDATION = "validation is not built yet"
 _ESTIMATE = "memory estimation is not built yet; metrics report the peak of a real step"
 _RECOMPUTE = "this kind of recomputation is not built yet; write mode = none, full or selective"
@@ -95,18 +95,7 @@ UNBUILT: dict[Path, Unbuilt] = {
         pipeline_parallel_expert_parallel_overlap=True,
     ),
     **_section("parallelism", _COMPILED_AUTOGRAD, enable_compiled_autograd=False),
-    **_section(
-        "checkpoint",
-        _HF,
-        initial_load_in_hf=False,
-        initial_load_in_hf_quantized=False,
-        last_save_in_hf=False,
-    ),
-    **_section(
-        "checkpoint",
-        "the last checkpoint holds the weights in training.dtype; convert the file afterwards",
-        export_dtype="float32",
-    ),
+    **_section("checkpoint", _QUANTIZED, initial_load_in_hf_quantized=False),
     **_section(
         "checkpoint",
         "initial weights are equal in every layout, so no seed checkpoint is needed",
@@ -115,8 +104,7 @@ UNBUILT: dict[Path, Unbuilt] = {
     **_section("checkpoint", _SYNC, enable_ft_dataloader_checkpoints=True),
     **_section(
         "activation_checkpoint",
-        _RECOMPUTE,
-        switch="activation_checkpoint.selective_ac_option",
+        "which matrix products are recomputed is not chosen by name; every second one is",
         per_op_sac_force_recompute_mm_shapes_by_fqns=["moe.router.gate"],
     ),
     **_section(
@@ -220,9 +208,6 @@ _C4 = (
 # Values of built keys that torchtitan knows and that are not built.
 UNBUILT_VALUES: dict[Path, dict[object, str]] = {
     ("training", "dataset"): {"c4": _C4, "c4_test": _C4, "c4_validation": _C4},
-    ("activation_checkpoint", "selective_ac_option"): {
-        "op": 'selection by operator is not built yet; write a number, "2" is every second block'
-    },
 }
 
 

@@ -16,7 +16,7 @@ import random
 from bisect import bisect
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -57,9 +57,18 @@ class Source:
 
     def __getitem__(self, i: int) -> npt.NDArray[Any]:
         """Return the seq_len + 1 tokens of sample i, as they are stored."""
+        store, first = self._find(i)
+        return store.tokens[first : first + self._seq_len + 1]
+
+    def boundaries(self, i: int) -> npt.NDArray[np.int64]:
+        """Return the places 1 to seq_len, of the tokens of sample i, at which a document begins."""
+        store, first = self._find(i)
+        return np.array(store.boundaries(first, first + self._seq_len + 1), np.int64) - first
+
+    def _find(self, i: int) -> tuple[TokenStore, int]:
+        """Return the store of sample i, and its first token there."""
         number = bisect(self._ends, i)
-        first = (i - (self._ends[number - 1] if number else 0)) * self._seq_len
-        return self._stores[number].tokens[first : first + self._seq_len + 1]
+        return self._stores[number], (i - (self._ends[number - 1] if number else 0)) * self._seq_len
 
     def content_hash(self) -> str:
         """Return a SHA-256 of the contents of all stores."""
@@ -70,12 +79,21 @@ class Source:
 class Dataset:
     """All samples of a run in training order; `dataset[k]` is `{"tokens", "labels"}`, int64 [S].
 
+    Where somebody wants to know documents apart there are `document_lengths` too, int64: the tokens
+    of each, one after another, cut where the sample begins and ends.
+
     Args:
         sources: what samples are drawn from, in proportion to `weights`.
         seed: with the data it decides the order.
         tokenizer: whose ids the stores hold; any other id found is a DataError.
         num_epochs: the data ends when a source was seen this often; None never ends.
         masks_labels: label only a pseudo-random run of each sample, the others are -100.
+        document_attention: within: no label crosses a document's end either.
+        document_positions: restart: the lengths are needed for them.
+
+    Neither of the last two is in the fingerprint, by which positions in the order of samples are
+    compared: they change no sample's tokens. That they shape the training is the trajectory's
+    concern, so that a run may be continued under other ones where it says so.
     """
 
     def __init__(
@@ -88,10 +106,14 @@ class Dataset:
         tokenizer: Tokenizer,
         num_epochs: int | None = None,
         masks_labels: bool = False,
+        document_attention: Literal["across", "within"] = "across",
+        document_positions: Literal["continue", "restart"] = "continue",
     ) -> None:
         self._sources, self._mixture = list(sources), Mixture(weights)
         self._seq_len, self._seed, self._masks_labels = seq_len, seed, masks_labels
         self._vocab_size = tokenizer.vocab_size
+        self._splits_labels = document_attention == "within"
+        self._tells_documents = self._splits_labels or document_positions == "restart"
         self.num_samples: int | None = None
         if num_epochs is not None:
             self.num_samples = min(
@@ -110,25 +132,37 @@ class Dataset:
 
     def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
         # int64 of our own: the model wants it, and the map is read-only
-        row = torch.from_numpy(self._row(k).astype(np.int64))
+        source, i = self._find(k)
+        row = torch.from_numpy(self._checked(source[i]).astype(np.int64))
         tokens, labels = row[:-1], row[1:]
         if self._masks_labels:
             labels = labels.clone()
             first, last = labelled_run(k, seq_len=self._seq_len, seed=self._seed)
             labels[:first] = IGNORED
             labels[last:] = IGNORED
-        return {"tokens": tokens, "labels": labels}
+        if not self._tells_documents:
+            return {"tokens": tokens, "labels": labels}
+        begins = source.boundaries(i)
+        if self._splits_labels:
+            labels = labels.clone()
+            labels[torch.from_numpy(begins) - 1] = IGNORED
+        inside = begins[begins < self._seq_len]
+        lengths = torch.from_numpy(np.diff(inside, prepend=0, append=self._seq_len))
+        return {"tokens": tokens, "labels": labels, "document_lengths": lengths}
 
     def sample_hash(self, k: int) -> str:
         """Return 16 hexadecimal digits that tell sample k's tokens from others."""
         return hash_tokens(self[k]["tokens"])
 
-    def _row(self, k: int) -> npt.NDArray[Any]:
+    def _find(self, k: int) -> tuple[Source, int]:
+        """Return the source of sample k, and its number there."""
         draw = self._mixture[k]
         source = self._sources[draw.source]
         epoch, index = divmod(draw.index, source.num_samples)
         order = Permutation(source.num_samples, seed=self._seed, epoch=epoch, source=draw.source)
-        row = source[order[index]]
+        return source, order[index]
+
+    def _checked(self, row: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if row.max() >= self._vocab_size or row.min() < 0:
             raise DataError(
                 f"the data must hold ids of the tokenizer, 0 to {self._vocab_size - 1}, found "
@@ -180,6 +214,8 @@ def build_dataset(training: TrainingConfig, *, tokenizer: Tokenizer, seed: int) 
         tokenizer=tokenizer,
         num_epochs=training.num_epochs,
         masks_labels=training.dataset == "synthetic_masked",
+        document_attention=training.document_attention,
+        document_positions=training.document_positions,
     )
     # a store made with another tokenizer mostly shows in the first sample, before any long work
     dataset[0]

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from torchtitan.data.dataset import Dataset
 
 Samples = dict[str, torch.Tensor]
-"""`tokens` and `labels`, int64 (B, S), of whole sequences."""
+"""`tokens` and `labels`, int64 (B, S), of whole sequences; `document_lengths`, int64, of all of
+them in a row, where the data set tells of documents."""
 SECONDS_BETWEEN_LOOKS = 1.0
 """How often a worker looks whether its trainer still lives."""
 
@@ -84,9 +85,9 @@ class Blocks:
 class Loader:
     """Iterate over steps: each is the list of this rank's microbatches, `accumulation` of them.
 
-    A microbatch is `{"tokens", "labels"}`, int64 [local_batch_size, S] in host memory. Iteration
-    ends when less than a global batch is left, on all ranks alike. `on_sample` is told the number
-    and the tokens of each sample handed out.
+    A microbatch is `Samples` of local_batch_size sequences, in host memory. Iteration ends when
+    less than a global batch is left, on all ranks alike. `on_sample` is told the number and the
+    tokens of each sample handed out.
     """
 
     def __init__(
@@ -185,6 +186,7 @@ class Loader:
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             return StatefulDataLoader(
                 self._dataset,
+                collate_fn=_collate,
                 batch_sampler=self._blocks(),
                 num_workers=settings.num_workers,
                 persistent_workers=settings.persistent_workers,
@@ -195,6 +197,14 @@ class Loader:
                 # its own: draws from the global generator would differ after a resume
                 generator=torch.Generator().manual_seed(0),
             )
+
+
+def _collate(samples: list[Samples]) -> Samples:
+    """Make samples a batch; they hold different numbers of documents."""
+    return {
+        key: (torch.cat if key == "document_lengths" else torch.stack)([s[key] for s in samples])
+        for key in samples[0]
+    }
 
 
 def _worker_context() -> BaseContext:

@@ -25,8 +25,10 @@ import hashlib
 import os
 import struct
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,7 +62,7 @@ class TokenStore:
         pointers_at = HEADER.size + 4 * num_sequences
         starts_at = pointers_at + 8 * num_sequences
         self.lengths = _map(index_file, "<i4", HEADER.size, num_sequences)
-        pointers = _map(index_file, "<i8", pointers_at, num_sequences)
+        self._pointers = pointers = _map(index_file, "<i8", pointers_at, num_sequences)
         self.document_starts = _map(index_file, "<i8", starts_at, num_boundaries)
         end = int(pointers[-1]) + int(self.lengths[-1]) * dtype.itemsize
         if pointers[0] != 0 or end != token_size:
@@ -85,6 +87,28 @@ class TokenStore:
     def num_documents(self) -> int:
         """Return the number of documents."""
         return len(self.document_starts) - 1
+
+    def boundaries(self, first: int, stop: int) -> list[int]:
+        """Return the tokens between `first` and `stop`, `first` left out, that begin a document.
+
+        A binary search, and a look at each document from there on: nothing is loaded whole. One
+        without tokens has no boundary of its own.
+        """
+        number = bisect_right(range(self.num_documents), first, key=self._first_token)
+        starts: list[int] = []
+        while number < self.num_documents and (start := self._first_token(number)) < stop:
+            if not starts or start != starts[-1]:
+                starts.append(start)
+            number += 1
+        if any(start <= before for before, start in pairwise([first, *starts])):
+            raise DataError(f"{self.prefix}.idx is damaged: its documents are not in order")
+        return starts
+
+    def _first_token(self, document: int) -> int:
+        sequence = int(self.document_starts[document])
+        if sequence == len(self._pointers):
+            return self.num_tokens  # documents at the end without a sequence
+        return int(self._pointers[sequence]) // self.tokens.dtype.itemsize
 
     def content_hash(self) -> str:
         """Return a SHA-256 of both files, the same wherever and whenever they were written.

@@ -1,8 +1,8 @@
 """Faults that concern all ranks at once.
 
 A step whose loss or gradient norm is not finite is found on every rank alike, since both enter one
-reduced figure (`optim.clip.global_norm`), and before the optimizer has touched a weight. Only then
-is the time spent to ask every rank what it saw."""
+reduced figure (`optim.clip.global_norm`), and no optimizer touches a weight for it. Only then is
+the time spent to ask every rank what it saw."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torchtitan.base.errors import NonFiniteError
 
 
-def raise_if_nonfinite(norm: Tensor, *, loss: Tensor, step: int) -> None:
+def raise_if_nonfinite(norm: float, *, loss: Tensor, step: int) -> None:
     """Stop the run where the global gradient norm is not finite.
 
     `loss` is this rank's share of the loss. Every rank must call this with the same `norm`.
@@ -22,7 +22,7 @@ def raise_if_nonfinite(norm: Tensor, *, loss: Tensor, step: int) -> None:
     Raises:
         NonFiniteError: Names the step and the ranks whose own loss is not finite.
     """
-    if math.isfinite(norm.item()):
+    if math.isfinite(norm):
         return
     losses: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(losses, loss.item())
@@ -30,7 +30,7 @@ def raise_if_nonfinite(norm: Tensor, *, loss: Tensor, step: int) -> None:
     if culprits:
         seen = "the loss is " + ", ".join(f"{v} on rank {rank}" for rank, v in culprits.items())
     else:
-        seen = f"the loss is finite on every rank, but the gradient norm is {norm.item()}"
+        seen = f"the loss is finite on every rank, but the gradient norm is {norm}"
     raise NonFiniteError(
         f"step {step} must have a finite loss and gradient norm: {seen}. The weights were not "
         f"changed; go on from the last checkpoint with checkpoint.mode = 'continue' and a lower "

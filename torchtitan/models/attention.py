@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchtitan.models.document_attention import attend_within
 from torchtitan.models.documents import Documents
 from torchtitan.models.rope import Rope
 from torchtitan.models.spec import DecoderConfig
@@ -80,7 +81,8 @@ def causal_attention(
 
     With `documents` a query sees those of its own document alone.
     """
-    assert documents is None
+    if documents is not None:
+        return attend_within(q_BHSD, k_BKSD, v_BKSD, documents=documents)
     is_causal = q_BHSD.shape[2] > 1
     return F.scaled_dot_product_attention(
         q_BHSD, k_BKSD, v_BKSD, is_causal=is_causal, enable_gqa=True

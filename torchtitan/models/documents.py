@@ -10,29 +10,36 @@ Shapes: B sequences, S tokens of a sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 
 
-@dataclass(frozen=True)
 class Documents:
-    """The documents of B sequences of equal length, one after another in each."""
+    """The documents of B sequences of equal length, one after another in each.
 
-    lengths: tuple[tuple[int, ...], ...]
-    """Tokens of each document, a row for each sequence; all rows have the same sum."""
+    A plain class on purpose: FSDP walks through the tuples and dataclasses among a block's
+    arguments, number by number. And what is worked out from one is remembered by which it is.
+    """
+
+    def __init__(self, lengths: tuple[tuple[int, ...], ...]) -> None:
+        """Take the tokens of each document, a row for each sequence, all rows of the same sum."""
+        self.lengths = lengths
 
     @classmethod
     def from_flat(cls, lengths: torch.Tensor, *, seq_len: int) -> Documents:
         """Take the lengths of all sequences in a row, int64: each S tokens make a sequence."""
-        rows: list[list[int]] = [[]]
+        rows: list[list[int]] = []
+        left = 0
         for length in lengths.tolist():
             assert length > 0, "a document has at least one token"
-            if sum(rows[-1]) == seq_len:
+            if not left:
                 rows.append([])
+                left = seq_len
             rows[-1].append(length)
-        assert all(sum(row) == seq_len for row in rows), "a document ends with its sequence"
+            left -= length
+            assert left >= 0, "a document ends with its sequence"
+        assert not left, "a document ends with its sequence"
         return cls(tuple(map(tuple, rows)))
 
     def __getitem__(self, rows: slice) -> Documents:

@@ -1,10 +1,10 @@
 """Llama 3: its sizes and its initial weights (arXiv:2407.21783).
 
-The architecture is `Decoder`; a family of models is this one file: sizes and the roles of modules
-under tensor parallelism as data, initial weights as a pure function from a parameter's name.
-`debugmodel` is torchtitan's. `tiny` has an odd vocabulary and sizes that few degrees divide, for
-tests of uneven shards; `tiny8` has eight layers and sizes that 4 divides, for tests of tensor and
-pipeline parallelism.
+The architecture is `Decoder`; a family of models is this one file: sizes, the roles of modules
+under tensor parallelism and the names in Hugging Face's files as data, initial weights as a pure
+function from a parameter's name. `debugmodel` is torchtitan's. `tiny` has an odd vocabulary and
+sizes that few degrees divide, for tests of uneven shards; `tiny8` has eight layers and sizes that 4
+divides, for tests of tensor and pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ import math
 
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Constant, Init, Normal
-from torchtitan.models.spec import DecoderConfig, ModelSpec, RopeScaling, TensorRole
+from torchtitan.models.spec import (
+    DecoderConfig,
+    HFFormat,
+    Llama3Scaling,
+    ModelSpec,
+    TensorRole,
+)
 
-LLAMA_31 = RopeScaling(factor=8.0)
-LLAMA_32 = RopeScaling(factor=32.0)
+LLAMA_31 = Llama3Scaling(factor=8.0)
+LLAMA_32 = Llama3Scaling(factor=32.0)
 
 FLAVORS = {
     "tiny": DecoderConfig(
@@ -94,6 +100,32 @@ TENSOR_PLAN: dict[str, TensorRole] = {
     "output": "head",
 }
 
+HF = HFFormat(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    names={
+        "tok_embeddings.weight": "model.embed_tokens.weight",
+        "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+        "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+        "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
+        "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
+        "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+        "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+        "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
+        "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
+        "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
+        "norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+    },
+    rotary=frozenset({"layers.*.attention.wq.weight", "layers.*.attention.wk.weight"}),
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "sliding_window": None,
+    },
+)
+
 
 def initial(config: DecoderConfig, name: str) -> Init:
     """Say how a parameter starts: torchtitan's standard deviations, each cut at 3 of them.
@@ -127,4 +159,4 @@ class Llama3(Decoder):
         return initial(self.config, name)
 
 
-SPEC = ModelSpec(name="llama3", flavors=FLAVORS, build=Llama3, tensor_plan=TENSOR_PLAN)
+SPEC = ModelSpec(name="llama3", flavors=FLAVORS, build=Llama3, tensor_plan=TENSOR_PLAN, hf=HF)

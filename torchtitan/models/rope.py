@@ -7,6 +7,9 @@ destroyed by `model.to(dtype)`, a real one is rounded by it, and either needs ca
 device; computing costs S x D/2 cosines, nothing beside one layer. Angles are float64, since float32
 is off by 0.008 rad at position 131072; the rotation is float32, whatever the model computes in.
 
+For contexts longer than those of pretraining the frequencies are scaled: far fewer tokens of
+training are needed where distances look as they did (`RopeScaling`). Each way is a function below.
+
 Shapes: B batch, S sequence, H heads, D width of a head, P = D/2 pairs.
 """
 
@@ -16,7 +19,7 @@ import math
 
 import torch
 
-from torchtitan.models.spec import RopeScaling
+from torchtitan.models.spec import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 
 class Rope:
@@ -49,23 +52,62 @@ def frequencies(
 ) -> torch.Tensor:
     """Return the radians per position of each channel pair, float64 of shape (P,).
 
-    RoFormer (arXiv:2104.09864); scaling as in Llama 3.1's model code.
+    RoFormer (arXiv:2104.09864), then scaled.
     """
     exponents_P = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     freqs_P = theta**-exponents_P
-    if scaling is None:
-        return freqs_P
+    match scaling:
+        case None:
+            return freqs_P
+        case LinearScaling():
+            return freqs_P / scaling.factor
+        case Llama3Scaling():
+            keep_P = _kept_by_llama3(freqs_P, scaling)
+        case YarnScaling():
+            keep_P = _kept_by_yarn(freqs_P, scaling, theta=theta)
+    return keep_P * freqs_P + (1 - keep_P) * freqs_P / scaling.factor
+
+
+def _kept_by_llama3(freqs_P: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    """Return the part of each frequency that stays, as in Llama 3.1's model code.
+
+    0: few turns in the old context, stretched in full; 1: many turns, left alone; between them
+    linear in the number of turns.
+    """
     turns_P = freqs_P * scaling.original_max_position / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    # 0: few turns in the old context, stretched in full; 1: many turns, left alone
-    keep_P = ((turns_P - low) / (high - low)).clamp(0, 1)
-    return keep_P * freqs_P + (1 - keep_P) * freqs_P / scaling.factor
+    return ((turns_P - low) / (high - low)).clamp(0, 1)
+
+
+def _kept_by_yarn(freqs_P: torch.Tensor, scaling: YarnScaling, *, theta: float) -> torch.Tensor:
+    """Return the part of each frequency that stays, as in YaRN's and Hugging Face's code.
+
+    0 and 1 as for Llama 3.1, but between them linear in the number of the pair, hence in the
+    logarithm of its turns, from a whole pair to a whole pair.
+    """
+    head_dim = 2 * len(freqs_P)
+
+    def pair_with(turns: float) -> float:
+        wavelength = scaling.original_max_position / turns
+        return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_with(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_with(scaling.beta_slow)), head_dim - 1)
+    # a step where the whole ramp lies on one pair, or beyond the pairs there are
+    width = max(last - first, 1)
+    pairs_P = torch.arange(len(freqs_P), dtype=torch.float64, device=freqs_P.device)
+    return 1 - ((pairs_P - first) / width).clamp(0, 1)
 
 
 def build_rope(
     positions: torch.Tensor, *, head_dim: int, theta: float, scaling: RopeScaling | None
 ) -> Rope:
-    """Compute the rotation at integer positions, (S) or (B, S)."""
+    """Compute the rotation at integer positions, (S) or (B, S).
+
+    YaRN's temperature multiplies cosines and sines, as in the paper and in Hugging Face's code:
+    queries and keys grow by it, scores by its square, without a word to the attention kernels.
+    """
     freqs_P = frequencies(head_dim, theta=theta, scaling=scaling, device=positions.device)
     angles = positions[..., None] * freqs_P
-    return Rope(angles.cos().float(), angles.sin().float())
+    size = scaling.temperature if isinstance(scaling, YarnScaling) else 1.0
+    return Rope((size * angles.cos()).float(), (size * angles.sin()).float())

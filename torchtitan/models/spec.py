@@ -8,6 +8,7 @@ of imports.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -26,7 +27,15 @@ head: the matrix, or what multiplies by the embedding's, from the whole sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
+class LinearScaling:
+    """Position interpolation: all rotary wavelengths grow alike (arXiv:2306.15595)."""
+
+    factor: float
+    """Wavelengths grow by this factor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
     """Llama 3.1's stretch of the rotary wavelengths, for contexts beyond those of pretraining."""
 
     factor: float
@@ -37,6 +46,32 @@ class RopeScaling:
     """Wavelengths with more turns than this stay; those between are blended."""
     original_max_position: int = 8192
     """Context length of pretraining, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN: long wavelengths grow, short ones stay, attention is sharpened (arXiv:2309.00071)."""
+
+    factor: float
+    """Wavelengths of at most beta_slow turns within original_max_position grow by this factor."""
+    original_max_position: int
+    """Context length of pretraining, in tokens."""
+    beta_fast: float = 32.0
+    """Wavelengths with more turns than this stay; those between are blended."""
+    beta_slow: float = 1.0
+    """Bounds the long wavelengths, in turns within original_max_position."""
+    attention_factor: float | None = None
+    """Queries and keys grow by this factor, scores by its square; None: 0.1 ln(factor) + 1."""
+
+    @property
+    def temperature(self) -> float:
+        """The factor on queries and keys: the paper's sqrt(1/t)."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +111,23 @@ class DecoderConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HFFormat:
+    """How the files of Hugging Face spell a family, whose sizes they call as Llama does."""
+
+    architecture: str
+    """What `architectures` of config.json names."""
+    model_type: str
+    """`model_type` of config.json."""
+    names: Mapping[str, str]
+    """Their name of each parameter by ours, a star for the layer in both."""
+    rotary: frozenset[str]
+    """Those of ours whose rows are channels of heads that the rotation pairs: theirs lie in another
+    order."""
+    fixed: Mapping[str, object]
+    """What config.json must say where it says anything: `Decoder` knows nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A family of models: its named sizes and how to build one of them."""
 
@@ -87,6 +139,8 @@ class ModelSpec:
     """Makes the module, on whatever device is the default when it is called, meta included."""
     tensor_plan: Mapping[str, TensorRole]
     """Roles by module name, a star for any layer: how tensor parallelism splits the model."""
+    hf: HFFormat
+    """Its weights in the files of Hugging Face."""
 
 
 def num_matmul_parameters(config: DecoderConfig) -> int:

@@ -8,6 +8,7 @@ pipeline stages the job has.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -48,11 +49,13 @@ def global_norm(parameters: Iterable[nn.Parameter], *, loss: Tensor) -> Tensor:
     that this one figure tells every rank whether the step may be taken.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    chunks = [(chunk, _num_copies(g)) for g in grads for chunk in _chunks(_local(g))]
-    norms = torch._foreach_norm([chunk for chunk, _ in chunks], 2.0, dtype=torch.float32)
-    copies = torch.tensor([n for _, n in chunks], dtype=torch.float64, device=loss.device)
-    total = (torch.stack(norms).to(loss.device).double().square() / copies).sum()
-    total += loss.double() * 0.0
+    chunks_by_copies: dict[int, list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        chunks_by_copies[_num_copies(grad)] += _chunks(_local(grad))
+    total = loss.double() * 0.0
+    for num_copies, chunks in chunks_by_copies.items():
+        norms = torch._foreach_norm(chunks, 2.0, dtype=torch.float32)
+        total += torch.stack(norms).to(loss.device).double().square().sum() / num_copies
     dist.all_reduce(total)
     return total.sqrt().float()
 

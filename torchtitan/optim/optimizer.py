@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchtitan.config.schema import OptimizerConfig
 from torchtitan.models.parts import HasParameters
@@ -43,3 +44,20 @@ def build_optimizer(model: HasParameters, *, settings: OptimizerConfig) -> torch
         return torch.optim.SGD(groups, momentum=settings.momentum, **common)
     adam = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[settings.name]
     return adam(groups, betas=(settings.beta1, settings.beta2), eps=settings.eps, **common)
+
+
+def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether `take_step` leaves weights and state alone where the norm is not finite."""
+    return bool(optimizer.defaults.get("fused"))
+
+
+def take_step(optimizer: torch.optim.Optimizer, *, norm: Tensor) -> None:
+    """Update the weights by their gradients, whose global norm is `norm`, and forget those.
+
+    A fused kernel asks on the device whether the norm is finite, by the flag that torch's gradient
+    scaler sets. Of the others the caller must know it.
+    """
+    if skips_by_itself(optimizer):
+        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+    optimizer.step()
+    optimizer.zero_grad()

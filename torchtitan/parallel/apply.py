@@ -21,7 +21,7 @@ from torchtitan.config.schema import (
 )
 from torchtitan.mesh.dims import Mesh
 from torchtitan.models.spec import TensorRole
-from torchtitan.parallel.activation import apply_activation_checkpointing
+from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context import apply_context_parallel
 from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp
@@ -47,21 +47,23 @@ def parallelize(
             sequence_parallel=parallelism.enable_sequence_parallel,
             loss_parallel=not parallelism.disable_loss_parallel,
         )
-    apply_context_parallel(model, mesh=mesh, parallelism=parallelism)
-    mode = activation_checkpoint.mode
+    mode, option = activation_checkpoint.mode, activation_checkpoint.selective_ac_option
+    recomputed: Mode = "none" if mode == "memory_budget" else mode  # the compiler's business then
+    apply_context_parallel(
+        model,
+        mesh=mesh,
+        parallelism=parallelism,
+        as_one_operator=selects_operators(recomputed, option),
+    )
     if compiler.enable:
         apply_compile(
             model,
             backend=compiler.backend,
             memory_budget=activation_checkpoint.memory_budget if mode == "memory_budget" else 1.0,
-            opaque_attention=mesh.dims.cp > 1,
+            opaque_attention=mesh.dims.cp > 1 or training.document_attention == "within",
             sequence_comes_async=mesh.dims.tp > 1,
         )
-    apply_activation_checkpointing(
-        model,
-        mode="none" if mode == "memory_budget" else mode,  # the compiler's business then
-        every=int(activation_checkpoint.selective_ac_option),
-    )
+    apply_activation_checkpointing(model, mode=recomputed, option=option)
     policy = FSDPPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import nn
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.schema import ParallelismConfig
+from torchtitan.config.schema import ParallelismConfig, TrainingConfig
 from torchtitan.mesh.dims import Mesh
 from torchtitan.models.spec import DecoderConfig
 from torchtitan.parallel.context_attention import Ranks, build_attention
@@ -48,16 +48,30 @@ def build_layout(parallelism: ParallelismConfig) -> SequenceLayout:
     )
 
 
-def build_shard(parallelism: ParallelismConfig, *, mesh: Mesh) -> SequenceShard:
+def build_shard(
+    parallelism: ParallelismConfig, *, training: TrainingConfig, mesh: Mesh
+) -> SequenceShard:
     """Build what takes this rank's part out of a batch."""
-    return SequenceShard(build_layout(parallelism), rank=mesh.data.get_local_rank("cp"))
+    return SequenceShard(
+        build_layout(parallelism),
+        rank=mesh.data.get_local_rank("cp"),
+        document_attention=training.document_attention,
+        document_positions=training.document_positions,
+    )
 
 
-def apply_context_parallel(model: nn.Module, *, mesh: Mesh, parallelism: ParallelismConfig) -> None:
-    """Let the blocks of `model` attend to what other ranks hold, in place."""
+def apply_context_parallel(
+    model: nn.Module, *, mesh: Mesh, parallelism: ParallelismConfig, as_one_operator: bool = False
+) -> None:
+    """Let the blocks of `model` attend to what other ranks hold, in place.
+
+    `as_one_operator`: recomputation by operator then keeps what attention returns.
+    """
     if mesh.dims.cp == 1:
         return
     ranks = Ranks(group=mesh.data.get_group("cp"), layout=build_layout(parallelism))
-    attend = build_attention(parallelism.context_parallel_rotate_method, ranks=ranks)
+    attend = build_attention(
+        parallelism.context_parallel_rotate_method, ranks=ranks, whole=as_one_operator
+    )
     for block in model.layers.values():
         block.attention.attend = attend

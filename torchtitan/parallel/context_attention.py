@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -29,7 +30,8 @@ from torch import Tensor
 from torchtitan.models.attention import Attend, causal_attention
 from torchtitan.models.documents import Documents
 from torchtitan.parallel.context_kernels import attend, attend_backward, merge
-from torchtitan.parallel.context_layout import Block, SequenceLayout
+from torchtitan.parallel.context_layout import Block, SequenceLayout, find_blocks
+from torchtitan.parallel.one_operator import as_one_operator
 
 Method = Literal["allgather", "ring", "alltoall", "ulysses"]
 
@@ -51,9 +53,10 @@ class Ranks:
         """Number of ranks."""
         return self.layout.degree
 
-    def blocks(self, source: int, *, num_tokens: int) -> list[Block]:
-        """Return what this rank's queries attend to among the keys of another."""
-        return self.layout.blocks(self.rank, source=source, num_tokens=num_tokens)
+    def blocks(self, source: int, *, num_tokens: int, documents: Documents | None) -> list[Block]:
+        """Return what this rank's queries, so many, attend to among the keys of another."""
+        seq_len = num_tokens * self.degree
+        return find_blocks(self.layout, self.rank, source, seq_len, documents)
 
 
 class Carrier(Protocol):
@@ -162,24 +165,16 @@ class _Attention(torch.autograd.Function):
         v_BKSD: Tensor,
         ranks: Ranks,
         carrier: Callable[[Ranks], Carrier],
+        documents: Documents | None,
+        whole: bool,
     ) -> Tensor:
-        out_BHSD = torch.zeros(q_BHSD.shape, dtype=torch.float32, device=q_BHSD.device)
-        lse_BHS = torch.full_like(out_BHSD[..., 0], -torch.inf)
-        for source, (k, v) in carrier(ranks).visit(torch.stack((k_BKSD, v_BKSD))):
-            for block in ranks.blocks(source, num_tokens=q_BHSD.shape[2]):
-                rows, cols = block.rows, block.cols
-                piece_BHSD, piece_lse_BHS = attend(
-                    q_BHSD[:, :, rows], k[:, :, cols], v[:, :, cols], causal=block.causal
-                )
-                merge(
-                    out_BHSD[:, :, rows],
-                    lse_BHS[:, :, rows],
-                    piece_BHSD=piece_BHSD,
-                    piece_lse_BHS=piece_lse_BHS,
-                )
-        out_BHSD = out_BHSD.to(q_BHSD.dtype)
+        visit = partial(_visit_all, ranks=ranks, carrier=carrier, documents=documents)
+        if whole:
+            out_BHSD, lse_BHS = as_one_operator(visit, q_BHSD, k_BKSD, v_BKSD)
+        else:
+            out_BHSD, lse_BHS = visit(q_BHSD, k_BKSD, v_BKSD)
         ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS)
-        ctx.ranks, ctx.carrier = ranks, carrier
+        ctx.ranks, ctx.carrier, ctx.documents = ranks, carrier, documents
         return out_BHSD
 
     @staticmethod
@@ -191,23 +186,49 @@ class _Attention(torch.autograd.Function):
         for source, kv_2BKSD in carrier.visit(torch.stack((k_BKSD, v_BKSD))):
             k, v = kv_2BKSD
             dkv_2BKSD = torch.zeros_like(kv_2BKSD, dtype=torch.float32)
-            for block in ranks.blocks(source, num_tokens=q_BHSD.shape[2]):
-                rows, cols = block.rows, block.cols
+            dk_BKSD, dv_BKSD = dkv_2BKSD
+            for block in ranks.blocks(source, num_tokens=q_BHSD.shape[2], documents=ctx.documents):
+                rows, cols = block.places
                 dq, dk, dv = attend_backward(
-                    grad_BHSD[:, :, rows],
-                    q_BHSD[:, :, rows],
-                    k[:, :, cols],
-                    v[:, :, cols],
-                    out_BHSD=out_BHSD[:, :, rows],
-                    lse_BHS=lse_BHS[:, :, rows],
+                    grad_BHSD[rows],
+                    q_BHSD[rows],
+                    k[cols],
+                    v[cols],
+                    out_BHSD=out_BHSD[rows],
+                    lse_BHS=lse_BHS[rows],
                     causal=block.causal,
                 )
-                dq_BHSD[:, :, rows] += dq
-                dkv_2BKSD[0, :, :, cols] += dk
-                dkv_2BKSD[1, :, :, cols] += dv
+                dq_BHSD[rows] += dq
+                dk_BKSD[cols] += dk
+                dv_BKSD[cols] += dv
             carrier.add(source, dkv_2BKSD)
         dk_BKSD, dv_BKSD = carrier.total().to(k_BKSD.dtype)
-        return dq_BHSD.to(q_BHSD.dtype), dk_BKSD, dv_BKSD, None, None
+        return dq_BHSD.to(q_BHSD.dtype), dk_BKSD, dv_BKSD, None, None, None, None
+
+
+def _visit_all(
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    ranks: Ranks,
+    carrier: Callable[[Ranks], Carrier],
+    documents: Documents | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the output, in q's dtype, and the log-sum-exp of the scores over all ranks' keys."""
+    out_BHSD = torch.zeros(q_BHSD.shape, dtype=torch.float32, device=q_BHSD.device)
+    lse_BHS = torch.full_like(out_BHSD[..., 0], -torch.inf)
+    for source, (k, v) in carrier(ranks).visit(torch.stack((k_BKSD, v_BKSD))):
+        for block in ranks.blocks(source, num_tokens=q_BHSD.shape[2], documents=documents):
+            rows, cols = block.places
+            piece_BHSD, piece_lse_BHS = attend(q_BHSD[rows], k[cols], v[cols], causal=block.causal)
+            merge(
+                out_BHSD[rows],
+                lse_BHS[rows],
+                piece_BHSD=piece_BHSD,
+                piece_lse_BHS=piece_lse_BHS,
+            )
+    return out_BHSD.to(q_BHSD.dtype), lse_BHS
 
 
 class _Exchange(torch.autograd.Function):
@@ -225,7 +246,9 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, ctx.group), None
 
 
-def _exchange_heads(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, ranks: Ranks) -> Tensor:
+def _exchange_heads(
+    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, ranks: Ranks, documents: Documents | None
+) -> Tensor:
     """Attend over the whole sequence with this rank's share of the heads."""
     degree, order = ranks.degree, ranks.layout.order()
     parts = [x.unflatten(1, (degree, -1)).movedim(1, 0) for x in (q_BHSD, k_BKSD, v_BKSD)]
@@ -235,7 +258,8 @@ def _exchange_heads(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, ranks: Ra
     chunks = received.unflatten(3, (ranks.layout.chunks_a_rank, -1)).movedim(3, 1)
     chunks = chunks.flatten(0, 1).unbind(0)
     whole = torch.cat([chunks[place] for place in order], dim=2)
-    out = causal_attention(*whole.split(sizes, dim=1))
+    q, k, v = whole.split(sizes, dim=1)
+    out = causal_attention(q, k, v, documents)
     # and all the way back
     pieces = out.unflatten(2, (len(order), -1)).unbind(2)
     held = [pieces[order.index(place)] for place in range(len(order))]
@@ -243,14 +267,16 @@ def _exchange_heads(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, ranks: Ra
     return _Exchange.apply(given, ranks.group).movedim(0, 1).flatten(1, 2)
 
 
-def build_attention(method: Method, *, ranks: Ranks) -> Attend:
-    """Return causal attention of this rank's queries to the keys and values of all ranks."""
+def build_attention(method: Method, *, ranks: Ranks, whole: bool = False) -> Attend:
+    """Return causal attention of this rank's queries to the keys and values of all ranks.
+
+    `whole`: what a ring or gathering returns comes out of one operator, none inside is seen.
+    """
     carrier: Callable[[Ranks], Carrier] = Gather if method == "allgather" else Ring
 
     def attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
-        assert documents is None
         if method == "ulysses":
-            return _exchange_heads(q, k, v, ranks=ranks)
-        return _Attention.apply(q, k, v, ranks, carrier)
+            return _exchange_heads(q, k, v, ranks=ranks, documents=documents)
+        return _Attention.apply(q, k, v, ranks, carrier, documents, whole)
 
     return attention

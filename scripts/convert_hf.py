@@ -1,0 +1,123 @@
+"""Convert weights between this library's checkpoints and folders of Hugging Face.
+
+    python scripts/convert_hf.py to-hf outputs model --dtype bfloat16
+    python scripts/convert_hf.py from-hf model weights
+
+`to-hf` reads a run's folder or its checkpoint folder (the newest step is taken), or one step's
+folder. It is what checkpoint.last_save_in_hf does at the end of a run, and reads one tensor at a
+time. `from-hf` writes a torch DCP folder of the weights alone, which checkpoint.initial_load_path
+takes, and holds the whole model in memory meanwhile; a run reads such a folder of Hugging Face
+without it, by checkpoint.initial_load_in_hf. What is there already is never written over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
+
+from scripts.generate import find_step
+from torchtitan.assemble import CONFIG_FILE
+from torchtitan.assemble.hf import describe_export
+from torchtitan.base.errors import CheckpointError, UserError
+from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.hf_convert import to_dcp
+from torchtitan.checkpoint.hf_write import export
+from torchtitan.config.load import load_config
+from torchtitan.models import MODELS
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def to_hf(
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+    verify: bool = True,
+) -> str:
+    """Write a step's weights as a folder of Hugging Face; return a line about it."""
+    _check_absent(out)
+    step = find_step(checkpoint, verify=verify)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / CONFIG_FILE
+        path.write_text(storage.read_manifest(step)["config"], encoding="utf-8")
+        options = [] if tokenizer is None else [f"--model.tokenizer_path={tokenizer}"]
+        config = load_config([f"--job.config_file={path}", *options])
+    stored_as = None if dtype is None else getattr(torch, dtype)
+    export(step, out, settings=describe_export(config, dtype=stored_as), group=None)
+    return f"{out}: the weights of {step}"
+
+
+def from_hf(folder: Path, out: Path, *, dtype: str) -> str:
+    """Write the weights of a folder of Hugging Face as a DCP folder; return a line about it."""
+    _check_absent(out)
+    with warnings.catch_warnings():
+        # one process is what is meant here
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        found = to_dcp(folder, out, dtype=getattr(torch, dtype), models=MODELS)
+    return f"{out}: {dtype} weights of a {found.spec.name} of model.flavor {found.flavor}"
+
+
+def _check_absent(out: Path) -> None:
+    if out.exists():
+        raise CheckpointError(f"{out} is there already; name a folder that is not")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the command line and convert; 2 with one message for what the user can mend."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    try:
+        if args.direction == "to-hf":
+            line = to_hf(
+                args.checkpoint,
+                args.out,
+                dtype=args.dtype,
+                tokenizer=args.tokenizer,
+                verify=not args.skip_verify,
+            )
+        else:
+            line = from_hf(args.folder, args.out, dtype=args.dtype)
+    except (UserError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return UserError.exit_code
+    print(line)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    ways = parser.add_subparsers(dest="direction", required=True)
+    to = ways.add_parser("to-hf", help="from a checkpoint to a folder of Hugging Face")
+    to.add_argument("checkpoint", type=Path, help="folder of a run or a step")
+    to.add_argument("out", type=Path, help="folder to make")
+    to.add_argument("--dtype", choices=DTYPES, help="type of the weights; as stored if not given")
+    to.add_argument("--tokenizer", metavar="PATH", help="in place of model.tokenizer_path")
+    to.add_argument("--skip_verify", action="store_true", help="do not verify checksums")
+    back = ways.add_parser("from-hf", help="from a folder of Hugging Face to a DCP folder")
+    back.add_argument("folder", type=Path, help="with config.json and safetensors files")
+    back.add_argument("out", type=Path, help="folder to make")
+    back.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="the training.dtype of the job to come",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

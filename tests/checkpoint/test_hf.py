@@ -1,0 +1,423 @@
+"""Hugging Face's folders against `transformers`: what it wrote is read, what we write it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from tests.models.reference import VARIANTS, random_decoder, reference_of
+from torchtitan.assemble.hf import chosen_rotation
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint import hf_write
+from torchtitan.checkpoint.hf import runs, to_their_rows
+from torchtitan.checkpoint.hf_convert import find_flavor, to_dcp
+from torchtitan.checkpoint.hf_folder import DTYPES, open_folder
+from torchtitan.checkpoint.hf_read import read_weights
+from torchtitan.checkpoint.hf_write import HFExport, export
+from torchtitan.config.schema import ModelConfig, RopeScalingConfig
+from torchtitan.models import MODELS, DecoderConfig, ModelSpec
+from torchtitan.models.decoder import Decoder
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+LLAMA = MODELS["llama3"]
+TOKENS = torch.arange(120).reshape(2, 60) * 7 % 263
+NAMES = ("grouped", "single kv head", "scaled", "interpolated", "yarn", "yarn by hand", "tied")
+
+
+def spec_of(config: DecoderConfig) -> ModelSpec:
+    """The family with this size too."""
+    return dataclasses.replace(LLAMA, flavors={**LLAMA.flavors, "mine": config})
+
+
+def theirs(folder: Path, config: DecoderConfig = VARIANTS["grouped"], **options: Any) -> Path:
+    """A folder that transformers wrote."""
+    reference_of(random_decoder(config)).save_pretrained(folder, **options)
+    return folder
+
+
+def imported(folder: Path, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> Decoder:
+    model = Decoder(config).to(dtype)
+    found = open_folder(folder, spec=spec_of(config), architecture=config, group=None)
+    read_weights(found, into=dict(model.named_parameters()), group=None)
+    return model
+
+
+def checkpoint_of(model: Decoder, folder: Path) -> Path:
+    """A step, as far as its weights go."""
+    state = model.state_dict()
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "model"), no_dist=True)
+    return folder
+
+
+def exported(
+    model: Decoder, folder: Path, *, out: str = "out", dtype: torch.dtype | None = None, **more: Any
+) -> Path:
+    settings = HFExport(names=LLAMA.hf, architecture=model.config, dtype=dtype, **more)
+    step = checkpoint_of(model, folder / "step-1")
+    export(step, folder / out, settings=settings, group=None)
+    return folder / out
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_any_rows_of_ours_are_found_in_theirs() -> None:
+    """By transformers' own formula for Meta's weights, also where a shard cuts a head."""
+    ours = torch.randn(18, 5)
+    reordered = ours.view(3, 6 // 2, 2, 5).transpose(1, 2).reshape(18, 5)
+    assert torch.equal(to_their_rows(ours, head_dim=6), reordered)
+    for start in range(18):
+        for stop in range(start, 19):
+            for head_dim, there in ((6, reordered), (None, ours)):
+                piece = torch.full((stop - start, 5), float("nan"))
+                for rows, places in runs(start, stop - start, head_dim=head_dim):
+                    piece[places] = there[rows]
+                assert torch.equal(piece, ours[start:stop])
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
+@pytest.mark.parametrize("name", NAMES)
+def test_there_and_back(name: str, shard_size: str, tmp_path: Path) -> None:
+    config = VARIANTS[name]
+    original = random_decoder(config)
+    reference = reference_of(original)
+    reference.save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
+    is_sharded = (tmp_path / "theirs" / "model.safetensors.index.json").exists()
+    assert is_sharded == (shard_size == "20KB")
+    model = imported(tmp_path / "theirs", config)
+    assert equal(model.state_dict(), original.state_dict())
+    with torch.no_grad():
+        expected = reference(TOKENS).logits
+        atol = 1e-5 * float(expected.abs().max())
+        torch.testing.assert_close(model(TOKENS), expected, rtol=1e-5, atol=atol)
+        max_file_bytes = 20_000 if is_sharded else hf_write.MAX_FILE_BYTES
+        folder = exported(model, tmp_path, max_file_bytes=max_file_bytes)
+        again = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+        assert isinstance(again, LlamaForCausalLM)
+        assert equal(dict(again.named_parameters()), dict(reference.named_parameters()))
+        assert torch.equal(again(TOKENS).logits, expected)
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert (folder / "model.safetensors.index.json").exists() == is_sharded
+    assert len(files) == 1 or files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    ours = {name: t for file in files for name, t in load_file(folder / file).items()}
+    assert ("lm_head.weight" in ours) != config.tie_embeddings
+
+
+def test_no_file_is_larger_than_the_limit_but_for_a_single_tensor(tmp_path: Path) -> None:
+    folder = exported(random_decoder(VARIANTS["grouped"]), tmp_path, max_file_bytes=20_000)
+    held = [load_file(file) for file in folder.glob("*.safetensors")]
+    sizes = [[tensor.nbytes for tensor in file.values()] for file in held]
+    assert all(sum(file) <= 20_000 or len(file) == 1 for file in sizes)
+    assert max(map(len, sizes)) > 1
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(map(sum, sizes))
+    assert set(index["weight_map"]) == {name for file in held for name in file}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = random_decoder(VARIANTS["tied"])
+    folder = exported(model, tmp_path, dtype=dtype)
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    rounded = {name: t.to(dtype) for name, t in reference_of(model).named_parameters()}
+    assert equal(dict(again.named_parameters()), rounded)
+    # and back, into either type
+    expected = {name: t.to(dtype) for name, t in model.state_dict().items()}
+    assert equal(imported(folder, model.config, dtype).state_dict(), expected)
+    widened = {name: t.float() for name, t in expected.items()}
+    assert equal(imported(folder, model.config).state_dict(), widened)
+
+
+def rewrite(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a JSON file."""
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def test_both_spellings_of_the_rotation_are_read(tmp_path: Path) -> None:
+    """transformers 5 writes rope_parameters, 4 rope_theta and rope_scaling."""
+    config = VARIANTS["scaled"]
+    file = theirs(tmp_path, config) / "config.json"
+    spec = spec_of(config)
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    spellings: list[dict[str, Any]] = [
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 100.0, **scaling}},
+        {"rope_theta": 100.0, "rope_scaling": {"rope_type": "llama3", **scaling}},
+        {"rope_theta": 100.0, "rope_scaling": {"type": "llama3", **scaling}},
+    ]
+    said = {k: v for k, v in json.loads(file.read_text()).items() if not k.startswith("rope_")}
+    for spelling in spellings:
+        file.write_text(json.dumps({**said, **spelling}))
+        assert find_flavor(tmp_path, models={"llama3": spec}).flavor == "mine"
+        for value in (v for v in spelling.values() if isinstance(v, dict)):
+            value["factor"] = 9.0
+        file.write_text(json.dumps({**said, **spelling}))
+        with pytest.raises(CheckpointError, match="in sizes that no flavor of llama3 has"):
+            find_flavor(tmp_path, models={"llama3": spec})
+
+
+@pytest.mark.parametrize("flavor", ["1B", "3B", "8B", "70B", "405B"])
+def test_published_models_find_their_flavor(flavor: str, tmp_path: Path) -> None:
+    """By what the config.json of Llama 3.1 and 3.2 say, which leave out what they may."""
+    hidden, intermediate, layers, heads = {
+        "1B": (2048, 8192, 16, 32),
+        "3B": (3072, 8192, 28, 24),
+        "8B": (4096, 14336, 32, 32),
+        "70B": (8192, 28672, 80, 64),
+        "405B": (16384, 53248, 126, 128),
+    }[flavor]
+    is_small = flavor in ("1B", "3B")
+    said = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "mlp_bias": False,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0 if is_small else 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": is_small,
+        "vocab_size": 128256,
+        **({"head_dim": hidden // heads} if is_small else {}),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert find_flavor(tmp_path, models=MODELS).flavor == flavor
+
+
+def test_a_plain_dcp_folder(tmp_path: Path) -> None:
+    """What torch.distributed.checkpoint reads by itself."""
+    config = VARIANTS["grouped"]
+    folder = theirs(tmp_path / "theirs", config)
+    found = to_dcp(folder, tmp_path / "out", dtype=torch.float32, models=MODELS)
+    assert (found.spec, found.flavor) == (LLAMA, "tiny")
+    model = Decoder(config)
+    state = model.state_dict()
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "out"), no_dist=True)
+    assert equal(state, random_decoder(config).state_dict())
+
+
+def test_what_some_writers_leave_in_a_folder_is_not_read(tmp_path: Path) -> None:
+    """The head of tied embeddings, and the rotation's frequencies of old versions."""
+    config = VARIANTS["tied"]
+    folder = theirs(tmp_path, config)
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = torch.randn(263, 32)
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(state, folder / "model.safetensors")
+    assert equal(imported(folder, config).state_dict(), random_decoder(config).state_dict())
+
+
+def change_config(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: rewrite(folder / "config.json", lambda content: content.update(changes))
+
+
+def change_tensors(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors")
+
+    return apply
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def with_index(weight_map: object) -> Callable[[Path], None]:
+    """As if of several files: all of it in one, and an index."""
+
+    def apply(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "one.safetensors")
+        names = weight_map
+        if isinstance(weight_map, dict):
+            names = {
+                **dict.fromkeys(load_file(folder / "one.safetensors"), "one.safetensors"),
+                **weight_map,
+            }
+        index = json.dumps({"weight_map": names})
+        (folder / "model.safetensors.index.json").write_text(index)
+
+    return apply
+
+
+ROPE = {"rope_type": "longrope", "rope_theta": 500_000.0, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut, "model.safetensors cannot be read, it may be cut short"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds no safetensors file"),
+        (lambda folder: (folder / "config.json").unlink(), "which lacks config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
+        (change_config(hidden_size="32"), "'hidden_size' must be of type int, got '32'"),
+        (change_config(num_attention_heads=None), "it lacks 'num_attention_heads'"),
+        (
+            change_tensors(lambda t: t.pop("model.norm.weight")),
+            "1 missing: 'norm.weight' (model.norm.weight)",
+        ),
+        (
+            change_tensors(lambda t: t.update(extra=torch.ones(1))),
+            "1 unexpected: 'extra'",
+        ),
+        (
+            change_tensors(lambda t: t.update({"model.layers.1.mlp.up_proj.bias": torch.ones(96)})),
+            "1 unexpected: 'model.layers.1.mlp.up_proj.bias'",
+        ),
+        (
+            change_tensors(lambda t: t.update({"lm_head.weight": torch.ones(5, 32)})),
+            "1 of another shape: 'output.weight' (lm_head.weight) has shape [5, 32], not [263, 32]",
+        ),
+        (
+            change_tensors(lambda t: t.update({"model.norm.weight": torch.ones(32).char()})),
+            "1 of another type: 'norm.weight' (model.norm.weight) has type I8, not F64, F32, F16, ",
+        ),
+        (with_index({"extra": "one.safetensors"}), "names what is not there: extra in one."),
+        (with_index({"extra": "two.safetensors"}), "two.safetensors cannot be read"),
+        (with_index({"extra": "../one.safetensors"}), "a file beside it for each tensor, got '../"),
+        (with_index({}), None),
+        (with_index(["one.safetensors"]), "weight_map must give a file beside it"),
+        (change_config(num_hidden_layers=3), "num_hidden_layers: 3 there, 2 in this job"),
+        (change_config(rms_norm_eps=1e-6), "rms_norm_eps: 1e-06 there, 1e-05 in this job"),
+        (change_config(rope_parameters={"rope_theta": 1e4}), "rope_theta: 10000.0 there, 500000.0"),
+        (change_config(num_attention_heads=8), "no flavor of llama3 has these sizes (tiny, tiny8,"),
+        (change_config(num_attention_heads=8, head_dim=4), "num_attention_heads: 8 there, 4 in"),
+        (change_config(rope_parameters=ROPE), "got rope_type 'longrope' with"),
+        (change_config(attention_bias=True), "attention_bias = True, only False is"),
+        (change_config(hidden_act="gelu"), "hidden_act = 'gelu', only 'silu' is"),
+        (change_config(sliding_window=4096), "sliding_window = 4096, only None is"),
+        (change_config(quantization_config={"bits": 4}), "quantization_config = {'bits': 4}"),
+        (
+            change_config(architectures=["MistralForCausalLM"]),
+            "must be of a LlamaForCausalLM, got architectures ['MistralForCausalLM']",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    damage: Callable[[Path], None], said: str | None, tmp_path: Path
+) -> None:
+    config = VARIANTS["grouped"]
+    folder = theirs(tmp_path, config)
+    damage(folder)
+    if said is None:
+        assert equal(imported(folder, config).state_dict(), random_decoder(config).state_dict())
+        return
+    with pytest.raises(CheckpointError) as error:
+        imported(folder, config)
+    assert said in str(error.value)
+
+
+def test_another_flavor_is_named_with_each_size_that_differs(tmp_path: Path) -> None:
+    folder = theirs(tmp_path, LLAMA.flavors["tiny8"])
+    with pytest.raises(CheckpointError) as error:
+        open_folder(folder, spec=LLAMA, architecture=LLAMA.flavors["tiny"], group=None)
+    rule, *differences, remedy = str(error.value).splitlines()
+    assert rule == f"{folder / 'config.json'} must have the sizes of model.flavor, got others:"
+    assert [line.split(":")[0].strip() for line in differences] == [
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+    ]
+    assert remedy == 'write model.flavor = "tiny8"'
+
+
+def test_pickles_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    folder = theirs(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickles and never read: convert them"):
+        imported(folder, VARIANTS["grouped"])
+
+
+def test_what_is_left_out_may_be_of_another_size(tmp_path: Path) -> None:
+    """Another vocabulary, and fewer layers than the model's; nothing else."""
+    there = dataclasses.replace(VARIANTS["grouped"], vocab_size=300, num_layers=1)
+    folder = theirs(tmp_path, there)
+    architecture = VARIANTS["grouped"]
+    patterns = ["tok_embeddings.*", "output.*", "layers.1.*"]
+    found = open_folder(folder, spec=LLAMA, architecture=architecture, exclude=patterns, group=None)
+    assert found.tensors["norm.weight"].name == "model.norm.weight"
+    for left in range(3):
+        fewer = [pattern for i, pattern in enumerate(patterns) if i != left]
+        with pytest.raises(CheckpointError, match=r"1 of another shape|9 missing"):
+            open_folder(folder, spec=LLAMA, architecture=architecture, exclude=fewer, group=None)
+    other = dataclasses.replace(architecture, norm_eps=1e-6)
+    with pytest.raises(CheckpointError, match="rms_norm_eps"):
+        open_folder(folder, spec=LLAMA, architecture=other, exclude=patterns, group=None)
+
+
+def test_a_rotation_that_the_job_sets_may_differ(tmp_path: Path) -> None:
+    """Longer contexts begin from weights of shorter ones."""
+    folder = theirs(tmp_path, VARIANTS["scaled"])
+    for other in (VARIANTS["yarn"], VARIANTS["interpolated"]):
+        with pytest.raises(CheckpointError, match="rope_scaling"):
+            open_folder(folder, spec=LLAMA, architecture=other, group=None)
+        open_folder(folder, spec=LLAMA, architecture=other, chosen={"rope_scaling"}, group=None)
+    settings = ModelConfig(rope_theta=100.0, rope_scaling=RopeScalingConfig(type="none"))
+    assert chosen_rotation(settings) == {"rope_theta", "rope_scaling"}
+    assert chosen_rotation(ModelConfig()) == set()
+
+
+def test_a_real_head_is_not_lost_to_tied_embeddings(tmp_path: Path) -> None:
+    """Names that are left out free no size that they say nothing of."""
+    folder = theirs(tmp_path, VARIANTS["grouped"])
+    tied = VARIANTS["tied"]
+    with pytest.raises(CheckpointError, match=r"1 unexpected: 'output\.weight' \(lm_head"):
+        open_folder(folder, spec=LLAMA, architecture=tied, exclude=["norm.weight"], group=None)
+
+
+def test_an_export_is_whole_or_absent(tmp_path: Path) -> None:
+    model = random_decoder(VARIANTS["grouped"])
+    folder = exported(model, tmp_path)
+    before = load_file(folder / "model.safetensors")
+    step = tmp_path / "step-1"
+    data = next((step / "model").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-20_000])
+    settings = HFExport(names=LLAMA.hf, architecture=model.config)
+    with pytest.raises(CheckpointError, match=r"convert .*step-1 by scripts/convert_hf.py"):
+        export(step, folder, settings=settings, group=None)
+    assert equal(load_file(folder / "model.safetensors"), before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "step-1"]
+    (tmp_path / ".new.tmp").mkdir()
+    (tmp_path / ".new.tmp" / "stray").touch()  # of a process that died
+    exported(random_decoder(VARIANTS["tied"]), tmp_path / "again")
+    export(tmp_path / "again" / "step-1", tmp_path / "new", settings=settings, group=None)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_all_types_that_are_written_are_read() -> None:
+    assert {(name, dtype) for dtype, name in hf_write.DTYPES.items()} <= set(DTYPES.items())

@@ -1,0 +1,99 @@
+"""What ranks do in the tests of Hugging Face's weights; apart, since they need no transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.distributed import jobs
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint import hf_read
+from torchtitan.checkpoint.hf_write import HFExport, export
+from torchtitan.checkpoint.state import model_tensors
+from torchtitan.models import llama3
+from torchtitan.trainer import Trainer
+
+original_open = hf_read.safe_open
+
+
+@contextmanager
+def changed_flavor(name: str, changes: dict[str, Any]) -> Iterator[None]:
+    """Let a flavor have other sizes meanwhile."""
+    before = llama3.FLAVORS[name]
+    llama3.FLAVORS[name] = dataclasses.replace(before, **changes)
+    try:
+        yield
+    finally:
+        llama3.FLAVORS[name] = before
+
+
+class Counted:
+    """A file whose slices are counted."""
+
+    num_bytes = 0
+
+    def __init__(self, file: Path, **options: Any) -> None:
+        self._file = original_open(file, **options)
+
+    def __enter__(self) -> Counted:
+        self._opened = self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def get_slice(self, name: str) -> Counted:
+        self._slice = self._opened.get_slice(name)
+        return self
+
+    def __getitem__(self, where: Any) -> Tensor:
+        piece: Tensor = self._slice[where]
+        Counted.num_bytes += piece.nbytes
+        return piece
+
+
+def begin(
+    job: list[str], flavor: str, changes: dict[str, Any]
+) -> tuple[dict[str, Tensor], int, int]:
+    """Begin a job; return its weights, and the bytes that this rank has read and holds."""
+    Counted.num_bytes = 0
+    hf_read.safe_open = Counted
+    try:
+        with changed_flavor(flavor, changes):
+            run = jobs.start(job)
+    finally:
+        hf_read.safe_open = original_open
+    own = model_tensors(run.model)
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in own.values()]
+    weights = {name: jobs.full(t) for name, t in own.items()}
+    return weights, Counted.num_bytes, sum(t.nbytes for t in local)
+
+
+def train(job: list[str], flavor: str, changes: dict[str, Any]) -> dict[str, Tensor]:
+    """Run a job to its end; return its weights."""
+    with changed_flavor(flavor, changes):
+        run = jobs.start(job)
+        trainer = Trainer(run)
+        trainer.train()
+        trainer.close()
+    return {name: jobs.full(t) for name, t in model_tensors(run.model).items()}
+
+
+def export_together(step: Path, target: Path) -> None:
+    settings = HFExport(names=llama3.HF, architecture=llama3.FLAVORS["tiny"], max_file_bytes=20_000)
+    export(step, target, settings=settings, group=dist.group.WORLD)
+
+
+def refused_export(step: Path, target: Path) -> str:
+    try:
+        export_together(step, target)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"

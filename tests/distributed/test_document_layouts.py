@@ -1,0 +1,371 @@
+"""Documents that lie together in a sequence train as if each were alone, in every layout.
+
+The weights of attention start ten times as large as they should, as in `test_context_layouts.py`:
+it matters much then what attends to what.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.distributed import jobs
+from tests.distributed import pipeline_jobs as pj
+from tests.distributed.pipeline_jobs import TINY8, Trained, assert_same_training, pipeline
+from tests.distributed.rank_pool import RankPool
+from torchtitan.data.dataset import Dataset
+from torchtitan.models import MODELS, initialize, llama3
+from torchtitan.models.documents import Documents
+from torchtitan.models.init import Init, Normal
+from torchtitan.models.spec import DecoderConfig
+from torchtitan.optim.loss import IGNORE_INDEX
+from torchtitan.parallel.batch import Batch
+from torchtitan.parallel.context import build_layout
+from torchtitan.parallel.context_layout import SequenceShard
+
+T = TypeVar("T")
+TP2 = "--parallelism.tensor_parallel_degree=2"
+PP2 = pipeline("1F1B")
+
+
+def cp2(method: str, balancer: str) -> tuple[str, ...]:
+    return (
+        "--parallelism.context_parallel_degree=2",
+        f"--parallelism.context_parallel_rotate_method={method}",
+        f"--parallelism.context_parallel_load_balancer={balancer}",
+    )
+
+
+@contextmanager
+def strong_attention() -> Iterator[None]:
+    correct = llama3.initial
+
+    def initial(config: DecoderConfig, name: str) -> Init:
+        return Normal(std=0.2) if ".attention.w" in name else correct(config, name)
+
+    llama3.initial = initial
+    try:
+        yield
+    finally:
+        llama3.initial = correct
+
+
+# --- each document by itself
+
+# two sequences of 64 tokens: a boundary in the middle of a chunk, single tokens, a document longer
+# than a rank's part
+LENGTHS = ((11, 1, 52), (37, 27))
+POSITIONS: list[Literal["continue", "restart"]] = ["continue", "restart"]
+ALONE = {
+    "one device": (1, ()),
+    # each rank holds one half: all labels of one of them are masked for most documents
+    "cp 2, allgather, contiguous": (2, cp2("allgather", "none")),
+    "cp 2, ring, balanced": (2, cp2("ring", "balanced")),
+    "cp 2, ulysses": (2, cp2("ulysses", "headtail")),
+    "pp 2": (2, PP2),
+    "tp 2": (2, (TP2,)),
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one document: its summed loss, or a rank's part of it, and gradients."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(5))
+
+
+def documents() -> Iterator[tuple[int, int, int]]:
+    """Sequence, begin and end of each."""
+    for row, lengths in enumerate(LENGTHS):
+        for start, stop in pairwise(accumulate(lengths, initial=0)):
+            yield row, start, stop
+
+
+def labels_of(row: int, start: int, stop: int) -> Tensor:
+    """Those of one document, the last token's not, and no others."""
+    labels = torch.full((2, 64), IGNORE_INDEX)
+    labels[row, start : stop - 1] = tokens()[row, start + 1 : stop]
+    return labels
+
+
+def alone() -> dict[str, list[Figures]]:
+    """Each document in a batch of its own, on one device, by kind of positions."""
+    spec, found = MODELS["llama3"], {}
+    for kind in POSITIONS:
+        found[kind] = []
+        for row, start, stop in documents():
+            with strong_attention():
+                model = spec.build(spec.flavors["tiny8"])
+                initialize(model, seed=0)
+            model.output.loss = lambda x, weight, labels: torch.nn.functional.cross_entropy(
+                (x @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum"
+            )
+            first = start if kind == "continue" else 0
+            part = slice(row, row + 1), slice(start, stop)
+            loss = model(
+                tokens()[part],
+                torch.arange(first, first + stop - start),
+                labels_BS=labels_of(row, start, stop)[part],
+            )
+            loss.backward()
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            found[kind].append(Figures(loss.item(), gradients))
+    return found
+
+
+def packed(job: list[str]) -> dict[str, list[Figures]]:
+    """The loss and the gradients of each document in the batch of all, on this rank."""
+    with strong_attention():
+        run = jobs.start(job)
+    parallelism = jobs.load_config(job).parallelism
+    found: dict[str, list[Figures]] = {}
+    for kind in POSITIONS:
+        shard = SequenceShard(
+            build_layout(parallelism),
+            rank=run.mesh.data.get_local_rank("cp"),
+            document_attention="within",
+            document_positions=kind,
+        )
+        found[kind] = []
+        lengths = torch.tensor([n for row in LENGTHS for n in row])
+        for place in documents():
+            samples = {"tokens": tokens(), "labels": labels_of(*place), "document_lengths": lengths}
+            loss = run.execution.forward_backward([shard.take(samples)], divisor=torch.tensor(1.0))
+            gradients = {
+                name: jobs.full(torch.zeros_like(p) if p.grad is None else p.grad)
+                for name, p in run.model.named_parameters()
+            }
+            run.optimizer.zero_grad()
+            owns = run.execution.owns_loss and run.mesh.params.get_local_rank("tp") == 0
+            total = loss * owns
+            dist.all_reduce(total)
+            found[kind].append(Figures(total.item(), gradients))
+    return found
+
+
+@pytest.fixture(scope="module")
+def each_alone() -> dict[str, list[Figures]]:
+    return alone()
+
+
+@pytest.mark.parametrize("layout", ALONE)
+def test_as_if_each_document_were_alone(
+    layout: str,
+    ranks: RankPool,
+    tmp_path: Path,
+    cache: Path,
+    each_alone: dict[str, list[Figures]],
+) -> None:
+    """Losses to 1e-5, and so is the gradient; no label at all (a single token) makes both 0."""
+    world, overrides = ALONE[layout]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *overrides, "--training.seq_len=64"]
+    job += ["--training.local_batch_size=2", "--training.global_batch_size=-1"]
+    results = ranks.run(packed, job, world=world)
+    for kind in POSITIONS:
+        for number, expected in enumerate(each_alone[kind]):
+            ours = [result[kind][number] for result in results]
+            assert ours[0].loss == pytest.approx(expected.loss, rel=1e-5)
+            gradients = {name: g for part in ours for name, g in part.gradients.items()}
+            assert gradients.keys() == expected.gradients.keys()
+            for name, gradient in gradients.items():
+                wanted = expected.gradients[name]
+                assert (gradient - wanted).norm() <= 1e-4 * wanted.norm(), name
+    losses = {kind: [figures.loss for figures in each_alone[kind]] for kind in POSITIONS}
+    assert losses["restart"] == pytest.approx(losses["continue"], rel=1e-4)  # RoPE is relative
+    assert 0 in losses["restart"]
+
+
+# --- whole jobs
+
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "cp 2, allgather, balanced": (2, cp2("allgather", "balanced")),
+    "cp 2, ring, headtail": (2, cp2("ring", "headtail")),
+    "cp 2, ulysses": (2, cp2("ulysses", "headtail")),
+    "cp 2, ring, balanced x tp 2, recomputed": (
+        4,
+        (*cp2("ring", "balanced"), TP2, "--activation_checkpoint.mode=full"),
+    ),
+    "pp 2 1F1B": (2, PP2),
+    "pp 2 ZBV": (2, pipeline("ZBVZeroBubble")),
+    "cp 2, ring, balanced x pp 2 x tp 2": (8, (*cp2("ring", "balanced"), *PP2, TP2)),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of 1 to 90 tokens, for samples of 64."""
+    draw = random.Random(0)
+    texts = ("".join(draw.choices("abcde ", k=draw.randint(0, 3) ** 4 + 1)) for _ in range(400))
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def arguments(data: Path) -> list[str]:
+    return [
+        "--training.dataset=files",
+        f"--training.dataset_path={data}",
+        "--training.seq_len=64",
+        "--training.document_attention=within",
+        "--training.document_positions=restart",
+    ]
+
+
+def train(job: list[str]) -> Trained:
+    with strong_attention():
+        return pj.train(job)
+
+
+@pytest.fixture(scope="module")
+def remembered() -> dict[str, Trained]:
+    return {}
+
+
+@pytest.fixture
+def reference(
+    ranks: RankPool,
+    tmp_path_factory: pytest.TempPathFactory,
+    cache: Path,
+    arguments: list[str],
+    remembered: dict[str, Trained],
+) -> Trained:
+    """One device."""
+    if not remembered:
+        job = jobs.write_job(tmp_path_factory.mktemp("one"), TINY8, cache=cache)
+        [remembered["one"]] = ranks.run(train, [*job, *arguments], world=1)
+    return remembered["one"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_model(
+    layout: str,
+    ranks: RankPool,
+    tmp_path: Path,
+    cache: Path,
+    arguments: list[str],
+    reference: Trained,
+) -> None:
+    world, overrides = LAYOUTS[layout]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *arguments, *overrides]
+    assert_same_training(ranks.run(train, job, world=world), reference)
+
+
+# --- planted bugs
+
+
+def with_documents_of_the_first_microbatch(job: list[str]) -> Trained:
+    correct = Batch._rows
+
+    def rows(self: Batch, rows: slice) -> Batch:
+        assert self.documents is not None
+        size = rows.stop - rows.start
+        return replace(correct(self, rows), documents=self.documents[:size])
+
+    return _with(Batch, "_rows", rows, job)
+
+
+def with_labels_across(job: list[str]) -> Trained:
+    correct = Dataset.__getitem__
+
+    def item(self: Dataset, k: int) -> dict[str, Tensor]:
+        splits, self._splits_labels = self._splits_labels, False
+        try:
+            return correct(self, k)
+        finally:
+            self._splits_labels = splits
+
+    return _with(Dataset, "__getitem__", item, job)
+
+
+def with_boundaries_one_too_late(job: list[str]) -> Trained:
+    correct = Documents.from_flat
+
+    def from_flat(lengths: Tensor, *, seq_len: int) -> Documents:
+        rows = [list(row) for row in correct(lengths, seq_len=seq_len).lengths]
+        for row in rows:
+            if len(row) > 1 and row[-1] > 1:
+                row[0], row[-1] = row[0] + 1, row[-1] - 1
+        return Documents(tuple(map(tuple, rows)))
+
+    return _with(Documents, "from_flat", from_flat, job)
+
+
+def _with(owner: type, name: str, bug: Callable[..., object], job: list[str]) -> Trained:
+    correct = owner.__dict__[name]
+    setattr(owner, name, bug)
+    try:
+        return train(job)
+    finally:
+        setattr(owner, name, correct)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        with_documents_of_the_first_microbatch,
+        with_labels_across,
+        with_boundaries_one_too_late,
+    ],
+)
+def test_a_planted_bug_is_seen(
+    bug: Callable[[list[str]], Trained],
+    ranks: RankPool,
+    tmp_path: Path,
+    cache: Path,
+    arguments: list[str],
+    reference: Trained,
+) -> None:
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *arguments, *PP2, "--training.steps=1"]
+    results = ranks.run(bug, job, world=2)
+    assert results[0].rows[0]["grad_norm"] != pytest.approx(
+        reference.rows[0]["grad_norm"], rel=1e-3
+    )
+
+
+# --- what the settings mean
+
+
+def first_steps(arguments: list[list[str]]) -> list[dict[str, float]]:
+    return [train(job).rows[0] for job in arguments]
+
+
+def test_the_two_settings_are_independent(
+    ranks: RankPool, tmp_path: Path, cache: Path, arguments: list[str]
+) -> None:
+    """Positions matter across documents alone; what is attended to, and is labelled, always."""
+    four = [(a, p) for a in ("across", "within") for p in ("continue", "restart")]
+    given = [
+        [
+            *jobs.write_job(tmp_path, TINY8, name=f"{attention}_{positions}", cache=cache),
+            *arguments,
+            "--training.steps=1",
+            f"--training.document_attention={attention}",
+            f"--training.document_positions={positions}",
+        ]
+        for attention, positions in four
+    ]
+    [rows] = ranks.run(first_steps, given, world=1)
+    across, across_restarted, within, within_restarted = (row["loss"] for row in rows)
+    assert within_restarted == pytest.approx(within, rel=1e-5)
+    assert across_restarted != pytest.approx(across, rel=1e-4)
+    assert within != pytest.approx(across, rel=1e-4)
+    fractions = [row["valid_token_fraction"] for row in rows]
+    assert fractions[0] == fractions[1] == 1
+    assert fractions[2] == fractions[3] < 1

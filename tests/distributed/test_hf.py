@@ -1,0 +1,186 @@
+"""Hugging Face's weights in whole jobs: read into every layout, written at the end of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tests.distributed import hf_jobs, jobs
+from tests.distributed.rank_pool import RankPool
+from tests.models.reference import random_decoder, reference_of
+from torchtitan.models import MODELS, llama3
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.llama3 import LLAMA_31
+
+TIED = {"tie_embeddings": True, "rope_scaling": LLAMA_31}
+
+
+def folder_of(path: Path, flavor: str = "tiny", **changes: Any) -> tuple[Path, Decoder]:
+    """A folder of random weights that transformers wrote, in files of 20 KB, and the model."""
+    model = random_decoder(dataclasses.replace(MODELS["llama3"].flavors[flavor], **changes))
+    reference_of(model).save_pretrained(path, max_shard_size="20KB")
+    return path, model
+
+
+def job_from(folder: Path, source: Path, *options: str, flavor: str = "tiny") -> list[str]:
+    return [
+        *jobs.write_job(folder, jobs.TINY.replace('"tiny"', f'"{flavor}"')),
+        "--checkpoint.initial_load_in_hf",
+        f"--checkpoint.initial_load_path={source}",
+        "--training.local_batch_size=4",
+        *options,
+    ]
+
+
+LAYOUTS = {
+    "one device": (1, "tiny", {}, ()),
+    # 32 rows of wq, heads of 8: shards of 11 rows cut them
+    "fsdp 3": (3, "tiny", {}, ("--training.global_batch_size=-1",)),
+    "hsdp 2x2": (4, "tiny8", {}, ("--training.global_batch_size=-1", *jobs.HSDP)),
+    "fsdp 2, tp 2": (4, "tiny8", TIED, ("--parallelism.tensor_parallel_degree=2",)),
+    "pp 2": (2, "tiny8", TIED, ("--parallelism.pipeline_parallel_degree=2",)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_begins_with_these_weights_and_each_rank_reads_its_own_alone(
+    layout: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    world, flavor, changes, options = LAYOUTS[layout]
+    source, model = folder_of(tmp_path / "theirs", flavor, **changes)
+    job = job_from(tmp_path, source, *options, flavor=flavor)
+    results = ranks.run(hf_jobs.begin, job, flavor, changes, world=world)
+    expected = model.state_dict()
+    assert set().union(*(weights for weights, _, _ in results)) == expected.keys()
+    for weights, num_read, num_held in results:
+        assert all(torch.equal(weights[name], expected[name]) for name in weights)
+        assert num_read == num_held  # files and job are in float32
+    whole = sum(t.nbytes for t in expected.values())
+    if world > 1:
+        assert max(num_read for _, num_read, _ in results) < 0.7 * whole
+
+
+@pytest.mark.parametrize(
+    ("world", "changes", "options"),
+    [
+        (2, {}, ("--checkpoint.async_mode=async",)),
+        (2, TIED, ("--checkpoint.last_save_model_only", "--parallelism.tensor_parallel_degree=2")),
+    ],
+)
+def test_the_last_weights_go_to_transformers(
+    world: int,
+    changes: dict[str, Any],
+    options: tuple[str, ...],
+    ranks: RankPool,
+    tmp_path: Path,
+) -> None:
+    source, model = folder_of(tmp_path / "theirs", "tiny8", **changes)
+    said = json.loads((source / "config.json").read_text())
+    said |= {"bos_token_id": 256, "eos_token_id": [7, 9]}
+    (source / "config.json").write_text(json.dumps(said))
+    job = job_from(
+        tmp_path,
+        source,
+        "--checkpoint.last_save_in_hf",
+        "--training.steps=2",
+        "--optimizer.lr=0.1",
+        *options,
+        flavor="tiny8",
+    )
+    final = ranks.run(hf_jobs.train, job, "tiny8", changes, world=world)[0]
+    assert not torch.equal(final["norm.weight"], model.state_dict()["norm.weight"])
+    model.load_state_dict(final)
+    expected = reference_of(model)
+    folder = tmp_path / "run" / "checkpoint" / "export" / "step-2"
+    found = LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    weights = dict(found.named_parameters())
+    assert all(torch.equal(weights[name], p) for name, p in expected.named_parameters())
+    tokens = torch.arange(40).reshape(2, 20)
+    with torch.no_grad():
+        assert torch.equal(found(tokens).logits, expected(tokens).logits)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    config = json.loads((folder / "config.json").read_text())
+    kept = ("bos_token_id", "eos_token_id", "max_position_embeddings")
+    assert {key: config[key] for key in kept} == {key: said[key] for key in kept}
+
+
+def test_ranks_share_the_files_of_an_export(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*jobs.write_job(tmp_path), "--training.steps=1"]
+    final = ranks.run(jobs.train, job, world=2)[0].final
+    step = tmp_path / "run" / "checkpoint" / "step-1"
+    ranks.run(hf_jobs.export_together, step, tmp_path / "out", world=2)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    model = Decoder(llama3.FLAVORS["tiny"])
+    model.load_state_dict(final)
+    found = dict(LlamaForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    expected = reference_of(model).named_parameters()
+    assert all(torch.equal(found[name], p) for name, p in expected)
+    # the second rank's file cannot be read: both say so
+    for data in (step / "model").glob("__1_*.distcp"):
+        data.write_bytes(data.read_bytes()[:1000])
+    messages = ranks.run(hf_jobs.refused_export, step, tmp_path / "out", world=2)
+    assert len(set(messages)) == 1
+    assert "__1_0.distcp cannot be read" in messages[0]
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_the_run_is_recovered_whole_although_it_began_elsewhere(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    source, _ = folder_of(tmp_path / "theirs")
+    job = job_from(tmp_path, source)
+    ranks.run(jobs.train, [*job, "--training.steps=1"], world=1)
+    (source / "config.json").unlink()
+    [result] = ranks.run(jobs.train, [*job, "--training.steps=2"], world=1)
+    assert [row["step"] for row in result.rows] == [1, 2]
+    [straight] = ranks.run(
+        jobs.train,
+        [
+            *job_from(tmp_path / "b", folder_of(tmp_path / "b" / "theirs")[0]),
+            "--training.steps=2",
+        ],
+        world=1,
+    )
+    assert result.state_hash == straight.state_hash
+
+
+def test_refusals_reach_every_rank_before_anything_is_built(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    source, _ = folder_of(tmp_path / "theirs")
+    without = [a for a in job_from(tmp_path, source) if "in_hf" not in a]
+    [message] = ranks.run(jobs.refusal, without, world=1)
+    assert message.endswith("write checkpoint.initial_load_in_hf = true")
+    wrong = job_from(tmp_path, source, flavor="tiny8")
+    for message in ranks.run(jobs.refusal, wrong, world=2):
+        assert message.endswith('write model.flavor = "tiny"')
+    file = sorted(source.glob("*.safetensors"))[3]
+    file.write_bytes(file.read_bytes()[:-8])
+    for message in ranks.run(jobs.refusal, job_from(tmp_path, source), world=2):
+        assert f"{file} cannot be read, it may be cut short" in message
+
+
+def test_what_is_left_out_keeps_its_initial_weights(ranks: RankPool, tmp_path: Path) -> None:
+    source, model = folder_of(tmp_path / "theirs")
+    pattern = '--checkpoint.exclude_from_loading=["output.*", "layers.1.*norm*"]'
+    [(weights, _, _)] = ranks.run(
+        hf_jobs.begin, job_from(tmp_path, source, pattern), "tiny", {}, world=1
+    )
+    kept = {"output.weight", "layers.1.attention_norm.weight", "layers.1.ffn_norm.weight"}
+    for name, expected in model.state_dict().items():
+        assert torch.equal(weights[name], expected) == (name not in kept)
+    deeper, _ = folder_of(tmp_path / "deeper", num_layers=3)
+    job = job_from(tmp_path, deeper, "--checkpoint.exclude_from_loading=layers.2.*")
+    assert ranks.run(jobs.refusal, job, world=1) == ["no error"]
+    [message] = ranks.run(
+        jobs.refusal,
+        job_from(tmp_path, source, '--checkpoint.exclude_from_loading="head.*"'),
+        world=1,
+    )
+    assert "exclude_from_loading 'head.*' is neither" in message

@@ -1,0 +1,108 @@
+"""The command there and back, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from torchtitan.models import MODELS
+from torchtitan.models.decoder import Decoder
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+SCRIPT = Path(__file__).parents[2] / "scripts" / "convert_hf.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("convert_hf_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, jobs.Result]:
+    """A run with a tokenizer of Hugging Face's kind."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_tokenizer(folder / "tokenizer")
+    job = [*jobs.write_job(folder), f"--model.tokenizer_path={folder / 'tokenizer'}"]
+    return folder, ranks.run(jobs.train, [*job, "--training.steps=1"], world=2)[0]
+
+
+def write_tokenizer(folder: Path) -> None:
+    folder.mkdir()
+    words = {"<unk>": 0, "<eos>": 1, **{chr(i): i for i in range(2, 128)}}
+    Tokenizer(models.WordLevel(words, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    (folder / "model.safetensors").touch()
+
+
+def test_there_and_back(script: ModuleType, trained, ranks: RankPool, tmp_path, capsys) -> None:
+    folder, result = trained
+    out, weights = tmp_path / "hf", tmp_path / "weights"
+    assert script.main(["to-hf", str(folder / "run"), str(out)]) == 0
+    step = folder / "run" / "checkpoint" / "step-1"
+    assert capsys.readouterr().out == f"{out}: the weights of {step}\n"
+    assert {path.name for path in out.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    }
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (out / name).read_bytes() == (folder / "tokenizer" / name).read_bytes()
+    config = json.loads((out / "config.json").read_text())
+    assert (config["eos_token_id"], config["max_position_embeddings"]) == (1, 32)
+
+    assert script.main(["from-hf", str(out), str(weights)]) == 0
+    line = f"{weights}: float32 weights of a llama3 of model.flavor tiny\n"
+    assert capsys.readouterr().out == line
+    state = Decoder(MODELS["llama3"].flavors["tiny"]).state_dict()
+    dcp.load(state, storage_reader=dcp.FileSystemReader(weights), no_dist=True)
+    assert all(torch.equal(state[name], result.final[name]) for name in state)
+    job = [*jobs.write_job(tmp_path), f"--checkpoint.initial_load_path={weights}"]
+    assert ranks.run(jobs.refusal, job, world=1) == ["no error"]
+
+
+def test_another_type_and_another_tokenizer(script: ModuleType, trained, tmp_path) -> None:
+    folder, result = trained
+    moved = shutil.copytree(folder / "run" / "checkpoint" / "step-1", tmp_path / "step-1")
+    options = ["--dtype", "bfloat16", "--tokenizer", "byte"]
+    assert script.main(["to-hf", str(moved), str(tmp_path / "hf"), *options]) == 0
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    rounded = result.final["norm.weight"].bfloat16()
+    assert torch.equal(weights["model.norm.weight"], rounded)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 257
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+
+
+def test_nothing_is_written_over(script: ModuleType, trained, tmp_path, capsys) -> None:
+    folder, _ = trained
+    (tmp_path / "mine").mkdir()
+    for direction in ("to-hf", "from-hf"):
+        assert script.main([direction, str(folder / "run"), str(tmp_path / "mine")]) == 2
+        assert f"{tmp_path / 'mine'} is there already" in capsys.readouterr().err
+
+
+def test_what_cannot_be_converted_is_one_message(script: ModuleType, tmp_path, capsys) -> None:
+    nothing = str(tmp_path / "nothing")
+    assert script.main(["to-hf", nothing, str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith("error: a checkpoint must be a run's folder")
+    assert script.main(["from-hf", nothing, str(tmp_path / "out")]) == 2
+    assert "config.json cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,79 @@
+"""What a folder of Hugging Face holds beside the weights: from the job, and from its beginning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan.assemble.layout import find_model
+from torchtitan.checkpoint.hf import CONFIG
+from torchtitan.checkpoint.hf_config import CARRIED, read_config
+from torchtitan.checkpoint.hf_write import HFExport
+from torchtitan.config.schema import Config, ModelConfig
+from torchtitan.data.tokenizer import build_tokenizer
+
+logger = logging.getLogger(__name__)
+TOKENIZER = "tokenizer.json"
+BESIDE_TOKENIZER = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
+    """Say how a job's weights go to Hugging Face, in `dtype`, None: as they are stored.
+
+    Raises:
+        UserError: The job's tokenizer is not there.
+    """
+    spec, architecture = find_model(config.model)
+    return HFExport(
+        names=spec.hf,
+        architecture=architecture,
+        dtype=dtype,
+        carried=_carried(config),
+        files=_tokenizer_files(config.model.tokenizer_path),
+    )
+
+
+def chosen_rotation(settings: ModelConfig) -> set[str]:
+    """Return which sizes of the rotation a job sets itself: it may start from other ones."""
+    chosen = {
+        "rope_theta": settings.rope_theta is not None,
+        "rope_scaling": settings.rope_scaling.type != "flavor",
+    }
+    return {name for name, is_set in chosen.items() if is_set}
+
+
+def _carried(config: Config) -> dict[str, Any]:
+    """Return what config.json says beside the sizes: what it said where the run began from one,
+    else what the job knows."""
+    seq_len = config.training.seq_len
+    carried: dict[str, Any] = dict.fromkeys(CARRIED)
+    carried["max_position_embeddings"] = seq_len
+    carried["eos_token_id"] = build_tokenizer(config.model.tokenizer_path).eos_id
+    checkpoint = config.checkpoint
+    if checkpoint.initial_load_in_hf and checkpoint.initial_load_path is not None:
+        origin = Path(checkpoint.initial_load_path)
+        if not (origin / CONFIG).is_file():
+            logger.warning("%s is gone: its token ids and context length are not known", origin)
+            return carried
+        carried |= {key: value for key, value in read_config(origin).items() if key in CARRIED}
+        carried["max_position_embeddings"] = max(seq_len, carried["max_position_embeddings"])
+    return carried
+
+
+def _tokenizer_files(tokenizer_path: str) -> Mapping[str, Path]:
+    path = Path(tokenizer_path).expanduser()
+    file = path / TOKENIZER if path.is_dir() else path
+    if file.suffix != ".json" or not file.is_file():
+        logger.info("The export has no tokenizer: %s is none of Hugging Face", tokenizer_path)
+        return {}
+    beside = {name: file.with_name(name) for name in BESIDE_TOKENIZER}
+    return {TOKENIZER: file, **{name: place for name, place in beside.items() if place.is_file()}}

@@ -1,0 +1,231 @@
+"""The sizes of a model as Hugging Face's config.json says them, read and written.
+
+A size that differs is an error even where all shapes agree: another base of the rotation, epsilon
+of the norms or number of heads gives a model that loads and is another one. Version 5 of
+transformers keeps what belongs to the rotation in `rope_parameters`, version 4 in `rope_theta` and
+`rope_scaling`. Both are read; the second is written, since both versions read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.files import Content, checked_kinds, read_json
+from torchtitan.checkpoint.hf import CONFIG
+from torchtitan.models.spec import (
+    DecoderConfig,
+    HFFormat,
+    LinearScaling,
+    Llama3Scaling,
+    ModelSpec,
+    RopeScaling,
+    YarnScaling,
+)
+
+COUNTS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+SEEN_IN_SHAPES = ("num_hidden_layers", "vocab_size", "tie_word_embeddings")
+"""Sizes that say no more than names and shapes of the tensors do."""
+CARRIED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+"""What a model of Hugging Face keeps that our sizes know nothing of."""
+Sizes = dict[str, object]
+
+
+def sizes_of(architecture: DecoderConfig) -> Sizes:
+    """Return the sizes of a model by their names in config.json."""
+    scaling = architecture.rope_scaling
+    return {
+        "hidden_size": architecture.dim,
+        "intermediate_size": architecture.hidden_dim,
+        "num_hidden_layers": architecture.num_layers,
+        "num_attention_heads": architecture.num_heads,
+        "num_key_value_heads": architecture.num_kv_heads,
+        "head_dim": architecture.head_dim,
+        "vocab_size": architecture.vocab_size,
+        "rms_norm_eps": architecture.norm_eps,
+        "tie_word_embeddings": architecture.tie_embeddings,
+        "rope_theta": architecture.rope_theta,
+        "rope_scaling": None if scaling is None else _rope_scaling(scaling),
+    }
+
+
+def _rope_scaling(scaling: RopeScaling) -> Mapping[str, object]:
+    factor = {"factor": scaling.factor}
+    if isinstance(scaling, LinearScaling):
+        return {"rope_type": "linear", **factor}
+    factor["original_max_position_embeddings"] = scaling.original_max_position
+    if isinstance(scaling, Llama3Scaling):
+        bounds = {"low_freq_factor": scaling.low_freq_factor}
+        return {
+            "rope_type": "llama3",
+            **factor,
+            **bounds,
+            "high_freq_factor": scaling.high_freq_factor,
+        }
+    return {
+        "rope_type": "yarn",
+        **factor,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "attention_factor": scaling.temperature,
+    }
+
+
+def read_config(folder: Path) -> Content:
+    """Return the config.json of a folder, its counts being numbers.
+
+    Raises:
+        CheckpointError: It is missing, or no JSON, or holds something else where a count belongs.
+    """
+    content = read_json(folder / CONFIG)
+    given = {key: value for key, value in content.items() if value is not None}
+    kinds = {
+        **dict.fromkeys(COUNTS, int),
+        "max_position_embeddings": int,
+        "rope_parameters": dict,
+        "rope_scaling": dict,
+    }
+    return checked_kinds(Content(content.path, given), kinds=kinds)
+
+
+def stored_sizes(config: Content) -> Sizes:
+    """Return the sizes that a config.json says, those it leaves out as transformers fills them in.
+
+    Raises:
+        CheckpointError: It lacks a size, or stretches the rotation in a way that is not built.
+    """
+    heads = config["num_attention_heads"]
+    rope = Content(config.path, config.get("rope_parameters") or config.get("rope_scaling") or {})
+    scaling = _stored_scaling(rope)
+    return {
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "num_hidden_layers": config["num_hidden_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads", heads),
+        "head_dim": config.get("head_dim", config["hidden_size"] // max(heads, 1)),
+        "vocab_size": config["vocab_size"],
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": config.get("tie_word_embeddings", False),
+        "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
+        "rope_scaling": None if scaling is None else _rope_scaling(scaling),
+    }
+
+
+def _stored_scaling(rope: Content) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(factor=rope["factor"])
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=rope["factor"],
+            low_freq_factor=rope["low_freq_factor"],
+            high_freq_factor=rope["high_freq_factor"],
+            original_max_position=rope["original_max_position_embeddings"],
+        )
+    if kind == "yarn" and not {"mscale", "mscale_all_dim"} & rope.keys():
+        return YarnScaling(
+            factor=rope["factor"],
+            original_max_position=rope["original_max_position_embeddings"],
+            beta_fast=rope.get("beta_fast", 32.0),
+            beta_slow=rope.get("beta_slow", 1.0),
+            attention_factor=rope.get("attention_factor"),
+        )
+    raise CheckpointError(
+        f"{rope.path}: the rotation must be scaled by linear, llama3 or yarn (without mscale) or "
+        f"not at all, got rope_type {kind!r} with {', '.join(rope)}, which is not built; take a "
+        f"model without it"
+    )
+
+
+def check_config(
+    config: Content,
+    *,
+    spec: ModelSpec,
+    architecture: DecoderConfig,
+    seen_elsewhere: Collection[str] = (),
+) -> None:
+    """Refuse a config.json of another model than `architecture`, a size of `spec`.
+
+    `seen_elsewhere` names sizes that may differ.
+
+    Raises:
+        CheckpointError: Names all that differs, and the flavor that does not where there is one.
+    """
+    check_family(config, names=spec.hf)
+    stored, ours = stored_sizes(config), sizes_of(architecture)
+    different = [k for k in ours if stored[k] != ours[k] and k not in seen_elsewhere]
+    if not different:
+        return
+    flavors = fitting_flavors(config, spec=spec)
+    remedy = f"no flavor of {spec.name} has these sizes ({', '.join(spec.flavors)}): add one there"
+    if flavors:
+        remedy = f'write model.flavor = "{flavors[0]}"'
+    raise CheckpointError(
+        f"{config.path} must have the sizes of model.flavor, got others:\n  "
+        + "\n  ".join(f"{k}: {stored[k]} there, {ours[k]} in this job" for k in different)
+        + f"\n{remedy}"
+    )
+
+
+def fitting_flavors(config: Content, *, spec: ModelSpec) -> list[str]:
+    """Return the flavors of a family that have the sizes of a config.json."""
+    sizes = stored_sizes(config)
+    return [name for name, flavor in spec.flavors.items() if sizes_of(flavor) == sizes]
+
+
+def check_family(config: Content, *, names: HFFormat) -> None:
+    """Refuse a model of another family, or with a feature that ours lacks.
+
+    Raises:
+        CheckpointError: Names each feature.
+    """
+    if config.get("architectures") != [names.architecture]:
+        raise CheckpointError(
+            f"{config.path} must be of a {names.architecture}, got architectures "
+            f"{config.get('architectures')}; set model.name to its family if that is built, or "
+            f"take another model"
+        )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    said = {"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0), **config}
+    fixed = {**names.fixed, "quantization_config": None, "partial_rotary_factor": 1.0}
+    wrong = [k for k, value in fixed.items() if k in said and said[k] != value]
+    if wrong:
+        raise CheckpointError(
+            f"{config.path} asks for what is not built: "
+            + "; ".join(f"{k} = {said[k]!r}, only {fixed[k]!r} is" for k in wrong)
+            + "; take a model without it"
+        )
+
+
+def new_config(
+    architecture: DecoderConfig,
+    *,
+    names: HFFormat,
+    dtype: torch.dtype,
+    carried: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the config.json of a model; `carried` holds what is in `CARRIED`."""
+    return {
+        "architectures": [names.architecture],
+        "model_type": names.model_type,
+        **{key: value for key, value in names.fixed.items() if value is not None},
+        **sizes_of(architecture),
+        **carried,
+        "use_cache": True,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }

@@ -1,0 +1,77 @@
+"""A folder of Hugging Face made into a checkpoint of weights, outside of any run.
+
+A run reads such folders by itself (`hf_read.py`). This is for other tools that read PyTorch's DCP
+format, and for reading one again and again where the original is slow to reach.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.folders import commit, draft_of
+from torchtitan.checkpoint.hf_config import check_family, fitting_flavors, read_config
+from torchtitan.checkpoint.hf_folder import open_folder
+from torchtitan.checkpoint.hf_read import read_weights
+from torchtitan.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Found:
+    """The model that a folder holds."""
+
+    spec: ModelSpec
+    flavor: str
+
+
+def find_flavor(folder: Path, *, models: Mapping[str, ModelSpec]) -> Found:
+    """Return which of `models` a folder of Hugging Face is.
+
+    Raises:
+        CheckpointError: It is none of them.
+    """
+    config = read_config(folder)
+    architectures = config.get("architectures")
+    specs = [spec for spec in models.values() if architectures == [spec.hf.architecture]]
+    for spec in specs:
+        check_family(config, names=spec.hf)
+        for flavor in fitting_flavors(config, spec=spec):
+            return Found(spec, flavor)
+    raise CheckpointError(
+        f"{config.path} must be of a model that is built here, got architectures {architectures} "
+        + (
+            f"in sizes that no flavor of {specs[0].name} has; add them to its flavors"
+            if specs
+            else f"not {' or '.join(spec.hf.architecture for spec in models.values())}"
+        )
+    )
+
+
+def to_dcp(
+    folder: Path, target: Path, *, dtype: torch.dtype, models: Mapping[str, ModelSpec]
+) -> Found:
+    """Write the weights of a folder of Hugging Face as the DCP folder `target`, by our names.
+
+    Raises:
+        CheckpointError: The folder is damaged, or of no model in `models`.
+    """
+    found = find_flavor(folder, models=models)
+    architecture = found.spec.flavors[found.flavor]
+    hf = open_folder(folder, spec=found.spec, architecture=architecture, group=None)
+    with torch.device("meta"):
+        model = found.spec.build(architecture).to(dtype)
+    model.to_empty(device="cpu")
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    read_weights(hf, into=weights, group=None)
+    draft = draft_of(target)
+    if draft.exists():  # of a process that died
+        shutil.rmtree(draft)
+    dcp.save(weights, storage_writer=dcp.FileSystemWriter(draft), no_dist=True)
+    commit(target)
+    return found

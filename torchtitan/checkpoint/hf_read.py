@@ -1,0 +1,120 @@
+"""Weights of a Hugging Face folder, read by each rank straight into its own shards.
+
+The usual ways read the whole model on every rank, or on one that sends it around. Here DCP plans
+which piece of which tensor a rank needs, whatever the layout, and the rank reads that piece and
+nothing else: there is never more of the files in its memory than one piece of one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.hf import runs
+from torchtitan.checkpoint.hf_folder import DTYPES, HFFolder, StoredTensor
+from torchtitan.checkpoint.ranks import reason
+
+
+def read_weights(
+    folder: HFFolder, *, into: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> None:
+    """Fill the tensors `into`, by our names, in place from a folder, each in its own type.
+
+    `group` are the ranks that load together; None loads in this process alone.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    reader = HFReader(folder)
+    try:
+        dcp.load(dict(into), storage_reader=reader, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder.path}: {storage.reasons(error)}") from error
+
+
+class HFReader(dcp.StorageReader):
+    """Gives DCP the pieces of tensors that it plans to load."""
+
+    def __init__(self, folder: HFFolder) -> None:
+        self._folder = folder
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Accept none: the folder is given when the reader is made."""
+        return False
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing: there is no state between loads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what headers told, each tensor as one piece."""
+        tensors = self._folder.tensors
+        return Metadata({n: _as_one_piece(t) for n, t in tensors.items() if t.dtype in DTYPES})
+
+    def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: files are opened when they are read."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Leave this rank's plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Leave all plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what `plan` asks for.
+
+        Raises:
+            CheckpointError: Names the file that is missing or damaged.
+        """
+        for item in plan.items:
+            stored = self._folder.tensors[item.storage_index.fqn]
+            file = self._folder.path / stored.file
+            target = planner.resolve_tensor(item).detach()
+            try:
+                # opened anew for each: what was read stays mapped, and counts as memory, until then
+                with safe_open(file, framework="pt") as opened:
+                    _fill(target, opened.get_slice(stored.name), item, head_dim=stored.head_dim)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _as_one_piece(tensor: StoredTensor) -> TensorStorageMetadata:
+    size = torch.Size(tensor.shape)
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
+        size=size,
+        chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
+    )
+
+
+def _fill(target: Tensor, stored: Any, item: ReadItem, *, head_dim: int | None) -> None:
+    """Copy a piece of a tensor, of rows and perhaps columns, from the file to its place."""
+    start, *others = item.storage_offsets
+    count, *widths = item.lengths
+    columns = [slice(a, a + n) for a, n in zip(others, widths, strict=True)]
+    for theirs, ours in runs(start, count, head_dim=head_dim):
+        place = (theirs, *columns)
+        target[ours].copy_(stored[place])
