@@ -158,8 +158,14 @@ def test_a_switch_before_another_option_is_true() -> None:
         (["job.toml"], ["'job.toml' belongs to no option; write --job.config_file job.toml"]),
         (["-x"], ["'-x' belongs to no option; a value that begins with - is written"]),
         (["stray"], ["'stray' belongs to no option"]),
-        (["--compile.enable"], ["--compile.enable: torch.compile is not built yet"]),
-        (["--training.compile"], ["--training.compile: torch.compile is not built yet"]),
+        (
+            ["--memory_estimation.enable"],
+            ["--memory_estimation.enable: memory estimation is not built yet"],
+        ),
+        (
+            ["--memory_estimation.enabled"],
+            ["--memory_estimation.enabled: memory estimation is not built yet"],
+        ),
         (
             ["--model.name", "a\udc80"],
             ["--model.name a\\udc80: must be UTF-8"],
@@ -212,4 +218,4 @@ def test_help_describes_every_key(
     assert "A TOML file holds them as [section] key = value" in flat
     assert "--training.steps INT Optimizer steps. (int > 0; default: 10000)" in flat
     assert '(Adam | AdamW | SGD; default: "AdamW")' in flat
-    assert "--compile.enable" not in flat
+    assert "--memory_estimation.enable" not in flat

@@ -137,10 +137,15 @@ def test_c4_is_refused_with_what_to_do(jobs: Jobs, dataset: str) -> None:
     [
         ("[parallelism]\nexpert_parallel_degree = 8", "mixture-of-experts models"),
         ("[checkpoint]\ncreate_seed_checkpoint = true", "no seed checkpoint is needed"),
-        ("[activation_checkpoint]\nmode = 'memory_budget'", "write mode = none, full or selective"),
         ("[model]\nconverters = ['quantize.linear.float8']", "float8 is not built yet"),
-        ("[compile]\nenable = true", "torch.compile is not built yet (only false is accepted)"),
-        ("[training]\ncompile = true", "torch.compile is not built yet"),
+        (
+            "[memory_estimation]\nenable = true",
+            "metrics report the peak of a real step (only false is accepted)",
+        ),
+        ("[memory_estimation]\nenabled = true", "memory estimation is not built yet"),
+        ('[compile]\ncomponents = ["loss"]', "the blocks of the model are what is compiled"),
+        ("[parallelism]\nenable_compiled_autograd = true", "compiles that of each block"),
+        ("[parallelism]\nenable_async_tensor_parallel = true", "is not built yet; its ranks wait"),
     ],
 )
 def test_unbuilt_features_are_refused(jobs: Jobs, text: str, rule: str) -> None:
@@ -241,9 +246,16 @@ def test_the_switches_themselves_are_refused() -> None:
 
 
 def test_an_unbuilt_feature_can_be_switched_off_again(jobs: Jobs) -> None:
-    jobs.write("[compile]\nenable = true", name="base.toml")
-    assert jobs.load('base = "base.toml"\n[compile]\nenable = false').job.config_file == "job.toml"
-    assert jobs.load("[compile]\nenable = true", "--compile.enable", "false")
+    switch = "[memory_estimation]\nenable ="
+    jobs.write(f"{switch} true", name="base.toml")
+    assert jobs.load(f'base = "base.toml"\n{switch} false').job.config_file == "job.toml"
+    assert jobs.load(f"{switch} true", "--memory_estimation.enable", "false")
+
+
+def test_the_compiler_can_be_switched_on_by_either_name(jobs: Jobs) -> None:
+    for text in ("[compile]\nenable = true", "[training]\ncompile = true"):
+        assert jobs.load(text).compile.enable
+    assert jobs.load('[compile]\nenable = true\ncomponents = ["model", "loss"]').compile.enable
 
 
 def test_the_old_default_tokenizer_leaves_ours(jobs: Jobs) -> None:

@@ -203,6 +203,8 @@ def random_config(seed: int) -> Config:
         ("training", "dataset_weights"): tuple(rng.uniform(0.1, 9.0) for _ in paths),
         ("training", "global_batch_size"): values["training", "local_batch_size"],
         ("activation_checkpoint", "selective_ac_option"): str(rng.randrange(1, 9)),
+        ("compile", "enable"): values["activation_checkpoint", "mode"] == "memory_budget",
+        ("compile", "backend"): "inductor",
         ("debug", "deterministic"): True,
         ("checkpoint", "enable"): True,
         ("checkpoint", "mode"): "continue",

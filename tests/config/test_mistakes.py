@@ -142,7 +142,7 @@ def test_all_mistakes_come_together(jobs: Jobs) -> None:
     jobs.write("[modle]\nname = 1\n[optimizer]\nlr = -1.0", name="base.toml")
     found = jobs.mistakes(
         'base = "base.toml"\n[training]\nsteps = "ten"\nlocal_batch_size = 2.5\nstepz = 4\n'
-        "[compile]\nenable = true\n[training.dataloader]\npersistent_workers = true\n"
+        "[memory_estimation]\nenable = true\n[training.dataloader]\npersistent_workers = true\n"
         "[lr_scheduler]\nlr_min = 0.1\nmin_lr_factor = 0.2",
         "--training.seq_len",
         "0",
@@ -154,7 +154,7 @@ def test_all_mistakes_come_together(jobs: Jobs) -> None:
         "[training] steps",
         "[training] local_batch_size",
         "[training] stepz",
-        "[compile] enable",
+        "[memory_estimation] enable",
         "[training.dataloader] persistent_workers",
         "[lr_scheduler] lr_min",
         "--training.seq_len 0",

@@ -247,6 +247,29 @@ FILES = '[training]\ndataset = "files"\n'
             for option in ("0", "ops", "-1", "1.5", "two", "", "²", "٣")
         ),
         (
+            '[activation_checkpoint]\nselective_ac_option = "op"\n[compile]\nenable = true',
+            '[activation_checkpoint] selective_ac_option = "op": chooses operators one by one, and '
+            'a compiled block is one operator; write "2" for every second block, or '
+            "compile.enable = false",
+        ),
+        (
+            '[activation_checkpoint]\nmode = "memory_budget"',
+            '[activation_checkpoint] mode = "memory_budget": needs compile.enable = true, for it '
+            "is the compiler that chooses what to recompute; without it write full or selective",
+        ),
+        (
+            '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true\n'
+            'backend = "aot_eager"',
+            '[activation_checkpoint] mode = "memory_budget": needs compile.backend = "inductor", '
+            'got "aot_eager", which recomputes nothing; or write full or selective',
+        ),
+        (
+            '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true\n'
+            "[parallelism]\ntensor_parallel_degree = 2",
+            '[activation_checkpoint] mode = "memory_budget": is not known to the compiler under '
+            "tensor parallelism; write full or selective",
+        ),
+        (
             "[training]\nseq_len = 100\n[parallelism]\ncontext_parallel_degree = 3",
             "[training] seq_len = 100: seq_len must be a multiple of 6 (context_parallel_degree 3 "
             "x 2 chunks a rank under headtail), got 100; try 96",
@@ -313,7 +336,10 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
         'mode = "finetune"',
         '[checkpoint]\nenable = true\nlast_save_in_hf = true\nexport_dtype = "float16"',
         '[activation_checkpoint]\nselective_ac_option = "1"',
+        '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true',
         '[activation_checkpoint]\nselective_ac_option = "op"',
+        '[activation_checkpoint]\nselective_ac_option = "op"\nmode = "full"\n[compile]\n'
+        "enable = true",
         f"{PIPELINE}pipeline_parallel_microbatch_size = 4",
         f"{PIPELINE}pipeline_parallel_num_microbatches = 2",
         f"{PIPELINE}pipeline_parallel_num_microbatches = 2\npipeline_parallel_microbatch_size = 4",

@@ -15,7 +15,13 @@ CSV_1F1B = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n"
 CSV_HALVES = "0F0,,,0I0,0W0\n,1F0,1I0,1W0,\n"
 
 
-def plan(local_batch_size: int = 4, *, recomputes: bool = False, **keys: object) -> PipelineLayout:
+def plan(
+    local_batch_size: int = 4,
+    *,
+    recomputes: bool = False,
+    compiles: bool = False,
+    **keys: object,
+) -> PipelineLayout:
     keys = {"degree": 2, **keys}
     prefixed = {
         key
@@ -28,6 +34,7 @@ def plan(local_batch_size: int = 4, *, recomputes: bool = False, **keys: object)
         architecture=FLAVORS["tiny8"],
         training=TrainingConfig(local_batch_size=local_batch_size, seq_len=32),
         recomputes=recomputes,
+        compiles=compiles,
     )
     assert layout is not None
     return layout
@@ -128,6 +135,16 @@ def test_a_schedule_file_decides_stages_and_ranks(tmp_path: Path) -> None:
             )
             for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
         ),
+        *(
+            (
+                {"schedule": name, "compiles": True},
+                [
+                    f"[compile] enable: {name} cuts the backward of a block in two",
+                    "write enable = false, or take one of GPipe, 1F1B, Interleaved1F1B, LoopedBFS",
+                ],
+            )
+            for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+        ),
         ({"last_stage_less_layers": 8}, ["fewer than the model's 8 layers, got 8"]),
     ],
 )
@@ -154,6 +171,11 @@ def test_refusals(keys: dict[str, object], parts: list[str]) -> None:
             {"local_batch_size": 1, "fsdp_reshard_after_forward": "always"},
             "own.csv still needs",
         ),
+        (
+            CSV_HALVES,
+            {"local_batch_size": 1, "compiles": True},
+            "own.csv cuts the backward of a block in two",
+        ),
         (None, {}, "cannot be read as a schedule"),
     ],
 )
@@ -166,3 +188,8 @@ def test_schedule_files_that_do_not_fit(
     with pytest.raises(ConfigError) as refused:
         plan(**{"local_batch_size": 2, **keys, "schedule_csv": str(path)})  # type: ignore[arg-type]
     assert part in str(refused.value)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"])
+def test_blocks_may_be_compiled_and_recomputed_where_backward_is_whole(schedule: str) -> None:
+    plan(schedule=schedule, compiles=True, recomputes=True)

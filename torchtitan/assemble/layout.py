@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from torchtitan.base.device import device_name
+from torchtitan.base.device import device_name, device_type
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import to_toml
 from torchtitan.config.schema import Config, ModelConfig, RopeScalingConfig
@@ -28,6 +28,7 @@ from torchtitan.models.spec import (
     flops_per_token,
     num_parameters,
 )
+from torchtitan.parallel.compile import check_compile
 from torchtitan.parallel.context import check_heads
 from torchtitan.parallel.pipeline_layout import PipelineLayout, plan_pipeline
 from torchtitan.parallel.tensor import check_tensor_parallel
@@ -59,6 +60,7 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     spec, architecture = find_model(config.model)
     check_tensor_parallel(architecture, parallelism=parallelism, seq_len=training.seq_len)
     check_heads(architecture, parallelism=parallelism)
+    check_compile(config.compile, device_type=device_type())
     return Layout(
         spec=spec,
         architecture=architecture,
@@ -68,6 +70,7 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
             architecture=architecture,
             training=training,
             recomputes=config.activation_checkpoint.mode != "none",
+            compiles=config.compile.enable,
         ),
         accumulation=accumulation_steps(
             training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
@@ -151,5 +154,9 @@ def log_job(config: Config, *, layout: Layout, device: torch.device) -> None:
         dims,
         config.training.mixed_precision_param,
     )
+    if config.compile.enable:
+        logger.info(
+            "Blocks are compiled by %s: the first step takes longer", config.compile.backend
+        )
     if config.job.print_config:
         logger.info("Settings:\n%s", to_toml(config))

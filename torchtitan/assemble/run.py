@@ -170,6 +170,7 @@ def build_parts(
         training=config.training,
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
+        compiler=config.compile,
         device=device,
         seed=config.debug.seed,
         loss=build_loss(

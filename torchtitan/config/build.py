@@ -17,11 +17,12 @@ from pydantic_core import ErrorDetails
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.config import unbuilt
+from torchtitan.config.broken import Broken
 from torchtitan.config.compat import translate
 from torchtitan.config.fields import fields, section_fields
 from torchtitan.config.layers import COMMAND_LINE, Layer, Path, literal, spell
 from torchtitan.config.names import without_unknown
-from torchtitan.config.rules import Broken, broken_rules
+from torchtitan.config.rules import broken_rules
 from torchtitan.config.schema import Config
 from torchtitan.config.toml_files import CONFIG_FILE, parse
 

@@ -9,20 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import prod
 
+from torchtitan.config.block_rules import block_rules
+from torchtitan.config.broken import Broken
 from torchtitan.config.parallelism import CHUNKS_A_RANK
 from torchtitan.config.rope import NEEDED, READ
 from torchtitan.config.schema import CheckpointConfig, Config
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A rule that does not hold: the keys that it ties, the first one to blame, and what to do."""
-
-    keys: tuple[str, ...]
-    rule: str
 
 
 def broken_rules(config: Config) -> Iterator[Broken]:
@@ -35,6 +29,7 @@ def broken_rules(config: Config) -> Iterator[Broken]:
     yield from _workers(config)
     yield from _optimization(config)
     yield from _degrees(config)
+    yield from block_rules(config)
     yield from _pipeline(config)
     yield from _sequence(config)
     yield from _checkpoint(config)
@@ -145,14 +140,6 @@ def _degrees(config: Config) -> Iterator[Broken]:
         yield Broken(
             ("parallelism.data_parallel_shard_degree",),
             f"must be -1 (all ranks left over) or at least 1, got {degree}",
-        )
-    option = config.activation_checkpoint.selective_ac_option
-    is_number = option.isdecimal() and option.isascii() and int(option) > 0
-    if not (is_number or option == "op"):
-        yield Broken(
-            ("activation_checkpoint.selective_ac_option",),
-            f'must be "op" or a positive integer in quotes, as "2" for every second block, got '
-            f'"{option}"',
         )
 
 

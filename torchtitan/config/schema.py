@@ -260,11 +260,25 @@ class CheckpointConfig:
 class ActivationCheckpointConfig:
     """Which activations are recomputed in backward instead of kept."""
 
-    mode: Literal["none", "full", "selective"] = "selective"
-    """none: keep all; full: recompute every block; selective: what selective_ac_option says."""
+    mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
+    """none: keep all; full: recompute every block; selective: what selective_ac_option says;
+    memory_budget: the compiler chooses what of a block to recompute (needs compile.enable)."""
     selective_ac_option: str = "2"
     """A number n in quotes: recompute every n-th block; op: recompute every block but for attention
     and every second matrix product, whose outputs are kept."""
+    memory_budget: Fraction = 0.5
+    """Of mode = memory_budget, the part that may be kept of what a compiled block keeps by itself:
+    1 recomputes nothing, 0 keeps a block's input alone."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CompileConfig:
+    """torch.compile of the model's blocks."""
+
+    enable: bool = False
+    """Compile the blocks: the first step takes minutes, later ones less time."""
+    backend: Text = "inductor"
+    """Compiler: inductor; to look for faults aot_eager or eager, which make no code."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -314,5 +328,6 @@ class Config:
     activation_checkpoint: ActivationCheckpointConfig = Field(
         default_factory=ActivationCheckpointConfig
     )
+    compile: CompileConfig = Field(default_factory=CompileConfig)
     comm: CommConfig = Field(default_factory=CommConfig)
     debug: DebugConfig = Field(default_factory=DebugConfig)

@@ -28,6 +28,7 @@ IGNORED: Mapping[Path, str] = {
     ("comm",): "how ranks wait for one another",
     ("parallelism",): _ROUNDING,
     ("activation_checkpoint",): "recomputes the same numbers",
+    ("compile",): _ROUNDING,
     ("training", "dataloader"): "workers read the same samples in the same order",
     ("training", "dataset_cache"): "where the same tokens are kept",
     ("training", "steps"): "how far along the same curve; it counts through total_steps",

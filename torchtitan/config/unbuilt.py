@@ -36,11 +36,18 @@ def _section(
 _PLUGIN = "own modules are not loaded by name; write a script that calls torchtitan's functions"
 _SNAPSHOT = "memory snapshots are not built yet; metrics report the peak of a real step"
 _SYNC = "TorchFT is not built in; save often and restart, a run resumes exactly"
-_COMPILE = "torch.compile is not built yet"
+_COMPONENTS = (
+    "the blocks of the model are what is compiled; the loss is one operator already, and has "
+    "nothing to fuse"
+)
+_COMPILED_AUTOGRAD = (
+    "compiling the backward of the whole model is not built in; compile.enable compiles that of "
+    "each block"
+)
 _FLOAT8 = "float8 is not built yet; train in bfloat16 (training.mixed_precision_param)"
 _MX = "MX formats are not built yet; train in bfloat16 (training.mixed_precision_param)"
 _MOE = "mixture-of-experts models are not built yet; use a dense model"
-_ASYNC_TENSOR = "asynchronous tensor parallelism needs torch.compile, which is not built yet"
+_ASYNC_TENSOR = "asynchronous tensor parallelism is not built yet; its ranks wait for each other"
 _SPLIT_POINTS = (
     "stages are not cut by split points; write module_fqns_per_model_part, the modules of each"
 )
@@ -87,7 +94,7 @@ UNBUILT: dict[Path, Unbuilt] = {
         expert_parallel_comm_backend="standard",
         pipeline_parallel_expert_parallel_overlap=True,
     ),
-    **_section("parallelism", _COMPILE, enable_compiled_autograd=False),
+    **_section("parallelism", _COMPILED_AUTOGRAD, enable_compiled_autograd=False),
     **_section("checkpoint", _QUANTIZED, initial_load_in_hf_quantized=False),
     **_section(
         "checkpoint",
@@ -102,9 +109,7 @@ UNBUILT: dict[Path, Unbuilt] = {
     ),
     **_section(
         "activation_checkpoint",
-        _RECOMPUTE,
-        switch="activation_checkpoint.mode",
-        memory_budget=0.5,
+        "the curve of budgets is not drawn; metrics report the peak of a real step",
         visualize_memory_budget_pareto=False,
     ),
     **_section(
@@ -115,14 +120,7 @@ UNBUILT: dict[Path, Unbuilt] = {
         determinism_check="default",
         debug=False,
     ),
-    **_section("compile", _COMPILE, enable=False),
-    **_section(
-        "compile",
-        _COMPILE,
-        switch="compile.enable",
-        components=["model", "loss"],
-        backend="inductor",
-    ),
+    ("compile", "components"): Unbuilt((["model", "loss"], ["model"]), _COMPONENTS),
     **_section(
         "quantize.linear.float8",
         _FLOAT8,
@@ -210,7 +208,6 @@ _C4 = (
 # Values of built keys that torchtitan knows and that are not built.
 UNBUILT_VALUES: dict[Path, dict[object, str]] = {
     ("training", "dataset"): {"c4": _C4, "c4_test": _C4, "c4_validation": _C4},
-    ("activation_checkpoint", "mode"): {"memory_budget": _RECOMPUTE},
 }
 
 

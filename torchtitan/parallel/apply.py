@@ -1,10 +1,9 @@
 """The order in which a model is made parallel, in one place.
 
-    tensor parallel -> context parallel -> activation checkpointing -> compile -> FSDP
+    tensor parallel -> context parallel -> compile -> activation checkpointing -> FSDP
 
-Each step wraps what the earlier ones left: recomputation must replay the sharded layers, the
-compiler must see the block with its checkpointing, and FSDP gathers around all of it. The
-compiler is not built yet; its settings are refused by name.
+Each step wraps what the earlier ones left: the compiler must see the sharded layers, recomputation
+replays them compiled, and FSDP gathers around all of it.
 """
 
 from __future__ import annotations
@@ -14,10 +13,16 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from torchtitan.config.schema import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config.schema import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
 from torchtitan.mesh.dims import Mesh
 from torchtitan.models.spec import TensorRole
-from torchtitan.parallel.activation import apply_activation_checkpointing, selects_operators
+from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
+from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context import apply_context_parallel
 from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp
 from torchtitan.parallel.tensor import apply_tensor_parallel
@@ -31,6 +36,7 @@ def parallelize(
     training: TrainingConfig,
     parallelism: ParallelismConfig,
     activation_checkpoint: ActivationCheckpointConfig,
+    compiler: CompileConfig,
 ) -> None:
     """Make `model`, still on the meta device, parallel in place."""
     if mesh.dims.tp > 1:
@@ -42,13 +48,22 @@ def parallelize(
             loss_parallel=not parallelism.disable_loss_parallel,
         )
     mode, option = activation_checkpoint.mode, activation_checkpoint.selective_ac_option
+    recomputed: Mode = "none" if mode == "memory_budget" else mode  # the compiler's business then
     apply_context_parallel(
         model,
         mesh=mesh,
         parallelism=parallelism,
-        as_one_operator=selects_operators(mode, option),
+        as_one_operator=selects_operators(recomputed, option),
     )
-    apply_activation_checkpointing(model, mode=mode, option=option)
+    if compiler.enable:
+        apply_compile(
+            model,
+            backend=compiler.backend,
+            memory_budget=activation_checkpoint.memory_budget if mode == "memory_budget" else 1.0,
+            opaque_attention=mesh.dims.cp > 1 or training.document_attention == "within",
+            sequence_comes_async=mesh.dims.tp > 1,
+        )
+    apply_activation_checkpointing(model, mode=recomputed, option=option)
     policy = FSDPPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),

@@ -9,7 +9,12 @@ from functools import partial
 
 import torch
 
-from torchtitan.config.schema import ActivationCheckpointConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config.schema import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
 from torchtitan.mesh.dims import Mesh
 from torchtitan.models.decoder import Decoder, HeadLoss
 from torchtitan.models.init import initialize
@@ -30,6 +35,7 @@ def build_model_and_execution(
     training: TrainingConfig,
     parallelism: ParallelismConfig,
     activation_checkpoint: ActivationCheckpointConfig,
+    compiler: CompileConfig,
     device: torch.device,
     seed: int,
     loss: HeadLoss,
@@ -50,6 +56,7 @@ def build_model_and_execution(
             training=training,
             parallelism=parallelism,
             activation_checkpoint=activation_checkpoint,
+            compiler=compiler,
         )
         part.to_empty(device="cpu" if training.enable_cpu_offload else device)
         initialize(part, seed=seed)

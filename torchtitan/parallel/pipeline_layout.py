@@ -66,10 +66,11 @@ def plan_pipeline(
     architecture: DecoderConfig,
     training: TrainingConfig,
     recomputes: bool,
+    compiles: bool,
 ) -> PipelineLayout | None:
     """Lay the model out over the pipeline; None where its degree is 1.
 
-    `recomputes`: whether blocks are recomputed in backward.
+    `recomputes`: whether blocks are recomputed in backward; `compiles`: whether they are compiled.
 
     Raises:
         ConfigError: Layers, stages, microbatches and schedule do not fit together.
@@ -86,7 +87,7 @@ def plan_pipeline(
         table = make_table(
             settings, num_layers=architecture.num_layers, num_microbatches=num_microbatches
         )
-    check_halves(settings, table=table, recomputes=recomputes)
+    check_halves(settings, table=table, recomputes=recomputes, compiles=compiles)
     ranks = ranks_of(table)
     if settings.module_fqns_per_model_part:
         modules = check_modules(
@@ -161,15 +162,19 @@ def read_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
     return table
 
 
-def check_halves(settings: ParallelismConfig, *, table: Table, recomputes: bool) -> None:
+def check_halves(
+    settings: ParallelismConfig, *, table: Table, recomputes: bool, compiles: bool
+) -> None:
     """Refuse what does not go with a backward in two halves, for inputs and for weights.
 
     torch computes the gradients of weights with the parameters that are in place at that time;
     those of freed weights would be lost without a word. And it asks for them group by group, each
-    time recomputing a checkpointed block anew: eleven forwards in the place of two.
+    time recomputing a checkpointed block anew: eleven forwards in the place of two. The backward of
+    a compiled block is one operator, which has no halves.
 
     Raises:
-        ConfigError: The schedule has such halves, and weights are freed or blocks recomputed.
+        ConfigError: The schedule has such halves, and weights are freed, blocks recomputed or
+            compiled.
     """
     if not any(action.kind == "backward_weight" for row in table for action in row):
         return
@@ -186,6 +191,11 @@ def check_halves(settings: ParallelismConfig, *, table: Table, recomputes: bool)
         mistakes.append(
             f"[activation_checkpoint] mode: {schedule} would recompute each block many times over, "
             f'{why}; write mode = "none", or take one of {whole}'
+        )
+    if compiles:
+        mistakes.append(
+            f"[compile] enable: {schedule} cuts the backward of a block in two, {why}, but that of "
+            f"a compiled block is whole; write enable = false, or take one of {whole}"
         )
     if mistakes:
         raise ConfigError(mistakes)

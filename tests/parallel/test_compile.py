@@ -1,0 +1,178 @@
+"""What is compiled, how often, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config
+from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
+
+from tests.parallel.test_activation import gradients, tiny
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.schema import CompileConfig
+from torchtitan.models.decoder import Decoder, FeedForward
+from torchtitan.models.documents import Documents
+from torchtitan.parallel.activation import apply_activation_checkpointing
+from torchtitan.parallel.compile import apply_compile, check_compile
+
+
+@dataclass
+class Counter:
+    """A compiler that makes nothing of a graph, but counts how often there is one and it runs."""
+
+    graphs: int = 0
+    calls: int = 0
+
+    def __call__(
+        self, graph: torch.fx.GraphModule, examples: list[Tensor]
+    ) -> Callable[..., object]:
+        self.graphs += 1
+
+        def run(*args: Any) -> object:
+            self.calls += 1
+            return graph.forward(*args)
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(backend: str | Counter, *, memory_budget: float = 1.0) -> Decoder:
+    model = tiny()
+    apply_compile(
+        model,
+        backend=backend,  # type: ignore[arg-type]
+        memory_budget=memory_budget,
+        opaque_attention=False,
+        sequence_comes_async=False,
+    )
+    return model
+
+
+def test_gradients_and_names_stay_and_all_blocks_share_one_graph() -> None:
+    counter = Counter()
+    model, plain = compiled(counter), tiny()
+    got, expected = gradients(model), gradients(plain)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert list(got) == list(expected)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert (counter.graphs, counter.calls) == (1, len(model.layers))
+
+
+@pytest.mark.parametrize(
+    ("mode", "option", "recomputed"), [("full", "1", 2), ("selective", "2", 1)]
+)
+def test_a_recomputed_block_runs_the_same_graph_again(
+    mode: Any, option: str, recomputed: int
+) -> None:
+    counter = Counter()
+    model = compiled(counter)
+    apply_activation_checkpointing(model, mode=mode, option=option)
+    got, expected = gradients(model), gradients(tiny())
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert (counter.graphs, counter.calls) == (1, len(model.layers) + recomputed)
+
+
+def test_a_memory_budget_decides_how_much_is_kept() -> None:
+    kept, found = {}, {}
+    for budget in (1.0, 0.5, 0.0):
+        torch._dynamo.reset()
+        model = compiled("aot_eager_decomp_partition", memory_budget=budget)
+        own = {p.data_ptr() for p in model.parameters()}
+        saved: dict[int, int] = {}
+
+        def keep(tensor: Tensor, own: set[int] = own, saved: dict[int, int] = saved) -> Tensor:
+            if tensor.data_ptr() not in own:
+                saved[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            found[budget] = gradients(model)
+        kept[budget] = sum(saved.values())
+    assert kept[1.0] > kept[0.5] > kept[0.0]
+    for name, expected in gradients(tiny()).items():
+        for got in found.values():
+            torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_each_shape_is_compiled_once_and_too_many_are_an_error() -> None:
+    counter = Counter()
+    model, graphs = compiled(counter), []
+    for num_samples, length in [(2, 12), (2, 12), (4, 12), (3, 20), (4, 12), (2, 12)]:
+        model(torch.ones(num_samples, length, dtype=torch.int64)).sum().backward()
+        graphs.append(counter.graphs)
+    assert graphs == [1, 1, 2, 3, 3, 3]
+    with torch.no_grad():  # as evaluation
+        for _ in range(2):
+            model(torch.ones(2, 12, dtype=torch.int64))
+    assert counter.graphs == 4
+    for length in range(30, 34):
+        model(torch.ones(2, length, dtype=torch.int64))
+    with pytest.raises(FailOnRecompileLimitHit):
+        model(torch.ones(2, 34, dtype=torch.int64))
+
+
+def test_what_would_break_a_block_in_two_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: FeedForward, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.w2(x)
+
+    monkeypatch.setattr(FeedForward, "forward", forward)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        gradients(compiled("eager"))
+
+
+def test_opaque_attention_gets_the_documents_of_each_batch_and_compiles_nothing_for_them() -> None:
+    given: list[Documents | None] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+        given.append(documents)
+        # no compiler could follow
+        return q * float(q.detach().sum() * 0 + 1)
+
+    counter = Counter()
+    model = tiny()
+    for block in model.layers.values():
+        block.attention.attend = attend
+    apply_compile(
+        model,
+        backend=counter,  # type: ignore[arg-type]
+        memory_budget=1.0,
+        opaque_attention=True,
+        sequence_comes_async=False,
+    )
+    batches = [None, *(Documents(((n, 12 - n), (12,))) for n in (3, 5, 7))]
+    tokens = torch.arange(24).view(2, 12)
+    graphs = []
+    for documents in batches[1:]:
+        model(tokens, documents=documents)
+        graphs.append(counter.graphs)
+    # of block and attention what stands before and behind
+    assert graphs == [4, 4, 4]
+    assert given == [d for d in batches[1:] for _ in model.layers]
+
+
+def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"must be inductor, .* got 'induktor'"):
+        check_compile(CompileConfig(enable=True, backend="induktor"), device_type="cpu")
+    check_compile(CompileConfig(enable=False, backend="induktor"), device_type="cpu")
+
+
+def test_a_missing_compiler_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-g++"))
+    with pytest.raises(ConfigError, match=r"install one \(g\+\+\), or name yours .* CXX"):
+        check_compile(CompileConfig(enable=True), device_type="cpu")
+    # these need none
+    check_compile(CompileConfig(enable=True, backend="aot_eager"), device_type="cpu")
+    check_compile(CompileConfig(enable=True), device_type="cuda")

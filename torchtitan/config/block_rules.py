@@ -1,0 +1,48 @@
+"""Rules of what is done to a block of the model: recomputed, compiled, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchtitan.config.broken import Broken
+from torchtitan.config.schema import Config
+
+KEEPS_A_BUDGET = ("inductor", "aot_eager_decomp_partition")
+"""Compilers that choose what to recompute; the second makes no code, and is for tests."""
+
+
+def block_rules(config: Config) -> Iterator[Broken]:
+    """Check how recomputation and the compiler go together."""
+    option = config.activation_checkpoint.selective_ac_option
+    is_number = option.isdecimal() and option.isascii() and int(option) > 0
+    if not (is_number or option == "op"):
+        yield Broken(
+            ("activation_checkpoint.selective_ac_option",),
+            f'must be "op" or a positive integer in quotes, as "2" for every second block, got '
+            f'"{option}"',
+        )
+    settings, mode = config.compile, config.activation_checkpoint.mode
+    if mode == "memory_budget" and not settings.enable:
+        yield Broken(
+            ("activation_checkpoint.mode", "compile.enable"),
+            "needs compile.enable = true, for it is the compiler that chooses what to recompute; "
+            "without it write full or selective",
+        )
+    elif mode == "memory_budget" and settings.backend not in KEEPS_A_BUDGET:
+        yield Broken(
+            ("activation_checkpoint.mode", "compile.backend"),
+            f'needs compile.backend = "inductor", got "{settings.backend}", which recomputes '
+            f"nothing; or write full or selective",
+        )
+    elif mode == "memory_budget" and config.parallelism.tensor_parallel_degree > 1:
+        # torch 2.13 weighs all that a graph takes, and knows no weight for a mesh
+        yield Broken(
+            ("activation_checkpoint.mode", "parallelism.tensor_parallel_degree"),
+            "is not known to the compiler under tensor parallelism; write full or selective",
+        )
+    if settings.enable and mode == "selective" and option == "op":
+        yield Broken(
+            ("activation_checkpoint.selective_ac_option", "compile.enable"),
+            "chooses operators one by one, and a compiled block is one operator; write "
+            '"2" for every second block, or compile.enable = false',
+        )
