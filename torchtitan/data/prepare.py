@@ -141,9 +141,7 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _tokenized(
-    corpus: Corpus, *, tokenizer: Tokenizer, writer: StoreWriter
-) -> dict[str, object]:
+def _tokenized(corpus: Corpus, *, tokenizer: Tokenizer, writer: StoreWriter) -> dict[str, object]:
     tokenize(corpus, tokenizer=tokenizer, writer=writer)
     return {"source": corpus.name, "tokenizer": tokenizer.fingerprint}
 
