@@ -265,6 +265,22 @@ def test_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert [first.sample_hash(k) for k in range(9)] == [again.sample_hash(k) for k in range(9)]
 
 
+def test_other_settings_have_samples_of_their_own(tmp_path: Path) -> None:
+    """The tokens are those of the cache, what is planned with them is not."""
+
+    def num_samples(**settings: Any) -> int | None:
+        return examples_of(tmp_path, LONG * 3, num_epochs=1, **settings).num_samples
+
+    assert num_samples() == 9
+    assert num_samples(long_examples="skip") == 3
+    assert num_samples(seq_len=64) == 12
+    # 40 and 24 places fill one, 26 and 25 share another
+    assert num_samples(seq_len=64, packing="packed") == 6
+    packs = [examples_of(tmp_path, packing="packed", seed=seed) for seed in (0, 1)]
+    shared = [{tuple(dataset[k]["tokens"].tolist()) for k in range(20)} for dataset in packs]
+    assert shared[0] != shared[1]
+
+
 def test_chats_by_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer", template=CHATML)
     path = write_lines(tmp_path / "a.jsonl", [{"messages": CHAT}])

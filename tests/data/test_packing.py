@@ -44,6 +44,8 @@ def test_best_fit_is_the_fullest_that_has_room() -> None:
     assert best_fit([6, 7, 3], capacity=10) == [[1, 2], [0]]
     # equal lengths in their order
     assert best_fit([5, 5, 5], capacity=10) == [[0, 1], [2]]
+    # a single place is room too
+    assert best_fit([9, 1], capacity=10) == [[0, 1]]
     assert best_fit([], capacity=10) == []
 
 
