@@ -215,6 +215,14 @@ def random_config(seed: int) -> Config:
         ("lr_scheduler", "total_steps"): None,
         ("profiling", "profile_freq"): 2**63,
     }
+    if paths and rng.random() < 0.5:
+        values |= {("training", "dataset"): "examples", ("training", "dataset_weights"): ()}
+    else:
+        values |= {
+            ("training", "chat_template"): None,
+            ("training", "packing"): "padded",
+            ("training", "long_examples"): "truncate",
+        }
     for axis in ("tensor", "pipeline", "context"):
         values["parallelism", f"{axis}_parallel_degree"] = 1
     parts: dict[Path, dict[str, object]] = {(): {}}

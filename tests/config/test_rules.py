@@ -10,6 +10,7 @@ PIPELINE = "[parallelism]\npipeline_parallel_degree = 2\n"
 NEEDED = "factor = 4.0\noriginal_max_position = 8192\n"
 YARN = "beta_fast, beta_slow, attention_factor"
 FILES = '[training]\ndataset = "files"\n'
+EXAMPLES = '[training]\ndataset = "examples"\n'
 
 
 @pytest.mark.parametrize(
@@ -43,8 +44,25 @@ FILES = '[training]\ndataset = "files"\n'
         ),
         (
             '[training]\ndataset_path = "x"',
-            '[training] dataset_path = "x": is read only with dataset = "files", '
+            '[training] dataset_path = "x": is read only with dataset = "files" or "examples", '
             'got "python_stdlib"; change or remove',
+        ),
+        (
+            '[training]\ndataset = "examples"',
+            '[training] dataset = "examples": needs dataset_path, the files to read',
+        ),
+        (
+            '[training]\ndataset = "examples"\ndataset_path = "x"\ndataset_weights = [1.0]',
+            '[training] dataset_weights = [1.0]: is for dataset = "files"; examples are one '
+            "source, in which each comes once an epoch",
+        ),
+        *(
+            (
+                f"[training]\n{line}",
+                f"[training] {line}: is read only with dataset = "
+                '"examples" or "synthetic_examples", got "python_stdlib"; change or remove',
+            )
+            for line in ('chat_template = "x"', 'packing = "packed"', 'long_examples = "skip"')
         ),
         (
             FILES + 'dataset_path = ["a", "b"]\ndataset_weights = [1.0]',
@@ -312,6 +330,7 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
         '[job]\nsave_config_file = "a/../configs/job.toml"',
         FILES + 'dataset_path = ["a", "b"]\ndataset_weights = [1.0, 2.0]',
         FILES + 'dataset_path = ["a", "b"]',
+        EXAMPLES + 'dataset_path = "a"\nlong_examples = "skip"\nchat_template = "x"',
         "[training]\nglobal_batch_size = 16\nlocal_batch_size = 8",
         "[training]\nglobal_batch_size = -1\nlocal_batch_size = 7",
         "[training.dataloader]\nprefetch_factor = 2\npersistent_workers = true\nnum_workers = 1",

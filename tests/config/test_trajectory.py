@@ -127,11 +127,14 @@ def test_the_table_names_what_exists() -> None:
     assert fields().keys() | sections().keys() >= IGNORED.keys()
 
 
-@pytest.mark.parametrize("option", ["--training.dataset_path=y", "--model.tokenizer_path=byte"])
+@pytest.mark.parametrize(
+    "option",
+    ["--training.dataset_path=y", "--training.chat_template=y", "--model.tokenizer_path=byte"],
+)
 def test_where_the_data_lie_counts_unless_their_fingerprint_is_compared(
     jobs: Jobs, option: str
 ) -> None:
-    before = '[training]\ndataset = "files"\ndataset_path = "x"'
+    before = '[training]\ndataset = "examples"\ndataset_path = "x"'
     then, now = jobs.load(before), Job(config=jobs.load(before, option))
     [difference] = trajectory_differences(Job.stored(to_toml(then)), now)
     assert difference.startswith(option[2:].split("=")[0])

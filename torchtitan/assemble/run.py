@@ -30,7 +30,7 @@ from torchtitan.checkpoint.manager import build_group
 from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.config.schema import Config, DebugConfig
 from torchtitan.data.dataset import build_dataset
-from torchtitan.data.loader import Loader
+from torchtitan.data.loader import Loader, Numbered
 from torchtitan.data.sample_log import SampleLog
 from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
 from torchtitan.mesh.dims import Mesh, build_mesh
@@ -123,7 +123,19 @@ def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progre
     training = config.training
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
-    dataset = build_dataset(training, tokenizer=tokenizer, seed=config.debug.seed)
+    dataset: Numbered
+    if training.dataset in ("examples", "synthetic_examples"):
+        # here: a run on text does not load Jinja
+        from torchtitan.data.finetune import build_examples
+
+        dataset = build_examples(
+            training,
+            tokenizer=tokenizer,
+            tokenizer_path=config.model.tokenizer_path,
+            seed=config.debug.seed,
+        )
+    else:
+        dataset = build_dataset(training, tokenizer=tokenizer, seed=config.debug.seed)
     global_batch_size = training.local_batch_size * mesh.dims.dp * layout.accumulation
     if dataset.num_samples is not None and dataset.num_samples < global_batch_size:
         raise DataError(

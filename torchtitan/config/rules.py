@@ -25,6 +25,7 @@ def broken_rules(config: Config) -> Iterator[Broken]:
     yield from _profiling(config)
     yield from _rope(config)
     yield from _data(config)
+    yield from _examples(config)
     yield from _batch(config)
     yield from _workers(config)
     yield from _optimization(config)
@@ -82,17 +83,41 @@ def _data(config: Config) -> Iterator[Broken]:
     training = config.training
     num_paths, num_weights = len(training.dataset_path), len(training.dataset_weights)
     keys = ("training.dataset_path", "training.dataset")
-    if training.dataset == "files" and not num_paths:
+    reads = ("files", "examples")
+    if training.dataset in reads and not num_paths:
         yield Broken(keys[::-1], "needs dataset_path, the files to read")
-    if training.dataset != "files" and num_paths:
+    if training.dataset not in reads and num_paths:
         yield Broken(
-            keys, f'is read only with dataset = "files", got "{training.dataset}"; change or remove'
+            keys,
+            'is read only with dataset = "files" or "examples", '
+            f'got "{training.dataset}"; change or remove',
         )
-    if num_weights and num_weights != num_paths:
+    if num_weights and training.dataset == "examples":
+        yield Broken(
+            ("training.dataset_weights", keys[1]),
+            'is for dataset = "files"; examples are one source, in which each comes once an epoch',
+        )
+    elif num_weights and num_weights != num_paths:
         yield Broken(
             ("training.dataset_weights", keys[0]),
             f"must hold one weight for each dataset_path, got {num_weights} for {num_paths}",
         )
+
+
+def _examples(config: Config) -> Iterator[Broken]:
+    training = config.training
+    given = {
+        "chat_template": training.chat_template is not None,
+        "packing": training.packing != "padded",
+        "long_examples": training.long_examples != "truncate",
+    }
+    for key, differs in given.items():
+        if differs and training.dataset not in ("examples", "synthetic_examples"):
+            yield Broken(
+                (f"training.{key}", "training.dataset"),
+                'is read only with dataset = "examples" or "synthetic_examples", got '
+                f'"{training.dataset}"; change or remove',
+            )
 
 
 def _batch(config: Config) -> Iterator[Broken]:

@@ -173,10 +173,13 @@ class TrainingConfig:
     alone, and no label crosses a document's end."""
     document_positions: Literal["continue", "restart"] = "continue"
     """Positions count on through a sample, or restart at 0 with each document in it."""
-    dataset: Literal["python_stdlib", "synthetic", "synthetic_masked", "files"] = "python_stdlib"
+    dataset: Literal[
+        "python_stdlib", "synthetic", "synthetic_masked", "files", "examples", "synthetic_examples"
+    ] = "python_stdlib"
     """python_stdlib: sources of this Python's library; synthetic: generated text; synthetic_masked:
     the same with a random number of labels a sample masked, for tests; files: what dataset_path
-    names."""
+    names; examples: chats, or prompts and completions, of dataset_path, to fine-tune on;
+    synthetic_examples: generated ones."""
     dataset_path: Strings = ()
     """Text (.txt, .md, .py ...), JSONL (.jsonl) or token-store (.bin/.idx) files; globs allowed,
     .gz and .zst too."""
@@ -185,6 +188,13 @@ class TrainingConfig:
     source."""
     dataset_text_key: str = "text"
     """Key of a JSONL object that holds the text."""
+    chat_template: Text | None = None
+    """Jinja file that makes text of the messages of examples; if not given, the template that came
+    with the tokenizer."""
+    packing: Literal["packed", "padded"] = "padded"
+    """padded: a sample is one example; packed: as many as it holds (examples only)."""
+    long_examples: Literal["truncate", "skip"] = "truncate"
+    """What becomes of an example longer than seq_len: its beginning is kept, or it is left out."""
     dataset_cache: Text = "~/.cache/torchtitan"
     """Folder for tokenised data, kept under a fingerprint of the files and the tokenizer."""
     num_epochs: PositiveInt | None = None

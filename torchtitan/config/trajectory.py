@@ -72,8 +72,12 @@ class Job:
         return None if self.dp is None else training.local_batch_size * self.dp
 
 
-PLACES_OF_DATA = {("training", "dataset_path"), ("model", "tokenizer_path")}
-"""Say nothing where a fingerprint of the data and the tokenizer themselves is compared."""
+PLACES_OF_DATA = {
+    ("training", "dataset_path"),
+    ("training", "chat_template"),
+    ("model", "tokenizer_path"),
+}
+"""Say nothing where a fingerprint of data, template and tokenizer themselves is compared."""
 
 
 def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False) -> list[str]:

@@ -1,9 +1,10 @@
-"""Text that needs no download: the standard library's sources, and generated sentences.
+"""Text that needs no download: the standard library's sources, generated sentences and chats.
 
 `python_stdlib` is real text that every machine with Python has: about 12 MB of code, comments and
 documentation, enough to see a small model learn. It differs between Python versions. `synthetic`
 is the same text everywhere, to compare runs of different machines and to test: sentences of a small
 made-up language whose next word depends on the last one, so that a model can learn much of it.
+`synthetic_examples` are questions and answers about its words, to fine-tune on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from torchtitan.base.errors import DataError
 from torchtitan.data.source import Advance, Piece, file_identity
@@ -93,7 +95,7 @@ class SyntheticCorpus:
     def pieces(self, advance: Advance) -> Iterator[Piece]:
         """Yield documents of 1 to 20 sentences until there are `num_bytes` characters."""
         draw = random.Random(20).random
-        words = self._words()
+        words = self.words()
         followers = [
             [int(draw() * self.num_words) for _ in range(self.num_followers)] for _ in words
         ]
@@ -114,7 +116,8 @@ class SyntheticCorpus:
             advance(len(text))
             yield Piece(text, ends_document=True)
 
-    def _words(self) -> list[str]:
+    def words(self) -> list[str]:
+        """Return the words of the language, all different."""
         draw = random.Random(19).random
         words: dict[str, None] = {}
         while len(words) < self.num_words:
@@ -125,3 +128,37 @@ class SyntheticCorpus:
             )
             words["".join(letters)] = None
         return list(words)
+
+
+class SyntheticExamples:
+    """A thousand examples, the same on every machine: which word of the language follows which.
+
+    Three of four are chats of one to four questions, the others prompts and completions. Every word
+    has one answer, so that a small model can learn them all.
+    """
+
+    name = "synthetic_examples"
+    num_examples = 1000
+
+    def identity(self) -> list[str]:
+        """Return the version of the examples."""
+        return ["synthetic examples 1"]
+
+    def values(self) -> Iterator[dict[str, Any]]:
+        """Yield what the lines of a file would hold."""
+        draw = random.Random(21).random
+        words = SyntheticCorpus().words()
+        for number in range(self.num_examples):
+            places = [int(draw() * len(words)) for _ in range(1 + int(draw() * 4))]
+            if number % 4 == 3:
+                row = [words[(places[0] + i) % len(words)] for i in range(2 + len(places))]
+                yield {"prompt": row[0], "completion": " " + " ".join(row[1:])}
+                continue
+            messages = [{"role": "system", "content": "Say which word follows."}]
+            for place in places:
+                word, next_word = words[place], words[(place + 1) % len(words)]
+                messages += [
+                    {"role": "user", "content": f"What follows {word}?"},
+                    {"role": "assistant", "content": f"{next_word} follows {word}."},
+                ]
+            yield {"messages": messages}

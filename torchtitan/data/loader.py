@@ -24,7 +24,7 @@ from functools import partial
 from itertools import count, islice
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -33,13 +33,24 @@ from torchtitan.base.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from torchtitan.config.schema import DataLoaderConfig
-    from torchtitan.data.dataset import Dataset
 
 Samples = dict[str, torch.Tensor]
 """`tokens` and `labels`, int64 (B, S), of whole sequences; `document_lengths`, int64, of all of
 them in a row, where the data set tells of documents."""
 SECONDS_BETWEEN_LOOKS = 1.0
 """How often a worker looks whether its trainer still lives."""
+
+
+class Numbered(Protocol):
+    """All samples of a run by their place in its order, whatever they are made from."""
+
+    num_samples: int | None
+    """None: they never end."""
+    fingerprint: dict[str, str]
+    """What the samples and their order depend on, by name."""
+
+    def __getitem__(self, k: int) -> Samples:
+        """Return the k-th sample of the run, the same whenever and wherever it is asked for."""
 
 
 def accumulation_steps(global_batch_size: int, *, local_batch_size: int, dp: int) -> int:
@@ -92,7 +103,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Numbered,
         *,
         local_batch_size: int,
         accumulation: int,

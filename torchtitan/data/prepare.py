@@ -5,6 +5,9 @@ threads were measured at 1.8 times one, two processes at 2.0). Processes would h
 safely beside CUDA and gloo, would import the user's main module again, and would pickle every text
 and every token.
 
+What is made from other sources, as examples are, is kept in the same way: `cached` takes whatever
+fills a store.
+
 Finished stores lie in `training.dataset_cache`, in a folder named after a fingerprint of the corpus
 and the tokenizer. One process of a node builds, under a file lock, in a folder with another name,
 and renames it when it is whole; the others wait for the lock and find the store. No finished store
@@ -22,9 +25,10 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -48,17 +52,39 @@ def cached_store(corpus: Corpus, *, tokenizer: Tokenizer, cache: str) -> TokenSt
 
     Raises DataError for text that cannot be read and for a cache that cannot be written.
     """
-    parts = [FORMAT, tokenizer.fingerprint, corpus.name, corpus.identity()]
+    store, notes = cached(
+        [FORMAT, tokenizer.fingerprint, corpus.name, corpus.identity()],
+        what=corpus.name,
+        cache=cache,
+        vocab_size=tokenizer.vocab_size,
+        write=lambda writer: _tokenized(corpus, tokenizer=tokenizer, writer=writer),
+    )
+    logger.info("%s: %d tokens in %s", notes["source"], store.num_tokens, Path(store.prefix).parent)
+    return store
+
+
+def cached(
+    parts: Sequence[object],
+    *,
+    what: str,
+    cache: str,
+    vocab_size: int,
+    write: Callable[[StoreWriter], Mapping[str, object]],
+) -> tuple[TokenStore, dict[str, Any]]:
+    """Return the store that `write` fills, and what it notes about it, from the cache if possible.
+
+    `parts` decide what the store holds. Raises DataError for a cache that cannot be written.
+    """
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     root = Path(cache).expanduser()
     folder = root / key
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not folder.exists():
-            with _locked(root / f"{key}.lock", what=corpus.name):
+            with _locked(root / f"{key}.lock", what=what):
                 # another process may have built it while this one waited
                 if not folder.exists():
-                    _build(corpus, tokenizer=tokenizer, folder=folder)
+                    _build(folder, vocab_size=vocab_size, write=write)
     except OSError as error:
         raise DataError(
             f"cannot write tokenised data to {root}: {error.strerror or error}; "
@@ -115,17 +141,23 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _build(corpus: Corpus, *, tokenizer: Tokenizer, folder: Path) -> None:
+def _tokenized(corpus: Corpus, *, tokenizer: Tokenizer, writer: StoreWriter) -> dict[str, object]:
+    tokenize(corpus, tokenizer=tokenizer, writer=writer)
+    return {"source": corpus.name, "tokenizer": tokenizer.fingerprint}
+
+
+def _build(
+    folder: Path, *, vocab_size: int, write: Callable[[StoreWriter], Mapping[str, object]]
+) -> None:
     unfinished = folder.with_suffix(".tmp")
     # left by a process that was killed; nobody else can be at work, the lock is ours
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        with open_writer(unfinished / "tokens", vocab_size=tokenizer.vocab_size) as writer:
-            tokenize(corpus, tokenizer=tokenizer, writer=writer)
+        with open_writer(unfinished / "tokens", vocab_size=vocab_size) as writer:
+            notes = write(writer)
         store = TokenStore(unfinished / "tokens")
         about = {
-            "source": corpus.name,
-            "tokenizer": tokenizer.fingerprint,
+            **notes,
             "num_documents": store.num_documents,
             "num_tokens": store.num_tokens,
             "content": store.content_hash(),
@@ -136,7 +168,7 @@ def _build(corpus: Corpus, *, tokenizer: Tokenizer, folder: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _open(folder: Path) -> TokenStore:
+def _open(folder: Path) -> tuple[TokenStore, dict[str, Any]]:
     """Open a store of the cache, checked against what was noted when it was written."""
     try:
         about = json.loads((folder / "about.json").read_text())
@@ -146,8 +178,7 @@ def _open(folder: Path) -> TokenStore:
         raise DataError(f"the tokenised data in {folder} is damaged; delete it: {error}") from error
     if not whole:
         raise DataError(f"the tokenised data in {folder} changed since it was written; delete it")
-    logger.info("%s: %d tokens in %s", about["source"], store.num_tokens, folder)
-    return store
+    return store, about
 
 
 @contextlib.contextmanager

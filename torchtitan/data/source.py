@@ -18,6 +18,7 @@ import json
 import logging
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
@@ -131,20 +132,31 @@ def read_pieces(file: Path, *, text_key: str, advance: Advance) -> Iterator[Piec
     suffix = Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
     lines = suffix in JSON_LINES
     num_pieces = 0
+    with _readable(file), file.open("rb") as raw:
+        blocks = _blocks(raw, kind=file.suffix, advance=advance)
+        pieces = _json_lines(blocks, file, text_key) if lines else _text(blocks, file)
+        for piece in pieces:
+            num_pieces += 1
+            yield piece
+    if num_pieces == 0:
+        raise DataError(f"a data file must not be empty: {file} holds no text; remove it")
+
+
+def read_lines(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a file that are not blank, each with file and number for messages."""
+    with _readable(file), file.open("rb") as raw:
+        yield from _numbered(_blocks(raw, kind=file.suffix, advance=lambda num_bytes: None), file)
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
     try:
-        with file.open("rb") as raw:
-            blocks = _blocks(raw, kind=file.suffix, advance=advance)
-            pieces = _json_lines(blocks, file, text_key) if lines else _text(blocks, file)
-            for piece in pieces:
-                num_pieces += 1
-                yield piece
+        yield
     except OSError as error:
         # a damaged .gz is an OSError without an error number
         raise DataError(f"cannot read {file}: {error.strerror or error}") from error
     except (EOFError, zlib.error) as error:
         raise DataError(f"cannot read {file}: it is cut short or damaged ({error})") from error
-    if num_pieces == 0:
-        raise DataError(f"a data file must not be empty: {file} holds no text; remove it")
 
 
 def _blocks(raw: BinaryIO, *, kind: str, advance: Advance) -> Iterator[bytes]:
@@ -226,30 +238,33 @@ def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
         yield rest
 
 
-def _json_lines(blocks: Iterator[bytes], file: Path, text_key: str) -> Iterator[Piece]:
+def _numbered(blocks: Iterator[bytes], file: Path) -> Iterator[tuple[str, str]]:
     offset = 0
     for number, line in enumerate(_lines(blocks), start=1):
         place = f" line {number}"
         text, _ = _decode(line, file, offset=offset, final=True, place=place)
         offset += len(line) + 1
-        if not text.strip():
-            continue
-        if document := _document(text, text_key, where=f"{file}{place}"):
+        if text.strip():
+            yield text, f"{file}{place}"
+
+
+def _json_lines(blocks: Iterator[bytes], file: Path, text_key: str) -> Iterator[Piece]:
+    for line, where in _numbered(blocks, file):
+        if document := _document(line, text_key, where=where):
             yield Piece(document, ends_document=True)
 
 
-def _document(line: str, text_key: str, *, where: str) -> str:
+def parse_line(line: str, *, where: str) -> object:
+    """Return the value of a line of JSON, or raise DataError."""
     try:
-        value = json.loads(line)
+        value: object = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} must be one JSON object: {error}") from error
-    if not isinstance(value, dict) or not isinstance(value.get(text_key), str):
-        got = f"keys {', '.join(map(repr, value))}" if isinstance(value, dict) else "no object"
-        raise DataError(
-            f"{where} must be a JSON object with text under the key {text_key!r}, got {got}; "
-            f"set training.dataset_text_key to the key of the text"
-        )
-    text: str = value[text_key]
+    return value
+
+
+def check_characters(text: str, *, where: str) -> None:
+    """Raise DataError for text with half a character, which JSON can spell."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -257,4 +272,16 @@ def _document(line: str, text_key: str, *, where: str) -> str:
             f"{where} must hold whole characters, character {error.start} of its text is half of a "
             f"surrogate pair (\\ud800 to \\udfff); remove or replace it"
         ) from error
+
+
+def _document(line: str, text_key: str, *, where: str) -> str:
+    value = parse_line(line, where=where)
+    if not isinstance(value, dict) or not isinstance(value.get(text_key), str):
+        got = f"keys {', '.join(map(repr, value))}" if isinstance(value, dict) else "no object"
+        raise DataError(
+            f"{where} must be a JSON object with text under the key {text_key!r}, got {got}; "
+            f"set training.dataset_text_key to the key of the text"
+        )
+    text: str = value[text_key]
+    check_characters(text, where=where)
     return text

@@ -2,9 +2,10 @@
 
 A tokenizer here knows nothing of batches, padding or chat: it maps text to ids, ids to text, names
 the id that ends a document, and gives a fingerprint of everything that decides the ids, so that
-tokenised data and checkpoints can tell whether they belong to it. Text is always taken literally: a
+tokenised data and checkpoints can tell whether they belong to it. Text is taken literally: a
 document that happens to spell `<|end_of_text|>` cannot end itself, because only the code that cuts
-documents may write special tokens.
+documents may write special tokens. The one exception is asked for by name, `encode_special`: what a
+chat template has written, in which special tokens divide the turns.
 
 `byte` needs no file and suits tests. `bpe_2048` ships with the package (made by
 `scripts/train_tokenizer.py`) and suits small models. tiktoken files (Llama 3's `tokenizer.model`)
@@ -15,14 +16,14 @@ imported only when one is asked for. None of these formats can run code when it 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT, Ids
+from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT, Encoded, Ids, encode_around
 
 ASSETS = Path(__file__).parent / "assets"
 BUILT_IN = {"bpe_2048": ASSETS / "bpe_2048.tiktoken"}
@@ -43,8 +44,15 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str:
         """Return the SHA-256 of everything that decides which ids a text gets."""
 
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Return the ids that no text has, by their names."""
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without begin or end token."""
+
+    def encode_special(self, text: str) -> Encoded:
+        """Return the ids of `text` in which the names of special tokens stand for these."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text; other threads run meanwhile where the library allows."""
@@ -58,11 +66,18 @@ class ByteTokenizer:
 
     vocab_size = 258
     eos_id = 257
+    special_tokens: Mapping[str, int] = {BEGIN_OF_TEXT: 256, END_OF_TEXT: 257}
     fingerprint = hashlib.sha256(b"utf-8 bytes, begin 256, end 257").hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of `text`."""
         return list(text.encode())
+
+    def encode_special(self, text: str) -> Encoded:
+        """Return the bytes of `text`, and 256 and 257 where it names them."""
+        return encode_around(
+            text, special=self.special_tokens, encode=self.encode, num_bytes=lambda _: 1
+        )
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the bytes of each text."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.text import END_OF_TEXT, Ids, read_bytes
+from torchtitan.data.text import END_OF_TEXT, Encoded, Ids, read_bytes
 
 KNOWN_END_TOKENS = (END_OF_TEXT, "<|endoftext|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
 
@@ -46,6 +46,8 @@ class HuggingFaceTokenizer:
         # special tokens spelt in a document are plain text
         self._tokenizer.encode_special_tokens = True
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self.special_tokens = {token.content: i for i, token in added if token.special}
         # ids may have gaps, so that counting them is not enough
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.eos_id = vocabulary[end_token(file, vocabulary)]
@@ -55,6 +57,16 @@ class HuggingFaceTokenizer:
         """Return the ids of `text`; special tokens spelt in it are plain text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_special(self, text: str) -> Encoded:
+        """Return the ids of `text` in which the names of special tokens stand for these."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        # where they begin is not taken: byte-level tokenizers leave leading spaces out of it
+        return Encoded(encoding.ids, [end for _, end in encoding.offsets])
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text, encoded by the library's own threads."""

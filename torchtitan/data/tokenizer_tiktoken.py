@@ -20,7 +20,15 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT, Ids, read_bytes, split_text
+from torchtitan.data.text import (
+    BEGIN_OF_TEXT,
+    END_OF_TEXT,
+    Encoded,
+    Ids,
+    encode_around,
+    read_bytes,
+    split_text,
+)
 
 # the split pattern of Llama 3 (contractions, words, up to 3 digits, punctuation, white space)
 LLAMA3_PATTERN = (
@@ -76,19 +84,32 @@ class TiktokenTokenizer:
         ranks = read_ranks(path)
         llama3 = len(ranks) == LLAMA3_RANKS
         names = llama3_special_tokens() if llama3 else [BEGIN_OF_TEXT, END_OF_TEXT]
-        special = {name: len(ranks) + i for i, name in enumerate(names)}
-        self.vocab_size = len(ranks) + len(special)
-        self.eos_id = special[END_OF_TEXT]
+        self.special_tokens = {name: len(ranks) + i for i, name in enumerate(names)}
+        self.vocab_size = len(ranks) + len(self.special_tokens)
+        self.eos_id = self.special_tokens[END_OF_TEXT]
         parts = [list(map(bytes.hex, ranks)), LLAMA3_PATTERN, names, MAX_CHARS]
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         self._encoding = tiktoken.Encoding(
-            path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+            path.name,
+            pat_str=LLAMA3_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens=self.special_tokens,
         )
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; special tokens spelt in it are plain text."""
         ids: list[int] = self._encode_array(text).tolist()
         return ids
+
+    def encode_special(self, text: str) -> Encoded:
+        """Return the ids of `text` in which the names of special tokens stand for these."""
+        token = self._encoding.decode_single_token_bytes
+        return encode_around(
+            text,
+            special=self.special_tokens,
+            encode=self.encode,
+            num_bytes=lambda i: len(token(i)),
+        )
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text; tiktoken releases the interpreter lock meanwhile."""

@@ -1,0 +1,212 @@
+"""Chat templates: the text and the marked tokens of `transformers`, and every way to be wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from tests.data.chats import CHAT, CHATML, MARKED, TEMPLATES, write_tokenizer
+from torchtitan.base.errors import DataError
+from torchtitan.data.chat import ChatTemplate
+from torchtitan.data.chat_files import find_template
+from torchtitan.data.examples import Conversation, Encoder
+from torchtitan.data.tokenizer import build_tokenizer
+
+TOOLS = [{"type": "function", "function": {"name": "f<é>", "parameters": {}}}]
+CALL = [
+    {"role": "user", "content": "Call it."},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
+    {"role": "tool", "content": "1"},
+    {"role": "assistant", "content": "It is 1."},
+]
+
+
+def template_of(source: str, **variables: str) -> ChatTemplate:
+    return ChatTemplate(source, origin="x.jinja", variables=variables, special=["<|im_end|>"])
+
+
+def found(folder: Path, setting: str | None = None) -> ChatTemplate:
+    template = find_template(
+        setting, tokenizer=build_tokenizer(str(folder)), tokenizer_path=str(folder)
+    )
+    assert template is not None
+    return template
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_text_of_transformers(tmp_path: Path, name: str) -> None:
+    folder = write_tokenizer(tmp_path, template=TEMPLATES[name])
+    template, oracle = found(folder), AutoTokenizer.from_pretrained(folder)
+    chats = [CHAT[:1], CHAT, *([CALL] if name == "llama3" else [])]
+    for chat in chats:
+        for prompt in (False, True):
+            expected = oracle.apply_chat_template(
+                chat, tools=TOOLS, tokenize=False, add_generation_prompt=prompt
+            )
+            got = template.render(chat, tools=TOOLS, where="here", add_generation_prompt=prompt)
+            assert got == expected
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_ids_of_transformers(tmp_path: Path, name: str) -> None:
+    folder = write_tokenizer(tmp_path, template=TEMPLATES[name])
+    tokenizer, oracle = build_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    row = Encoder(tokenizer, found(folder)).encode(Conversation(CHAT, None, "here"))
+    assert row is not None
+    assert (row >> 1).tolist() == oracle.apply_chat_template(CHAT, return_dict=False)
+    learnt = oracle.decode((row >> 1)[(row & 1).astype(bool)])
+    end = {"llama3": "<|eot|>", "instruct": "<|end|>"}.get(name, "<|im_end|>")
+    answers = [message["content"] for message in CHAT[1::2]]
+    if name == "llama3":
+        answers = [answer.strip() for answer in answers]
+    space = " " if name == "instruct" else ""
+    assert learnt == "".join(space + answer + end for answer in answers)
+
+
+def test_the_marked_tokens_of_transformers(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, template=MARKED)
+    oracle = AutoTokenizer.from_pretrained(folder)
+    # no leading spaces: of an answer that begins with one, and all after it, it marks nothing
+    chat = [{**message, "content": message["content"].strip()} for message in CHAT]
+    # the header's last line end and the answer's first ones are a token, which counts as the answer
+    chat += [CHAT[0], {"role": "assistant", "content": "\n\nSo."}]
+    encoder = Encoder(build_tokenizer(str(folder)), found(folder))
+    row = encoder.encode(Conversation(chat, None, "here"))
+    expected = oracle.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    assert row is not None
+    assert (row >> 1).tolist() == expected["input_ids"]
+    assert (row & 1).tolist() == expected["assistant_masks"]
+
+
+def test_prefixes_find_what_marks_say(tmp_path: Path) -> None:
+    """Two ways to the same tokens, on the template whose marks hold the end of the turn too."""
+    folder = write_tokenizer(tmp_path, template=MARKED)
+    unmarked = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}\n", "")
+    (tmp_path / "plain.jinja").write_text(unmarked)
+    tokenizer = build_tokenizer(str(folder))
+    rows = [
+        Encoder(tokenizer, found(folder, setting)).encode(Conversation(CHAT, None, "here"))
+        for setting in (None, str(tmp_path / "plain.jinja"))
+    ]
+    assert rows[0] is not None
+    assert np.array_equal(*rows)
+
+
+@pytest.mark.parametrize("name", ["byte", "bpe_2048"])
+def test_built_in_tokenizers_have_a_template(name: str) -> None:
+    tokenizer = build_tokenizer(name)
+    template = find_template(None, tokenizer=tokenizer, tokenizer_path=name)
+    row = Encoder(tokenizer, template).encode(Conversation(CHAT, None, "here"))
+    assert row is not None
+    text = "".join(f"{m['role']}<|begin_of_text|>{m['content']}<|end_of_text|>" for m in CHAT)
+    assert tokenizer.decode((row >> 1).tolist()) == text
+    learnt = tokenizer.decode((row >> 1)[(row & 1).astype(bool)].tolist())
+    assert learnt == "".join(f"{m['content']}<|end_of_text|>" for m in CHAT[1::2])
+    # what the model is given when it answers are the very tokens before the answer
+    assert template is not None
+    given = template.render(CHAT[:1], where="here", add_generation_prompt=True)
+    ids = list(tokenizer.encode_special(given).ids)
+    assert (row >> 1)[: len(ids)].tolist() == ids
+    assert not (row & 1)[: len(ids)].any()
+    assert (row & 1)[len(ids)]
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "a", template="stored {{ bos_token }}{{ unk_token }}")
+    assert found(folder).render(CHAT, where="here") == "stored <|begin|>"
+    assert found(folder / "tokenizer.json").render(CHAT, where="here") == "stored <|begin|>"
+    named = [{"name": "rag", "template": "other"}, {"name": "default", "template": "named"}]
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    assert found(folder).source == "named"
+    (folder / "chat_template.jinja").write_text("beside {{ eos_token }}")
+    assert found(folder).render(CHAT, where="here") == "beside <|end|>"
+    (tmp_path / "mine.jinja").write_text("mine")
+    assert found(folder, str(tmp_path / "mine.jinja")).source == "mine"
+    with pytest.raises(DataError, match=r"cannot read .*none\.jinja: No such file"):
+        found(folder, str(tmp_path / "none.jinja"))
+    bare = write_tokenizer(tmp_path / "bare")
+    assert find_template(
+        None, tokenizer=build_tokenizer(str(bare)), tokenizer_path=str(bare)
+    ) is None  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("a\n{% for x in %}", r"x.jinja must be valid Jinja, line 2 is not: .*; mend it"),
+        ("{% generation %}a", r"line 1 is not: Unexpected end of template"),
+        ("{{ 1 | nofilter }}", r"line 1 is not: No filter named 'nofilter'"),
+    ],
+)
+def test_what_is_no_template(source: str, complaint: str) -> None:
+    with pytest.raises(DataError, match=complaint):
+        template_of(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("{{ bos_tokn }}", "'bos_tokn' is undefined"),
+        ("{{ nothing.at.all }}", "'nothing' is undefined"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ ''.__class__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
+        ("{{ messages.append(1) }}", "is not safely callable|unsafe"),
+        ("{{ raise_exception.__globals__ }}", "'__globals__' of 'function' object is unsafe"),
+        ("{{ '{0.__class__}'.format(1) }}", "access to attribute '__class__' of 'int' object"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
+        ("{{ 'a' + 1 }}", "can only concatenate str"),
+    ],
+)
+def test_templates_that_fail(source: str, complaint: str) -> None:
+    chat = list(CHAT)
+    with pytest.raises(
+        DataError, match=rf"f.jsonl line 7: .*x.jinja fails: .*({complaint}).*; mend"
+    ):
+        template_of(source).conversation(chat, where="f.jsonl line 7")
+    assert chat == CHAT
+
+
+def test_what_templates_may_ask_for() -> None:
+    source = (
+        "{% if not tools and not enable_thinking and other is not defined %}"
+        "{{ strftime_now('%Y') | length }}{% for i in range(9) %}{% break %}{% endfor %}"
+        "{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}{{ {'a': 'é<'} | tojson }}"
+        "{% endif %}"
+    )
+    assert template_of(source).render(CHAT, where="here") == '42{"a": "é<"}'
+
+
+def test_an_answer_that_changes_later_is_refused() -> None:
+    drops = (
+        "{% for m in messages %}{{ m.role }}:"
+        "{{ m.content if loop.last or m.role == 'user' else m.content[:3] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    with pytest.raises(
+        DataError, match=r"f line 1: it cannot be told where the answer of message 2"
+    ):
+        template_of(drops).conversation(CHAT, where="f line 1")
+    prompts = CHATML.replace("assistant\\n' }}", "assistant\\n<think>' }}")
+    with pytest.raises(DataError, match=r"put {% generation %} and {% endgeneration %} around"):
+        template_of(prompts).conversation(CHAT, where="f line 1")
+    # one answer, the last: nothing changes after it
+    assert len(template_of(drops).conversation(CHAT[:2], where="f line 1").spans) == 1
+
+
+def test_marks_without_the_end_of_the_turn_are_noticed() -> None:
+    marked = template_of(
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "<|im_end|>{% endfor %}"
+    )
+    assert marked.leaves_out_end(marked.conversation(CHAT, where="here"))
+    whole = template_of(
+        "{% for m in messages %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+        "<|im_end|>{% endfor %}"
+    )
+    assert not whole.leaves_out_end(whole.conversation(CHAT, where="here"))

@@ -1,0 +1,217 @@
+"""Chat templates: a conversation as the text that the model is to read, and which of it is its own.
+
+A template is a Jinja program that comes with a model. It is somebody else's code, so it runs in
+Jinja's sandbox, which lets it neither reach Python's inside nor change what it is given. What it
+may use is what `transformers` gives it, so that the same text results.
+
+What the assistant wrote is where the loss is due. A template may say so itself, by `{% generation
+%}` marks around it. Most do not; then it is told by prefixes. The text of the conversation up to an
+answer, ended by what asks for one, is what the model is given when it answers; so whatever the text
+with the answer has beyond that is what the model must write. This is right exactly where the one is
+the beginning of the other, and a template that writes earlier turns in another way once later ones
+follow (as some do that drop the reasoning of all answers but the last) is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from torchtitan.base.errors import DataError
+from torchtitan.data.text import any_of
+
+Message = Mapping[str, Any]
+
+# noncharacters of Unicode, which stand in no text
+BEGIN_MARK, END_MARK = "\ufdd0", "\ufdd1"
+
+
+class Rendered(NamedTuple):
+    """A conversation as text, and from where to where in it the assistant's parts reach."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class GenerationMarks(Extension):
+    """`{% generation %}` to `{% endgeneration %}`: a mark before and one behind what is inside."""
+
+    tags = {"generation"}  # noqa: RUF012, Jinja's way to say it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Take the tag and all up to its end."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [_written(BEGIN_MARK, line), *body, _written(END_MARK, line)]
+
+
+def _written(text: str, line: int) -> nodes.Node:
+    return nodes.Output([nodes.TemplateData(text)]).set_lineno(line)
+
+
+class LoudUndefined(Undefined):
+    """A name without a value: it may be asked for, as Jinja's own, but writing it is an error."""
+
+    def __str__(self) -> NoReturn:
+        self._fail_with_undefined_error()
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(value: object, ensure_ascii: bool = False, **options: Any) -> str:
+    # Jinja's own escapes HTML
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=LoudUndefined,
+        extensions=[GenerationMarks, loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    return environment
+
+
+class ChatTemplate:
+    """A template, found to be well-formed.
+
+    Args:
+        source: the Jinja text.
+        origin: where it was found, for messages.
+        variables: texts of the special tokens that have a role: bos_token, eos_token ...
+        special: the names of all special tokens.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        origin: str,
+        variables: Mapping[str, str],
+        special: Collection[str],
+    ) -> None:
+        environment = _environment()
+        try:
+            tree = environment.parse(source)
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise DataError(
+                f"the chat template {origin} must be valid Jinja, line {error.lineno} is not: "
+                f"{error.message}; mend it, or set training.chat_template to another"
+            ) from error
+        self.source, self.origin, self.variables = source, origin, dict(variables)
+        self._marked = any(data.data == BEGIN_MARK for data in tree.find_all(nodes.TemplateData))
+        self._special = re.compile(rf"\s*(?:{any_of(special)})")
+        self._ending = re.compile(rf"(?:{any_of(special)})(?=\s*\Z)")
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        where: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Return the text, as the model is to read it; raise DataError for what goes wrong."""
+        marked = self._run(messages, tools, where, add_generation_prompt)
+        return marked.replace(BEGIN_MARK, "").replace(END_MARK, "")
+
+    def _run(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        where: str,
+        add_generation_prompt: bool,
+    ) -> str:
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.variables,
+            )
+        # foreign code: whatever it raises is a fault of it, or of what it was given
+        except Exception as error:
+            raise DataError(
+                f"{where}: the chat template {self.origin} fails: {error}; "
+                f"mend the messages or the template"
+            ) from error
+
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        *,
+        where: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Rendered:
+        """Return the text and what of it is the assistant's; raise DataError if that is unclear.
+
+        Parts end with the special token that ends the turn. White space behind it, which some
+        templates write, is nothing that the model will be asked for.
+        """
+        if self._marked:
+            return _unmarked(self._run(messages, tools, where, False))
+        whole = self.render(messages, where=where, tools=tools)
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            given = self.render(messages[:i], where=where, tools=tools, add_generation_prompt=True)
+            answered = self.render(messages[: i + 1], where=where, tools=tools)
+            if not (answered.startswith(given) and whole.startswith(answered)):
+                raise DataError(
+                    f"{where}: it cannot be told where the answer of message {i + 1} begins and "
+                    f"ends in the text of the chat template {self.origin}, which writes earlier "
+                    f"messages in another way once later ones follow; put {{% generation %}} and "
+                    f"{{% endgeneration %}} around the assistant's part in the template"
+                )
+            ending = self._ending.search(answered, len(given))
+            spans.append((len(given), ending.end() if ending else len(answered)))
+        return Rendered(whole, spans)
+
+    def leaves_out_end(self, rendered: Rendered) -> bool:
+        """Tell whether an answer's special token at the end stands behind the template's mark."""
+        return any(
+            self._special.match(rendered.text, stop) and not self._ending.search(part)
+            for start, stop in rendered.spans
+            for part in [rendered.text[start:stop]]
+        )
+
+
+def _unmarked(text: str) -> Rendered:
+    parts: list[str] = []
+    spans: list[tuple[int, int]] = []
+    length = 0
+    for outside, inside in _pieces(text):
+        start = length + len(outside)
+        length = start + len(inside)
+        parts += [outside, inside]
+        if inside:
+            spans.append((start, length))
+    return Rendered("".join(parts), spans)
+
+
+def _pieces(text: str) -> Iterator[tuple[str, str]]:
+    """Yield what stands before a mark and what inside it, till the end."""
+    while text:
+        outside, _, text = text.partition(BEGIN_MARK)
+        inside, _, text = text.partition(END_MARK)
+        yield outside, inside.replace(BEGIN_MARK, "")

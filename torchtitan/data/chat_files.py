@@ -1,0 +1,103 @@
+"""Which chat template a job uses: the one it names, else the one that came with the tokenizer.
+
+Hugging Face keeps it beside `tokenizer.json`, in `chat_template.jinja` or, before there was that,
+in `tokenizer_config.json`, which also tells what templates call `bos_token` and `eos_token`. The
+built-in tokenizers have begin and end tokens alone, and a plain template made of these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan.base.errors import DataError
+from torchtitan.data.chat import ChatTemplate
+from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT, read_bytes
+from torchtitan.data.tokenizer import BUILT_IN, Tokenizer
+
+# the begin token divides role and words, so that no token is part of both
+PLAIN = (
+    "{% for message in messages %}"
+    "{{ message['role'] + bos_token + message['content'] + eos_token }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant' + bos_token }}{% endif %}"
+)
+ROLES_OF_TOKENS = tuple(
+    f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+
+
+def find_template(
+    setting: str | None, *, tokenizer: Tokenizer, tokenizer_path: str
+) -> ChatTemplate | None:
+    """Return the template of `training.chat_template`, else the tokenizer's own; None: it has none.
+
+    Raises DataError for a file that cannot be read, and for text that is no template.
+    """
+    built_in = tokenizer_path in ("byte", *BUILT_IN)
+    path = Path(tokenizer_path).expanduser()
+    folder = path if path.is_dir() else path.parent
+    config = {} if built_in else _config(folder / "tokenizer_config.json")
+    if setting is not None:
+        source, origin = _read(Path(setting).expanduser()), setting
+    elif built_in:
+        source, origin = PLAIN, "of the built-in tokenizers"
+    elif (file := folder / "chat_template.jinja").exists():
+        source, origin = _read(file), str(file)
+    elif (stored := _stored(config)) is not None:
+        source, origin = stored, str(folder / "tokenizer_config.json")
+    else:
+        return None
+    return ChatTemplate(
+        source,
+        origin=origin,
+        variables=_variables(config, tokenizer),
+        special=tokenizer.special_tokens,
+    )
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"cannot read the chat template {file}: {error.strerror}; "
+            f"training.chat_template must name a Jinja file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"the chat template {file} must be UTF-8: {error}") from error
+
+
+def _config(file: Path) -> Mapping[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        config = json.loads(read_bytes(file))
+    except ValueError as error:
+        raise DataError(f"{file} is no JSON: {error}") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _stored(config: Mapping[str, Any]) -> str | None:
+    stored = config.get("chat_template")
+    if isinstance(stored, list):
+        # several under names, as [{"name": "default", "template": ...}, ...]
+        named = {one.get("name"): one.get("template") for one in stored if isinstance(one, dict)}
+        stored = named.get("default")
+    return stored if isinstance(stored, str) else None
+
+
+def _variables(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
+    names = {i: name for name, i in tokenizer.special_tokens.items()}
+    variables = {"eos_token": names.get(tokenizer.eos_id, END_OF_TEXT)}
+    if BEGIN_OF_TEXT in tokenizer.special_tokens:
+        variables["bos_token"] = BEGIN_OF_TEXT
+    for role in ROLES_OF_TOKENS:
+        if role in config:
+            token = config[role]
+            # either the token itself or a description that holds it; null: there is none
+            token = token.get("content") if isinstance(token, dict) else token
+            variables[role] = token if isinstance(token, str) else ""
+    return variables

@@ -1,0 +1,193 @@
+"""Examples to learn from: a line of JSON each, checked; as tokens, and which of them to learn.
+
+A line is a conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`, or a text and how it
+goes on, `{"prompt": ..., "completion": ...}`. The loss is due where the model has to write: the
+assistant's words and the token that ends its turn; the completion and the end-of-document token.
+
+A conversation is tokenised as one text, as it is when the model is used, and a token is the
+assistant's if any character of it is. With templates that put a special token on both sides of an
+answer no token has characters of both. A prompt and its completion are tokenised apart: nothing
+divides them, and when the model is used it is given the tokens of the prompt alone.
+
+A special token in somebody's words would end a turn that is not over. What the messages say is
+therefore searched for such names, and they are errors; in prompts and completions, which no
+template writes, they are plain text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan.base.errors import DataError
+from torchtitan.data.chat import BEGIN_MARK, END_MARK, ChatTemplate, Message
+from torchtitan.data.source import JSON_LINES, check_characters, parse_line, read_lines
+from torchtitan.data.text import any_of
+from torchtitan.data.tokenizer import Tokenizer
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAPES = '{"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in turn, the tools that they speak of, and file and line for messages of ours."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None
+    where: str
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A text and how it goes on."""
+
+    prompt: str
+    completion: str
+    where: str
+
+
+Example = Conversation | Continuation
+
+
+def read_examples(file: Path) -> Iterator[Example]:
+    """Yield the examples of a JSON Lines file; raise DataError for what is none, with its place."""
+    kind = Path(file.stem).suffix if file.suffix in (".gz", ".zst") else file.suffix
+    if kind not in JSON_LINES:
+        raise DataError(
+            f"examples must be JSON Lines ({', '.join(sorted(JSON_LINES))}), got {file}; "
+            f'text is read with training.dataset = "files"'
+        )
+    for line, where in read_lines(file):
+        yield parse_example(parse_line(line, where=where), where=where)
+
+
+def parse_example(value: object, *, where: str) -> Example:
+    """Return the example that a line holds, or raise DataError. Other keys do not matter."""
+    keys = value.keys() if isinstance(value, dict) else set()
+    if not isinstance(value, dict) or ("messages" in keys) == bool({"prompt", "completion"} & keys):
+        got = f"keys {', '.join(map(repr, keys))}" if keys else "neither"
+        raise DataError(f"{where} must be {SHAPES}, got {got}")
+    for text in _strings(value):
+        check_characters(text, where=where)
+    if "messages" in keys:
+        tools = value.get("tools")
+        if tools is not None and not _are_objects(tools):
+            raise DataError(f"{where}: tools must be a list of objects, got {tools!r:.60}")
+        return Conversation(_messages(value["messages"], where=where), tools, where)
+    for key in ("prompt", "completion"):
+        if not isinstance(value.get(key), str):
+            got = repr(value[key])[:60] if key in keys else "none"
+            raise DataError(f"{where} must have a {key} that is text, got {got}")
+    return Continuation(value["prompt"], value["completion"], where)
+
+
+def _messages(messages: object, *, where: str) -> Sequence[Message]:
+    if not _are_objects(messages) or not messages:
+        raise DataError(f"{where}: messages must be a list of objects, got {messages!r:.60}")
+    assert isinstance(messages, list)
+    for number, message in enumerate(messages, start=1):
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            got = repr(role)[:60] if "role" in message else "none"
+            raise DataError(
+                f"{where}: the role of message {number} must be one of {', '.join(ROLES)}, "
+                f"got {got}"
+            )
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            got = repr(content)[:60] if "content" in message else "none"
+            raise DataError(
+                f"{where}: message {number} must have a content that is text, got {got}"
+            )
+    return messages
+
+
+def _are_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _strings(value: object) -> Iterator[str]:
+    """Yield all text in a value of JSON, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+
+
+class Encoder:
+    """Make examples rows of numbers: twice the id of a token, plus one where the loss is due.
+
+    One number a token, so that a token store holds both. `num_without_end` counts conversations
+    whose template has marks that leave the end of the turn out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        # the two marks are nobody's characters
+        forbidden = [*tokenizer.special_tokens, BEGIN_MARK, END_MARK]
+        self._forbidden = re.compile(any_of(forbidden))
+        self.num_without_end = 0
+
+    def encode(self, example: Example) -> npt.NDArray[np.int64] | None:
+        """Return an example's numbers, or None if there is nothing in it to be learnt."""
+        if isinstance(example, Conversation):
+            ids, due = self._conversation(example)
+        else:
+            ids, due = self._continuation(example)
+        # the first token is predicted from nothing
+        return 2 * ids + due if due[1:].any() else None
+
+    def _continuation(
+        self, example: Continuation
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        prompt = self._tokenizer.encode(example.prompt)
+        if not example.completion:
+            return np.array(prompt, np.int64), np.zeros(len(prompt), np.bool_)
+        ids = [*prompt, *self._tokenizer.encode(example.completion), self._tokenizer.eos_id]
+        return np.array(ids, np.int64), np.arange(len(ids)) >= len(prompt)
+
+    def _conversation(
+        self, example: Conversation
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        if self._template is None:
+            raise DataError(
+                f"{example.where} has messages, which need a chat template, but the tokenizer has "
+                f"none beside it (chat_template.jinja or tokenizer_config.json); "
+                f"set training.chat_template to a Jinja file"
+            )
+        for text in _strings([*example.messages, *(example.tools or ())]):
+            if found := self._forbidden.search(text):
+                raise DataError(
+                    f"{example.where}: no message may spell a special token, which would end a "
+                    f"turn or begin one, found {found[0]!r}; remove it, or write it in another way"
+                )
+        rendered = self._template.conversation(
+            example.messages, where=example.where, tools=example.tools
+        )
+        self.num_without_end += self._template.leaves_out_end(rendered)
+        encoded = self._tokenizer.encode_special(rendered.text)
+        return np.array(encoded.ids, np.int64), touched(encoded.ends, spans=rendered.spans)
+
+
+def touched(ends: Sequence[int], *, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+    """Tell which tokens have a character in one of the spans, given where each token ends.
+
+    A token begins where the one before it ends; several that are one character's have all of it.
+    """
+    stops = np.array(ends, np.int64)
+    starts = np.minimum(np.concatenate([[0], stops])[:-1], stops - 1)
+    due = np.zeros(len(stops), np.bool_)
+    for first, last in spans:
+        due |= (starts < last) & (stops > first)
+    return due

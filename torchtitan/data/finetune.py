@@ -1,0 +1,329 @@
+"""Samples for supervised fine-tuning: examples put into sequences, the loss only on the answers.
+
+Examples are tokenised once and planned once: which of them share a sample. Both lie in the cache as
+token stores, the second one with the numbers of examples in the place of tokens, mapped by all
+ranks and workers. As with text, `dataset[k]` is the k-th sample of the run whoever asks, so that
+one number is the position, and a run resumes on the next sample in any layout.
+
+A sample's tensors are made anew each time it is asked for, labels with them: there is no mask that
+could be kept, changed, and be wrong. An example of n tokens takes n - 1 places, since its last
+token is only a label; no label crosses from one example to the next. What is left is filled with
+the end token, which is harmless: its places have no labels, whatever token stands there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchtitan.base.errors import DataError
+from torchtitan.data.builtin import SyntheticExamples
+from torchtitan.data.chat import ChatTemplate
+from torchtitan.data.chat_files import find_template
+from torchtitan.data.dataset import IGNORED
+from torchtitan.data.examples import Encoder, Example, parse_example, read_examples
+from torchtitan.data.packing import pack
+from torchtitan.data.prepare import cached
+from torchtitan.data.sample_log import hash_tokens
+from torchtitan.data.sampler import Permutation
+from torchtitan.data.source import file_identity, find_files
+from torchtitan.data.store import StoreWriter, TokenStore
+from torchtitan.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torchtitan.config.schema import TrainingConfig
+
+logger = logging.getLogger(__name__)
+
+# part of the fingerprints: raise them when the same examples would become other numbers or samples
+FORMAT, ORDER = "examples 1", "1"
+WINDOW = 1 << 14
+
+
+class ExampleSource(Protocol):
+    """Examples that can be read again and again, always the same."""
+
+    @property
+    def name(self) -> str:
+        """Return what to call it in messages."""
+
+    def identity(self) -> list[str]:
+        """Return what changes when the examples may have changed."""
+
+    def examples(self) -> Iterator[Example]:
+        """Yield all examples in a fixed order."""
+
+
+class FileExamples:
+    """The examples of JSON Lines files, in the order given."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self.name = str(files[0]) if len(files) == 1 else f"{len(files)} files"
+
+    def identity(self) -> list[str]:
+        """Return path, size and times of each file."""
+        return [*map(file_identity, self._files)]
+
+    def examples(self) -> Iterator[Example]:
+        """Yield the examples of each file."""
+        for file in self._files:
+            yield from read_examples(file)
+
+
+class BuiltInExamples(SyntheticExamples):
+    """The generated ones."""
+
+    def examples(self) -> Iterator[Example]:
+        """Yield them as if they were lines of a file."""
+        for number, value in enumerate(self.values(), start=1):
+            yield parse_example(value, where=f"{self.name} {number}")
+
+
+class Rows:
+    """The documents of a token store by their number; sent to a worker as a file name."""
+
+    def __init__(self, store: TokenStore) -> None:
+        assert len(store.lengths) == store.num_documents, "none is so long that it was cut"
+        self._store = store
+        self._ends = np.cumsum(store.lengths, dtype=np.int64)
+
+    def __reduce__(self) -> tuple[type[Rows], tuple[TokenStore]]:
+        return Rows, (self._store,)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, i: int) -> npt.NDArray[Any]:
+        """Return the numbers of document i, as they are stored."""
+        return self._store.tokens[self._ends[i] - self._store.lengths[i] : self._ends[i]]
+
+
+class ExampleDataset:
+    """All samples of a run in training order; `dataset[k]` is `{"tokens", "labels"}`, int64 [S].
+
+    With `tells_documents` there are `document_lengths` too, int64: the places of each example of
+    the sample, one after another, and those of the padding, if any, as one more document.
+
+    Args:
+        examples: numbers of the `Encoder`, a row an example.
+        samples: the examples of each sample.
+        seed: with the data it decides the order.
+        pad_id: the token of places that are left.
+        num_epochs: how often each sample comes; None never ends.
+        fingerprint: what samples and their order are made of, by name.
+    """
+
+    def __init__(
+        self,
+        examples: Rows,
+        samples: Rows,
+        *,
+        seq_len: int,
+        seed: int,
+        pad_id: int,
+        num_epochs: int | None,
+        tells_documents: bool,
+        fingerprint: dict[str, str],
+    ) -> None:
+        self._examples, self._samples = examples, samples
+        self._seq_len, self._seed, self._pad_id = seq_len, seed, pad_id
+        self._tells_documents = tells_documents
+        self.num_samples = None if num_epochs is None else num_epochs * len(samples)
+        self.fingerprint = {**fingerprint, "seq_len": str(seq_len), "seed": str(seed)}
+
+    def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
+        epoch, index = divmod(k, len(self._samples))
+        order = Permutation(len(self._samples), seed=self._seed, epoch=epoch, source=0)
+        tokens = torch.full((self._seq_len,), self._pad_id)
+        labels = torch.full((self._seq_len,), IGNORED)
+        lengths: list[int] = []
+        begin = 0
+        for number in self._samples[order[index]]:
+            row = torch.from_numpy(self._examples[number][: self._seq_len + 1].astype(np.int64))
+            ids, due = row >> 1, (row & 1).bool()
+            end = begin + len(row) - 1
+            tokens[begin:end] = ids[:-1]
+            labels[begin:end] = torch.where(due[1:], ids[1:], IGNORED)
+            lengths.append(end - begin)
+            begin = end
+        if not self._tells_documents:
+            return {"tokens": tokens, "labels": labels}
+        if begin < self._seq_len:
+            lengths.append(self._seq_len - begin)
+        return {"tokens": tokens, "labels": labels, "document_lengths": torch.tensor(lengths)}
+
+    def sample_hash(self, k: int) -> str:
+        """Return 16 hexadecimal digits that tell sample k's tokens from others."""
+        return hash_tokens(self[k]["tokens"])
+
+
+def build_examples(
+    training: TrainingConfig, *, tokenizer: Tokenizer, tokenizer_path: str, seed: int
+) -> ExampleDataset:
+    """Return the samples that `[training]` describes; examples are tokenised unless that was done.
+
+    Raises DataError for examples or a template that are missing or wrong, and when none is usable.
+    """
+    template = find_template(
+        training.chat_template, tokenizer=tokenizer, tokenizer_path=tokenizer_path
+    )
+    source: ExampleSource = BuiltInExamples()
+    if training.dataset == "examples":
+        source = FileExamples([f for entry in training.dataset_path for f in find_files(entry)])
+    template_hash = _hash(template)
+    tokens, found = cached(
+        [FORMAT, tokenizer.fingerprint, template_hash, source.name, source.identity()],
+        what=source.name,
+        cache=training.dataset_cache,
+        vocab_size=2 * tokenizer.vocab_size,
+        write=lambda writer: _encode(source, Encoder(tokenizer, template), writer=writer),
+    )
+    content, examples = tokens.content_hash(), Rows(tokens)
+    plan = Plan(training.seq_len, seed, training.packing, training.long_examples)
+    groups, planned = cached(
+        [FORMAT, ORDER, content, *plan],
+        what=f"the samples of {source.name}",
+        cache=training.dataset_cache,
+        vocab_size=len(examples),
+        write=lambda writer: _plan(examples, plan, writer=writer),
+    )
+    _report(found, planned, plan=plan)
+    return ExampleDataset(
+        examples,
+        Rows(groups),
+        seq_len=training.seq_len,
+        seed=seed,
+        pad_id=tokenizer.eos_id,
+        num_epochs=training.num_epochs,
+        tells_documents=training.packing == "packed",
+        fingerprint={
+            "data": content,
+            "tokenizer": tokenizer.fingerprint,
+            "chat template": template_hash,
+            "packing": training.packing,
+            "long examples": training.long_examples,
+            "order": f"{ORDER} of examples",
+        },
+    )
+
+
+def _hash(template: ChatTemplate | None) -> str:
+    if template is None:
+        return "none"
+    parts = [template.source, sorted(template.variables.items())]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _encode(source: ExampleSource, encoder: Encoder, *, writer: StoreWriter) -> dict[str, Any]:
+    """Write the rows of all examples in which there is something to learn."""
+    num_skipped = 0
+    for example in source.examples():
+        row = encoder.encode(example)
+        if row is None:
+            num_skipped += 1
+        else:
+            writer.add(row, ends_document=True)
+    if not writer.num_documents:
+        raise DataError(
+            f"there must be an example with an answer to learn, {source.name} has {num_skipped} "
+            f"examples, and no assistant's message or completion in any; if there are such, see "
+            f"what the {{% generation %}} marks of the chat template hold"
+        )
+    return {
+        "source": source.name,
+        "num_examples": writer.num_documents + num_skipped,
+        "without_answer": num_skipped,
+        "without_end": encoder.num_without_end,
+    }
+
+
+class Plan(NamedTuple):
+    """What decides which examples share a sample."""
+
+    seq_len: int
+    seed: int
+    packing: Literal["packed", "padded"]
+    long_examples: Literal["truncate", "skip"]
+
+
+def _plan(examples: Rows, plan: Plan, *, writer: StoreWriter) -> dict[str, Any]:
+    """Write the numbers of the examples of each sample."""
+    # neighbours in a file are alike; this order is not that of the samples, source 0
+    order = Permutation(len(examples), seed=plan.seed, epoch=0, source=1)
+    counts: Counter[str] = Counter()
+    numbers: list[int] = []
+    lengths: list[int] = []
+    for number in (order[i] for i in range(len(examples))):
+        row = examples[number]
+        if len(row) > plan.seq_len + 1:
+            counts["too_long"] += 1
+            if plan.long_examples == "skip":
+                continue
+            row = row[: plan.seq_len + 1]
+        if not (num_due := int((row[1:] & 1).sum())):
+            counts["answer_cut_off"] += 1
+            continue
+        counts["num_labels"] += num_due
+        numbers.append(number)
+        lengths.append(len(row) - 1)
+    if not numbers:
+        raise DataError(
+            f"there must be an example with an answer within training.seq_len = {plan.seq_len} "
+            f"tokens, all of {len(examples)} are longer; raise training.seq_len"
+        )
+    groups: Iterable[list[int]] = ([place] for place in range(len(lengths)))
+    if plan.packing == "packed":
+        groups = pack(lengths, capacity=plan.seq_len, window=WINDOW)
+    for group in groups:
+        writer.add(np.array([numbers[place] for place in group]), ends_document=True)
+    return {
+        "num_used": len(numbers),
+        "num_places": sum(lengths),
+        "num_samples": writer.num_documents,
+        **counts,
+    }
+
+
+def _report(found: Mapping[str, Any], planned: Mapping[str, Any], *, plan: Plan) -> None:
+    """Say once what became of the examples."""
+    seq_len = plan.seq_len
+    capacity = planned["num_samples"] * seq_len
+    logger.info(
+        "%s: %d of %d examples in %d samples of %d tokens, %.1f %% padding, loss on %.1f %%",
+        found["source"],
+        planned["num_used"],
+        found["num_examples"],
+        planned["num_samples"],
+        seq_len,
+        100 - 100 * planned["num_places"] / capacity,
+        100 * planned["num_labels"] / capacity,
+    )
+    long, cut_off = planned.get("too_long", 0), planned.get("answer_cut_off", 0)
+    if long or cut_off or found["without_answer"]:
+        logger.warning(
+            "%s: %d examples are longer than training.seq_len = %d (long_examples: %s); left out "
+            "are %d without an answer, and %d without one in their first %d tokens",
+            found["source"],
+            long,
+            seq_len,
+            plan.long_examples,
+            found["without_answer"],
+            cut_off,
+            seq_len,
+        )
+    if found["without_end"]:
+        logger.warning(
+            "the chat template's {%% generation %%} marks leave out the token that ends the turn "
+            "in %d examples: the model will not learn to end; move {%% endgeneration %%} behind it",
+            found["without_end"],
+        )
