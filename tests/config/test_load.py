@@ -217,6 +217,7 @@ def random_config(seed: int) -> Config:
     }
     if paths and rng.random() < 0.5:
         values |= {("training", "dataset"): "examples", ("training", "dataset_weights"): ()}
+        values["training", "document_attention"] = "within"
     else:
         values |= {
             ("training", "chat_template"): None,

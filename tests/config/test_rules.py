@@ -65,6 +65,11 @@ EXAMPLES = '[training]\ndataset = "examples"\n'
             for line in ('chat_template = "x"', 'packing = "packed"', 'long_examples = "skip"')
         ),
         (
+            EXAMPLES + 'dataset_path = "x"\npacking = "packed"',
+            '[training] packing = "packed": needs document_attention = "within", which keeps the '
+            "examples of a sample apart",
+        ),
+        (
             FILES + 'dataset_path = ["a", "b"]\ndataset_weights = [1.0]',
             "[training] dataset_weights = [1.0]: must hold one weight for each dataset_path, "
             "got 1 for 2",

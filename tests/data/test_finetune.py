@@ -18,6 +18,7 @@ from tests.models.reference import TINY, random_decoder
 from torchtitan.base.errors import DataError
 from torchtitan.data.finetune import ExampleDataset, build_examples
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
+from torchtitan.models.documents import Documents
 
 EOS = 257
 SEQ_LEN = 24
@@ -50,7 +51,14 @@ def examples_of(
     if "dataset_path" not in settings:
         lines = values_of() if values is None else values
         settings["dataset_path"] = write_lines(tmp_path / "lines" / "a.jsonl", lines)
-    job = training(tmp_path / "cache", **{"dataset": "examples", "seq_len": SEQ_LEN, **settings})
+    packs = settings.get("packing") == "packed"
+    settings = {
+        "dataset": "examples",
+        "seq_len": SEQ_LEN,
+        "document_attention": "within" if packs else "across",
+        **settings,
+    }
+    job = training(tmp_path / "cache", **settings)
     return build_examples(job, tokenizer=ByteTokenizer(), tokenizer_path="byte", seed=seed)
 
 
@@ -147,14 +155,6 @@ def test_any_layout_reads_the_same_samples(tmp_path: Path) -> None:
     assert shares[0] + shares[1] == steps[2]
 
 
-def loss_of(model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    logits = model(tokens)
-    assert logits.dtype == torch.float64
-    return F.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
-    )
-
-
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 def test_the_loss_is_that_of_each_answer_alone(tmp_path: Path, packing: str) -> None:
     """Sum and all gradients, in float64: of prompts, padding and neighbours nothing comes in."""
@@ -170,22 +170,15 @@ def test_the_loss_is_that_of_each_answer_alone(tmp_path: Path, packing: str) -> 
     expected = torch.autograd.grad(alone, [*model.parameters()])
     assert dataset.num_samples is not None
     samples = [dataset[k] for k in range(dataset.num_samples)]
-    if packing == "padded":
-        stacked = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
-        loss = loss_of(model, stacked["tokens"], stacked["labels"])
-    else:
-        parts = [
-            part
-            for sample in samples
-            for part in zip(
-                *(
-                    sample[key][None].split(sample["document_lengths"].tolist(), dim=1)
-                    for key in ("tokens", "labels")
-                ),
-                strict=True,
-            )
-        ]
-        loss = torch.stack([loss_of(model, *part) for part in parts]).sum()
+    tokens, labels = (torch.stack([s[key] for s in samples]) for key in ("tokens", "labels"))
+    documents = positions = None
+    if packing == "packed":
+        lengths = torch.cat([sample["document_lengths"] for sample in samples])
+        documents = Documents.from_flat(lengths, seq_len=SEQ_LEN)
+        positions = documents.positions()
+    logits = model(tokens, positions, documents)
+    assert logits.dtype == torch.float64
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(loss, alone, rtol=1e-9, atol=1e-9)
     for got, want in zip(torch.autograd.grad(loss, [*model.parameters()]), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)

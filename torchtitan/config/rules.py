@@ -111,13 +111,18 @@ def _examples(config: Config) -> Iterator[Broken]:
         "packing": training.packing != "padded",
         "long_examples": training.long_examples != "truncate",
     }
-    for key, differs in given.items():
-        if differs and training.dataset not in ("examples", "synthetic_examples"):
+    if training.dataset not in ("examples", "synthetic_examples"):
+        for key in (key for key, differs in given.items() if differs):
             yield Broken(
                 (f"training.{key}", "training.dataset"),
                 'is read only with dataset = "examples" or "synthetic_examples", got '
                 f'"{training.dataset}"; change or remove',
             )
+    elif training.packing == "packed" and training.document_attention != "within":
+        yield Broken(
+            ("training.packing", "training.document_attention"),
+            'needs document_attention = "within", which keeps the examples of a sample apart',
+        )
 
 
 def _batch(config: Config) -> Iterator[Broken]:

@@ -205,7 +205,8 @@ def build_examples(
         seed=seed,
         pad_id=tokenizer.eos_id,
         num_epochs=training.num_epochs,
-        tells_documents=training.packing == "packed",
+        tells_documents=training.document_attention == "within"
+        or training.document_positions == "restart",
         fingerprint={
             "data": content,
             "tokenizer": tokenizer.fingerprint,
