@@ -80,5 +80,5 @@ def test_every_job_file_loads_without_old_names(
     assert not caplog.messages
     assert config.job.dump_folder == f"./outputs/{path.stem}"
     if path.stem.startswith("llama3_"):
-        assert config.model.flavor == path.stem.removeprefix("llama3_").upper()
+        assert config.model.flavor == path.stem.split("_")[1].upper()
         assert config.training.dataset == "files"
