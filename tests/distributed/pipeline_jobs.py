@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from torchtitan.models import llama3
+from torchtitan.optim import loss
 from torchtitan.parallel.batch import Batch
 from torchtitan.trainer import Run, Trainer
 
@@ -149,6 +151,32 @@ def assert_same_training(results: list[Trained], reference: Trained) -> None:
         # gradient shows in the weight, at most a step's length, and only in single elements
         wanted = reference.final[name]
         assert (value - wanted).norm() <= 1e-4 * wanted.norm(), name
+
+
+def count_head_gradients(job: list[str]) -> tuple[int, int, int]:
+    """Return how many gradients of the head's weight a step computes on this rank, the most of
+    earlier microbatches that are still held when there is a new one, and how many an evaluation
+    computes."""
+    run = jobs.start(job)
+    plain, made, most = loss._Head.__call__, list[weakref.ref[Any]](), 0
+
+    def counting(*args: Any) -> Any:
+        nonlocal most
+        result = plain(*args)
+        if result[2] is not None:
+            most = max(most, sum(ref() is not None for ref in made))
+            made.append(weakref.ref(result[2].untyped_storage()))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss._Head, "__call__", counting)
+        batches = next(run.loader)
+        shared = [run.shard.take(samples) for samples in batches]
+        run.execution.forward_backward(shared, divisor=torch.tensor(100))
+        in_step = len(made)
+        run.execution.evaluate(shared[0])
+    Trainer(run).close()
+    return in_step, most, len(made) - in_step
 
 
 def assert_same_course(results: list[Trained], reference: Trained) -> None:

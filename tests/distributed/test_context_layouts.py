@@ -47,7 +47,7 @@ REPLICATE = "--parallelism.data_parallel_replicate_degree=2"
 
 LAYOUTS = {
     "cp 2, allgather": (2, (CP2,)),
-    "cp 2, ring": (2, (CP2, RING)),
+    "cp 2, ring": (2, (CP2, RING, "--training.loss_chunks=3")),
     "cp 2, ulysses": (2, (CP2, ULYSSES)),
     "cp 4, ring": (4, (CP4, RING)),
     "cp 4, ulysses": (4, (CP4, ULYSSES)),

@@ -30,6 +30,7 @@ from torchtitan.parallel import apply
 
 LAYOUTS = {
     "fsdp 2": "fsdp2",
+    "fsdp 2, loss in chunks": "fsdp2 --training.loss_chunks=3",
     "fsdp 4, one microbatch": "fsdp4",
     "ddp 2": "ddp2",
     "hsdp 2x2": "hsdp2x2",
@@ -150,7 +151,7 @@ def train_tied(job: list[str]) -> jobs.Result:
         flavors["tiny"] = untied
 
 
-@pytest.mark.parametrize("layout", ["fsdp 2", "hsdp 2x2", "fsdp 2, offloaded"])
+@pytest.mark.parametrize("layout", ["fsdp 2, loss in chunks", "hsdp 2x2", "fsdp 2, offloaded"])
 def test_tied_embeddings_get_both_gradients_in_every_layout(
     layout: str, ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:

@@ -35,6 +35,7 @@ LISTS = [
     [*(f"layers.{i}" for i in range(3, 8)), "norm", "output"],
 ]
 BATCH8 = "--training.local_batch_size=8"
+CHUNKS = "--training.loss_chunks=3"
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     **{f"pp 2 {name}": (2, pipeline(name)) for name in SCHEDULES},
     **{f"pp 2 x fsdp 2 {name}": (4, pipeline(name)) for name in SCHEDULES},
@@ -56,6 +57,9 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
             pipeline_parallel_last_stage_less_layers=0,
         ),
     ),
+    # the gradients of the last stage's weights recomputed, and apart from those of its input
+    "GPipe, loss in chunks": (2, (*pipeline("GPipe"), CHUNKS)),
+    "InterleavedZeroBubble, loss in chunks": (4, (*pipeline("InterleavedZeroBubble"), CHUNKS)),
     "8 microbatches": (2, (*pipeline("ZBVZeroBubble"), BATCH8)),
     "2 microbatches": (2, pipeline("1F1B", pipeline_parallel_microbatch_size=2)),
     "4 microbatches of 2": (
@@ -122,7 +126,7 @@ def test_tied_embeddings_on_two_stages(
     cache: Path,
     references: dict[str, Trained],
 ) -> None:
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *pipeline(schedule)]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *pipeline(schedule), CHUNKS]
     results = ranks.run(pj.train_tied, job, evaluating=True, world=world)
     assert_same_training(results, references["tied"])
     [evaluated, *_] = [result.evaluated for result in results if result.owns_loss]
@@ -227,3 +231,16 @@ def test_a_planted_bug_is_seen(
     results = ranks.run(train_with, bug, job, world=world)
     with pytest.raises(AssertionError):
         assert_same_training(results, references["tied" if bug.startswith("tied") else "plain"])
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_no_gradient_of_the_head_waits_for_another(
+    schedule: str, ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    """Each is as large as the weight; of eight microbatches in flight they would be the most that
+    a rank holds."""
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *pipeline(schedule), BATCH8]
+    for computed, waiting, evaluated in ranks.run(pj.count_head_gradients, job, world=2):
+        assert computed in (0, 8)
+        assert waiting <= 1
+        assert not evaluated

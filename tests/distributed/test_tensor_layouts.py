@@ -42,6 +42,7 @@ TP2 = "--parallelism.tensor_parallel_degree=2"
 TP4 = "--parallelism.tensor_parallel_degree=4"
 COPIED_STREAM = "--parallelism.enable_sequence_parallel=false"
 WHOLE_LOGITS = "--parallelism.disable_loss_parallel=true"
+CHUNKS = "--training.loss_chunks=3"
 BATCH_12 = ("--training.local_batch_size=1", "--training.global_batch_size=12")
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -115,7 +116,7 @@ def test_tied_embeddings_and_no_clipping(
     on_one_device: Callable[..., jobs.Result],
 ) -> None:
     world, overrides = LAYOUTS[layout]
-    job = [*jobs.write_job(tmp_path, cache=cache), STEPS, *overrides, *logits, UNCLIPPED]
+    job = [*jobs.write_job(tmp_path, cache=cache), STEPS, *overrides, *logits, UNCLIPPED, CHUNKS]
     result = ranks.run(resized, jobs.train, TIED, job, world=world)[0]
     assert "output.weight" not in result.final
     assert_same(result, on_one_device(TIED, UNCLIPPED))
@@ -194,7 +195,11 @@ def the_largest_logit_is_not_shared() -> Bug:
 
 def each_rank_counts_the_loss() -> Bug:
     correct = loss.build_loss
-    return run, "build_loss", lambda group: lambda *args: correct(group)(*args) * 2
+
+    def build_loss(*args: Any, **settings: Any) -> Callable[..., Tensor]:
+        return lambda *inputs: correct(*args, **settings)(*inputs) * 2
+
+    return run, "build_loss", build_loss
 
 
 def copies_count_as_often_as_they_are_held() -> Bug:

@@ -1,8 +1,10 @@
-"""The loss against a float64 loop over tokens, and in parts against torch's own in float64."""
+"""The loss against float64: itself and both gradients, in chunks, on one rank and on several."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,81 +13,117 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.distributed.rank_pool import RankPool
-from torchtitan.optim.loss import (
-    IGNORE_INDEX,
-    count_valid,
-    cross_entropy_sum,
-    split_cross_entropy_sum,
-)
+from tests.parallel.test_context_attention import Watch
+from torchtitan.optim import loss as module
+from torchtitan.optim.loss import FEWEST_TOKENS, IGNORE_INDEX, build_loss, chunk_size, count_valid
+
+B, S, C, V = 2, 6, 5, 24
+WEIGHT = 0.3
+"""What the step loop multiplies the loss by; no power of two, so that it rounds."""
+LABELS = ("some due", "none due", "none of a chunk due", "at the edges of parts")
+Found = tuple[float, Tensor, Tensor]
+"""The loss, and the gradients of input and weight."""
 
 
-def test_sum_over_valid_tokens_equals_a_float64_loop() -> None:
-    torch.manual_seed(1)
-    logits, labels = torch.randn(3, 5, 11) * 4, torch.randint(11, (3, 5))
-    labels[0, 2:] = IGNORE_INDEX
-    expected = 0.0
-    for b in range(3):
-        for s in range(5):
-            if labels[b, s] != IGNORE_INDEX:
-                row = logits[b, s].double()
-                expected -= row[labels[b, s]].item() - math.log(row.exp().sum().item())
-    assert math.isclose(cross_entropy_sum(logits, labels).item(), expected, rel_tol=1e-6)
-    assert count_valid(labels).item() == 12
-
-
-def test_a_batch_without_valid_labels_gives_zero_loss_and_zero_gradient() -> None:
-    logits = torch.randn(1, 4, 7, requires_grad=True)
-    labels = torch.full((1, 4), IGNORE_INDEX)
-    loss = cross_entropy_sum(logits, labels)
-    loss.backward()
-    assert loss.item() == 0.0
-    assert logits.grad is not None
-    assert torch.equal(logits.grad, torch.zeros_like(logits))
-
-
-def test_bfloat16_logits_are_summed_in_float32() -> None:
-    logits = torch.randn(1, 512, 16).bfloat16()
-    labels = torch.randint(16, (1, 512))
-    loss = cross_entropy_sum(logits, labels)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, cross_entropy_sum(logits.float(), labels), rtol=1e-6, atol=0)
-
-
-def test_labels_are_read_only() -> None:
-    labels = torch.tensor([[1, IGNORE_INDEX, 2]])
-    before = labels.clone()
-    cross_entropy_sum(torch.randn(1, 3, 4), labels)
-    count_valid(labels)
-    assert torch.equal(labels, before)
-
-
-B, S, V = 2, 6, 24
-WEIGHT = 0.125
-"""What the step loop multiplies the loss by."""
-
-
-def labels_of(case: str) -> Tensor:
-    labels = torch.randint(V, (B, S), generator=torch.Generator().manual_seed(2))
+def inputs(case: str = "some due", *, shape: Sequence[int] = (B, S, C, V)) -> list[Tensor]:
+    """Return the head's input, its weight and labels."""
+    batch, seq_len, width, vocab = shape
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(batch, seq_len, width, generator=generator) * 2
+    weight = torch.randn(vocab, width, generator=generator)
+    labels = torch.randint(vocab, (batch, seq_len), generator=generator)
     if case == "none due":
-        return torch.full((B, S), IGNORE_INDEX)
-    if case == "at the edges of parts":
-        return torch.tensor([0, 5, 6, 11, 12, V - 1]).repeat(B, 1)
-    labels[0, 2:5] = IGNORE_INDEX
-    return labels
+        labels[:] = IGNORE_INDEX
+    elif case == "none of a chunk due":
+        labels[0] = IGNORE_INDEX
+    elif case == "at the edges of parts":
+        labels = torch.tensor([0, 5, 6, 11, 12, vocab - 1]).repeat(batch, 1)
+    elif case == "huge":
+        # exponentials overflow float32; whole numbers, so that the logits are exact
+        x, weight = x.round(), (weight * 4).round() * 100
+    else:
+        labels[0, 2:5] = IGNORE_INDEX
+    return [x, weight, labels]
 
 
-def logits_of(case: str) -> Tensor:
-    logits = torch.randn(B, S, V, generator=torch.Generator().manual_seed(1)) * 4
-    if case == "huge":
-        # exponentials overflow float32, in a part by itself, and only one part has the largest
-        logits = logits * 100 + torch.linspace(-1e4, 1e4, V)
-    return logits
+def exact(x: Tensor, weight: Tensor, labels: Tensor) -> Found:
+    """Return the same by plain PyTorch, in float64."""
+    x, weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
+    return plain(x, weight, labels)
 
 
-def part_of_loss(
-    logits: Tensor, labels: Tensor, *, group_size: int | None = None
-) -> tuple[float, Tensor]:
-    """Return the loss and this rank's part of the gradient from its part of the logits."""
+def plain(x: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype = torch.float64) -> Found:
+    x, weight = (tensor.detach().requires_grad_() for tensor in (x, weight))
+    logits = F.linear(x, weight).flatten(0, 1).to(dtype)
+    summed = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+    (summed * WEIGHT).backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    return summed.item(), x.grad, weight.grad
+
+
+def computed(
+    tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None, **settings: Any
+) -> Found:
+    """Return the loss of ours and its gradients."""
+    x, weight, labels = (tensor.clone() for tensor in tensors)
+    x.requires_grad_()
+    weight.requires_grad_()
+    summed = build_loss(group, **settings)(x, weight, labels)
+    (summed * WEIGHT).backward()
+    assert summed.dtype == torch.float32
+    assert torch.equal(labels, tensors[2]), "labels are read only"
+    for tensor in (x, weight):
+        assert tensor.grad is not None
+        assert tensor.grad.dtype == tensor.dtype
+    return summed.item(), x.grad, weight.grad  # type: ignore[return-value]
+
+
+def assert_right(found: Found, expected: Found) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-6, abs=0)
+    for ours, theirs in zip(found[1:], expected[1:], strict=True):
+        assert ours.shape == theirs.shape
+        error = (ours.double() - theirs).norm()
+        assert error <= 1e-6 * theirs.norm(), error / theirs.norm()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("num_chunks", [0, 1, 2, 5, B * S, 99])
+@pytest.mark.parametrize("case", [*LABELS, "huge"])
+def test_loss_and_gradients_equal_float64(case: str, num_chunks: int, recompute: bool) -> None:
+    tensors = inputs(case)
+    assert_right(computed(tensors, num_chunks=num_chunks, recompute=recompute), exact(*tensors))
+    assert count_valid(tensors[2]).item() == sum(tensors[2].flatten() != IGNORE_INDEX)
+
+
+def test_without_valid_labels_loss_and_gradients_are_zero() -> None:
+    for found in (computed(inputs("none due"), num_chunks=n) for n in (1, 5)):
+        assert found[0] == 0
+        assert not found[1].any()
+        assert not found[2].any()
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3, 128])
+def test_bfloat16_is_as_exact_as_of_whole_logits(num_chunks: int) -> None:
+    """Sums in bfloat16 would show in the gradient of the weight of many chunks."""
+    *ends, labels = inputs(shape=(1, 512, 64, 96))
+    tensors = [*(end.bfloat16() / 2 for end in ends), labels]
+    expected = exact(*tensors)
+    errors = []
+    found = computed(tensors, num_chunks=num_chunks)
+    for result in (found, plain(*tensors, dtype=torch.float32)):
+        assert result[0] == pytest.approx(expected[0], rel=1e-4)
+        pairs = zip(result[1:], expected[1:], strict=True)
+        errors.append([((ours.double() - e).norm() / e.norm()).item() for ours, e in pairs])
+    for ours, theirs in zip(*errors, strict=True):
+        assert ours <= 1.05 * theirs, errors
+
+
+# --- the vocabulary over several ranks
+
+
+def on_ranks(tensors: Sequence[Tensor], *, group_size: int | None = None, **settings: Any) -> Found:
+    """Return the loss, and the gradients of this rank's part of the weight, on each rank."""
     group = dist.group.WORLD
     if group_size is not None:  # the parts of the first ranks and of the last ones, as with dp 2
         parts = dist.get_world_size() // group_size
@@ -93,100 +131,225 @@ def part_of_loss(
             dist.new_group(list(range(i * group_size, (i + 1) * group_size))) for i in range(parts)
         ]
         group = groups[dist.get_rank() // group_size]
-    local = logits.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)]
-    local = local.clone().requires_grad_()
-    before = labels.clone()
-    loss = (
-        cross_entropy_sum(local, labels)
-        if group is None
-        else split_cross_entropy_sum(local, labels, group=group)
-    )
-    (loss * WEIGHT).backward()
-    assert torch.equal(labels, before)
-    assert loss.dtype == torch.float32
-    assert local.grad is not None
-    assert local.grad.dtype == logits.dtype
-    return loss.item(), local.grad
+    x, weight, labels = tensors
+    part = weight.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+    return computed([x, part, labels], group=group, **settings)
 
 
-def exact(logits: Tensor, labels: Tensor) -> tuple[float, Tensor]:
-    logits = logits.double().requires_grad_()
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    (loss * WEIGHT).backward()
-    assert logits.grad is not None
-    return loss.item(), logits.grad
+def together(answers: Sequence[Found]) -> Found:
+    """Sum the ranks' shares in the input's gradient, join the parts of the weight's."""
+    values = {value for value, *_ in answers}
+    assert len(values) == 1
+    dx = torch.stack([dx.double() for _, dx, _ in answers]).sum(0)
+    return values.pop(), dx, torch.cat([dweight for *_, dweight in answers])
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize(
-    ("logits_case", "labels_case"),
-    [
-        ("ordinary", "some due"),
-        ("ordinary", "none due"),
-        ("ordinary", "at the edges of parts"),
-        ("huge", "some due"),
-        ("huge", "at the edges of parts"),
-    ],
-)
-def test_parts_of_the_vocabulary_give_the_whole_loss(
-    logits_case: str, labels_case: str, world: int, ranks: RankPool
-) -> None:
-    logits, labels = logits_of(logits_case), labels_of(labels_case)
-    loss, grad = exact(logits, labels)
-    answers = ranks.run(part_of_loss, logits, labels, world=world)
-    for value, _ in answers:
-        assert value == pytest.approx(loss, rel=1e-6, abs=0)
-    together = torch.cat([part for _, part in answers], -1).double()
-    torch.testing.assert_close(together, grad, rtol=0, atol=2e-7)
+@pytest.mark.parametrize("case", [*LABELS, "huge"])
+def test_parts_of_the_vocabulary_give_the_whole(case: str, world: int, ranks: RankPool) -> None:
+    tensors = inputs(case)
+    expected = exact(*tensors)
+    for settings in ({"num_chunks": 1}, {"num_chunks": 5}, {"num_chunks": 3, "recompute": True}):
+        answers = ranks.run(on_ranks, tensors, **settings, world=world)
+        assert_right(together(answers), expected)
 
 
 def test_groups_of_ranks_have_losses_of_their_own(ranks: RankPool) -> None:
-    logits, labels = logits_of("ordinary"), labels_of("some due")
-    loss, grad = exact(logits, labels)
-    answers = ranks.run(part_of_loss, logits, labels, group_size=2, world=4)
-    for value, _ in answers:
-        assert value == pytest.approx(loss, rel=1e-6)
+    tensors = inputs()
+    answers = ranks.run(on_ranks, tensors, group_size=2, num_chunks=5, world=4)
     for pair in (answers[:2], answers[2:]):
-        together = torch.cat([part for _, part in pair], -1).double()
-        torch.testing.assert_close(together, grad, rtol=0, atol=2e-7)
-
-
-def test_parts_in_bfloat16_are_summed_in_float32(ranks: RankPool) -> None:
-    logits, labels = logits_of("ordinary").bfloat16(), labels_of("some due")
-    loss, grad = exact(logits, labels)
-    answers = ranks.run(part_of_loss, logits, labels, world=2)
-    assert answers[0][0] == pytest.approx(loss, rel=1e-6)
-    together = torch.cat([part for _, part in answers], -1).double()
-    torch.testing.assert_close(together, grad, rtol=2**-8, atol=1e-7)
+        assert_right(together(pair), exact(*tensors))
 
 
 @pytest.mark.parametrize("label", [V, -1])
 def test_a_label_outside_the_vocabulary_is_no_silent_loss(label: int, ranks: RankPool) -> None:
-    labels = labels_of("some due")
+    x, weight, labels = inputs()
     labels[1, 3] = label
-    for value, _ in ranks.run(part_of_loss, logits_of("ordinary"), labels, world=2):
+    answers = [computed([x, weight, labels], num_chunks=3)]
+    answers += ranks.run(on_ranks, [x, weight, labels], num_chunks=3, world=2)
+    for value, *_ in answers:
         assert math.isnan(value)
 
 
-def test_of_the_forward_pass_the_logits_alone_are_kept(ranks: RankPool) -> None:
-    """No float32 copy of bfloat16 logits, and nothing of the other ranks' parts."""
-    for kept in ranks.run(kept_for_backward, world=2):
-        assert kept < 2 * B * S * MANY + 64 * B * S
+# --- what is computed, and what is kept
 
 
-MANY = 1000
+class Products(Watch):
+    """Counts matrix products too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def kept_for_backward() -> int:
-    """Return the bytes that autograd keeps, the logits included."""
-    local = torch.randn(B, S, MANY).bfloat16().requires_grad_()
+LARGE = (1, 300, 8, 200)
+"""Logits of which even a chunk is larger than input and weight."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("recompute", "products"), [(False, (30, 0)), (True, (10, 40))])
+def test_three_products_a_chunk_and_no_tensor_larger_than_its_logits(
+    recompute: bool, products: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Recomputed, five: gradients of input and weight each from logits of their own."""
+    x, weight, labels = inputs(shape=LARGE)
+    x, weight = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+    with Products() as forward:
+        summed = build_loss(None, num_chunks=10, recompute=recompute)(x, weight, labels)
+    with Products() as backward:
+        (summed * WEIGHT).backward()
+    assert (forward.products, backward.products) == products
+    assert max(forward.largest, backward.largest) == 300 * 200 // 10
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_that_nobody_wants_are_not_computed(recompute: bool) -> None:
+    x, weight, labels = inputs()
+    for wants_x, wants_weight, products in (
+        (False, False, 3),
+        (True, False, 9 if recompute else 6),
+        (False, True, 9 if recompute else 6),
+    ):
+        x.requires_grad_(wants_x)
+        weight.requires_grad_(wants_weight)
+        with Products() as watch:
+            summed = build_loss(None, num_chunks=3, recompute=recompute)(x, weight, labels)
+            if summed.requires_grad:
+                summed.backward()
+        assert watch.products == products
+        assert (x.grad is not None, weight.grad is not None) == (wants_x, wants_weight)
+        x.grad = weight.grad = None
+    x.requires_grad_()
+    weight.requires_grad_()
+    with torch.no_grad(), Products() as watch:
+        evaluated = build_loss(None, num_chunks=3, recompute=recompute)(x, weight, labels)
+    assert watch.products == 3
+    assert not evaluated.requires_grad
+    assert evaluated.item() == pytest.approx(exact(x, weight, labels)[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_kept_for_backward_is_as_much_as_input_and_weight(recompute: bool) -> None:
+    x, weight, labels = inputs(shape=LARGE)
     storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
+    x.requires_grad_()
+    weight.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        split_cross_entropy_sum(local, labels_of("some due"), group=dist.group.WORLD)
-    return sum(storages.values())
+        build_loss(None, num_chunks=10, recompute=recompute)(x, weight, labels)
+    labels_too = labels.nbytes if recompute else 0
+    assert sum(storages.values()) == x.nbytes + weight.nbytes + labels_too
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_of_input_and_weight_may_be_asked_for_apart(recompute: bool) -> None:
+    """As by schedules that halve the backward; a second time is refused, not silently wrong."""
+    tensors = inputs()
+    x, weight = (tensor.requires_grad_() for tensor in tensors[:2])
+    summed = build_loss(None, num_chunks=3, recompute=recompute)(*tensors)
+    scaled = summed * WEIGHT
+    [dx] = torch.autograd.grad(scaled, x, retain_graph=True)
+    [dweight] = torch.autograd.grad(scaled, weight, retain_graph=True)
+    assert_right((summed.item(), dx, dweight), exact(*tensors))
+    if not recompute:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(scaled, weight)
+
+
+# --- the size of a chunk
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "vocab_size", "width", "size"),
+    [
+        (8192, 128256, 512, 512),  # a 16th
+        (8192, 128256, 4096, 512),
+        (65536, 128256, 8192, 4096),
+        (131072, 128256, 4096, 4096),  # as large as the weight
+        (131072, 128256, 64, FEWEST_TOKENS),
+        (1024, 128256, 4096, FEWEST_TOKENS),
+        (300, 128256, 4096, 300),
+        (8192, 2048, 256, 8192),  # few logits
+        (16384, 2048, 256, FEWEST_TOKENS),
+    ],
+)
+def test_size_of_a_chunk(num_tokens: int, vocab_size: int, width: int, size: int) -> None:
+    assert chunk_size(num_tokens, vocab_size, width=width) == size
+    assert chunk_size(num_tokens, vocab_size, width=width, num_chunks=1) == num_tokens
+
+
+# --- planted bugs
+
+
+def a_chunk_is_skipped(patch: pytest.MonkeyPatch) -> None:
+    plain_add = module._add_product
+    calls: list[int] = []
+
+    def skipping(*args: Tensor) -> None:
+        calls.append(1)
+        if len(calls) != 2:
+            plain_add(*args)
+
+    patch.setattr(module, "_add_product", skipping)
+
+
+def chunks_do_not_add_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        module, "_add_product", lambda total, left, right: total.copy_(left.float() @ right.float())
+    )
+
+
+def what_comes_in_counts_twice(patch: pytest.MonkeyPatch) -> None:
+    correct: Callable[..., Any] = module._Held.backward
+
+    def twice(ctx: Any, grad: Tensor) -> Any:
+        return correct(ctx, grad * grad)
+
+    patch.setattr(module._Held, "backward", staticmethod(twice))
+
+
+def ignored_labels_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module, "IGNORE_INDEX", -101)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [a_chunk_is_skipped, chunks_do_not_add_up, what_comes_in_counts_twice, ignored_labels_count],
+)
+def test_a_planted_bug_is_seen(bug: Callable[[pytest.MonkeyPatch], None]) -> None:
+    tensors = inputs()
+    with pytest.MonkeyPatch.context() as patch:
+        bug(patch)
+        found = computed(tensors, num_chunks=3)
+    with pytest.raises(AssertionError):
+        assert_right(found, exact(*tensors))
+
+
+def without_reductions(tensors: Sequence[Tensor], *, kept: str) -> Found:
+    """Compute while only one kind of reduction takes place."""
+    correct = dist.all_reduce
+
+    def all_reduce(value: Tensor, op: Any = dist.ReduceOp.SUM, **settings: Any) -> None:
+        if str(op) == str(getattr(dist.ReduceOp, kept)):
+            correct(value, op, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", all_reduce)
+        return on_ranks(tensors, num_chunks=3)
+
+
+@pytest.mark.parametrize("kept", ["MAX", "SUM"])
+def test_a_missing_reduction_is_seen(kept: str, ranks: RankPool) -> None:
+    tensors = inputs()
+    answers = ranks.run(without_reductions, tensors, kept=kept, world=2)
+    expected = exact(*tensors)
+    for value, *_ in answers:
+        assert value != pytest.approx(expected[0], rel=1e-3)

@@ -59,6 +59,29 @@ def test_stages_lie_where_the_schedule_wants_them(schedule: str, ranks: tuple[in
     assert layout.stages_of(0) == [stage for stage, rank in enumerate(ranks) if rank == 0]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "in_flight"),
+    [
+        ("GPipe", 8),
+        ("1F1B", 1),
+        ("Interleaved1F1B", 1),
+        ("LoopedBFS", 8),
+        ("InterleavedZeroBubble", 2),
+        ("ZBVZeroBubble", 1),
+        ("DualPipeV", 1),
+    ],
+)
+def test_losses_that_wait_for_their_backward(schedule: str, in_flight: int) -> None:
+    assert plan(8, schedule=schedule).losses_in_flight == in_flight
+
+
+def test_a_schedule_file_decides_how_many_losses_wait(tmp_path: Path) -> None:
+    """Their weights' gradients may come much later than those of their inputs."""
+    path = tmp_path / "own.csv"
+    path.write_text("0F0,0F1,,0F2,,0B0,0B1,0B2\n,1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2\n")
+    assert plan(3, schedule_csv=str(path)).losses_in_flight == 2
+
+
 def test_the_log_says_where_each_stage_lies(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         plan()

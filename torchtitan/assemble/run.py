@@ -161,6 +161,7 @@ def build_parts(
 ) -> tuple[ModelParts, Execution]:
     """Build this rank's parts of the model, and what runs batches through all of them."""
     splits_logits = mesh.dims.tp > 1 and not config.parallelism.disable_loss_parallel
+    in_flight = 1 if layout.pipeline is None else layout.pipeline.losses_in_flight
     return build_model_and_execution(
         layout.spec,
         architecture=layout.architecture,
@@ -172,7 +173,12 @@ def build_parts(
         compiler=config.compile,
         device=device,
         seed=config.debug.seed,
-        loss=build_loss(mesh.params.get_group("tp") if splits_logits else None),
+        loss=build_loss(
+            mesh.params.get_group("tp") if splits_logits else None,
+            num_chunks=config.training.loss_chunks,
+            # what waits for its backward would wait with a gradient as large as the weight
+            recompute=in_flight > 1,
+        ),
     )
 
 

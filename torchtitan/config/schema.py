@@ -200,6 +200,9 @@ class TrainingConfig:
     """Type in which gradients are summed across ranks."""
     enable_cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory; layers visit the GPU."""
+    loss_chunks: NonNegativeInt = 0
+    """Chunks of tokens whose logits exist one after the other; 1: all at once. 0: as many as the
+    sizes call for."""
     gc_freq: PositiveInt = 50
     """Collect Python garbage every this many steps, on all ranks at once, and never in between."""
 

@@ -34,6 +34,7 @@ IGNORED: Mapping[Path, str] = {
     ("training", "steps"): "how far along the same curve; it counts through total_steps",
     ("training", "num_epochs"): "when the same order of samples ends",
     ("training", "enable_cpu_offload"): "where the same numbers are kept",
+    ("training", "loss_chunks"): _ROUNDING,
     ("training", "gc_freq"): "when memory is tidied up",
     ("optimizer", "implementation"): _ROUNDING,
     ("debug", "deterministic"): _ROUNDING,

@@ -4,7 +4,8 @@ The architecture is `Decoder`; a family of models is this one file: sizes, the r
 under tensor parallelism and the names in Hugging Face's files as data, initial weights as a pure
 function from a parameter's name. `debugmodel` is torchtitan's. `tiny` has an odd vocabulary and
 sizes that few degrees divide, for tests of uneven shards; `tiny8` has eight layers and sizes that 4
-divides, for tests of tensor and pipeline parallelism.
+divides, for tests of tensor and pipeline parallelism. `narrow` has two heads alone, so that a CPU
+can attend over 128k tokens.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ FLAVORS = {
     ),
     "tiny8": DecoderConfig(
         dim=32, num_layers=8, num_heads=8, num_kv_heads=4, hidden_dim=96, vocab_size=264
+    ),
+    "narrow": DecoderConfig(
+        dim=64, num_layers=2, num_heads=2, num_kv_heads=1, hidden_dim=192, vocab_size=2048
     ),
     "debugmodel": DecoderConfig(
         dim=256, num_layers=6, num_heads=16, num_kv_heads=16, hidden_dim=768, vocab_size=2048

@@ -5,100 +5,201 @@ division by the valid tokens of the whole global batch is the step loop's, so th
 not depend on how the batch is cut into microbatches, accumulation steps or ranks. (A mean taken
 per microbatch weighs a token by the emptiness of its batch.)
 
+The logits are the largest tensor of all, V numbers a token where the stream has C, and nobody wants
+them: what is wanted are the loss and its gradients, which add up token by token. So the head's
+product, the softmax and both gradients are computed for some tokens at a time, in one buffer, and
+the N x V logits never exist. The gradients come in the forward pass, while the logits are there:
+the product is computed three times, as by plain autograd, and backward has but to multiply by the
+gradient that comes in. (Recomputing the logits in backward would be a fourth product, and a fifth
+where a pipeline computes gradients of inputs and weights apart. It pays where many microbatches
+wait for their backward, for each would hold a gradient as large as the weight.)
+
 Under tensor parallelism each rank has the logits of its own part of the vocabulary. A softmax needs
 of the others but three numbers a token: the largest logit, the sum of exponentials and the label's
 logit. So the parts are never gathered, which would cost V instead.
 
-Shapes: B samples, S tokens, N = B S, C width, V vocabulary or this rank's part of it.
+Shapes: B samples, S tokens, N = B S, M tokens of a chunk, C width, V vocabulary or this rank's part
+of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE_INDEX = -100
 
+FEW_LOGITS = 2**24
+"""So many exist all at once: 64 MiB."""
+FEWEST_TOKENS = 512
+"""A chunk has no fewer, for a product of fewer rows spends its time on reading the weight."""
+PRODUCT = 2**22
+"""Elements of a gradient that are added at once where the addition is not part of the product."""
 
-def build_loss(group: dist.ProcessGroup | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+
+def build_loss(
+    group: dist.ProcessGroup | None, *, num_chunks: int = 0, recompute: bool = False
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return what makes the head's input (B, S, C), its weight (V, C) and labels a summed loss.
 
     `group` are the ranks that each have an equal part of the vocabulary, in their order; None: this
-    rank has all of it.
+    rank has all of it. The tokens are taken in `num_chunks` chunks, 0: as `chunk_size` finds right.
+    Gradients are computed in the forward pass and held until backward, or, with `recompute`, in
+    backward from the input and the weight. A label outside the vocabulary makes the loss NaN.
     """
 
     def loss(x_BSC: Tensor, weight_VC: Tensor, labels_BS: Tensor) -> Tensor:
-        logits_BSV = F.linear(x_BSC, weight_VC)
-        if group is None:
-            return cross_entropy_sum(logits_BSV, labels_BS)
-        return split_cross_entropy_sum(logits_BSV, labels_BS, group=group)
+        x_NC, labels_N = x_BSC.flatten(0, 1), labels_BS.flatten()
+        size = chunk_size(len(x_NC), len(weight_VC), width=x_NC.shape[1], num_chunks=num_chunks)
+        head = _Head(group, size)
+        if recompute:
+            summed, *_ = head(x_NC, weight_VC, labels_N, (False, False))
+            # two nodes: a pipeline may ask for one gradient now and for the other one later
+            summed = summed + _Recomputed.apply(x_NC, weight_VC.detach(), labels_N, head)
+            return summed + _Recomputed.apply(x_NC.detach(), weight_VC, labels_N, head)
+        ends = (x_NC, weight_VC)
+        is_wanted = [torch.is_grad_enabled() and end.requires_grad for end in ends]
+        summed, *gradients = head(x_NC, weight_VC, labels_N, is_wanted)
+        for end, gradient in zip(ends, gradients, strict=True):
+            if gradient is not None:
+                summed = summed + _Held.apply(end, gradient)
+        return summed
 
     return loss
 
 
-def cross_entropy_sum(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Return the summed cross-entropy in nats, in float32, of the labels that are valid."""
-    return F.cross_entropy(
-        logits_BSV.flatten(0, 1).float(),
-        labels_BS.flatten(0, 1),
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
-    )
+def chunk_size(num_tokens: int, vocab_size: int, *, width: int, num_chunks: int = 0) -> int:
+    """Return how many tokens have their logits at once; `vocab_size` is that of this rank's part.
 
-
-def split_cross_entropy_sum(
-    logits_BSV: Tensor, labels_BS: Tensor, *, group: dist.ProcessGroup
-) -> Tensor:
-    """Return the same from this rank's part of the vocabulary; all ranks of `group` have the sum.
-
-    The gradient of the logits is that of this rank's part. A label outside the vocabulary makes the
-    loss NaN.
+    With `num_chunks` that is given. Else a 16th of the tokens, but no more than `width`, which
+    makes a chunk's logits as large as the weight, and no fewer than make an efficient product. Few
+    logits are not worth a second chunk.
     """
-    loss_N = _SplitCrossEntropy.apply(logits_BSV.flatten(0, 1), labels_BS.flatten(0, 1), group)
-    return loss_N.sum()
+    if num_chunks:
+        return ceil(num_tokens / num_chunks)
+    if num_tokens * vocab_size <= FEW_LOGITS:
+        return num_tokens
+    return min(num_tokens, max(FEWEST_TOKENS, min(ceil(num_tokens / 16), width)))
 
 
-class _SplitCrossEntropy(torch.autograd.Function):
-    """Each token's loss by itself, so that a caller may also come with some of the tokens.
+@dataclass(frozen=True)
+class _Head:
+    """Computes the loss and its gradients, `size` tokens at a time."""
 
-    Of the forward pass only the logits, in their own type, and a few numbers a token are kept.
-    """
+    group: dist.ProcessGroup | None
+    size: int
 
-    @staticmethod
-    def forward(ctx: Any, given_NV: Tensor, labels_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-        part = given_NV.shape[1]
-        logits_NV = given_NV.float()
-        largest_N = logits_NV.amax(1)
-        dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
-        place_N = labels_N - dist.get_rank(group) * part
-        is_here_N = (place_N >= 0) & (place_N < part)
-        column_N1 = place_N.where(is_here_N, 0)[:, None]
+    @torch.no_grad()
+    def __call__(
+        self, x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, is_wanted: Sequence[bool]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the summed loss and the gradients of input and weight, where they are wanted.
+
+        That of the weight is float32, whatever the weight is.
+        """
+        dx_NC = torch.empty_like(x_NC) if is_wanted[0] else None
+        dweight_VC = torch.zeros_like(weight_VC, dtype=torch.float32) if is_wanted[1] else None
+        loss_N = torch.empty_like(labels_N, dtype=torch.float32)
+        # the same memory for all chunks: fresh one would cost more than what is computed in it
+        logits_MV = x_NC.new_empty(self.size, len(weight_VC))
+        in_place = logits_MV.dtype == torch.float32
+        exact_MV = logits_MV if in_place else torch.empty_like(logits_MV, dtype=torch.float32)
+        for start in range(0, len(x_NC), self.size):
+            chunk = slice(start, start + self.size)
+            x_MC = x_NC[chunk]
+            logits_MV, exact_MV = logits_MV[: len(x_MC)], exact_MV[: len(x_MC)]
+            torch.mm(x_MC, weight_VC.mT, out=logits_MV)
+            if not in_place:
+                exact_MV.copy_(logits_MV)
+            loss_N[chunk] = self._loss(exact_MV, labels_N[chunk], slope=any(is_wanted))
+            if not in_place and any(is_wanted):
+                logits_MV.copy_(exact_MV)
+            if dx_NC is not None:
+                torch.mm(logits_MV, weight_VC, out=dx_NC[chunk])
+            if dweight_VC is not None:
+                _add_product(dweight_VC, logits_MV.mT, x_MC)
+        return loss_N.sum(), dx_NC, dweight_VC
+
+    def _loss(self, logits_MV: Tensor, labels_M: Tensor, *, slope: bool) -> Tensor:
+        """Return each token's loss; with `slope` its gradient takes the place of the logits."""
+        part = logits_MV.shape[1]
+        rank = 0 if self.group is None else dist.get_rank(self.group)
+        whole = part if self.group is None else part * dist.get_world_size(self.group)
+        place_M = labels_M - rank * part
+        is_here_M = (place_M >= 0) & (place_M < part)
+        column_M1 = place_M.where(is_here_M, 0)[:, None]
+        largest_M = logits_MV.amax(1)
+        if self.group is not None:
+            dist.all_reduce(largest_M, dist.ReduceOp.MAX, group=self.group)
         # all relative to the largest: added back, it would round small differences away
-        logits_NV = logits_NV - largest_N[:, None]
-        at_label_N = logits_NV.gather(1, column_N1).squeeze(1).where(is_here_N, 0.0)
-        sums_2N = torch.stack((logits_NV.exp_().sum(1), at_label_N))
-        dist.all_reduce(sums_2N, group=group)
-        log_sum_N, at_label_N = sums_2N[0].log(), sums_2N[1]
-        is_due_N = labels_N != IGNORE_INDEX
-        is_known_N = (labels_N >= 0) & (labels_N < part * dist.get_world_size(group))
-        ctx.save_for_backward(given_NV, largest_N, log_sum_N, column_N1, is_here_N, is_due_N)
-        return (log_sum_N - at_label_N).where(is_known_N, torch.nan).where(is_due_N, 0.0)
+        logits_MV.sub_(largest_M[:, None])
+        at_label_M = logits_MV.gather(1, column_M1).squeeze(1).where(is_here_M, 0.0)
+        sums_2M = torch.stack((logits_MV.exp_().sum(1), at_label_M))
+        if self.group is not None:
+            dist.all_reduce(sums_2M, group=self.group)
+        sum_M, at_label_M = sums_2M
+        is_due_M = labels_M != IGNORE_INDEX
+        if slope:  # softmax less one at the label
+            logits_MV.mul_((is_due_M / sum_M)[:, None])
+            slope_M1 = logits_MV.gather(1, column_M1) - (is_here_M & is_due_M)[:, None].float()
+            logits_MV.scatter_(1, column_M1, slope_M1)
+        is_known_M = (labels_M >= 0) & (labels_M < whole)
+        loss_M = sum_M.log() - at_label_M
+        return loss_M.where(is_known_M, torch.nan).where(is_due_M, 0.0)
+
+
+def _add_product(total_VC: Tensor, left_VM: Tensor, right_MC: Tensor) -> None:
+    """Add a product to float32 sums; one that is rounded to less, in parts of little memory."""
+    if right_MC.dtype == total_VC.dtype:
+        total_VC.addmm_(left_VM, right_MC)
+        return
+    rows = max(1, PRODUCT // total_VC.shape[1])
+    product_RC = right_MC.new_empty(min(rows, len(total_VC)), total_VC.shape[1])
+    for total_RC, left_RM in zip(total_VC.split(rows), left_VM.split(rows), strict=True):
+        total_RC.add_(torch.mm(left_RM, right_MC, out=product_RC[: len(total_RC)]))
+
+
+class _Held(torch.autograd.Function):
+    """A zero that gives a tensor a gradient which is known already.
+
+    Each gradient has a node of its own, which runs once also where a pipeline computes those of
+    inputs and weights apart. So it may scale in place: a copy would be as large as the weight. Run
+    again, it would find its tensor changed, and autograd raises an error.
+    """
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        given_NV, largest_N, log_sum_N, column_N1, is_here_N, is_due_N = ctx.saved_tensors
-        [grad_N] = grads
-        # softmax less one at the label
-        grad_NV = (given_NV.float() - largest_N[:, None]).sub_(log_sum_N[:, None]).exp_()
-        at_label_N1 = grad_NV.gather(1, column_N1)
-        grad_NV.scatter_(1, column_N1, at_label_N1 - is_here_N[:, None].float())
-        grad_NV.mul_((grad_N * is_due_N)[:, None])
-        return grad_NV.to(given_NV.dtype), None, None
+    def forward(ctx: Any, tensor: Tensor, gradient: Tensor) -> Tensor:
+        ctx.dtype = tensor.dtype
+        ctx.save_for_backward(gradient)
+        return torch.zeros((), device=tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        [gradient], [grad] = ctx.saved_tensors, grads
+        return gradient.mul_(grad).to(ctx.dtype), None
+
+
+class _Recomputed(torch.autograd.Function):
+    """A zero that computes the gradients of a loss when it is asked for them."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, head: _Head) -> Tensor:
+        ctx.head = head
+        ctx.save_for_backward(x_NC, weight_VC, labels_N)
+        return torch.zeros((), device=x_NC.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NC, weight_VC, labels_N = ctx.saved_tensors
+        _, *gradients = ctx.head(x_NC, weight_VC, labels_N, ctx.needs_input_grad[:2])
+        scaled = [None if each is None else each.mul_(*grads) for each in gradients]
+        return scaled[0], None if scaled[1] is None else scaled[1].to(weight_VC.dtype), None, None
 
 
 def count_valid(labels_BS: Tensor) -> Tensor:

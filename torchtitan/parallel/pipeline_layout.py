@@ -41,6 +41,18 @@ class PipelineLayout:
         """Return the stages that a rank holds, in their order."""
         return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
 
+    @property
+    def losses_in_flight(self) -> int:
+        """Most microbatches whose loss waits for the gradient of the last stage's weights."""
+        last, waiting, most = len(self.modules) - 1, 0, 0
+        for action in (action for row in self.table for action in row if action.stage == last):
+            if action.kind == "forward":
+                waiting += 1
+            elif action.kind != "backward_input":
+                waiting -= 1
+            most = max(most, waiting)
+        return most
+
     def __str__(self) -> str:
         return "; ".join(
             f"stage {stage} on rank {rank} of pp, {modules[0]} to {modules[-1]}"
