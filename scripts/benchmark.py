@@ -1,80 +1,50 @@
-"""What checkpoints cost, measured side by side on this machine.
+"""What this library costs beside its peers, measured side by side on this machine.
 
-    python scripts/benchmark.py checkpoint --size_gib 1 --out figures.json
+    python scripts/benchmark.py train --pairs 5 --out figures.json --plot figures.png
+    python scripts/benchmark.py checkpoint --size_gib 1
 
-One process saves and loads the same tensors in two ways, A B A B, so that a disk that grows slow or
-a busy neighbour meets both:
+Each command runs the library and its peers in turn, A B A B, checks that both computed the same,
+and prints the ratio of their times with its spread; --out writes every single time as JSON.
 
-    save     the library's checkpoint (checksums, fsync, rename)  against  torch.save with fsync
-    load     the library's (all checksums verified first)         against  torch.load
-    blocked  how long the loop waits for an asynchronous save     against  for a synchronous one
-
-Loads find their files in the page cache. The first pair, which also takes the memory that later
-ones have, is not counted. All files are removed again.
+Exit codes: 0 measured; 1 the two did not compute the same, so there is no ratio; 2 a mistake in the
+options.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
-import statistics
 import sys
-import tempfile
-import time
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
-
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
-from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.manager import CheckpointManager, build_group
-from torchtitan.checkpoint.state import Progress, RunState
-from torchtitan.config.schema import CheckpointConfig
+from scripts.benchmarks import attention, checkpoint, data, pairs, pipeline, startup, train
+from torchtitan.base.errors import UserError
 
-NUM_TENSORS = 16
-MODES: tuple[Literal["async"], Literal["disabled"]] = ("async", "disabled")
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Seconds of two ways to do the same, pair by pair."""
-
-    name: str
-    target: str
-    ours_s: list[float]
-    other_s: list[float]
-
-    @property
-    def ratios(self) -> list[float]:
-        """Ours over the other, of each pair; of times."""
-        return [ours / other for ours, other in zip(self.ours_s, self.other_s, strict=True)]
+COMMANDS = {
+    "train": train,
+    "data": data,
+    "startup": startup,
+    "attention": attention,
+    "pipeline": pipeline,
+    "checkpoint": checkpoint,
+}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, print a table, and write the figures where --out says."""
+    """Measure, print a table, and write the figures where --out and --plot say."""
     args = _parser().parse_args(argv)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            comparisons = measure(Path(folder), size_gib=args.size_gib, num_pairs=args.pairs)
-    finally:
-        dist.destroy_process_group()
-    report(comparisons, size_gib=args.size_gib)
+        report = COMMANDS[args.command].measure(args)
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    pairs.show(report)
     if args.out is not None:
-        about = {"size_gib": args.size_gib, "torch": torch.__version__}
-        rows = [asdict(each) | {"ratios": each.ratios} for each in comparisons]
-        args.out.write_text(json.dumps(about | {"comparisons": rows}, indent=1), encoding="utf-8")
+        pairs.write_json(report, args.out)
+    if args.plot is not None:
+        pairs.draw(report, args.plot)
     return 0
 
 
@@ -83,131 +53,28 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="WHAT")
-    checkpoint = commands.add_parser("checkpoint", help="save, load, and time the loop is blocked")
-    checkpoint.add_argument("--size_gib", type=float, default=1.0, metavar="N", help="of the state")
-    checkpoint.add_argument("--pairs", type=int, default=5, metavar="N", help="A B repeated")
-    checkpoint.add_argument("--folder", type=Path, metavar="DIR", help="on the disk to measure")
-    checkpoint.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
+    commands = parser.add_subparsers(required=True, metavar="WHAT", dest="command")
+    for name, module in COMMANDS.items():
+        summary, _, details = (module.__doc__ or "").partition("\n\n")
+        command = commands.add_parser(
+            name,
+            help=module.SUMMARY,
+            description=summary,
+            epilog=details,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_options(command)
+        command.add_argument("--pairs", type=_count, default=5, metavar="N", help="A B repeated")
+        command.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
+        command.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios of all pairs")
     return parser
 
 
-def measure(folder: Path, *, size_gib: float, num_pairs: int) -> list[Comparison]:
-    """Run all comparisons in `folder`, each after one pair that is not counted."""
-    numel = max(1, int(size_gib * 2**30 / 4 / NUM_TENSORS))
-    tensors = {f"layers.{i}.weight": torch.randn(numel) for i in range(NUM_TENSORS)}
-    blocked = [_measure_blocked(folder / mode, tensors, mode) for mode in MODES]
-    return [
-        *_save_and_load(folder, tensors, num_pairs=num_pairs),
-        _alternate("blocked by async / sync", "at most 0.10", *blocked, num_pairs=num_pairs),
-    ]
-
-
-def _save_and_load(folder: Path, tensors: dict[str, Tensor], *, num_pairs: int) -> list[Comparison]:
-    group = dist.group.WORLD
-    assert group is not None
-    step, plain = folder / "step-1", folder / "plain.pt"
-    into = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-
-    def save() -> float:
-        shutil.rmtree(step, ignore_errors=True)
-        component = storage.Component(tensors=tensors)
-        return timed(lambda: storage.write(step, {"model": component}, manifest={}, group=group))
-
-    def save_plain() -> float:
-        plain.unlink(missing_ok=True)
-        return timed(lambda: _torch_save(tensors, plain))
-
-    def load() -> float:
-        return timed(lambda: _verify_and_load(step, into, group))
-
-    def load_plain() -> float:
-        return timed(lambda: torch.load(plain, weights_only=True))
-
-    saves = _alternate("save / torch.save", "at most 1.43", save, save_plain, num_pairs=num_pairs)
-    loads = _alternate("load / torch.load", "at most 1.43", load, load_plain, num_pairs=num_pairs)
-    assert all(torch.equal(into[name], tensors[name]) for name in tensors)
-    shutil.rmtree(step)
-    plain.unlink()
-    return [saves, loads]
-
-
-def _torch_save(tensors: dict[str, Tensor], path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(tensors, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _verify_and_load(step: Path, into: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    mistakes = storage.verify(step, group=group)
-    assert not mistakes, mistakes
-    storage.read_tensors(step, "model", into=into, group=group)
-
-
-class _NoData:
-    def state_dict(self) -> dict[str, int]:
-        return {"position": 0}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        raise AssertionError("nothing is loaded here")
-
-
-def _measure_blocked(
-    folder: Path, tensors: dict[str, Tensor], mode: Literal["disabled", "async"]
-) -> Callable[[], float]:
-    """Return what measures how long `save_if_due` holds up a loop, then waits for the save."""
-    half = list(tensors.values())[::2]  # the optimizer's momentum is the other half of the state
-    model = nn.ParameterList(nn.Parameter(tensor) for tensor in half)
-    progress = Progress()
-    state = RunState(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9),
-        schedule={},
-        loader=_NoData(),
-        progress=progress,
-    )
-    settings = CheckpointConfig(enable=True, interval=1, keep_latest_k=1, async_mode=mode)
-
-    manager = CheckpointManager(
-        state, settings=settings, folder=folder, manifest={}, group=build_group()
-    )
-
-    def run() -> float:
-        progress.step += 1
-        seconds = timed(lambda: manager.save_if_due(last=False))
-        while storage.find_steps(folder) != [progress.step]:  # also the one before is gone
-            time.sleep(0.05)
-        return seconds
-
-    return run
-
-
-def _alternate(
-    name: str, target: str, ours: Callable[[], float], other: Callable[[], float], *, num_pairs: int
-) -> Comparison:
-    ours(), other()  # the first of each finds no memory and no files
-    pairs = [(ours(), other()) for _ in range(num_pairs)]
-    return Comparison(name, target, [a for a, _ in pairs], [b for _, b in pairs])
-
-
-def timed(action: Callable[[], object]) -> float:
-    """Return the seconds that an action takes."""
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
-def report(comparisons: list[Comparison], *, size_gib: float) -> None:
-    """Print medians, and the ratio of times with its spread over the pairs."""
-    print(f"{size_gib} GiB, medians of {len(comparisons[0].ours_s)} pairs")
-    print(f"{'':25}{'ours':>10}{'other':>10}{'ratio':>8}   {'spread':14}target")
-    for each in comparisons:
-        ours, other = statistics.median(each.ours_s), statistics.median(each.other_s)
-        spread = f"{min(each.ratios):.2f} to {max(each.ratios):.2f}"
-        ratio = statistics.median(each.ratios)
-        line = f"{each.name:25}{ours:8.3f} s{other:8.3f} s{ratio:8.2f}   {spread:14}{each.target}"
-        print(line)
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"at least 1, got {number}")
+    return number
 
 
 if __name__ == "__main__":

@@ -1,0 +1,146 @@
+"""What checkpoints cost.
+
+One process saves and loads the same tensors in two ways:
+
+    save     the library's checkpoint (checksums, fsync, rename)  against  torch.save with fsync
+    load     the library's (all checksums verified first)         against  torch.load
+    blocked  how long the loop waits for an asynchronous save     against  for a synchronous one
+
+Loads find their files in the page cache. All files are removed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from scripts.benchmarks.pairs import Comparison, Report, alternate, timed
+from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.manager import CheckpointManager, build_group
+from torchtitan.checkpoint.state import Progress, RunState
+from torchtitan.config.schema import CheckpointConfig
+
+SUMMARY = "save, load, and time the loop is blocked"
+NUM_TENSORS = 16
+MODES: tuple[Literal["async"], Literal["disabled"]] = ("async", "disabled")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what this command alone understands."""
+    parser.add_argument("--size_gib", type=float, default=1.0, metavar="N", help="of the state")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="on the disk to measure")
+
+
+def measure(args: argparse.Namespace) -> Report:
+    """Run all comparisons, each after one pair that is not counted."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            comparisons = _compare(Path(folder), size_gib=args.size_gib, num_pairs=args.pairs)
+    finally:
+        dist.destroy_process_group()
+    about = {"size_gib": args.size_gib, "torch": torch.__version__}
+    return Report(about=about, comparisons=comparisons)
+
+
+def _compare(folder: Path, *, size_gib: float, num_pairs: int) -> list[Comparison]:
+    numel = max(1, int(size_gib * 2**30 / 4 / NUM_TENSORS))
+    tensors = {f"layers.{i}.weight": torch.randn(numel) for i in range(NUM_TENSORS)}
+    blocked = [_measure_blocked(folder / mode, tensors, mode) for mode in MODES]
+    return [
+        *_save_and_load(folder, tensors, num_pairs=num_pairs),
+        alternate("blocked by async / sync", "at most 0.10", *blocked, num_pairs=num_pairs),
+    ]
+
+
+def _save_and_load(folder: Path, tensors: dict[str, Tensor], *, num_pairs: int) -> list[Comparison]:
+    group = dist.group.WORLD
+    assert group is not None
+    step, plain = folder / "step-1", folder / "plain.pt"
+    into = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+
+    def save() -> float:
+        shutil.rmtree(step, ignore_errors=True)
+        component = storage.Component(tensors=tensors)
+        return timed(lambda: storage.write(step, {"model": component}, manifest={}, group=group))
+
+    def save_plain() -> float:
+        plain.unlink(missing_ok=True)
+        return timed(lambda: _torch_save(tensors, plain))
+
+    def load() -> float:
+        return timed(lambda: _verify_and_load(step, into, group))
+
+    def load_plain() -> float:
+        return timed(lambda: torch.load(plain, weights_only=True))
+
+    saves = alternate("save / torch.save", "at most 1.43", save, save_plain, num_pairs=num_pairs)
+    loads = alternate("load / torch.load", "at most 1.43", load, load_plain, num_pairs=num_pairs)
+    assert all(torch.equal(into[name], tensors[name]) for name in tensors)
+    shutil.rmtree(step)
+    plain.unlink()
+    return [saves, loads]
+
+
+def _torch_save(tensors: dict[str, Tensor], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(tensors, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _verify_and_load(step: Path, into: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+    mistakes = storage.verify(step, group=group)
+    assert not mistakes, mistakes
+    storage.read_tensors(step, "model", into=into, group=group)
+
+
+class _NoData:
+    def state_dict(self) -> dict[str, int]:
+        return {"position": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError("nothing is loaded here")
+
+
+def _measure_blocked(
+    folder: Path, tensors: dict[str, Tensor], mode: Literal["disabled", "async"]
+) -> Callable[[], float]:
+    """Return what measures how long `save_if_due` holds up a loop, then waits for the save."""
+    half = list(tensors.values())[::2]  # the optimizer's momentum is the other half of the state
+    model = nn.ParameterList(nn.Parameter(tensor) for tensor in half)
+    progress = Progress()
+    state = RunState(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9),
+        schedule={},
+        loader=_NoData(),
+        progress=progress,
+    )
+    settings = CheckpointConfig(enable=True, interval=1, keep_latest_k=1, async_mode=mode)
+
+    manager = CheckpointManager(
+        state, settings=settings, folder=folder, manifest={}, group=build_group()
+    )
+
+    def run() -> float:
+        progress.step += 1
+        seconds = timed(lambda: manager.save_if_due(last=False))
+        while storage.find_steps(folder) != [progress.step]:  # also the one before is gone
+            time.sleep(0.05)
+        return seconds
+
+    return run
