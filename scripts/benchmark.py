@@ -66,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
         module.add_options(command)
         command.add_argument("--pairs", type=_count, default=5, metavar="N", help="A B repeated")
         command.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
-        command.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios of all pairs")
+        command.add_argument(
+            "--plot", type=Path, metavar="FILE", help="draw the ratios of all pairs"
+        )
     return parser
 
 

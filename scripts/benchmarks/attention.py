@@ -31,11 +31,11 @@ from scripts.benchmarks.ranks import run_ranks
 from torchtitan.base.device import device_name, local_device
 from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.process_group import Launch
-from torchtitan.parallel.context_attention import Ranks, build_attention
+from torchtitan.parallel.context_attention import Method, Ranks, build_attention
 from torchtitan.parallel.context_layout import SequenceLayout
 
 SUMMARY = "context parallelism, against attention over the whole sequence"
-METHODS = ("ring", "allgather", "ulysses")
+METHODS: tuple[Method, ...] = ("ring", "allgather", "ulysses")
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
@@ -78,8 +78,8 @@ def measure(args: argparse.Namespace) -> Report:
             for method, each in found["methods"].items()
         ],
         notes=[
-            f"{method}: a rank sends {each['bytes'] / 2**20:.2f} MiB; output and gradients agree to "
-            f"{each['gap']:.1e}, {TOLERANCES[args.dtype]:g} is allowed"
+            f"{method}: a rank sends {each['bytes'] / 2**20:.2f} MiB; output and gradients agree "
+            f"to {each['gap']:.1e}, {TOLERANCES[args.dtype]:g} is allowed"
             for method, each in found["methods"].items()
         ],
         more={"methods": found["methods"]},
@@ -105,7 +105,8 @@ def compare_methods(launch: Launch, folder: Path, settings: dict[str, Any]) -> d
     for method in METHODS:
         parts = [x.index_select(2, positions) for x in (q, k, v, grad)]
         ours = _Work(build_attention(method, ranks=ranks), parts[:3], parts[3])
-        whole.run(), ours.run()
+        whole.run()
+        ours.run()
         gap = _largest_gap(ours, whole, positions=positions)
         if not gap <= TOLERANCES[settings["dtype"]]:
             raise DisagreementError(

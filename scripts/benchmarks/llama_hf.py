@@ -43,7 +43,7 @@ def build_llama(model: Decoder) -> nn.Module:
     llama.to_empty(device=next(model.parameters()).device)
     # its only buffers are the frequencies, which meta construction has lost
     llama.model.rotary_emb = type(llama.model.rotary_emb)(llama.config).to(llama.device)
-    rows = {name: weight for name, weight in map(_translate, model.state_dict().items())}
+    rows = dict(map(_translate, model.state_dict().items()))
     heads = model.config.head_dim
     for name, weight in rows.items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):

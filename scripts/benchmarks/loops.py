@@ -177,6 +177,9 @@ def build_trainer(
     """
     import transformers
 
+    # it warns that a process group exists; of one rank, it makes no difference
+    transformers.logging.set_verbosity_error()
+
     class Hooks(transformers.TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             after_step()

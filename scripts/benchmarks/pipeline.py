@@ -9,7 +9,7 @@ Stages that sleep take equal times and no processor, so that several ranks on fe
 schedule and not each other; what is left over the promise is what the runtime and the messages
 cost. A figure is one pass through the table, on the rank that took longest. Each stage doubles what
 it gets: output and gradients are checked. Stage 0 has tokens as input: where a schedule parts the
-halves of backward, both of its naps are taken in the second, as torch does with its work.
+halves of backward torch does both of its naps in the second, which ends no step later on paper.
 """
 
 from __future__ import annotations
@@ -77,19 +77,19 @@ def measure(args: argparse.Namespace) -> Report:
         "steps": args.pairs + 1,
     }
     found = run_ranks(run_schedules, settings, ranks=args.ranks)
-    comparisons, bubbles = [], {}
+    comparisons, notes = [], []
+    bubbles: dict[str, Any] = {}
     for name in args.schedules:
         # the first pass is not counted
         times, naps = found[name]["seconds"][1:], found[name]["naps"][1:]
         promised = [_promise(name, settings, nap=nap) for nap in naps]
         bubble = promised[0].total_bubble
-        bubbles[name] = {
-            "promised": bubble,
-            "measured": [
-                seconds / each.makespan * (1 + bubble) - 1
-                for seconds, each in zip(times, promised, strict=True)
-            ],
-        }
+        idle = [
+            seconds / each.makespan * (1 + bubble) - 1
+            for seconds, each in zip(times, promised, strict=True)
+        ]
+        bubbles[name] = {"promised": bubble, "measured": idle}
+        notes.append(f"{name}: idle {median(idle):.1%} of the computing, promised {bubble:.1%}")
         comparisons.append(Comparison(name, TARGET, times, [each.makespan for each in promised]))
         num_stages = args.ranks * _stages_per_rank(name)
         output = 2.0**num_stages * WIDTH * args.microbatches
@@ -99,11 +99,6 @@ def measure(args: argparse.Namespace) -> Report:
             [output, output / 2 * num_stages],  # each weight of 2 has half the output as gradient
             tolerance=1e-6,
         )
-    notes = [
-        f"{name}: a bubble of {median(each['measured']):.1%} of the computing, promised "
-        f"{each['promised']:.1%}"
-        for name, each in bubbles.items()
-    ]
     about = {"ranks": args.ranks, "microbatches": args.microbatches, "sleep_ms": args.sleep_ms}
     return Report(
         about=about | {"torch": torch.__version__},

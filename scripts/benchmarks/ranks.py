@@ -42,14 +42,13 @@ def run_ranks(measurement: Measurement, settings: dict[str, Any], *, ranks: int)
         failed = None
         try:
             mp.spawn(_work, args=arguments, nprocs=ranks)
-        except mp.ProcessExitedException as error:
-            failed = error
+        except mp.ProcessExitedException as exited:
+            failed = exited
         found = sorted(Path(folder).glob("error-*.json"))
         if found:
-            error = json.loads(found[0].read_text(encoding="utf-8"))
-            raise {"DisagreementError": DisagreementError}.get(error["type"], ConfigError)(
-                error["message"]
-            )
+            said = json.loads(found[0].read_text(encoding="utf-8"))
+            kind = DisagreementError if said["disagree"] else ConfigError
+            raise kind(said["message"])
         if failed is not None:
             raise failed
         figures: dict[str, Any] = json.loads((Path(folder) / "figures.json").read_text("utf-8"))
@@ -73,7 +72,7 @@ def _work(
     try:
         figures = measurement(launch, place, settings)
     except UserError as error:
-        said = {"type": type(error).__name__, "message": str(error)}
+        said = {"disagree": isinstance(error, DisagreementError), "message": str(error)}
         (place / f"error-{rank}.json").write_text(json.dumps(said), encoding="utf-8")
         leave(1)
     if rank == 0:

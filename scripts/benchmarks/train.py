@@ -22,8 +22,9 @@ import gc
 import importlib.util
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,6 @@ from scripts.benchmarks.pairs import Comparison, Report, check_close, synchroniz
 from scripts.benchmarks.ranks import run_ranks
 from torchtitan.assemble import assemble, find_model
 from torchtitan.base.device import device_name, device_type
-from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import load_config
 from torchtitan.mesh.process_group import Launch
 from torchtitan.metrics.sinks import Row
@@ -65,9 +65,9 @@ GIB = 2**30
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what this command alone understands."""
     parser.add_argument("--flavor", default="debugmodel", metavar="NAME", help="size of llama3")
-    parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="to compute in")
-    parser.add_argument("--compile", action="store_true", help="compile the blocks, here and there")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples a rank and step")
+    parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="computed in")
+    parser.add_argument("--compile", action="store_true", help="compile all blocks")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples a rank")
     parser.add_argument("--seq_len", type=int, default=128, metavar="N", help="tokens of a sample")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="in a measurement")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes, under FSDP2")
@@ -259,13 +259,15 @@ def take_turns(launch: Launch, folder: Path, settings: dict[str, Any]) -> dict[s
         seconds["ours"].append(time.perf_counter() - started)
         gc.enable()  # the library collects by hand: the others leave it to Python, as scripts do
         for name, loop in loops.items():
-            seconds[name].append(timed(lambda loop=loop: loop.run(num_steps)))
+            seconds[name].append(timed(partial(loop.run, num_steps)))
         gc.disable()
         started = time.perf_counter()
 
     Trainer(replace(run, sinks=[*run.sinks, record])).train(on_step=on_step)
     rows = [row for row in record.rows if row["step"] < run.training.steps]
-    gaps = {name: _check(name, loop, rows=rows, dtype=settings["dtype"]) for name, loop in loops.items()}
+    gaps = {
+        name: _check(name, loop, rows=rows, dtype=settings["dtype"]) for name, loop in loops.items()
+    }
     return {
         "seconds": {name: times[1:] for name, times in seconds.items()},
         "gaps": gaps,
