@@ -68,11 +68,15 @@ def test_checkpoint_leaves_no_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_step_loops_train_the_same(tmp_path: Path, ranks: int) -> None:
     figures = measured(tmp_path, "train", *TINY_TRAINING, "--ranks", str(ranks), num_pairs=1)
-    assert names(figures)[:2] == ["step loop / bare loop", "step loop / transformers"]
+    assert names(figures)[:4] == [
+        f"step loop / {name}, {clock}"
+        for name in ("bare loop", "transformers")
+        for clock in ("elapsed", "processor")
+    ]
     assert figures["gaps"]["bare loop"] < 1e-5  # the same model and optimizer
-    assert figures["gaps"]["transformers"] < 2e-4
+    assert figures["gaps"]["transformers"] < 5e-5
     assert all(peak["peak_gib"] > 0 for peak in figures["memory"].values())
-    for row in figures["comparisons"]:
+    for row in figures["comparisons"][::2]:
         assert row["amount"] == 2 * 16 * 4 * ranks
         assert row["ours_per_second"] * row["ours_s"][0] == pytest.approx(row["amount"])
 
@@ -88,7 +92,8 @@ def test_loops_that_part_give_no_ratio() -> None:
     rows = [{"step": 1.0, "loss": 5.0}, {"step": 3.0, "loss": 4.8}]
     with pytest.raises(DisagreementError, match=r"losses of ours and other.*no ratio"):
         train._check("other", Parted(), rows=rows, dtype="float32")
-    assert train._check("other", Parted(), rows=rows[:1], dtype="float32") == 0.0
+    same = [rows[0], {"step": 2.0, "loss": 4.9}]
+    assert train._check("other", Parted(), rows=same, dtype="float32") == 0.0
 
 
 def test_llama_of_transformers_has_the_same_weights() -> None:
