@@ -1,10 +1,13 @@
-"""What parts of the library cost, measured side by side with the plain way, on this machine.
+"""What this library costs beside its peers, measured side by side on this machine.
 
-    python scripts/benchmark.py checkpoint --size_gib 1 --out figures.json
-    python scripts/benchmark.py loss --seq_len 8192 --vocab_size 128256 --width 512
+    python scripts/benchmark.py train --pairs 5 --out figures.json --plot figures.png
+    python scripts/benchmark.py checkpoint --size_gib 1
 
-Both ways take turns, A B A B, so that a busy neighbour meets both; a ratio is that of a pair. The
-first pair is not counted. `scripts/benchmarks/` has a file for each.
+Each command runs the library and its peers in turn, A B A B, checks that both computed the same,
+and prints the ratio of their times with its spread; --out writes every single time as JSON.
+
+Exit codes: 0 measured; 1 the two did not compute the same, so there is no ratio; 2 a mistake in the
+options.
 """
 
 from __future__ import annotations
@@ -16,18 +19,34 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
-from scripts.benchmarks import checkpoint, loss
+from scripts.benchmarks import attention, checkpoint, data, loss, pairs, pipeline, startup, train
+from torchtitan.base.errors import UserError
 
-BENCHMARKS = {
-    "checkpoint": (checkpoint, "save, load, and time the loop is blocked"),
-    "loss": (loss, "the head's loss and gradients: time and memory"),
+COMMANDS = {
+    "train": train,
+    "loss": loss,
+    "data": data,
+    "startup": startup,
+    "attention": attention,
+    "pipeline": pipeline,
+    "checkpoint": checkpoint,
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, print a table, and write the figures where --out says."""
+    """Measure, print a table, and write the figures where --out and --plot say."""
     args = _parser().parse_args(argv)
-    return int(args.run(args))
+    try:
+        report = COMMANDS[args.command].measure(args)
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    pairs.show(report)
+    if args.out is not None:
+        pairs.write_json(report, args.out)
+    if args.plot is not None:
+        pairs.draw(report, args.plot)
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -35,19 +54,30 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="WHAT")
-    for name, (benchmark, summary) in BENCHMARKS.items():
+    commands = parser.add_subparsers(required=True, metavar="WHAT", dest="command")
+    for name, module in COMMANDS.items():
+        summary, _, details = (module.__doc__ or "").partition("\n\n")
         command = commands.add_parser(
             name,
-            help=summary,
-            description=benchmark.__doc__,
+            help=module.SUMMARY,
+            description=summary,
+            epilog=details,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        benchmark.add_arguments(command)
-        command.add_argument("--pairs", type=int, default=5, metavar="N", help="A B repeated")
+        module.add_options(command)
+        command.add_argument("--pairs", type=_count, default=5, metavar="N", help="A B repeated")
         command.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
-        command.set_defaults(run=benchmark.run)
+        command.add_argument(
+            "--plot", type=Path, metavar="FILE", help="draw the ratios of all pairs"
+        )
     return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"at least 1, got {number}")
+    return number
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What checkpoints cost, side by side with the plain way to save and load.
+"""What checkpoints cost.
 
 One process saves and loads the same tensors in two ways:
 
@@ -25,39 +25,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scripts.benchmarks.pairs import Comparison, alternate, report, timed, write
+from scripts.benchmarks.pairs import Comparison, Report, alternate, timed
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.manager import CheckpointManager, build_group
 from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.config.schema import CheckpointConfig
 
+SUMMARY = "save, load, and time the loop is blocked"
 NUM_TENSORS = 16
 MODES: tuple[Literal["async"], Literal["disabled"]] = ("async", "disabled")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what may be chosen."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what this command alone understands."""
     parser.add_argument("--size_gib", type=float, default=1.0, metavar="N", help="of the state")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="on the disk to measure")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure, print a table, and write the figures where --out says."""
+def measure(args: argparse.Namespace) -> Report:
+    """Run all comparisons, each after one pair that is not counted."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            comparisons = measure(Path(folder), size_gib=args.size_gib, num_pairs=args.pairs)
+            comparisons = _compare(Path(folder), size_gib=args.size_gib, num_pairs=args.pairs)
     finally:
         dist.destroy_process_group()
-    report(comparisons, title=f"{args.size_gib} GiB")
-    write(args.out, comparisons, about={"size_gib": args.size_gib})
-    return 0
+    about = {"size_gib": args.size_gib, "torch": torch.__version__}
+    return Report(about=about, comparisons=comparisons)
 
 
-def measure(folder: Path, *, size_gib: float, num_pairs: int) -> list[Comparison]:
-    """Run all comparisons in `folder`, each after one pair that is not counted."""
+def _compare(folder: Path, *, size_gib: float, num_pairs: int) -> list[Comparison]:
     numel = max(1, int(size_gib * 2**30 / 4 / NUM_TENSORS))
     tensors = {f"layers.{i}.weight": torch.randn(numel) for i in range(NUM_TENSORS)}
     blocked = [_measure_blocked(folder / mode, tensors, mode) for mode in MODES]

@@ -24,9 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.benchmarks.pairs import Comparison, report, write
+from scripts.benchmarks.pairs import Comparison, Report, check_close
+from torchtitan.base.errors import ConfigError
 from torchtitan.optim.loss import IGNORE_INDEX, build_loss, chunk_size
 
+SUMMARY = "the head's loss and gradients in chunks of tokens: time and memory"
 CLOCKS = {"time": time.perf_counter, "processor time": time.process_time}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-7}
 """How far apart gradients may be, relative; two roundings of bfloat16."""
@@ -65,8 +67,8 @@ def _of_whole_logits(x_BSC: Tensor, weight_VC: Tensor, labels_BS: Tensor) -> Ten
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what may be chosen."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what this command alone understands."""
     parser.add_argument("--seq_len", type=int, default=8192, metavar="S", help="tokens")
     parser.add_argument("--vocab_size", type=int, default=128256, metavar="V")
     parser.add_argument("--width", type=int, default=512, metavar="C")
@@ -77,8 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure, print a table, and write the figures where --out says; 1 if the ways disagree."""
+def measure(args: argparse.Namespace) -> Report:
+    """Compare results, time and memory.
+
+    Raises:
+        UserError: The results differ, or the system does not tell a process's peak.
+    """
     case = Case(
         seq_len=args.seq_len,
         vocab_size=args.vocab_size,
@@ -88,22 +94,24 @@ def run(args: argparse.Namespace) -> int:
         threads=args.threads,
     )
     if not Path("/proc/self/status").exists():
-        print("the peak of memory is read from /proc, which this system lacks: use Linux")
-        return 2
+        raise ConfigError("the peak of memory is read from /proc, which this system lacks")
     torch.set_num_threads(case.threads)
     size = chunk_size(case.seq_len, case.vocab_size, width=case.width, num_chunks=case.num_chunks)
     logits = 4 * case.seq_len * case.vocab_size
     peaks = {name: _peak_apart(case, is_ours=name == "ours") for name in ("ours", "other")}
     comparisons, gaps = _compare(case, num_pairs=args.pairs)
-    title = f"{case.dtype}, S {case.seq_len}, V {case.vocab_size}, C {case.width}"
-    report(comparisons, title=f"{title}, chunks of {size} tokens")
-    for name, peak in peaks.items():
-        share = f"{peak / logits:.1%} of the logits in float32 ({logits / 2**30:.2f} GiB)"
-        print(f"peak memory, {name:6} {peak / 2**30:.3f} GiB, {share}")
-    print("apart:", ", ".join(f"{name} {gap:.1e}" for name, gap in gaps.items()))
-    about = {**vars(case), "chunk_size": size, "logits_bytes": logits, "peak_bytes": peaks}
-    write(args.out, comparisons, about={**about, "gaps": gaps})
-    return int(max(gaps.values()) > TOLERANCE[case.dtype])
+    notes = [
+        f"peak memory, {name}: {peak / 2**30:.3f} GiB, {peak / logits:.1%} of the logits in "
+        f"float32 ({logits / 2**30:.2f} GiB)"
+        for name, peak in peaks.items()
+    ]
+    notes.append("apart: " + ", ".join(f"{name} {gap:.1e}" for name, gap in gaps.items()))
+    return Report(
+        about={**vars(case), "chunk_size": size, "torch": torch.__version__},
+        comparisons=comparisons,
+        notes=notes,
+        more={"logits_bytes": logits, "peak_bytes": peaks, "gaps": gaps},
+    )
 
 
 def _compare(case: Case, *, num_pairs: int) -> tuple[list[Comparison], dict[str, float]]:
@@ -124,6 +132,8 @@ def _compare(case: Case, *, num_pairs: int) -> tuple[list[Comparison], dict[str,
                 taken.append(tuple(b - a for a, b in zip(before, after, strict=True)))
         if pair == 0:
             gaps = _gaps(found.pop(True), found.pop(False))
+            for name, gap in gaps.items():
+                check_close(name, [1.0 + gap], [1.0], tolerance=TOLERANCE[case.dtype])
     ours, other = (list(zip(*taken, strict=True)) for taken in seconds.values())
     comparisons = [
         Comparison(name, "at most 1.10", list(ours[i]), list(other[i]))

@@ -1,19 +1,26 @@
-"""The command runs, and its figures are what it measured."""
+"""The command runs, its figures are what it measured, and it gives none where results differ."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from scripts.benchmark import main
-from scripts.benchmarks import loss
+from scripts import benchmark
+from scripts.benchmarks import attention, loss, pipeline, train
+from scripts.benchmarks.llama_hf import build_llama
+from scripts.benchmarks.pairs import Comparison, DisagreementError, alternate, check_close
+from tests.models.reference import TINY, random_decoder
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark.py"
+TINY_TRAINING = ("--flavor", "tiny", "--batch", "2", "--seq_len", "16", "--steps", "4")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -22,24 +29,39 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
-def test_checkpoint_prints_a_table_writes_json_and_leaves_no_file(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    out = tmp_path / "figures.json"
+def measured(folder: Path, *arguments: str, num_pairs: int) -> dict[str, Any]:
+    """Run a command, compare its table with its figures, and return these."""
+    out, plot = folder / "figures.json", folder / "figures.png"
     done = run(
-        *("checkpoint", "--size_gib", "0.001", "--pairs", "2"),
-        *("--folder", str(tmp_path / "disk"), "--out", str(out)),
+        *(*arguments, "--pairs", str(num_pairs)),
+        *("--out", str(out), "--plot", str(plot)),
     )
     assert done.returncode == 0, done.stderr
-    figures = json.loads(out.read_text())
-    assert figures["size_gib"] == 0.001
+    figures: dict[str, Any] = json.loads(out.read_text())
     for row in figures["comparisons"]:
         assert row["name"] in done.stdout
         pairs = zip(row["ours_s"], row["other_s"], strict=True)
         assert row["ratios"] == pytest.approx([ours / other for ours, other in pairs])
-        assert len(row["ratios"]) == 2
+        assert len(row["ratios"]) == num_pairs
         assert min(row["ours_s"] + row["other_s"]) > 0
-    names = [row["name"] for row in figures["comparisons"]]
-    assert names == ["save / torch.save", "load / torch.load", "blocked by async / sync"]
+    assert all(note[:40] in done.stdout for note in figures["notes"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    return figures
+
+
+def names(figures: dict[str, Any]) -> list[str]:
+    return [row["name"] for row in figures["comparisons"]]
+
+
+def test_checkpoint_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    figures = measured(
+        tmp_path,
+        *("checkpoint", "--size_gib", "0.001", "--folder", str(tmp_path / "disk")),
+        num_pairs=2,
+    )
+    assert figures["size_gib"] == 0.001
+    assert names(figures) == ["save / torch.save", "load / torch.load", "blocked by async / sync"]
     assert list((tmp_path / "disk").iterdir()) == []
 
 
@@ -74,11 +96,144 @@ def test_results_that_differ_fail(
         ),
     )
     sizes = ["--seq_len=16", "--vocab_size=32", "--width=8", "--pairs=1", "--threads=1"]
-    assert main(["loss", *sizes]) == 1
-    assert "dweight 1.0e-03" in capsys.readouterr().out
+    assert benchmark.main(["loss", *sizes]) == 1
+    assert "no ratio is given" in capsys.readouterr().err
 
 
-def test_what_to_measure_must_be_named() -> None:
-    done = run()
-    assert done.returncode == 2
-    assert "WHAT" in done.stderr
+def test_all_step_loops_train_the_same(tmp_path: Path) -> None:
+    """On two ranks; docs/performance.md runs one."""
+    ranks = 2
+    figures = measured(tmp_path, "train", *TINY_TRAINING, "--ranks", str(ranks), num_pairs=1)
+    assert names(figures)[:4] == [
+        f"step loop / {name}, {clock}"
+        for name in ("bare loop", "transformers")
+        for clock in ("elapsed", "processor")
+    ]
+    assert figures["gaps"]["bare loop"] < 1e-5  # the same model and optimizer
+    assert figures["gaps"]["transformers"] < 5e-5
+    assert all(peak["peak_gib"] > 0 for peak in figures["memory"].values())
+    for row in figures["comparisons"][::2]:
+        assert row["amount"] == 2 * 16 * 4 * ranks
+        assert row["ours_per_second"] * row["ours_s"][0] == pytest.approx(row["amount"])
+
+
+def test_loops_that_part_give_no_ratio() -> None:
+    class Parted:
+        def run(self, num_steps: int) -> None:
+            """Take no step."""
+
+        def losses(self) -> list[float]:
+            return [5.0, 4.9, 4.7]
+
+    rows = [{"step": 1.0, "loss": 5.0}, {"step": 3.0, "loss": 4.8}]
+    with pytest.raises(DisagreementError, match=r"losses of ours and other.*no ratio"):
+        train._check("other", Parted(), rows=rows, dtype="float32")
+    same = [rows[0], {"step": 2.0, "loss": 4.9}]
+    assert train._check("other", Parted(), rows=same, dtype="float32") == 0.0
+
+
+def test_llama_of_transformers_has_the_same_weights() -> None:
+    model = random_decoder(TINY)
+    llama = build_llama(model)
+    tokens = torch.randint(0, TINY.vocab_size, (2, 9))
+    torch.testing.assert_close(llama(input_ids=tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
+    assert sum(p.numel() for p in llama.parameters()) == sum(p.numel() for p in model.parameters())
+
+
+def test_data_counts_its_tokens(tmp_path: Path) -> None:
+    figures = measured(
+        tmp_path,
+        *("data", "--megabytes", "0.05", "--batches", "2", "--batch", "2", "--seq_len", "64"),
+        num_pairs=1,
+    )
+    ours = [f"{name}, {n} workers / numpy" for name in ("store", "JSONL", "mix") for n in (0, 2)]
+    assert names(figures)[:6] == ours
+    assert all(row["amount"] == 2 * 2 * 64 for row in figures["comparisons"])
+
+
+def test_startup_compares_the_loss_of_the_first_step(tmp_path: Path) -> None:
+    figures = measured(tmp_path, "startup", "--seq_len", "16", num_pairs=1)
+    assert [name.split(", ")[1] for name in names(figures)] == ["elapsed", "processor"]
+    assert figures["notes"][0].startswith("losses of the first step agree")
+
+
+def test_attention_agrees_and_counts_what_it_sends(tmp_path: Path) -> None:
+    figures = measured(
+        tmp_path,
+        *("attention", "--seq_len", "32", "--heads", "4", "--kv_heads", "2", "--head_dim", "8"),
+        num_pairs=1,
+    )
+    assert names(figures) == [f"{m} / whole" for m in attention.METHODS]
+    # keys and values of 16 tokens, 2 heads of 8, float32
+    kv = 2 * 16 * 2 * 8 * 4
+    sent = {name: each["bytes"] for name, each in figures["methods"].items()}
+    assert sent == {"ring": 4 * kv, "allgather": 3 * kv, "ulysses": kv + 2 * kv}
+
+
+def test_pipeline_measures_against_the_table(tmp_path: Path) -> None:
+    figures = measured(
+        tmp_path,
+        *("pipeline", "--sleep_ms", "4", "--schedules", "1F1B", "ZBVZeroBubble"),
+        num_pairs=1,
+    )
+    assert names(figures) == ["1F1B", "ZBVZeroBubble"]
+    # p = 2, m = 4: (p - 1) / m and (p - 1) / (6 m)
+    promised = {name: each["promised"] for name, each in figures["bubbles"].items()}
+    assert promised == pytest.approx({"1F1B": 1 / 4, "ZBVZeroBubble": 1 / 24})
+    for row in figures["comparisons"]:
+        # a nap lasts at least as long as it was told to: 4 microbatches of 3 naps
+        ideal = 4 * 3 * 0.004
+        assert row["other_s"][0] >= ideal * (1 + promised[row["name"]])
+
+
+def test_sleeping_stages_double_and_take_their_naps() -> None:
+    stage = pipeline.SleepingStage(seconds=0.001, first=False, last=False)
+    x = torch.ones(3, requires_grad=True)
+    (stage(x) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 4.0, 6.0]
+    assert stage.weight.grad == 6.0
+    assert len(stage.naps) == 3
+    assert min(stage.naps) >= 0.001
+
+
+def test_ways_take_turns_and_the_first_pair_is_not_counted() -> None:
+    order: list[str] = []
+
+    def way(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    found = alternate("x", "", lambda: way("a"), lambda: way("b"), num_pairs=2)
+    assert order == ["a", "b"] * 3
+    assert (found.ours_s, found.other_s) == ([3.0, 5.0], [4.0, 6.0])
+    assert Comparison("x", "", [3.0, 5.0, 1.0], [1.0, 1.0, 1.0]).figures()["ratio"] == 3.0
+
+
+def test_figures_agree_within_the_tolerance() -> None:
+    assert check_close("x", [1.0, 2.0], [1.0, 2.02], tolerance=0.011) == pytest.approx(0.02 / 2.02)
+    for ours, other in (([2.0], [2.1]), ([2.0], [math.nan]), ([1.0, 2.0], [1.0]), ([], [])):
+        with pytest.raises(DisagreementError, match="no ratio is given"):
+            check_close("x", ours, other, tolerance=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "WHAT"),
+        (("train", "--pairs", "0"), "at least 1"),
+        (("train", "--flavor", "9B"), "flavor of llama3 must be one of"),
+        (("attention", "--seq_len", "30"), "try 28"),
+        (("attention", "--kv_heads", "3"), "--kv_heads must be a multiple of the 2 ranks"),
+        (("pipeline", "--schedules", "1F1B", "--microbatches", "1"), "at least as many"),
+    ],
+)
+def test_mistakes(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        exit_code: object = benchmark.main(arguments)
+    except SystemExit as ended:  # argparse
+        exit_code = ended.code
+    assert exit_code == 2
+    assert message in capsys.readouterr().err

@@ -5,7 +5,8 @@ under tensor parallelism and the names in Hugging Face's files as data, initial 
 function from a parameter's name. `debugmodel` is torchtitan's. `tiny` has an odd vocabulary and
 sizes that few degrees divide, for tests of uneven shards; `tiny8` has eight layers and sizes that 4
 divides, for tests of tensor and pipeline parallelism. `narrow` has two heads alone, so that a CPU
-can attend over 128k tokens.
+can attend over 128k tokens. `100M`, with a small vocabulary so that its layers are most of it, is
+for measuring on one machine.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ FLAVORS = {
     ),
     "debugmodel": DecoderConfig(
         dim=256, num_layers=6, num_heads=16, num_kv_heads=16, hidden_dim=768, vocab_size=2048
+    ),
+    "100M": DecoderConfig(
+        dim=768, num_layers=12, num_heads=12, num_kv_heads=4, hidden_dim=2048, vocab_size=16_384
     ),
     "1B": DecoderConfig(
         dim=2048,

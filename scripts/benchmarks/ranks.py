@@ -1,0 +1,81 @@
+"""Runs a measurement in processes of its own: one, or several ranks that share this machine.
+
+A peak of memory belongs to a process, so what is to be compared by it needs one each. Ranks of
+gloo or NCCL meet on the loopback; what rank 0 returns comes back as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from scripts.benchmarks.pairs import DisagreementError
+from torchtitan.base.device import device_type
+from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.config.schema import CommConfig
+from torchtitan.mesh.process_group import Launch, init_process_group, leave
+
+Measurement = Callable[[Launch, Path, dict[str, Any]], dict[str, Any]]
+"""From this rank's place, a folder that goes again and settings, to figures."""
+
+
+def run_ranks(measurement: Measurement, settings: dict[str, Any], *, ranks: int) -> dict[str, Any]:
+    """Return what `measurement`, a function of a module, returns on rank 0 of `ranks` processes.
+
+    Raises:
+        UserError: A rank has raised one.
+    """
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (measurement, settings, ranks, port, folder)
+        failed = None
+        try:
+            mp.spawn(_work, args=arguments, nprocs=ranks)
+        except mp.ProcessExitedException as exited:
+            failed = exited
+        found = sorted(Path(folder).glob("error-*.json"))
+        if found:
+            said = json.loads(found[0].read_text(encoding="utf-8"))
+            kind = DisagreementError if said["disagree"] else ConfigError
+            raise kind(said["message"])
+        if failed is not None:
+            raise failed
+        figures: dict[str, Any] = json.loads((Path(folder) / "figures.json").read_text("utf-8"))
+        return figures
+
+
+def _work(
+    rank: int,
+    measurement: Measurement,
+    settings: dict[str, Any],
+    ranks: int,
+    port: int,
+    folder: str,
+) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    launch = Launch(rank=rank, local_rank=rank, world_size=ranks)
+    place = Path(folder)
+    init_process_group(
+        launch, device_type=device_type(), settings=CommConfig(), dump_folder=place / "run"
+    )
+    try:
+        figures = measurement(launch, place, settings)
+    except UserError as error:
+        said = {"disagree": isinstance(error, DisagreementError), "message": str(error)}
+        (place / f"error-{rank}.json").write_text(json.dumps(said), encoding="utf-8")
+        leave(1)
+    if rank == 0:
+        (place / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
+    dist.barrier()
+    leave(0)

@@ -1,0 +1,64 @@
+"""A run imports no package that it does not use: each costs every start some time.
+
+Packages that a plain run has no need of, by what they would be needed for. The optimizer of torch
+itself imports its compiler, so that one is no use to look for.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+UNUSED = {
+    "wandb": "metrics.enable_wandb",
+    "tensorboard": "metrics.enable_tensorboard",
+    "torch.utils.tensorboard": "metrics.enable_tensorboard",
+    "matplotlib": "scripts",
+    "rich.progress": "a terminal",
+    "transformers": "tests",
+    "pandas": "nothing",
+    "tokenizers": "a tokenizer.json",
+    "tiktoken": "a tiktoken file",
+    "torchvision": "nothing",
+}
+RUN = """
+import sys
+from torchtitan.train import main
+exit_code = main(sys.argv[1:])
+print(exit_code, *sys.modules)
+"""
+
+
+def imported(folder: Path, *options: str) -> set[str]:
+    job = {
+        "job.dump_folder": folder,
+        "model.flavor": "tiny",
+        "model.tokenizer_path": "byte",
+        "training.dataset": "synthetic",
+        "training.seq_len": 16,
+        "training.local_batch_size": 2,
+        "training.steps": 1,
+    }
+    words = [f"--{name}={value}" for name, value in job.items()]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *words, *options], capture_output=True, text=True, check=False
+    )
+    exit_code, *modules = done.stdout.split()
+    assert exit_code == "0", done.stderr
+    return set(modules)
+
+
+def test_a_plain_run_imports_what_it_uses(tmp_path: Path) -> None:
+    modules = imported(tmp_path)
+    assert "torchtitan.trainer" in modules
+    assert sorted(modules & set(UNUSED)) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "package"), [("--metrics.enable_tensorboard=true", "torch.utils.tensorboard")]
+)
+def test_what_is_asked_for_is_seen(tmp_path: Path, option: str, package: str) -> None:
+    assert package in imported(tmp_path, option)
