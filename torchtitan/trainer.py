@@ -93,6 +93,8 @@ class Trainer:
         self.run = run
         self.last_row: Row | None = None
         self._stop = stop or StopRequest()
+        # once: walking through all modules takes a millisecond, and the optimizer has these too
+        self._parameters = [p for p in run.model.parameters() if p.requires_grad]
         self._unread: StepFigures | None = None
         self._stopped: str | None = None
 
@@ -178,8 +180,7 @@ class Trainer:
 
         loss_sum = run.execution.forward_backward(batches, divisor=num_valid_global.clamp(min=1))
         self._settle()  # the step before, while the device works on this one
-        parameters = [p for p in run.model.parameters() if p.requires_grad]
-        grad_norm = global_norm(parameters, loss=loss_sum)
+        grad_norm = global_norm(self._parameters, loss=loss_sum)
         figures = self._unread = StepFigures(
             step=step,
             loss_sum=loss_sum,
@@ -189,7 +190,7 @@ class Trainer:
         )
         if not skips_by_itself(run.optimizer):
             self._settle()
-        clip_gradients(parameters, norm=grad_norm, max_norm=run.training.max_norm)
+        clip_gradients(self._parameters, norm=grad_norm, max_norm=run.training.max_norm)
         take_step(run.optimizer, norm=grad_norm)
         run.execution.after_update()
         return figures
