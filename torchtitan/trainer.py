@@ -8,8 +8,8 @@ It receives finished parts (`assemble/`) and builds nothing. One optimizer step:
 
 Sums over ranks, never means, so that every split of the batch trains the same model.
 
-The host runs ahead of the device: what a step notes (its norm, who wants to stop) is read while the
-device works on the next one, or at once where the step is reported or saved.
+The host runs ahead of the device: whether a step's norm was finite is read while the device works
+on the next one, or at once where the step is reported or saved.
 """
 
 from __future__ import annotations
@@ -81,9 +81,11 @@ class StepFigures:
     """This rank's valid tokens."""
     grad_norm: Tensor
     """Global gradient norm before clipping."""
+    norm_on_host: HostCopy
+    """The same, for `_settle`."""
     notes: HostCopy
-    """The norm, the number of ranks whose save in the background has failed, and
-    `StopRequest.votes` summed over all ranks."""
+    """The number of ranks whose save in the background has failed, and `StopRequest.votes`, summed
+    over all ranks before the forward pass."""
 
 
 class Trainer:
@@ -121,6 +123,7 @@ class Trainer:
                 progress.tokens_seen += run.tokens_per_step
                 run.meter.count(run.tokens_per_step)
                 finished = self._is_finished()
+                self._heed(figures.notes)
                 if progress.step == first_step:
                     tighten_timeout(run.train_timeout_seconds, groups=run.mesh.groups())
                 logged = progress.step % run.log_freq == 0 or progress.step == 1 or finished
@@ -135,15 +138,19 @@ class Trainer:
                     run.profiler.step(progress.step)
                 if progress.step % run.training.gc_freq == 0:
                     collect()
+            self._settle()
         return None if finished else self._stopped
 
     def _settle(self) -> None:
-        """Read what the last step noted, if nobody has yet, and act on it."""
+        """Raise an error if the last step's norm was not finite and nobody has looked yet."""
         figures, self._unread = self._unread, None
-        if figures is None:
-            return
-        norm, failed_saves, *votes = figures.notes.read()
-        raise_if_nonfinite(norm, loss=figures.loss_sum, step=figures.step)
+        if figures is not None:
+            [norm] = figures.norm_on_host.read()
+            raise_if_nonfinite(norm, loss=figures.loss_sum, step=figures.step)
+
+    def _heed(self, notes: HostCopy) -> None:
+        """Hear of failed saves and of who wants to stop; it was known before the forward pass."""
+        failed_saves, *votes = notes.read()
         # agreed in the step's reduction: one rank that stopped alone would leave the others hanging
         if self.run.checkpoints is not None and failed_saves:
             self.run.checkpoints.wait()
@@ -186,16 +193,17 @@ class Trainer:
             loss_sum=loss_sum,
             num_valid=num_valid,
             grad_norm=grad_norm,
-            notes=HostCopy(torch.cat([grad_norm.double().reshape(1), notes])),
+            norm_on_host=HostCopy(grad_norm.reshape(1)),
+            notes=notes,
         )
-        if not skips_by_itself(run.optimizer):
+        if not skips_by_itself(run.optimizer, device=run.device):
             self._settle()
         clip_gradients(self._parameters, norm=grad_norm, max_norm=run.training.max_norm)
         take_step(run.optimizer, norm=grad_norm)
         run.execution.after_update()
         return figures
 
-    def _sum_over_ranks(self, num_valid: Tensor) -> tuple[Tensor, Tensor]:
+    def _sum_over_ranks(self, num_valid: Tensor) -> tuple[Tensor, HostCopy]:
         """Return the valid tokens of the global batch and, by the way, the number of ranks whose
         save has failed and the votes to stop."""
         checkpoints = self.run.checkpoints
@@ -205,7 +213,7 @@ class Trainer:
         dist.all_reduce(sums)  # every rank: a note on one must reach all of them
         dims = self.run.mesh.dims
         # ranks along pp and tp hold equal tokens
-        return sums[0] // (dims.pp * dims.tp), sums[1:]
+        return sums[0] // (dims.pp * dims.tp), HostCopy(sums[1:])
 
     def _report(self, figures: StepFigures) -> None:
         """Reduce the step's figures over all ranks, in one collective, and hand them to the

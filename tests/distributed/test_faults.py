@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from torchtitan import trainer
 from torchtitan.base.errors import NonFiniteError
+from torchtitan.base.transfer import HostCopy
 from torchtitan.checkpoint.storage import find_steps, read_state
+from torchtitan.mesh.stop import StopRequest
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.trainer import Run, Trainer
 
@@ -95,11 +99,26 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def waits_by_step(job: list[str]) -> list[int]:
-    run, counts = jobs.start(job), list[int]()
-    with Waits() as waits:
-        Trainer(run).train(on_step=lambda step: counts.append(waits.count))
-    return counts
+def waits_by_step(job: list[str]) -> tuple[list[int], list[int]]:
+    """Count, up to the end of each step, what waits, and the norms that have been read."""
+    run, counts, norms_read = jobs.start(job), list[int](), list[int]()
+    num_read = 0
+
+    class Counted(HostCopy):
+        def read(self) -> list[float]:
+            nonlocal num_read
+            numbers = super().read()
+            num_read += len(numbers) == 1
+            return numbers
+
+    def note(step: int) -> None:
+        counts.append(waits.count)
+        norms_read.append(num_read)
+
+    with pytest.MonkeyPatch.context() as patch, Waits() as waits:
+        patch.setattr(trainer, "HostCopy", Counted)
+        Trainer(run).train(on_step=note)
+    return counts, norms_read
 
 
 @pytest.mark.parametrize("layout", [jobs.FSDP, ("--parallelism.context_parallel_degree=2",)])
@@ -107,8 +126,10 @@ def test_no_step_waits_but_those_that_are_reported(
     layout: tuple[str, ...], ranks: RankPool, tmp_path: Path
 ) -> None:
     job = [*jobs.write_job(tmp_path), *layout, "--training.steps=6", "--checkpoint.enable=false"]
-    for counts in ranks.run(waits_by_step, [*job, "--metrics.log_freq=100"], world=2):
+    for counts, norms_read in ranks.run(waits_by_step, [*job, "--metrics.log_freq=100"], world=2):
         assert counts[0] == counts[-2], counts
+        # a step's norm is read in the next step, but for the first one's and the last one's
+        assert norms_read == [1, 1, 2, 3, 4, 6]
 
 
 def test_a_wait_would_be_seen() -> None:
@@ -167,3 +188,45 @@ def test_data_that_fill_no_batch_are_refused(ranks: RankPool, tmp_path: Path) ->
     job[0] = f"--job.config_file={tmp_path / 'epochs.toml'}"
     [message] = ranks.run(jobs.failure, job, world=1)
     assert "2 epochs of it hold 6 samples of 32 tokens, the batch 8" in message
+
+
+def stopped_into_a_bad_step(job: list[str]) -> str:
+    """Ask for an end in the third step, whose loss is not finite either."""
+
+    class Asked(StopRequest):
+        def votes(self) -> list[int]:
+            return [int(run.progress.step == 3), 0]
+
+    def spoiled(correct: HeadLoss) -> HeadLoss:
+        return lambda x, weight, labels: (
+            correct(x, weight, labels) * (math.nan if run.progress.step == 3 else 1.0)
+        )
+
+    with jobs.other_loss(spoiled):
+        run = jobs.start(job)
+    try:
+        return f"stopped by {Trainer(run, stop=Asked()).train()} after step {run.progress.step}"
+    except NonFiniteError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("saves", ["true", "false"])
+def test_a_bad_last_step_is_told_of(saves: str, ranks: RankPool, tmp_path: Path) -> None:
+    job = [*jobs.write_job(tmp_path), "--metrics.log_freq=100", f"--checkpoint.enable={saves}"]
+    [message] = ranks.run(stopped_into_a_bad_step, job, world=1)
+    assert "step 3 must have a finite loss" in message
+
+
+def test_a_stop_is_heard_in_the_step_that_asks(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*jobs.write_job(tmp_path), "--metrics.log_freq=100"]
+    [message] = ranks.run(stopped_in_step_two, job, world=1)
+    assert message == "stopped by a signal (to 1 rank) after step 2"
+
+
+def stopped_in_step_two(job: list[str]) -> str:
+    class Asked(StopRequest):
+        def votes(self) -> list[int]:
+            return [int(run.progress.step == 2), 0]
+
+    run = jobs.start(job)
+    return f"stopped by {Trainer(run, stop=Asked()).train()} after step {run.progress.step}"

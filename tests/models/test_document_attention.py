@@ -147,3 +147,14 @@ def test_no_gradient_of_a_document_is_as_long_as_the_sequence() -> None:
     with Sizes():
         causal_attention(q, k, v, documents).backward(grad)
     assert sum(size == q.numel() for size in sizes) < 20
+
+
+@pytest.mark.parametrize("lengths", [(4096,), (4095, 1)])
+def test_a_document_as_long_as_its_sequence_holds_nothing_of_its_square(
+    lengths: tuple[int, ...],
+) -> None:
+    q = torch.randn(1, 2, 4096, 8, requires_grad=True)
+    k = torch.randn(1, 1, 4096, 8, requires_grad=True)
+    with Watch() as watch:
+        causal_attention(q, k, k, Documents((lengths,))).sum().backward()
+    assert 0 < watch.largest < 4096**2 / 64

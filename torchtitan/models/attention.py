@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.models.document_attention import attend_within
 from torchtitan.models.documents import Documents
+from torchtitan.models.fused_attention import fused_attention
 from torchtitan.models.rope import Rope
 from torchtitan.models.spec import DecoderConfig
 
@@ -83,10 +83,7 @@ def causal_attention(
     """
     if documents is not None:
         return attend_within(q_BHSD, k_BKSD, v_BKSD, documents=documents)
-    is_causal = q_BHSD.shape[2] > 1
-    return F.scaled_dot_product_attention(
-        q_BHSD, k_BKSD, v_BKSD, is_causal=is_causal, enable_gqa=True
-    )
+    return fused_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=q_BHSD.shape[2] > 1)
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Documents | None], torch.Tensor]

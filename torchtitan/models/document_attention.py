@@ -10,18 +10,16 @@ Shapes: B batch, S sequence, H query heads, K key/value heads, D head width, T =
 from __future__ import annotations
 
 import inspect
-from functools import lru_cache
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from torchtitan.base.transfer import to_device
 from torchtitan.models.documents import Documents
+from torchtitan.models.fused_attention import HALF, fused_attention
 
-HALF = (torch.bfloat16, torch.float16)
 WIDTH_MULTIPLE = 8
 """Of a head, for flash attention on a GPU."""
 
@@ -45,10 +43,7 @@ def one_by_one(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, documents: Docume
         parts = zip(*(x.split(lengths, dim=2) for x in whole), strict=True)
         rows.append(
             torch.cat(
-                [
-                    F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-                    for q, k, v in parts
-                ],
+                [fused_attention(q, k, v, is_causal=True) for q, k, v in parts],
                 dim=2,
             )
         )
@@ -64,7 +59,7 @@ def all_at_once(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, documents: Docum
         else:  # torch 2.11
             group = q_BHSD.shape[1] // k_BKSD.shape[1]
             k_BKSD, v_BKSD = (x.repeat_interleave(group, dim=1) for x in (k_BKSD, v_BKSD))
-    begins = _begins(documents, q_BHSD.device)
+    begins = documents.remember("begins", lambda: _begins(documents, q_BHSD.device))
     longest = max(max(row) for row in documents.lengths)
     q_THD, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSD))
     out_THD: Tensor = varlen_attn(
@@ -73,9 +68,7 @@ def all_at_once(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, documents: Docum
     return out_THD.unflatten(0, (len(q_BHSD), -1)).transpose(1, 2)
 
 
-@lru_cache(maxsize=1024)
 def _begins(documents: Documents, device: torch.device) -> Tensor:
     """Return where each document begins in the row of all tokens, and T, int32."""
     lengths = (length for row in documents.lengths for length in row)
-    # every layer asks for it, and recomputation again
     return to_device(list(accumulate(lengths, initial=0)), device).int()

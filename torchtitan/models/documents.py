@@ -9,22 +9,34 @@ Shapes: B sequences, S tokens of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Documents:
     """The documents of B sequences of equal length, one after another in each.
 
     A plain class on purpose: FSDP walks through the tuples and dataclasses among a block's
-    arguments, number by number. And what is worked out from one is remembered by which it is.
+    arguments, number by number.
     """
 
     def __init__(self, lengths: tuple[tuple[int, ...], ...]) -> None:
         """Take the tokens of each document, a row for each sequence, all rows of the same sum."""
         self.lengths = lengths
+        self._worked_out: dict[Hashable, Any] = {}
+
+    def remember(self, what: Hashable, work_out: Callable[[], T]) -> T:
+        """Return what follows from the documents: every layer asks for it, forward and backward,
+        and it is worked out once, on the one device that they are used on."""
+        if what not in self._worked_out:
+            self._worked_out[what] = work_out()
+        found: T = self._worked_out[what]
+        return found
 
     @classmethod
     def from_flat(cls, lengths: torch.Tensor, *, seq_len: int) -> Documents:

@@ -46,9 +46,14 @@ def build_optimizer(model: HasParameters, *, settings: OptimizerConfig) -> torch
     return adam(groups, betas=(settings.beta1, settings.beta2), eps=settings.eps, **common)
 
 
-def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether `take_step` leaves weights and state alone where the norm is not finite."""
-    return bool(optimizer.defaults.get("fused"))
+def skips_by_itself(optimizer: torch.optim.Optimizer, *, device: torch.device) -> bool:
+    """Tell whether `take_step` leaves weights and state alone where the norm, on `device`, is not
+    finite.
+
+    Weights that are kept elsewhere cannot: the flag would be read there before it has arrived.
+    """
+    [any_weight, *_] = optimizer.param_groups[0]["params"]
+    return bool(optimizer.defaults.get("fused")) and any_weight.device.type == device.type
 
 
 def take_step(optimizer: torch.optim.Optimizer, *, norm: Tensor) -> None:
@@ -57,7 +62,7 @@ def take_step(optimizer: torch.optim.Optimizer, *, norm: Tensor) -> None:
     A fused kernel asks on the device whether the norm is finite, by the flag that torch's gradient
     scaler sets. Of the others the caller must know it.
     """
-    if skips_by_itself(optimizer):
+    if skips_by_itself(optimizer, device=norm.device):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.zero_grad()

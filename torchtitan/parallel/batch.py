@@ -27,12 +27,9 @@ class Batch:
     """Of the whole sequences, for attention inside them; None: over all of a sequence."""
 
     def to(self, device: torch.device) -> Batch:
-        """Return it on a device, without waiting where the host's memory is page-locked."""
-        tensors = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("tokens", "labels", "positions")
-        }
-        return replace(self, **tensors)
+        """Return it on a device, without waiting for that."""
+        names = ("tokens", "labels", "positions")
+        return replace(self, **{name: _send(getattr(self, name), device) for name in names})
 
     def split(self, size: int) -> list[Batch]:
         """Return parts of `size` sequences each."""
@@ -45,3 +42,9 @@ class Batch:
             positions=self.positions if self.positions.ndim == 1 else self.positions[rows],
             documents=None if self.documents is None else self.documents[rows],
         )
+
+
+def _send(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()  # else the copy would wait for all that the device has to do
+    return tensor.to(device, non_blocking=True)

@@ -151,12 +151,21 @@ class SequenceLayout:
         return blocks
 
 
-@lru_cache(maxsize=256)
 def find_blocks(
     layout: SequenceLayout, rank: int, source: int, seq_len: int, documents: Documents | None
 ) -> list[Block]:
-    """Remember `blocks`: every layer asks for them, forward and backward."""
-    return layout.blocks(rank, source=source, seq_len=seq_len, documents=documents)
+    """Return `blocks`, remembered."""
+    if documents is None:
+        return _blocks_of_all(layout, rank, source, seq_len)
+    return documents.remember(
+        (layout, rank, source),
+        lambda: layout.blocks(rank, source=source, seq_len=seq_len, documents=documents),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _blocks_of_all(layout: SequenceLayout, rank: int, source: int, seq_len: int) -> list[Block]:
+    return layout.blocks(rank, source=source, seq_len=seq_len)
 
 
 def _parts(ranges: Ranges, *, lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
@@ -217,4 +226,6 @@ class SequenceShard:
 
 def _pick(x_BS: Tensor, places: Tensor) -> Tensor:
     """Take the tokens at the same places of each sequence, or at those of its own."""
+    if places.shape[-1] == x_BS.shape[1]:
+        return x_BS  # all of it, in its order, in page-locked memory if it is there
     return x_BS.index_select(1, places) if places.ndim == 1 else x_BS.gather(1, places)
