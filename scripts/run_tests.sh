@@ -8,4 +8,5 @@ use_python dev
 python -m ruff format --check .
 python -m ruff check .
 python -m mypy
-python -m pytest "$@"
+# two at a time: tests with ranks mostly wait for each other; a file's tests stay together
+python -m pytest -n 2 --dist loadfile "$@"

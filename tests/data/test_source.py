@@ -148,7 +148,9 @@ def test_damaged_archives(tmp_path: Path, suffix: str) -> None:
             documents_of(file)
 
 
-@pytest.mark.parametrize(("name", "data"), [("a.jsonl", b"\n\n"), ("a.txt.gz", gzip.compress(b""))])
+@pytest.mark.parametrize(
+    ("name", "data"), [("a.jsonl", b"\n\n"), ("a.txt.gz", gzip.compress(b""))], ids=["jsonl", "gz"]
+)
 def test_files_without_text(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match="holds no text"):
