@@ -99,7 +99,8 @@ class Pipeline:
             assert not rest, f"{num_samples} samples do not make whole microbatches"
             table = forward_table(self._layout.ranks, num_microbatches=num_microbatches)
             self._evaluating = shape, self._build(table, seq_len)
-        self._divisor, self._loss_sum = torch.ones_like(self._loss_sum), self._loss_sum * 0
+        self._divisor = torch.ones_like(self._loss_sum)
+        self._loss_sum = torch.zeros_like(self._loss_sum)
         self._run(self._evaluating[1], batch)
         return self._loss_sum
 
