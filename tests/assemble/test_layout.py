@@ -1,13 +1,21 @@
-"""The settings of a job override what a flavor says of its rotary wavelengths, and nothing else."""
+"""What a flavor is after the settings of a job, and what the log and the data rule say of both."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from torchtitan.assemble import find_model
-from torchtitan.base.errors import ConfigError
+from torchtitan.assemble.layout import find_layout, log_job
+from torchtitan.assemble.run import build_loader
+from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.checkpoint.state import Progress
 from torchtitan.config.load import load_config
 from torchtitan.models import MODELS
 from torchtitan.models.spec import DecoderConfig, LinearScaling, Llama3Scaling, YarnScaling
@@ -77,3 +85,70 @@ def test_bounds_in_disorder_are_refused(options: list[str], message: str) -> Non
     with pytest.raises(ConfigError) as error:
         found("8B", scaling=(*options, *STRETCH))
     assert f"[model.rope_scaling] {message}" in str(error.value)
+
+
+def logged(caplog: pytest.LogCaptureFixture, *options: str, world_size: int = 1) -> str:
+    """What the log says of a job of 4,096 tokens."""
+    config = load_config(["--training.seq_len=4096", *options])
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        log_job(config, layout=find_layout(config, world_size=world_size), device=CPU)
+    return caplog.text
+
+
+CPU = torch.device("cpu")
+YARN = ["--model.rope_scaling.type=yarn", "--model.rope_scaling.original_max_position=512"]
+
+
+def test_the_log_says_how_sequences_are_cut_and_stretched(caplog: pytest.LogCaptureFixture) -> None:
+    assert "Sequences" not in logged(caplog, "--model.rope_scaling.type=none")
+    within = "--training.document_attention=within"
+    assert "Sequences: document attention within, document positions continue\n" in logged(
+        caplog, within, "--model.rope_scaling.type=none"
+    )
+    options = [
+        "--parallelism.context_parallel_degree=2",
+        "--parallelism.context_parallel_rotate_method=ring",
+        *YARN,
+        "--model.rope_scaling.factor=8",
+    ]
+    text = logged(caplog, *options, world_size=2)
+    assert (
+        "Sequences: context parallel by ring, load balancer headtail; rope scaling yarn, factor 8\n"
+        in text
+    )
+    assert "WARNING" not in text
+
+
+def test_a_stretch_too_short_for_the_sequences_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    text = logged(caplog, *YARN, "--model.rope_scaling.factor=7.9")
+    assert "reaches 4044 positions (factor 7.9 x original_max_position 512)" in text
+    assert "training.seq_len is 4096; for as many raise model.rope_scaling.factor to 8\n" in text
+
+
+@pytest.mark.parametrize(
+    ("whole", "remedy"),
+    [
+        (-1, "training.local_batch_size, or"),
+        (4, "training.local_batch_size and global_batch_size, or"),
+        (8, "training.global_batch_size, or"),
+    ],
+)
+def test_what_makes_the_batch_smaller_is_named(tmp_path: Path, whole: int, remedy: str) -> None:
+    (tmp_path / "a.txt").write_text("a" * 30)
+    config = load_config(
+        [
+            "--model.tokenizer_path=byte",
+            "--training.dataset=files",
+            f"--training.dataset_path={tmp_path / 'a.txt'}",
+            f"--training.dataset_cache={tmp_path}",
+            "--training.seq_len=10",
+            "--training.num_epochs=1",
+            "--training.local_batch_size=4",
+            f"--training.global_batch_size={whole}",
+        ]
+    )
+    layout = find_layout(config, world_size=1)
+    mesh: Any = SimpleNamespace(dims=layout.dims, dp_rank=0)
+    with pytest.raises(DataError, match=rf"add data, or lower {remedy} training.seq_len"):
+        build_loader(config, layout=layout, mesh=mesh, progress=Progress())

@@ -191,6 +191,8 @@ def random_config(seed: int) -> Config:
     num_workers = values["training", "dataloader", "num_workers"]
     assert isinstance(num_workers, int)
     scaling = ("model", "rope_scaling")
+    budget = values["activation_checkpoint", "memory_budget"]
+    by_budget = values["activation_checkpoint", "mode"] == "memory_budget"
     values |= {
         ("job", "config_file"): None,
         ("model", "rope_theta"): rng.choice([None, 1e4, 5e5]),
@@ -203,7 +205,8 @@ def random_config(seed: int) -> Config:
         ("training", "dataset_weights"): tuple(rng.uniform(0.1, 9.0) for _ in paths),
         ("training", "global_batch_size"): values["training", "local_batch_size"],
         ("activation_checkpoint", "selective_ac_option"): str(rng.randrange(1, 9)),
-        ("compile", "enable"): values["activation_checkpoint", "mode"] == "memory_budget",
+        ("activation_checkpoint", "memory_budget"): budget if by_budget else 0.5,
+        ("compile", "enable"): by_budget,
         ("compile", "backend"): "inductor",
         ("debug", "deterministic"): True,
         ("checkpoint", "enable"): True,

@@ -275,6 +275,14 @@ EXAMPLES = '[training]\ndataset = "examples"\n'
             'a compiled block is one operator; write "2" for every second block, or '
             "compile.enable = false",
         ),
+        *(
+            (
+                f'[activation_checkpoint]\nmode = "{mode}"\nmemory_budget = 0.4',
+                "[activation_checkpoint] memory_budget = 0.4: is read only with mode = "
+                f'"memory_budget", got mode = "{mode}"; change or remove',
+            )
+            for mode in ("none", "full", "selective")
+        ),
         (
             '[activation_checkpoint]\nmode = "memory_budget"',
             '[activation_checkpoint] mode = "memory_budget": needs compile.enable = true, for it '
@@ -361,6 +369,9 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
         '[checkpoint]\nenable = true\nlast_save_in_hf = true\nexport_dtype = "float16"',
         '[activation_checkpoint]\nselective_ac_option = "1"',
         '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true',
+        '[activation_checkpoint]\nmode = "memory_budget"\nmemory_budget = 0.4\n[compile]\n'
+        "enable = true",
+        '[activation_checkpoint]\nmode = "full"\nmemory_budget = 0.5',
         '[activation_checkpoint]\nselective_ac_option = "op"',
         '[activation_checkpoint]\nselective_ac_option = "op"\nmode = "full"\n[compile]\n'
         "enable = true",

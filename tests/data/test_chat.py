@@ -189,14 +189,51 @@ def test_an_answer_that_changes_later_is_refused() -> None:
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
     with pytest.raises(
-        DataError, match=r"f line 1: it cannot be told where the answer of message 2"
+        DataError, match=r"f line 1: it cannot be .* the answer of message 2 .* in another way once"
     ):
         template_of(drops).conversation(CHAT, where="f line 1")
     prompts = CHATML.replace("assistant\\n' }}", "assistant\\n<think>' }}")
-    with pytest.raises(DataError, match=r"put {% generation %} and {% endgeneration %} around"):
+    with pytest.raises(
+        DataError,
+        match=r"prompt writes '<think>', with .* begin so, or put {% generation %} and {% endgen",
+    ):
         template_of(prompts).conversation(CHAT, where="f line 1")
     # one answer, the last: nothing changes after it
     assert len(template_of(drops).conversation(CHAT[:2], where="f line 1").spans) == 1
+
+
+def test_a_template_that_fails_on_the_messages_before_an_answer() -> None:
+    with pytest.raises(
+        DataError,
+        match=r"f line 1: .* message 1 begins, the 0 messages before it are rendered alone, and on "
+        r"them the chat template x.jinja fails: list object has no element 0; put a message",
+    ):
+        template_of(CHATML).conversation(CHAT[1:], where="f line 1")
+
+
+def learnt_of(source: str, messages: list[dict[str, object]]) -> list[str]:
+    rendered = template_of(source).conversation(messages, where="f line 1")
+    return [rendered.text[start:stop] for start, stop in rendered.spans]
+
+
+@pytest.mark.parametrize("source", [CHATML, MARKED])
+def test_answers_that_are_not_learnt(source: str) -> None:
+    """Those of weight 0, and those that say nothing, by prefixes and by marks."""
+    ask = {"role": "user", "content": "Go on.", "weight": 1}
+    answers = [{"role": "assistant", "content": text} for text in ("One.", "", "Two.")]
+    chat = [message for answer in answers for message in (ask, answer)]
+    assert learnt_of(source, chat) == ["One.<|im_end|>", "Two.<|im_end|>"]
+    for weight, expected in ((0, ["Two.<|im_end|>"]), (1, ["One.<|im_end|>", "Two.<|im_end|>"])):
+        weighed = [chat[0], {**chat[1], "weight": weight}, *chat[2:]]
+        assert learnt_of(source, weighed) == expected
+    assert learnt_of(source, chat[2:4]) == []
+
+
+def test_whose_a_marked_part_is_must_be_clear() -> None:
+    one = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    assert len(learnt_of(one, CHAT)) == 1
+    with pytest.raises(DataError, match=r"f line 1: an answer .* marks 1 parts for 2 answers; put"):
+        learnt_of(one, [*CHAT[:3], {**CHAT[3], "weight": 0}])
 
 
 def test_marks_without_the_end_of_the_turn_are_noticed() -> None:

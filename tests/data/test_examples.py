@@ -60,6 +60,8 @@ def test_a_completion_is_learnt_with_its_end() -> None:
         Continuation("a", "", "here"),
         Continuation("", "", "here"),
         Conversation([say("user", "a")], None, "here"),
+        Conversation([say("user", "a"), say("assistant", "")], None, "here"),
+        Conversation([say("user", "a"), {**say("assistant", "b"), "weight": 0}], None, "here"),
     ],
 )
 def test_nothing_to_learn(example: Conversation | Continuation) -> None:
@@ -108,16 +110,17 @@ def test_hugging_face_tokenizers_divide_at_special_tokens_only_when_asked(tmp_pa
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{", r"must be one JSON object: Expecting"),
-        ("[1]", r"must be {\"messages\".* or {\"prompt\".*, got neither"),
+        ("{", r"must be one JSON object: Expecting [^:]* at column 2$"),
+        ("[", r"must be .*: Expecting value at column 2; files hold one JSON object a line, not"),
+        ("[1]", r"must be {\"messages\".* or {\"prompt\".*, got an array; write one JSON object a"),
         ("{}", r"must be .*, got neither"),
         ('{"text": "a"}', r"must be .*, got keys 'text'"),
         ('{"messages": [], "prompt": "a"}', r"must be .*, got keys 'messages', 'prompt'"),
         ('{"messages": []}', r"messages must be a list of objects, got \[\]"),
         ('{"messages": ["a"]}', r"messages must be a list of objects, got \['a'\]"),
         ('{"messages": {}}', r"messages must be a list of objects, got {}"),
-        ('{"prompt": "a"}', r"must have a completion that is text, got none"),
-        ('{"completion": "a"}', r"must have a prompt that is text, got none"),
+        ('{"prompt": "a"}', r"must have a completion that is text, got keys 'prompt'"),
+        ('{"completion": "a"}', r"must have a prompt that is text, got keys 'completion'"),
         ('{"prompt": 3, "completion": "a"}', r"must have a prompt that is text, got 3"),
         ('{"prompt": "a", "completion": null}', r"must have a completion that is text, got None"),
         ('{"prompt": "\\ud800", "completion": "a"}', r"must hold whole characters, character 0"),
@@ -141,6 +144,10 @@ def test_wrong_lines(tmp_path: Path, line: str, complaint: str) -> None:
         ({"content": "a"}, r"the role of message 2 must be one of .*, got none"),
         ({"role": ["user"], "content": "a"}, r"the role of message 2 .*, got \['user'\]"),
         ({"role": "assistant"}, r"message 2 must have a content that is text, got none"),
+        *[
+            ({**say("assistant", "a"), "weight": weight}, r"the weight of message 2 must be 0 .* 1")
+            for weight in (2, 0.5, -1, True, "0", [])
+        ],
         (say("assistant", [{"type": "text"}]), r"message 2 must have a content .*, got \[{'type'"),
     ],
 )

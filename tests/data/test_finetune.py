@@ -221,7 +221,7 @@ def test_long_examples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_no_example_is_left(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a.jsonl has 1 examples, and no assistant's message or"):
+    with pytest.raises(DataError, match=r"a.jsonl has 1 examples, and no assistant's words or"):
         examples_of(tmp_path, [{"prompt": "a", "completion": ""}])
     with pytest.raises(DataError, match=r"within training.seq_len = 24 tokens, all of 1 are long"):
         examples_of(tmp_path, [{"prompt": "a" * 99, "completion": "b"}])
@@ -249,6 +249,22 @@ def test_fingerprints_tell_what_changed(tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     template.write_text("{{ eos_token }}")
     assert changed(chat_template=str(template)) == ["chat template"]
+
+
+def test_another_template_makes_other_tokens(tmp_path: Path) -> None:
+    """The data are what templates write: that of another is not taken from the cache."""
+    settings: dict[str, Any] = {
+        "dataset_path": write_lines(tmp_path / "a.jsonl", [{"messages": CHAT}]),
+        "seq_len": 200,
+    }
+    base = examples_of(tmp_path, **settings)
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    other = examples_of(tmp_path, chat_template=str(template), **settings)
+    changed = [key for key in base.fingerprint if base.fingerprint[key] != other.fingerprint[key]]
+    assert changed == ["data", "chat template"]
+    text = ByteTokenizer().decode(other[0]["tokens"].tolist())
+    assert text.startswith(f"user: {CHAT[0]['content']}\nassistant")
 
 
 def test_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ def test_find_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         ("*.no", "no file matches"),
         ("empty.txt", "must not be empty"),
         ("e*.txt", "must not be empty"),
-        ("deep", r"is a folder; .*/\*\*/\*\.txt"),
+        ("deep", r"is a folder; .*/\*\*/\*\.txt of texts, .*deep/\*\*/\*\.jsonl of"),
     ]:
         with pytest.raises(DataError, match=said):
             names(pattern)

@@ -179,3 +179,12 @@ def test_a_store_travels_as_its_path(tmp_path: Path) -> None:
     message = pickle.dumps(store)
     assert len(message) < 1000
     assert np.array_equal(pickle.loads(message).tokens, store.tokens)
+
+
+@pytest.mark.parametrize("sequence", [-1, 5])
+def test_a_document_outside_the_store_is_damage(tmp_path: Path, sequence: int) -> None:
+    write_by_hand(tmp_path / "s", DOCUMENTS, code=8)
+    assert TokenStore(tmp_path / "s").boundaries(0, 8) == [3, 4]
+    put(-16, struct.pack("<q", sequence))(tmp_path)
+    with pytest.raises(DataError, match=rf"s.idx is damaged: document 2 .* {sequence} of 4"):
+        TokenStore(tmp_path / "s").boundaries(0, 8)

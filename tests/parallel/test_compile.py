@@ -123,6 +123,20 @@ def test_each_shape_is_compiled_once_and_too_many_are_an_error() -> None:
         model(torch.ones(2, 34, dtype=torch.int64))
 
 
+def test_around_opaque_attention_a_ninth_shape_runs_uncompiled() -> None:
+    model, plain = tiny(), tiny()
+    apply_compile(
+        model,
+        backend="eager",
+        memory_budget=1.0,
+        opaque_attention=True,
+        sequence_comes_async=False,
+    )
+    for length in range(12, 23):
+        tokens = torch.ones(2, length, dtype=torch.int64)
+        torch.testing.assert_close(model(tokens), plain(tokens))
+
+
 def test_what_would_break_a_block_in_two_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: FeedForward, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()

@@ -35,6 +35,12 @@ from torchtitan.parallel.tensor import check_tensor_parallel
 
 logger = logging.getLogger(__name__)
 
+SCALINGS: dict[type[RopeScaling], str] = {
+    LinearScaling: "linear",
+    Llama3Scaling: "llama3",
+    YarnScaling: "yarn",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -135,6 +141,41 @@ def _check_order(low_name: str, low: float, high_name: str, high: float) -> None
         )
 
 
+def describe_sequences(config: Config, *, layout: Layout) -> list[str]:
+    """Say how sequences lie over ranks, hold documents and are stretched, where that matters."""
+    training, parallelism = config.training, config.parallelism
+    said = []
+    if layout.dims.cp > 1:
+        said.append(
+            f"context parallel by {parallelism.context_parallel_rotate_method}, "
+            f"load balancer {parallelism.context_parallel_load_balancer}"
+        )
+    if training.document_attention != "across" or training.document_positions != "continue":
+        said.append(
+            f"document attention {training.document_attention}, "
+            f"document positions {training.document_positions}"
+        )
+    if (scaling := layout.architecture.rope_scaling) is not None:
+        said.append(f"rope scaling {SCALINGS[type(scaling)]}, factor {scaling.factor:g}")
+    return said
+
+
+def _warn_of_positions(scaling: RopeScaling | None, *, seq_len: int) -> None:
+    if scaling is None or isinstance(scaling, LinearScaling):
+        return
+    reached = int(scaling.factor * scaling.original_max_position)
+    if reached < seq_len:
+        logger.warning(
+            "The rope scaling reaches %d positions (factor %g x original_max_position %d), "
+            "training.seq_len is %d; for as many raise model.rope_scaling.factor to %g",
+            reached,
+            scaling.factor,
+            scaling.original_max_position,
+            seq_len,
+            seq_len / scaling.original_max_position,
+        )
+
+
 def log_job(config: Config, *, layout: Layout, device: torch.device) -> None:
     """Say what is about to be trained, where, and how."""
     architecture, dims = layout.architecture, layout.dims
@@ -154,6 +195,9 @@ def log_job(config: Config, *, layout: Layout, device: torch.device) -> None:
         dims,
         config.training.mixed_precision_param,
     )
+    if sequences := describe_sequences(config, layout=layout):
+        logger.info("Sequences: %s", "; ".join(sequences))
+    _warn_of_positions(architecture.rope_scaling, seq_len=seq_len)
     if config.compile.enable:
         logger.info(
             "Blocks are compiled by %s: the first step takes longer", config.compile.backend

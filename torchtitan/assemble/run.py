@@ -138,10 +138,16 @@ def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progre
         dataset = build_dataset(training, tokenizer=tokenizer, seed=config.debug.seed)
     global_batch_size = training.local_batch_size * mesh.dims.dp * layout.accumulation
     if dataset.num_samples is not None and dataset.num_samples < global_batch_size:
+        # a batch that is read at once is no larger than its parts
+        whole = "training.global_batch_size"
+        if layout.accumulation == 1:
+            whole = "training.local_batch_size" + (
+                "" if training.global_batch_size == -1 else " and global_batch_size"
+            )
         raise DataError(
             f"the data must fill one global batch: {training.num_epochs} epochs of it hold "
             f"{dataset.num_samples} samples of {training.seq_len} tokens, the batch "
-            f"{global_batch_size}; add data, or lower training.global_batch_size or seq_len"
+            f"{global_batch_size}; add data, or lower {whole}, or training.seq_len"
         )
     return Loader(
         dataset,

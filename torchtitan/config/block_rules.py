@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchtitan.config.broken import Broken
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import ActivationCheckpointConfig, Config
 
 KEEPS_A_BUDGET = ("inductor", "aot_eager_decomp_partition")
 """Compilers that choose what to recompute; the second makes no code, and is for tests."""
@@ -22,6 +22,12 @@ def block_rules(config: Config) -> Iterator[Broken]:
             f'"{option}"',
         )
     settings, mode = config.compile, config.activation_checkpoint.mode
+    budget = config.activation_checkpoint.memory_budget
+    if mode != "memory_budget" and budget != ActivationCheckpointConfig().memory_budget:
+        yield Broken(
+            ("activation_checkpoint.memory_budget", "activation_checkpoint.mode"),
+            f'is read only with mode = "memory_budget", got mode = "{mode}"; change or remove',
+        )
     if mode == "memory_budget" and not settings.enable:
         yield Broken(
             ("activation_checkpoint.mode", "compile.enable"),

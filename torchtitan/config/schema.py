@@ -278,7 +278,7 @@ class ActivationCheckpointConfig:
     and every second matrix product, whose outputs are kept."""
     memory_budget: Fraction = 0.5
     """Of mode = memory_budget, the part that may be kept of what a compiled block keeps by itself:
-    1 recomputes nothing, 0 keeps a block's input alone."""
+    1 recomputes nothing, 0 keeps a block's input, and that of attention which is not compiled."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

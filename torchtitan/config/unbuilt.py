@@ -54,7 +54,10 @@ _SPLIT_POINTS = (
 _QUANTIZED = "quantised Hugging Face weights are not read; take a model in bfloat16 or float32"
 _VALIDATION = "validation is not built yet"
 _ESTIMATE = "memory estimation is not built yet; metrics report the peak of a real step"
-_RECOMPUTE = "this kind of recomputation is not built yet; write mode = none, full or selective"
+_RECOMPUTE = (
+    "this kind of recomputation is not built yet; write mode = none, full, selective or "
+    "memory_budget"
+)
 
 UNBUILT: dict[Path, Unbuilt] = {
     **_section("job", _PLUGIN, custom_config_module=""),

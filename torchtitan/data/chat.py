@@ -10,13 +10,16 @@ answer, ended by what asks for one, is what the model is given when it answers; 
 with the answer has beyond that is what the model must write. This is right exactly where the one is
 the beginning of the other, and a template that writes earlier turns in another way once later ones
 follow (as some do that drop the reasoning of all answers but the last) is refused.
+
+Not every answer is to be learnt: one that says nothing would teach only to end the turn, and one of
+weight 0, as in OpenAI's format, is there for what comes after it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, NoReturn
 
@@ -34,8 +37,12 @@ Message = Mapping[str, Any]
 BEGIN_MARK, END_MARK = "\ufdd0", "\ufdd1"
 
 
+MARKS = "{% generation %} and {% endgeneration %}"
+SAYS = ("content", "tool_calls", "reasoning_content", "thinking")
+
+
 class Rendered(NamedTuple):
-    """A conversation as text, and from where to where in it the assistant's parts reach."""
+    """A conversation as text, and from where to where in it the parts reach that are learnt."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -162,30 +169,58 @@ class ChatTemplate:
         where: str,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Rendered:
-        """Return the text and what of it is the assistant's; raise DataError if that is unclear.
+        """Return the text and what of it is to be learnt; raise DataError if that is unclear.
 
         Parts end with the special token that ends the turn. White space behind it, which some
         templates write, is nothing that the model will be asked for.
         """
         if self._marked:
-            return _unmarked(self._run(messages, tools, where, False))
+            marked = _unmarked(self._run(messages, tools, where, False))
+            return Rendered(marked.text, self._due(marked.spans, messages, where=where))
         whole = self.render(messages, where=where, tools=tools)
         spans = []
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if not is_due(message):
                 continue
-            given = self.render(messages[:i], where=where, tools=tools, add_generation_prompt=True)
+            try:
+                given = self.render(
+                    messages[:i], where=where, tools=tools, add_generation_prompt=True
+                )
+            except DataError as error:
+                raise DataError(
+                    f"{where}: to tell where the answer of message {i + 1} begins, the {i} "
+                    f"messages before it are rendered alone, and on them the chat template "
+                    f"{self.origin} fails: {error.__cause__}; put a message before it that the "
+                    f"template needs, or {MARKS} around the assistant's part in the template"
+                ) from error
             answered = self.render(messages[: i + 1], where=where, tools=tools)
             if not (answered.startswith(given) and whole.startswith(answered)):
+                plain = self.render(messages[:i], where=where, tools=tools) if i else ""
+                why = _difference(plain, given, answered)
                 raise DataError(
                     f"{where}: it cannot be told where the answer of message {i + 1} begins and "
-                    f"ends in the text of the chat template {self.origin}, which writes earlier "
-                    f"messages in another way once later ones follow; put {{% generation %}} and "
-                    f"{{% endgeneration %}} around the assistant's part in the template"
+                    f"ends in the text of the chat template {self.origin}, {why} put {MARKS} "
+                    f"around the assistant's part in the template"
                 )
             ending = self._ending.search(answered, len(given))
             spans.append((len(given), ending.end() if ending else len(answered)))
         return Rendered(whole, spans)
+
+    def _due(
+        self, spans: list[tuple[int, int]], messages: Sequence[Message], *, where: str
+    ) -> list[tuple[int, int]]:
+        """Return those of the marked parts that are to be learnt."""
+        due = [is_due(message) for message in messages if message["role"] == "assistant"]
+        if not all(due):
+            if len(due) != len(spans):
+                raise DataError(
+                    f"{where}: an answer that is empty or has weight 0 is not learnt, but it "
+                    f"cannot be told which part is its own, for the chat template {self.origin} "
+                    f"marks {len(spans)} parts for {len(due)} answers; put one pair of {MARKS} "
+                    f"around each answer"
+                )
+            spans = [span for span, learnt in zip(spans, due, strict=True) if learnt]
+        return [(start, stop) for start, stop in spans if start < stop]
 
     def leaves_out_end(self, rendered: Rendered) -> bool:
         """Tell whether an answer's special token at the end stands behind the template's mark."""
@@ -196,22 +231,38 @@ class ChatTemplate:
         )
 
 
+def is_due(message: Message) -> bool:
+    """Tell whether a message is an answer that is to be learnt."""
+    says = any(message.get(key) for key in SAYS)
+    return message["role"] == "assistant" and says and message.get("weight") != 0
+
+
+def _difference(plain: str, given: str, answered: str) -> str:
+    """Say why the text that asks for an answer is not the beginning of the text with it.
+
+    `plain` is the text before the answer, `given` the same with what asks for one.
+    """
+    pairs = enumerate(zip(given, answered, strict=False))
+    common = next((i for i, (one, other) in pairs if one != other), len(answered))
+    if common < len(given) and given.startswith(plain) and common >= len(plain):
+        return (
+            f"whose generation prompt writes {given[common:]!r}, with which the text of the "
+            f"answer does not begin; let it begin so, or"
+        )
+    return "which writes earlier messages in another way once later ones follow;"
+
+
 def _unmarked(text: str) -> Rendered:
     parts: list[str] = []
     spans: list[tuple[int, int]] = []
     length = 0
-    for outside, inside in _pieces(text):
+    while text:
+        outside, begin, text = text.partition(BEGIN_MARK)
+        inside, _, text = text.partition(END_MARK)
+        inside = inside.replace(BEGIN_MARK, "")
         start = length + len(outside)
         length = start + len(inside)
         parts += [outside, inside]
-        if inside:
+        if begin:
             spans.append((start, length))
     return Rendered("".join(parts), spans)
-
-
-def _pieces(text: str) -> Iterator[tuple[str, str]]:
-    """Yield what stands before a mark and what inside it, till the end."""
-    while text:
-        outside, _, text = text.partition(BEGIN_MARK)
-        inside, _, text = text.partition(END_MARK)
-        yield outside, inside.replace(BEGIN_MARK, "")

@@ -2,7 +2,8 @@
 
 A line is a conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`, or a text and how it
 goes on, `{"prompt": ..., "completion": ...}`. The loss is due where the model has to write: the
-assistant's words and the token that ends its turn; the completion and the end-of-document token.
+assistant's words and the token that ends its turn; the completion and the end-of-document token. An
+answer that is empty is not learnt, whichever way it is written, nor is one with `"weight": 0`.
 
 A conversation is tokenised as one text, as it is when the model is used, and a token is the
 assistant's if any character of it is. With templates that put a special token on both sides of an
@@ -32,6 +33,7 @@ from torchtitan.data.text import any_of
 from torchtitan.data.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+WEIGHTS = ("0", "1", "0.0", "1.0")
 SHAPES = '{"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
 
 
@@ -73,6 +75,8 @@ def parse_example(value: object, *, where: str) -> Example:
     keys = value.keys() if isinstance(value, dict) else set()
     if not isinstance(value, dict) or ("messages" in keys) == bool({"prompt", "completion"} & keys):
         got = f"keys {', '.join(map(repr, keys))}" if keys else "neither"
+        if isinstance(value, list):
+            got = "an array; write one JSON object a line"
         raise DataError(f"{where} must be {SHAPES}, got {got}")
     for text in _strings(value):
         check_characters(text, where=where)
@@ -83,7 +87,7 @@ def parse_example(value: object, *, where: str) -> Example:
         return Conversation(_messages(value["messages"], where=where), tools, where)
     for key in ("prompt", "completion"):
         if not isinstance(value.get(key), str):
-            got = repr(value[key])[:60] if key in keys else "none"
+            got = repr(value[key])[:60] if key in keys else f"keys {', '.join(map(repr, keys))}"
             raise DataError(f"{where} must have a {key} that is text, got {got}")
     return Continuation(value["prompt"], value["completion"], where)
 
@@ -104,6 +108,13 @@ def _messages(messages: object, *, where: str) -> Sequence[Message]:
             got = repr(content)[:60] if "content" in message else "none"
             raise DataError(
                 f"{where}: message {number} must have a content that is text, got {got}"
+            )
+        weight = message.get("weight")
+        # true is 1 to Python
+        if role == "assistant" and weight is not None and repr(weight) not in WEIGHTS:
+            raise DataError(
+                f"{where}: the weight of message {number} must be 0 (not learnt) or 1, got "
+                f"{weight!r:.60}"
             )
     return messages
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # part of the fingerprints: raise them when the same examples would become other numbers or samples
-FORMAT, ORDER = "examples 1", "1"
+FORMAT, ORDER = "examples 2", "1"
 WINDOW = 1 << 14
 
 
@@ -237,7 +237,7 @@ def _encode(source: ExampleSource, encoder: Encoder, *, writer: StoreWriter) -> 
     if not writer.num_documents:
         raise DataError(
             f"there must be an example with an answer to learn, {source.name} has {num_skipped} "
-            f"examples, and no assistant's message or completion in any; if there are such, see "
+            f"examples, and no assistant's words or completion in any; if there are such, see "
             f"what the {{% generation %}} marks of the chat template hold"
         )
     return {

@@ -106,7 +106,8 @@ def find_files(pattern: str) -> list[Path]:
     if path.is_dir():
         raise DataError(
             f"training.dataset_path must name files, {pattern!r} is a folder; "
-            f"a glob takes all of one kind: {pattern.rstrip('/')}/**/*.txt"
+            f"a glob takes all of one kind: {pattern.rstrip('/')}/**/*.txt of texts, "
+            f"{pattern.rstrip('/')}/**/*.jsonl of JSON Lines, as examples are"
         )
     if Path(f"{path}.idx").exists():
         path = Path(f"{path}.idx")
@@ -258,6 +259,12 @@ def parse_line(line: str, *, where: str) -> object:
     """Return the value of a line of JSON, or raise DataError."""
     try:
         value: object = json.loads(line)
+    except json.JSONDecodeError as error:
+        # its own line number counts within the line
+        what = f"{error.msg} at column {error.colno}"
+        if line.lstrip().startswith("["):
+            what += "; files hold one JSON object a line, not an array"
+        raise DataError(f"{where} must be one JSON object: {what}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} must be one JSON object: {error}") from error
     return value

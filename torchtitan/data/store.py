@@ -106,6 +106,11 @@ class TokenStore:
 
     def _first_token(self, document: int) -> int:
         sequence = int(self.document_starts[document])
+        if not 0 <= sequence <= len(self._pointers):
+            raise DataError(
+                f"{self.prefix}.idx is damaged: document {document} begins with sequence "
+                f"{sequence} of {len(self._pointers)}; write the store anew"
+            )
         if sequence == len(self._pointers):
             return self.num_tokens  # documents at the end without a sequence
         return int(self._pointers[sequence]) // self.tokens.dtype.itemsize
