@@ -239,6 +239,10 @@ def change_config(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: rewrite(folder / "config.json", lambda content: content.update(changes))
 
 
+def change_rope(table: dict[str, Any], **changes: Any) -> Callable[[Path], None]:
+    return change_config(rope_parameters={**table, **changes})
+
+
 def change_tensors(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         state = load_file(folder / "model.safetensors")
@@ -271,6 +275,7 @@ def with_index(weight_map: object) -> Callable[[Path], None]:
 
 
 ROPE = {"rope_type": "longrope", "rope_theta": 500_000.0, "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
@@ -313,6 +318,20 @@ ROPE = {"rope_type": "longrope", "rope_theta": 500_000.0, "factor": 2.0}
         (change_config(num_attention_heads=8), "no flavor of llama3 has these sizes (tiny, tiny8,"),
         (change_config(num_attention_heads=8, head_dim=4), "num_attention_heads: 8 there, 4 in"),
         (change_config(rope_parameters=ROPE), "got rope_type 'longrope' with"),
+        (change_rope(YARN, truncate=False), "got truncate = False; take a model without it"),
+        (change_rope(YARN, mscale=1.0), "got mscale = 1.0; take a model without it"),
+        (change_rope(YARN, short_factor=[1.0]), "got short_factor = [1.0]; take"),
+        (change_rope(YARN, factor=None), "'yarn' must say its 'factor', which is null or not"),
+        (change_rope(YARN, factor="8"), "config.json is damaged: 'factor' must be a number, got"),
+        (change_rope(YARN, factor=True), "'factor' must be a number, got 'True'"),
+        (change_rope(YARN, factor=-2.0), "'factor' of the rotation must be 1 or more, got -2.0"),
+        (change_rope(YARN, beta_fast="32"), "'beta_fast' must be a number, got '32'"),
+        (change_rope(YARN, beta_fast=None, mscale=None, truncate=True), "rope_scaling: {'rope_ty"),
+        (change_rope(YARN, rope_type=["yarn"]), "got rope_type ['yarn'] with"),
+        (change_rope({"rope_theta": "5"}), "'rope_theta' must be a number, got '5'"),
+        (change_config(rope_parameters=None, rope_theta="5"), "'rope_theta' must be a number"),
+        (change_rope({"partial_rotary_factor": 0.5}), "partial_rotary_factor = 0.5, only 1.0 is"),
+        (change_config(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5, only 1.0 is"),
         (change_config(attention_bias=True), "attention_bias = True, only False is"),
         (change_config(hidden_act="gelu"), "hidden_act = 'gelu', only 'silu' is"),
         (change_config(sliding_window=4096), "sliding_window = 4096, only None is"),

@@ -17,15 +17,8 @@ import torch
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.files import Content, checked_kinds, read_json
 from torchtitan.checkpoint.hf import CONFIG
-from torchtitan.models.spec import (
-    DecoderConfig,
-    HFFormat,
-    LinearScaling,
-    Llama3Scaling,
-    ModelSpec,
-    RopeScaling,
-    YarnScaling,
-)
+from torchtitan.checkpoint.hf_rope import check_number, rope_table, stored_scaling, their_scaling
+from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec
 
 COUNTS = (
     "hidden_size",
@@ -45,7 +38,6 @@ Sizes = dict[str, object]
 
 def sizes_of(architecture: DecoderConfig) -> Sizes:
     """Return the sizes of a model by their names in config.json."""
-    scaling = architecture.rope_scaling
     return {
         "hidden_size": architecture.dim,
         "intermediate_size": architecture.hidden_dim,
@@ -57,37 +49,15 @@ def sizes_of(architecture: DecoderConfig) -> Sizes:
         "rms_norm_eps": architecture.norm_eps,
         "tie_word_embeddings": architecture.tie_embeddings,
         "rope_theta": architecture.rope_theta,
-        "rope_scaling": None if scaling is None else _rope_scaling(scaling),
-    }
-
-
-def _rope_scaling(scaling: RopeScaling) -> Mapping[str, object]:
-    factor = {"factor": scaling.factor}
-    if isinstance(scaling, LinearScaling):
-        return {"rope_type": "linear", **factor}
-    factor["original_max_position_embeddings"] = scaling.original_max_position
-    if isinstance(scaling, Llama3Scaling):
-        bounds = {"low_freq_factor": scaling.low_freq_factor}
-        return {
-            "rope_type": "llama3",
-            **factor,
-            **bounds,
-            "high_freq_factor": scaling.high_freq_factor,
-        }
-    return {
-        "rope_type": "yarn",
-        **factor,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-        "attention_factor": scaling.temperature,
+        "rope_scaling": their_scaling(architecture.rope_scaling),
     }
 
 
 def read_config(folder: Path) -> Content:
-    """Return the config.json of a folder, its counts being numbers.
+    """Return the config.json of a folder, its counts and the rotation's base being numbers.
 
     Raises:
-        CheckpointError: It is missing, or no JSON, or holds something else where a count belongs.
+        CheckpointError: It is missing, or no JSON, or holds something else where a number belongs.
     """
     content = read_json(folder / CONFIG)
     given = {key: value for key, value in content.items() if value is not None}
@@ -97,7 +67,9 @@ def read_config(folder: Path) -> Content:
         "rope_parameters": dict,
         "rope_scaling": dict,
     }
-    return checked_kinds(Content(content.path, given), kinds=kinds)
+    config = checked_kinds(Content(content.path, given), kinds=kinds)
+    check_number(config, "rope_theta")
+    return config
 
 
 def stored_sizes(config: Content) -> Sizes:
@@ -107,8 +79,7 @@ def stored_sizes(config: Content) -> Sizes:
         CheckpointError: It lacks a size, or stretches the rotation in a way that is not built.
     """
     heads = config["num_attention_heads"]
-    rope = Content(config.path, config.get("rope_parameters") or config.get("rope_scaling") or {})
-    scaling = _stored_scaling(rope)
+    rope = rope_table(config)
     return {
         "hidden_size": config["hidden_size"],
         "intermediate_size": config["intermediate_size"],
@@ -120,36 +91,8 @@ def stored_sizes(config: Content) -> Sizes:
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "tie_word_embeddings": config.get("tie_word_embeddings", False),
         "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
-        "rope_scaling": None if scaling is None else _rope_scaling(scaling),
+        "rope_scaling": their_scaling(stored_scaling(rope)),
     }
-
-
-def _stored_scaling(rope: Content) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return LinearScaling(factor=rope["factor"])
-    if kind == "llama3":
-        return Llama3Scaling(
-            factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_max_position=rope["original_max_position_embeddings"],
-        )
-    if kind == "yarn" and not {"mscale", "mscale_all_dim"} & rope.keys():
-        return YarnScaling(
-            factor=rope["factor"],
-            original_max_position=rope["original_max_position_embeddings"],
-            beta_fast=rope.get("beta_fast", 32.0),
-            beta_slow=rope.get("beta_slow", 1.0),
-            attention_factor=rope.get("attention_factor"),
-        )
-    raise CheckpointError(
-        f"{rope.path}: the rotation must be scaled by linear, llama3 or yarn (without mscale) or "
-        f"not at all, got rope_type {kind!r} with {', '.join(rope)}, which is not built; take a "
-        f"model without it"
-    )
 
 
 def check_config(
@@ -200,7 +143,7 @@ def check_family(config: Content, *, names: HFFormat) -> None:
             f"{config.get('architectures')}; set model.name to its family if that is built, or "
             f"take another model"
         )
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope_table(config)
     said = {"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0), **config}
     fixed = {**names.fixed, "quantization_config": None, "partial_rotary_factor": 1.0}
     wrong = [k for k, value in fixed.items() if k in said and said[k] != value]
