@@ -114,6 +114,18 @@ def test_there_and_back(name: str, shard_size: str, tmp_path: Path) -> None:
     assert ("lm_head.weight" in ours) != config.tie_embeddings
 
 
+def test_old_versions_find_the_factor_of_yarn(tmp_path: Path) -> None:
+    """They stretch by max_position_embeddings over the original one, and pass `factor` over."""
+    for name in ("yarn", "yarn by hand"):
+        carried = {"max_position_embeddings": 4096}
+        folder = exported(random_decoder(VARIANTS[name]), tmp_path / name, carried=carried)
+        said = json.loads((folder / "config.json").read_text())
+        original = said["rope_scaling"]["original_max_position_embeddings"]
+        assert said["max_position_embeddings"] / original == said["rope_scaling"]["factor"] == 8.0
+    folder = exported(random_decoder(VARIANTS["scaled"]), tmp_path, carried=carried)
+    assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 4096
+
+
 def test_no_file_is_larger_than_the_limit_but_for_a_single_tensor(tmp_path: Path) -> None:
     folder = exported(random_decoder(VARIANTS["grouped"]), tmp_path, max_file_bytes=20_000)
     held = [load_file(file) for file in folder.glob("*.safetensors")]

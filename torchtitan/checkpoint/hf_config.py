@@ -18,7 +18,7 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.files import Content, checked_kinds, read_json
 from torchtitan.checkpoint.hf import CONFIG
 from torchtitan.checkpoint.hf_rope import check_number, rope_table, stored_scaling, their_scaling
-from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec
+from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec, YarnScaling
 
 COUNTS = (
     "hidden_size",
@@ -163,12 +163,18 @@ def new_config(
     carried: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the config.json of a model; `carried` holds what is in `CARRIED`."""
+    scaling = architecture.rope_scaling
+    context = {}
+    if isinstance(scaling, YarnScaling):
+        # versions up to 4.53 of transformers stretch by this quotient and pass the factor over
+        context["max_position_embeddings"] = int(scaling.factor * scaling.original_max_position)
     return {
         "architectures": [names.architecture],
         "model_type": names.model_type,
         **{key: value for key, value in names.fixed.items() if value is not None},
         **sizes_of(architecture),
         **carried,
+        **context,
         "use_cache": True,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
