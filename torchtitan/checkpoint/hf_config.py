@@ -8,7 +8,9 @@ transformers keeps what belongs to the rotation in `rope_parameters`, version 4 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,13 @@ import torch
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.files import Content, checked_kinds, read_json
 from torchtitan.checkpoint.hf import CONFIG
-from torchtitan.checkpoint.hf_rope import check_number, rope_table, stored_scaling, their_scaling
+from torchtitan.checkpoint.hf_rope import (
+    OUR_NAMES,
+    check_number,
+    rope_table,
+    stored_scaling,
+    their_scaling,
+)
 from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec, YarnScaling
 
 COUNTS = (
@@ -31,6 +39,8 @@ COUNTS = (
 )
 SEEN_IN_SHAPES = ("num_hidden_layers", "vocab_size", "tie_word_embeddings")
 """Sizes that say no more than names and shapes of the tensors do."""
+ROTATION = ("rope_theta", "rope_scaling")
+"""Sizes that a job may set beside its flavor."""
 CARRIED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """What a model of Hugging Face keeps that our sizes know nothing of."""
 Sizes = dict[str, object]
@@ -114,21 +124,60 @@ def check_config(
     different = [k for k in ours if stored[k] != ours[k] and k not in seen_elsewhere]
     if not different:
         return
-    flavors = fitting_flavors(config, spec=spec)
-    remedy = f"no flavor of {spec.name} has these sizes ({', '.join(spec.flavors)}): add one there"
-    if flavors:
-        remedy = f'write model.flavor = "{flavors[0]}"'
     raise CheckpointError(
         f"{config.path} must have the sizes of model.flavor, got others:\n  "
         + "\n  ".join(f"{k}: {stored[k]} there, {ours[k]} in this job" for k in different)
-        + f"\n{remedy}"
+        + f"\n{_remedy(config, spec=spec, needs_flavor=not set(different) <= set(ROTATION))}"
     )
 
 
-def fitting_flavors(config: Content, *, spec: ModelSpec) -> list[str]:
-    """Return the flavors of a family that have the sizes of a config.json."""
+def _remedy(config: Content, *, spec: ModelSpec, needs_flavor: bool) -> str:
+    flavors = fitting_flavors(config, spec=spec)
+    if flavors:
+        return f'write model.flavor = "{flavors[0]}"'
+    close = fitting_flavors(config, spec=spec, passed_over=ROTATION)
+    if needs_flavor and not close:
+        return (
+            f"no flavor of {spec.name} has these sizes ({', '.join(spec.flavors)}): add one to "
+            f"torchtitan/models/{spec.name}.py"
+        )
+    flavor = [f'model.flavor = "{close[0]}"'] if needs_flavor else []
+    return "write " + ", ".join([*flavor, *rotation_settings(config)])
+
+
+def rotation_settings(config: Content) -> list[str]:
+    """Return the settings of a job that give it the rotation of a config.json."""
     sizes = stored_sizes(config)
-    return [name for name, flavor in spec.flavors.items() if sizes_of(flavor) == sizes]
+    scaling = sizes["rope_scaling"] or {"rope_type": "none"}
+    assert isinstance(scaling, Mapping)
+    return [
+        f"model.rope_theta = {sizes['rope_theta']}",
+        *(
+            f"model.rope_scaling.{OUR_NAMES.get(k, k)} = {json.dumps(value)}"
+            for k, value in scaling.items()
+        ),
+    ]
+
+
+def fitting_flavors(
+    config: Content, *, spec: ModelSpec, passed_over: Collection[str] = ()
+) -> list[str]:
+    """Return the flavors of a family that have the sizes of a config.json, but for some."""
+    sizes = stored_sizes(config)
+    return [
+        name
+        for name, flavor in spec.flavors.items()
+        if all(sizes[k] == ours or k in passed_over for k, ours in sizes_of(flavor).items())
+    ]
+
+
+def with_rotation(architecture: DecoderConfig, config: Content) -> DecoderConfig:
+    """Return the model with the rotation of a config.json in place of its own."""
+    theta = stored_sizes(config)["rope_theta"]
+    assert isinstance(theta, int | float)
+    return replace(
+        architecture, rope_theta=float(theta), rope_scaling=stored_scaling(rope_table(config))
+    )
 
 
 def check_family(config: Content, *, names: HFFormat) -> None:
