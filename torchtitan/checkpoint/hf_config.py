@@ -215,7 +215,7 @@ def new_config(
     scaling = architecture.rope_scaling
     context = {}
     if isinstance(scaling, YarnScaling):
-        # versions up to 4.53 of transformers stretch by this quotient and pass the factor over
+        # transformers 4.53 stretches by its quotient with the original, and passes the factor over
         context["max_position_embeddings"] = int(scaling.factor * scaling.original_max_position)
     return {
         "architectures": [names.architecture],
