@@ -65,7 +65,8 @@ def from_hf(folder: Path, out: Path, *, dtype: str) -> str:
         # one process is what is meant here
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         found = to_dcp(folder, out, dtype=getattr(torch, dtype), models=MODELS)
-    return f"{out}: {dtype} weights of a {found.spec.name} of model.flavor {found.flavor}"
+    line = f"{out}: {dtype} weights of a {found.spec.name} of model.flavor {found.flavor}"
+    return line + (f"; set {', '.join(found.settings)} with it" if found.settings else "")
 
 
 def _check_absent(out: Path) -> None:

@@ -157,10 +157,13 @@ def test_run_train_uses_the_given_file_and_ranks(tmp_path: Path) -> None:
 def test_a_finished_run_says_that_there_is_nothing_to_train(tmp_path: Path) -> None:
     job = [*write_job(tmp_path), "--training.steps=1"]
     assert train(*job).returncode == 0
-    again = train(*job)
+    again = train(*job, "--checkpoint.last_save_in_hf")
     assert again.returncode == 0
     assert "is at step 1 of 1 already" in again.stderr
     assert "training finished" not in again.stderr
+    assert (tmp_path / "run" / "checkpoint" / "export" / "step-1" / "config.json").is_file()
+    on = again.stderr.rpartition("go on with ")[2].splitlines()[0].replace("steps N", "steps=2")
+    assert train(*job, *on.replace("mode continue", "mode=continue").split()).returncode == 0
 
 
 PATCHED = """

@@ -73,13 +73,15 @@ def train(argv: Sequence[str], *, stop: StopRequest) -> None:
             except CheckpointError as failed:
                 raise NonFiniteError(f"{error}\nThe save in flight failed: {failed}") from failed
             raise
+    if reason is None and trainer.last_row is None and run.checkpoints is not None:
+        run.checkpoints.complete()
     trainer.close()
     if reason is not None:
         raise StoppedError(tell_stop(trainer, reason=reason, saved=saves(config)))
     if trainer.last_row is None:
         logger.info(
             "Nothing to train: %s is at step %d of %d already; choose another job.dump_folder, or "
-            "go on with more training.steps",
+            "go on with --checkpoint.mode continue --training.steps N",
             folder,
             run.progress.step,
             run.training.steps,

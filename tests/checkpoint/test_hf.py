@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,21 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.models.reference import VARIANTS, random_decoder, reference_of
+from torchtitan.assemble import find_model
 from torchtitan.assemble.hf import chosen_rotation
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import hf_write
 from torchtitan.checkpoint.hf import runs, to_their_rows
+from torchtitan.checkpoint.hf_config import sizes_of
 from torchtitan.checkpoint.hf_convert import find_flavor, to_dcp
 from torchtitan.checkpoint.hf_folder import DTYPES, open_folder
 from torchtitan.checkpoint.hf_read import read_weights
 from torchtitan.checkpoint.hf_write import HFExport, export
+from torchtitan.config.load import load_config
 from torchtitan.config.schema import ModelConfig, RopeScalingConfig
 from torchtitan.models import MODELS, DecoderConfig, ModelSpec
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.spec import Llama3Scaling
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LLAMA = MODELS["llama3"]
@@ -114,6 +119,18 @@ def test_there_and_back(name: str, shard_size: str, tmp_path: Path) -> None:
     assert ("lm_head.weight" in ours) != config.tie_embeddings
 
 
+def test_old_versions_find_the_factor_of_yarn(tmp_path: Path) -> None:
+    """They stretch by max_position_embeddings over the original one, and pass `factor` over."""
+    for name in ("yarn", "yarn by hand"):
+        carried = {"max_position_embeddings": 4096}
+        folder = exported(random_decoder(VARIANTS[name]), tmp_path / name, carried=carried)
+        said = json.loads((folder / "config.json").read_text())
+        original = said["rope_scaling"]["original_max_position_embeddings"]
+        assert said["max_position_embeddings"] / original == said["rope_scaling"]["factor"] == 8.0
+    folder = exported(random_decoder(VARIANTS["scaled"]), tmp_path, carried=carried)
+    assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 4096
+
+
 def test_no_file_is_larger_than_the_limit_but_for_a_single_tensor(tmp_path: Path) -> None:
     folder = exported(random_decoder(VARIANTS["grouped"]), tmp_path, max_file_bytes=20_000)
     held = [load_file(file) for file in folder.glob("*.safetensors")]
@@ -169,8 +186,12 @@ def test_both_spellings_of_the_rotation_are_read(tmp_path: Path) -> None:
         for value in (v for v in spelling.values() if isinstance(v, dict)):
             value["factor"] = 9.0
         file.write_text(json.dumps({**said, **spelling}))
-        with pytest.raises(CheckpointError, match="in sizes that no flavor of llama3 has"):
-            find_flavor(tmp_path, models={"llama3": spec})
+        found = find_flavor(tmp_path, models={"llama3": spec})
+        assert isinstance(found.architecture.rope_scaling, Llama3Scaling)
+        assert found.architecture.rope_scaling.factor == 9.0
+    rewrite(file, lambda content: content.update(num_attention_heads=8))
+    with pytest.raises(CheckpointError, match="in sizes that no flavor of llama3 has"):
+        find_flavor(tmp_path, models={"llama3": spec})
 
 
 @pytest.mark.parametrize("flavor", ["1B", "3B", "8B", "70B", "405B"])
@@ -224,6 +245,28 @@ def test_a_plain_dcp_folder(tmp_path: Path) -> None:
     assert equal(state, random_decoder(config).state_dict())
 
 
+@pytest.mark.parametrize("name", ["yarn by hand", "interpolated", "scaled", "single kv head"])
+def test_a_rotation_that_no_flavor_has_is_taken_from_the_folder(name: str, tmp_path: Path) -> None:
+    """What is written from a job with [model.rope_scaling] is read without it, and said."""
+    config = dataclasses.replace(VARIANTS[name], num_kv_heads=2)
+    folder = exported(random_decoder(config), tmp_path)
+    found = to_dcp(folder, tmp_path / "weights", dtype=torch.float32, models=MODELS)
+    assert found.flavor == "tiny"
+    assert sizes_of(found.architecture) == sizes_of(config)
+    settings = load_config([f"--{line.replace(' = ', '=')}" for line in found.settings])
+    flavor = LLAMA.flavors["tiny"]
+    _, again = find_model(dataclasses.replace(settings.model, flavor="tiny"))
+    assert sizes_of(again) == sizes_of(config)
+    with pytest.raises(CheckpointError) as error:
+        open_folder(folder, spec=LLAMA, architecture=flavor, group=None)
+    assert str(error.value).splitlines()[-1] == f"write {', '.join(found.settings)}"
+    deeper = LLAMA.flavors["tiny8"]
+    with pytest.raises(CheckpointError) as error:
+        open_folder(folder, spec=LLAMA, architecture=deeper, group=None)
+    remedy = f'write model.flavor = "tiny", {", ".join(found.settings)}'
+    assert str(error.value).splitlines()[-1] == remedy
+
+
 def test_what_some_writers_leave_in_a_folder_is_not_read(tmp_path: Path) -> None:
     """The head of tied embeddings, and the rotation's frequencies of old versions."""
     config = VARIANTS["tied"]
@@ -237,6 +280,10 @@ def test_what_some_writers_leave_in_a_folder_is_not_read(tmp_path: Path) -> None
 
 def change_config(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: rewrite(folder / "config.json", lambda content: content.update(changes))
+
+
+def change_rope(table: dict[str, Any], **changes: Any) -> Callable[[Path], None]:
+    return change_config(rope_parameters={**table, **changes})
 
 
 def change_tensors(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
@@ -271,6 +318,7 @@ def with_index(weight_map: object) -> Callable[[Path], None]:
 
 
 ROPE = {"rope_type": "longrope", "rope_theta": 500_000.0, "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
@@ -313,6 +361,20 @@ ROPE = {"rope_type": "longrope", "rope_theta": 500_000.0, "factor": 2.0}
         (change_config(num_attention_heads=8), "no flavor of llama3 has these sizes (tiny, tiny8,"),
         (change_config(num_attention_heads=8, head_dim=4), "num_attention_heads: 8 there, 4 in"),
         (change_config(rope_parameters=ROPE), "got rope_type 'longrope' with"),
+        (change_rope(YARN, truncate=False), "got truncate = False; take a model without it"),
+        (change_rope(YARN, mscale=1.0), "got mscale = 1.0; take a model without it"),
+        (change_rope(YARN, short_factor=[1.0]), "got short_factor = [1.0]; take"),
+        (change_rope(YARN, factor=None), "'yarn' must say its 'factor', which is null or not"),
+        (change_rope(YARN, factor="8"), "config.json is damaged: 'factor' must be a number, got"),
+        (change_rope(YARN, factor=True), "'factor' must be a number, got 'True'"),
+        (change_rope(YARN, factor=-2.0), "'factor' of the rotation must be 1 or more, got -2.0"),
+        (change_rope(YARN, beta_fast="32"), "'beta_fast' must be a number, got '32'"),
+        (change_rope(YARN, beta_fast=None, mscale=None, truncate=True), "rope_scaling: {'rope_ty"),
+        (change_rope(YARN, rope_type=["yarn"]), "got rope_type ['yarn'] with"),
+        (change_rope({"rope_theta": "5"}), "'rope_theta' must be a number, got '5'"),
+        (change_config(rope_parameters=None, rope_theta="5"), "'rope_theta' must be a number"),
+        (change_rope({"partial_rotary_factor": 0.5}), "partial_rotary_factor = 0.5, only 1.0 is"),
+        (change_config(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5, only 1.0 is"),
         (change_config(attention_bias=True), "attention_bias = True, only False is"),
         (change_config(hidden_act="gelu"), "hidden_act = 'gelu', only 'silu' is"),
         (change_config(sliding_window=4096), "sliding_window = 4096, only None is"),
@@ -353,6 +415,12 @@ def test_another_flavor_is_named_with_each_size_that_differs(tmp_path: Path) -> 
     assert remedy == 'write model.flavor = "tiny8"'
 
 
+def test_a_file_is_refused_with_its_folder(tmp_path: Path) -> None:
+    file = theirs(tmp_path) / "model.safetensors"
+    with pytest.raises(CheckpointError, match="which is a file: name its folder"):
+        open_folder(file, spec=LLAMA, architecture=VARIANTS["grouped"], group=None)
+
+
 def test_pickles_are_refused_with_what_to_do(tmp_path: Path) -> None:
     folder = theirs(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
@@ -377,13 +445,22 @@ def test_what_is_left_out_may_be_of_another_size(tmp_path: Path) -> None:
         open_folder(folder, spec=LLAMA, architecture=other, exclude=patterns, group=None)
 
 
-def test_a_rotation_that_the_job_sets_may_differ(tmp_path: Path) -> None:
-    """Longer contexts begin from weights of shorter ones."""
+def test_a_rotation_that_the_job_sets_may_differ(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Longer contexts begin from weights of shorter ones, and the log says so."""
+    caplog.set_level(logging.INFO)
     folder = theirs(tmp_path, VARIANTS["scaled"])
     for other in (VARIANTS["yarn"], VARIANTS["interpolated"]):
         with pytest.raises(CheckpointError, match="rope_scaling"):
             open_folder(folder, spec=LLAMA, architecture=other, group=None)
-        open_folder(folder, spec=LLAMA, architecture=other, chosen={"rope_scaling"}, group=None)
+        caplog.clear()
+        chosen = {"rope_scaling", "rope_theta"}
+        open_folder(folder, spec=LLAMA, architecture=other, chosen=chosen, group=None)
+        [line] = caplog.messages
+        there, _ = line.removeprefix("rope_scaling of the rotation: ").split("config.json, ")
+        assert "'rope_type': 'llama3'" in there
+        assert line.endswith(f"{sizes_of(other)['rope_scaling']} in this job")
     settings = ModelConfig(rope_theta=100.0, rope_scaling=RopeScalingConfig(type="none"))
     assert chosen_rotation(settings) == {"rope_theta", "rope_scaling"}
     assert chosen_rotation(ModelConfig()) == set()

@@ -86,6 +86,15 @@ def train(job: list[str], flavor: str, changes: dict[str, Any]) -> dict[str, Ten
     return {name: jobs.full(t) for name, t in model_tensors(run.model).items()}
 
 
+def start_again(job: list[str]) -> int:
+    """Start a finished job; return its step."""
+    run = jobs.start(job)
+    assert run.checkpoints is not None
+    run.checkpoints.complete()
+    run.checkpoints.close()
+    return run.progress.step
+
+
 def export_together(step: Path, target: Path) -> None:
     settings = HFExport(names=llama3.HF, architecture=llama3.FLAVORS["tiny"], max_file_bytes=20_000)
     export(step, target, settings=settings, group=dist.group.WORLD)

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 from tests.distributed import hf_jobs, jobs
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
+from torchtitan.checkpoint.storage import verify
 from torchtitan.models import MODELS, llama3
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.llama3 import LLAMA_31
@@ -108,6 +109,41 @@ def test_the_last_weights_go_to_transformers(
     config = json.loads((folder / "config.json").read_text())
     kept = ("bos_token_id", "eos_token_id", "max_position_embeddings")
     assert {key: config[key] for key in kept} == {key: said[key] for key in kept}
+
+
+def test_an_export_that_is_not_there_is_made_by_the_next_start(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """It failed, or is asked for only now; also where the last step lies in another folder."""
+    job = [*jobs.write_job(tmp_path), "--training.steps=1"]
+    final = ranks.run(jobs.train, job, world=2)[0].final
+    folder = tmp_path / "run" / "checkpoint"
+    weights = [*job, "--checkpoint.last_save_model_only"]
+    assert ranks.run(hf_jobs.start_again, job, world=2) == [1, 1]
+    assert not (folder / "export").exists()
+    assert ranks.run(hf_jobs.start_again, [*weights, "--checkpoint.load_only"], world=1) == [1]
+    assert not (folder / "export").exists()
+    ranks.run(hf_jobs.start_again, weights, world=2)
+    assert verify(folder / "export" / "step-1", group=None) == []
+    whole = [*job, "--checkpoint.last_save_in_hf"]
+    ranks.run(hf_jobs.start_again, whole, world=2)
+    elsewhere = [
+        *[a for a in whole if "dump_folder" not in a],
+        f"--job.dump_folder={tmp_path / 'other'}",
+        f"--checkpoint.initial_load_path={tmp_path / 'run'}",
+        "--checkpoint.initial_load_model_only=false",
+    ]
+    assert ranks.run(hf_jobs.start_again, elsewhere, world=1) == [1]
+    model = Decoder(llama3.FLAVORS["tiny"])
+    model.load_state_dict(final)
+    expected = dict(reference_of(model).named_parameters())
+    for place in (folder, tmp_path / "other" / "checkpoint"):
+        found = LlamaForCausalLM.from_pretrained(place / "export" / "step-1")
+        assert all(torch.equal(p, expected[name]) for name, p in found.named_parameters())
+    weight = folder / "export" / "step-1" / "model.safetensors"
+    made = weight.stat().st_mtime_ns
+    ranks.run(hf_jobs.start_again, whole, world=1)
+    assert weight.stat().st_mtime_ns == made  # not again
 
 
 def test_ranks_share_the_files_of_an_export(ranks: RankPool, tmp_path: Path) -> None:

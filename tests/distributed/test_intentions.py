@@ -340,6 +340,7 @@ def test_recover_from_elsewhere_holds_the_settings_too(
             ["folder of a step, of checkpoints or of a run, got nowhere, which does not exist"],
         ),
         ([FINETUNE, elsewhere(Path("tests"))], ["got tests, which holds no whole checkpoint"]),
+        ([FINETUNE, elsewhere(Path("README.md"))], ["README.md, which is a file: name its folder"]),
     ],
 )
 def test_a_source_that_is_not_there(

@@ -18,10 +18,11 @@ from torchtitan.data.tokenizer import build_tokenizer
 
 logger = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 BESIDE_TOKENIZER = (
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "generation_config.json",
 )
 
@@ -38,8 +39,33 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
         architecture=architecture,
         dtype=dtype,
         carried=_carried(config),
-        files=_tokenizer_files(config.model.tokenizer_path),
+        files={**_tokenizer_files(config.model.tokenizer_path), **_trained_template(config)},
     )
+
+
+def _trained_template(config: Config) -> Mapping[str, Path]:
+    """Return the chat template of the examples; transformers reads this file first."""
+    training = config.training
+    if training.chat_template is None:  # given with examples alone
+        return {}
+    return {CHAT_TEMPLATE: Path(training.chat_template).expanduser()}
+
+
+def warn_of_other_tokenizer(config: Config, *, origin: Path) -> None:
+    """Warn where a run begins from a folder whose tokenizer is not the job's: ids that mean other
+    text train without an error."""
+    tokenizer_path = config.model.tokenizer_path
+    theirs, ours = origin / TOKENIZER, _tokenizer_file(tokenizer_path)
+    if Path(tokenizer_path).expanduser().resolve().is_relative_to(origin.resolve()):
+        return  # the same one, though it may be in another format
+    if theirs.is_file() and (ours is None or ours.read_bytes() != theirs.read_bytes()):
+        logger.warning(
+            "%s is not the tokenizer of this job, %s, whose ids may mean other text to these "
+            'weights; to use it write model.tokenizer_path = "%s"',
+            theirs,
+            tokenizer_path,
+            origin,
+        )
 
 
 def chosen_rotation(settings: ModelConfig) -> set[str]:
@@ -69,10 +95,15 @@ def _carried(config: Config) -> dict[str, Any]:
     return carried
 
 
-def _tokenizer_files(tokenizer_path: str) -> Mapping[str, Path]:
+def _tokenizer_file(tokenizer_path: str) -> Path | None:
     path = Path(tokenizer_path).expanduser()
     file = path / TOKENIZER if path.is_dir() else path
-    if file.suffix != ".json" or not file.is_file():
+    return file if file.suffix == ".json" and file.is_file() else None
+
+
+def _tokenizer_files(tokenizer_path: str) -> Mapping[str, Path]:
+    file = _tokenizer_file(tokenizer_path)
+    if file is None:
         logger.info("The export has no tokenizer: %s is none of Hugging Face", tokenizer_path)
         return {}
     beside = {name: file.with_name(name) for name in BESIDE_TOKENIZER}

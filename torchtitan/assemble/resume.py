@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.assemble.hf import chosen_rotation, describe_export
+from torchtitan.assemble.hf import chosen_rotation, describe_export, warn_of_other_tokenizer
 from torchtitan.assemble.layout import Layout
 from torchtitan.base.device import device_type
 from torchtitan.checkpoint.hf_folder import open_folder
@@ -68,6 +68,8 @@ def find_start(config: Config, *, layout: Layout, group: dist.ProcessGroup | Non
         start = choose_start(
             config.checkpoint, folder=folder, compare=compare, open_hf=open_hf, group=group
         )
+        if start is not None and start.hf is not None:
+            warn_of_other_tokenizer(config, origin=start.source)
     stored = root / CONFIG_FILE
     has_results = any(root.glob("metrics*.jsonl")) or find_steps(folder)
     from_own = start is not None and start.source.parent == folder

@@ -8,7 +8,9 @@ transformers keeps what belongs to the rotation in `rope_parameters`, version 4 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,14 @@ import torch
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.files import Content, checked_kinds, read_json
 from torchtitan.checkpoint.hf import CONFIG
-from torchtitan.models.spec import (
-    DecoderConfig,
-    HFFormat,
-    LinearScaling,
-    Llama3Scaling,
-    ModelSpec,
-    RopeScaling,
-    YarnScaling,
+from torchtitan.checkpoint.hf_rope import (
+    OUR_NAMES,
+    check_number,
+    rope_table,
+    stored_scaling,
+    their_scaling,
 )
+from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec, YarnScaling
 
 COUNTS = (
     "hidden_size",
@@ -38,6 +39,8 @@ COUNTS = (
 )
 SEEN_IN_SHAPES = ("num_hidden_layers", "vocab_size", "tie_word_embeddings")
 """Sizes that say no more than names and shapes of the tensors do."""
+ROTATION = ("rope_theta", "rope_scaling")
+"""Sizes that a job may set beside its flavor."""
 CARRIED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """What a model of Hugging Face keeps that our sizes know nothing of."""
 Sizes = dict[str, object]
@@ -45,7 +48,6 @@ Sizes = dict[str, object]
 
 def sizes_of(architecture: DecoderConfig) -> Sizes:
     """Return the sizes of a model by their names in config.json."""
-    scaling = architecture.rope_scaling
     return {
         "hidden_size": architecture.dim,
         "intermediate_size": architecture.hidden_dim,
@@ -57,37 +59,15 @@ def sizes_of(architecture: DecoderConfig) -> Sizes:
         "rms_norm_eps": architecture.norm_eps,
         "tie_word_embeddings": architecture.tie_embeddings,
         "rope_theta": architecture.rope_theta,
-        "rope_scaling": None if scaling is None else _rope_scaling(scaling),
-    }
-
-
-def _rope_scaling(scaling: RopeScaling) -> Mapping[str, object]:
-    factor = {"factor": scaling.factor}
-    if isinstance(scaling, LinearScaling):
-        return {"rope_type": "linear", **factor}
-    factor["original_max_position_embeddings"] = scaling.original_max_position
-    if isinstance(scaling, Llama3Scaling):
-        bounds = {"low_freq_factor": scaling.low_freq_factor}
-        return {
-            "rope_type": "llama3",
-            **factor,
-            **bounds,
-            "high_freq_factor": scaling.high_freq_factor,
-        }
-    return {
-        "rope_type": "yarn",
-        **factor,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-        "attention_factor": scaling.temperature,
+        "rope_scaling": their_scaling(architecture.rope_scaling),
     }
 
 
 def read_config(folder: Path) -> Content:
-    """Return the config.json of a folder, its counts being numbers.
+    """Return the config.json of a folder, its counts and the rotation's base being numbers.
 
     Raises:
-        CheckpointError: It is missing, or no JSON, or holds something else where a count belongs.
+        CheckpointError: It is missing, or no JSON, or holds something else where a number belongs.
     """
     content = read_json(folder / CONFIG)
     given = {key: value for key, value in content.items() if value is not None}
@@ -97,7 +77,9 @@ def read_config(folder: Path) -> Content:
         "rope_parameters": dict,
         "rope_scaling": dict,
     }
-    return checked_kinds(Content(content.path, given), kinds=kinds)
+    config = checked_kinds(Content(content.path, given), kinds=kinds)
+    check_number(config, "rope_theta")
+    return config
 
 
 def stored_sizes(config: Content) -> Sizes:
@@ -107,8 +89,7 @@ def stored_sizes(config: Content) -> Sizes:
         CheckpointError: It lacks a size, or stretches the rotation in a way that is not built.
     """
     heads = config["num_attention_heads"]
-    rope = Content(config.path, config.get("rope_parameters") or config.get("rope_scaling") or {})
-    scaling = _stored_scaling(rope)
+    rope = rope_table(config)
     return {
         "hidden_size": config["hidden_size"],
         "intermediate_size": config["intermediate_size"],
@@ -120,36 +101,8 @@ def stored_sizes(config: Content) -> Sizes:
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "tie_word_embeddings": config.get("tie_word_embeddings", False),
         "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
-        "rope_scaling": None if scaling is None else _rope_scaling(scaling),
+        "rope_scaling": their_scaling(stored_scaling(rope)),
     }
-
-
-def _stored_scaling(rope: Content) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return LinearScaling(factor=rope["factor"])
-    if kind == "llama3":
-        return Llama3Scaling(
-            factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_max_position=rope["original_max_position_embeddings"],
-        )
-    if kind == "yarn" and not {"mscale", "mscale_all_dim"} & rope.keys():
-        return YarnScaling(
-            factor=rope["factor"],
-            original_max_position=rope["original_max_position_embeddings"],
-            beta_fast=rope.get("beta_fast", 32.0),
-            beta_slow=rope.get("beta_slow", 1.0),
-            attention_factor=rope.get("attention_factor"),
-        )
-    raise CheckpointError(
-        f"{rope.path}: the rotation must be scaled by linear, llama3 or yarn (without mscale) or "
-        f"not at all, got rope_type {kind!r} with {', '.join(rope)}, which is not built; take a "
-        f"model without it"
-    )
 
 
 def check_config(
@@ -171,21 +124,60 @@ def check_config(
     different = [k for k in ours if stored[k] != ours[k] and k not in seen_elsewhere]
     if not different:
         return
-    flavors = fitting_flavors(config, spec=spec)
-    remedy = f"no flavor of {spec.name} has these sizes ({', '.join(spec.flavors)}): add one there"
-    if flavors:
-        remedy = f'write model.flavor = "{flavors[0]}"'
     raise CheckpointError(
         f"{config.path} must have the sizes of model.flavor, got others:\n  "
         + "\n  ".join(f"{k}: {stored[k]} there, {ours[k]} in this job" for k in different)
-        + f"\n{remedy}"
+        + f"\n{_remedy(config, spec=spec, needs_flavor=not set(different) <= set(ROTATION))}"
     )
 
 
-def fitting_flavors(config: Content, *, spec: ModelSpec) -> list[str]:
-    """Return the flavors of a family that have the sizes of a config.json."""
+def _remedy(config: Content, *, spec: ModelSpec, needs_flavor: bool) -> str:
+    flavors = fitting_flavors(config, spec=spec)
+    if flavors:
+        return f'write model.flavor = "{flavors[0]}"'
+    close = fitting_flavors(config, spec=spec, passed_over=ROTATION)
+    if needs_flavor and not close:
+        return (
+            f"no flavor of {spec.name} has these sizes ({', '.join(spec.flavors)}): add one to "
+            f"torchtitan/models/{spec.name}.py"
+        )
+    flavor = [f'model.flavor = "{close[0]}"'] if needs_flavor else []
+    return "write " + ", ".join([*flavor, *rotation_settings(config)])
+
+
+def rotation_settings(config: Content) -> list[str]:
+    """Return the settings of a job that give it the rotation of a config.json."""
     sizes = stored_sizes(config)
-    return [name for name, flavor in spec.flavors.items() if sizes_of(flavor) == sizes]
+    scaling = sizes["rope_scaling"] or {"rope_type": "none"}
+    assert isinstance(scaling, Mapping)
+    return [
+        f"model.rope_theta = {sizes['rope_theta']}",
+        *(
+            f"model.rope_scaling.{OUR_NAMES.get(k, k)} = {json.dumps(value)}"
+            for k, value in scaling.items()
+        ),
+    ]
+
+
+def fitting_flavors(
+    config: Content, *, spec: ModelSpec, passed_over: Collection[str] = ()
+) -> list[str]:
+    """Return the flavors of a family that have the sizes of a config.json, but for some."""
+    sizes = stored_sizes(config)
+    return [
+        name
+        for name, flavor in spec.flavors.items()
+        if all(sizes[k] == ours or k in passed_over for k, ours in sizes_of(flavor).items())
+    ]
+
+
+def with_rotation(architecture: DecoderConfig, config: Content) -> DecoderConfig:
+    """Return the model with the rotation of a config.json in place of its own."""
+    theta = stored_sizes(config)["rope_theta"]
+    assert isinstance(theta, int | float)
+    return replace(
+        architecture, rope_theta=float(theta), rope_scaling=stored_scaling(rope_table(config))
+    )
 
 
 def check_family(config: Content, *, names: HFFormat) -> None:
@@ -200,7 +192,7 @@ def check_family(config: Content, *, names: HFFormat) -> None:
             f"{config.get('architectures')}; set model.name to its family if that is built, or "
             f"take another model"
         )
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope_table(config)
     said = {"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0), **config}
     fixed = {**names.fixed, "quantization_config": None, "partial_rotary_factor": 1.0}
     wrong = [k for k, value in fixed.items() if k in said and said[k] != value]
@@ -220,12 +212,18 @@ def new_config(
     carried: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the config.json of a model; `carried` holds what is in `CARRIED`."""
+    scaling = architecture.rope_scaling
+    context = {}
+    if isinstance(scaling, YarnScaling):
+        # transformers 4.53 stretches by its quotient with the original, and passes the factor over
+        context["max_position_embeddings"] = int(scaling.factor * scaling.original_max_position)
     return {
         "architectures": [names.architecture],
         "model_type": names.model_type,
         **{key: value for key, value in names.fixed.items() if value is not None},
         **sizes_of(architecture),
         **carried,
+        **context,
         "use_cache": True,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }

@@ -16,10 +16,17 @@ import torch.distributed.checkpoint as dcp
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.folders import commit, draft_of
-from torchtitan.checkpoint.hf_config import check_family, fitting_flavors, read_config
+from torchtitan.checkpoint.hf_config import (
+    ROTATION,
+    check_family,
+    fitting_flavors,
+    read_config,
+    rotation_settings,
+    with_rotation,
+)
 from torchtitan.checkpoint.hf_folder import open_folder
 from torchtitan.checkpoint.hf_read import read_weights
-from torchtitan.models.spec import ModelSpec
+from torchtitan.models.spec import DecoderConfig, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,10 @@ class Found:
 
     spec: ModelSpec
     flavor: str
+    """The flavor that has its sizes, and perhaps another rotation."""
+    architecture: DecoderConfig
+    settings: tuple[str, ...]
+    """What a job sets beside the flavor to be of this model."""
 
 
 def find_flavor(folder: Path, *, models: Mapping[str, ModelSpec]) -> Found:
@@ -42,11 +53,15 @@ def find_flavor(folder: Path, *, models: Mapping[str, ModelSpec]) -> Found:
     for spec in specs:
         check_family(config, names=spec.hf)
         for flavor in fitting_flavors(config, spec=spec):
-            return Found(spec, flavor)
+            return Found(spec, flavor, spec.flavors[flavor], ())
+        for flavor in fitting_flavors(config, spec=spec, passed_over=ROTATION):
+            architecture = with_rotation(spec.flavors[flavor], config)
+            return Found(spec, flavor, architecture, tuple(rotation_settings(config)))
     raise CheckpointError(
         f"{config.path} must be of a model that is built here, got architectures {architectures} "
         + (
-            f"in sizes that no flavor of {specs[0].name} has; add them to its flavors"
+            f"in sizes that no flavor of {specs[0].name} has; add one to "
+            f"torchtitan/models/{specs[0].name}.py"
             if specs
             else f"not {' or '.join(spec.hf.architecture for spec in models.values())}"
         )
@@ -62,10 +77,9 @@ def to_dcp(
         CheckpointError: The folder is damaged, or of no model in `models`.
     """
     found = find_flavor(folder, models=models)
-    architecture = found.spec.flavors[found.flavor]
-    hf = open_folder(folder, spec=found.spec, architecture=architecture, group=None)
+    hf = open_folder(folder, spec=found.spec, architecture=found.architecture, group=None)
     with torch.device("meta"):
-        model = found.spec.build(architecture).to(dtype)
+        model = found.spec.build(found.architecture).to(dtype)
     model.to_empty(device="cpu")
     weights = {name: p.detach() for name, p in model.named_parameters()}
     read_weights(hf, into=weights, group=None)

@@ -7,6 +7,7 @@ names, shapes and types with the model's, and tells all ranks where each tensor 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -22,10 +23,17 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import read_json
 from torchtitan.checkpoint.hf import CONFIG, INDEX, WEIGHTS, head_dim_of_rows, our_name, their_name
-from torchtitan.checkpoint.hf_config import SEEN_IN_SHAPES, check_config, read_config, stored_sizes
+from torchtitan.checkpoint.hf_config import (
+    SEEN_IN_SHAPES,
+    check_config,
+    read_config,
+    sizes_of,
+    stored_sizes,
+)
 from torchtitan.checkpoint.ranks import on_first_rank, reason
 from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec
 
+logger = logging.getLogger(__name__)
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -91,6 +99,11 @@ def open_folder(
         exempt = {*chosen, *(SEEN_IN_SHAPES if exclude else ())}
         config = read_config(path)
         check_config(config, spec=spec, architecture=architecture, seen_elsewhere=exempt)
+        there, ours = stored_sizes(config), sizes_of(architecture)
+        for name in sorted(chosen):
+            if there[name] != ours[name]:
+                text = "%s of the rotation: %s in %s, %s in this job"
+                logger.info(text, name, there[name], config.path, ours[name])
         found = _survey(path, names=spec.hf, architecture=architecture)
         if stored_sizes(config)["tie_word_embeddings"]:
             # some writers save the tied head all the same, which transformers does not read either
@@ -106,7 +119,7 @@ def open_folder(
 def _check_is_folder(path: Path) -> None:
     if is_hf_folder(path):
         return
-    there = "does not exist"
+    there = "is a file: name its folder" if path.exists() else "does not exist"
     if path.is_dir():
         there = f"lacks {CONFIG}" if not (path / CONFIG).is_file() else "holds no safetensors file"
         if any(path.glob("*.bin")):

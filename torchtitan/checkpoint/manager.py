@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.hf import CONFIG
 from torchtitan.checkpoint.staging import Staging
 from torchtitan.checkpoint.state import RunState
 from torchtitan.checkpoint.storage import Component
@@ -101,12 +102,36 @@ class CheckpointManager:
             self._pending = self._thread.submit(self._save, step, self._staging.copy(components))
         if last:
             self.wait()
-            if self._export is not None:
-                name = f"step-{step}"
-                self._export(self.folder / name, self.folder / EXPORT / name)
-            elif self._settings.last_save_model_only:
-                self._write(self.folder / EXPORT, step, {"model": components["model"]})
+            self._take_away(step, components)
         return True
+
+    def complete(self) -> None:
+        """Write the export of a run that is at its end already, where it is asked for and not
+        there: it failed, or was not asked for then.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        settings, step = self._settings, self._state.progress.step
+        is_asked_for = self._export is not None or settings.last_save_model_only
+        if settings.load_only or not is_asked_for:
+            return
+        made_by = CONFIG if self._export is not None else storage.MANIFEST
+        exported = self.folder / EXPORT / f"step-{step}" / made_by
+        saved = self.folder / f"step-{step}" / storage.MANIFEST
+        if storage.on_first_rank(exported.is_file, group=self._group):
+            return
+        components = self._state.components()
+        if not storage.on_first_rank(saved.is_file, group=self._group):
+            self._save(step, components)  # it came from another folder
+        self._take_away(step, components)
+
+    def _take_away(self, step: int, components: Mapping[str, Component]) -> None:
+        if self._export is not None:
+            name = f"step-{step}"
+            self._export(self.folder / name, self.folder / EXPORT / name)
+        elif self._settings.last_save_model_only:
+            self._write(self.folder / EXPORT, step, {"model": components["model"]})
 
     def _write(self, folder: Path, step: int, components: Mapping[str, Component]) -> None:
         target = folder / f"step-{step}"

@@ -328,7 +328,8 @@ def find_source(path: Path, *, settings: CheckpointConfig, group: dist.ProcessGr
         newest = _newest(folder, verify=verify, group=group)
         if newest is not None:
             return newest
+    there = "is a file: name its folder" if path.exists() else "does not exist"
     raise CheckpointError(
         f"checkpoint.initial_load_path must be the folder of a step, of checkpoints or of a run, "
-        f"got {path}, which {'holds no whole checkpoint' if path.is_dir() else 'does not exist'}"
+        f"got {path}, which {'holds no whole checkpoint' if path.is_dir() else there}"
     )
