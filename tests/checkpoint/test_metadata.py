@@ -6,6 +6,7 @@ import os
 import pickle
 import pickletools
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -27,6 +29,7 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.metadata import read_metadata
 from torchtitan.checkpoint.storage import Component, read_tensors, write
 
+Kind = _MEM_FORMAT_ENCODING
 DTYPES = [
     *("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "complex64"),
     *("int64", "int32", "int16", "int8", "uint8", "uint16", "bool"),
@@ -217,3 +220,27 @@ def test_damaged_metadata_are_named_whatever_pickle_makes_of_them(folder: Path) 
         (folder / ".metadata").write_bytes(correct[:length])
         with pytest.raises(CheckpointError, match=r"model/\.metadata"):
             read_metadata(folder)
+
+
+class PicklerOfOtherPython(pickle.Pickler):
+    """Python 3.11.0 to 3.11.3 pickle the member of an enumeration as an attribute of it."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+def test_members_of_enumerations_are_read_whatever_python_wrote_them(folder: Path) -> None:
+    expected = read_metadata(folder)
+    with (folder / ".metadata").open("wb") as file:
+        PicklerOfOtherPython(file).dump(expected)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert read_metadata(folder) == expected
+
+
+@pytest.mark.parametrize(("of", "name"), [(Metadata, "__init__"), (Kind, "mro"), (Kind, "__class__")])
+def test_no_other_attribute_is_handed_out(of: Any, name: str, folder: Path) -> None:
+    rewrite(folder, lambda metadata: Call(getattr, of, name))
+    with pytest.raises(CheckpointError, match="which no checkpoint needs"):
+        read_metadata(folder)

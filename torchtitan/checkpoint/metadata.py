@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections import defaultdict
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,8 @@ class _DataUnpickler(pickle.Unpickler):
             return _layout
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return _path  # where it was saved: no more than a text
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # so some versions of Python, as 3.11.2, pickle an enumeration's member
         raise CheckpointError(f"it names {module}.{name}, which no checkpoint needs")
 
 
@@ -110,6 +113,13 @@ def _layout(name: str) -> torch.layout:
     if name != "torch.strided":
         raise CheckpointError(f"it has a tensor of layout {name}; only torch.strided is read")
     return torch.strided
+
+
+def _member(kind: Any, name: str) -> Enum:
+    if not (isinstance(kind, EnumMeta) and name in kind.__members__):
+        raise CheckpointError(f"it asks for an attribute, {name}, which no checkpoint needs")
+    member: Enum = kind[name]
+    return member
 
 
 def _path(*parts: str) -> str:
