@@ -239,7 +239,9 @@ def test_members_of_enumerations_are_read_whatever_python_wrote_them(folder: Pat
     assert read_metadata(folder) == expected
 
 
-@pytest.mark.parametrize(("of", "name"), [(Metadata, "__init__"), (Kind, "mro"), (Kind, "__class__")])
+@pytest.mark.parametrize(
+    ("of", "name"), [(Metadata, "__init__"), (Kind, "mro"), (Kind, "__class__")]
+)
 def test_no_other_attribute_is_handed_out(of: Any, name: str, folder: Path) -> None:
     rewrite(folder, lambda metadata: Call(getattr, of, name))
     with pytest.raises(CheckpointError, match="which no checkpoint needs"):
