@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 
@@ -11,3 +12,8 @@ class Broken:
 
     keys: tuple[str, ...]
     rule: str
+
+
+def leads_outside(name: str) -> bool:
+    """Tell whether a path leads out of the folder that it is given in, be it there or not."""
+    return os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == ".."

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from torchtitan.config.checkpoint import CheckpointConfig as CheckpointConfig
 from torchtitan.config.parallelism import ParallelismConfig as ParallelismConfig
 from torchtitan.config.rope import RopeScalingConfig as RopeScalingConfig
+from torchtitan.config.training import DataLoaderConfig as DataLoaderConfig
+from torchtitan.config.training import TrainingConfig as TrainingConfig
 from torchtitan.config.types import (
     STRICT,
     AboveOne,
@@ -25,7 +28,6 @@ from torchtitan.config.types import (
     Seed,
     Strings,
     Text,
-    Weights,
 )
 
 
@@ -136,134 +138,6 @@ class LRSchedulerConfig:
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
     """The decay ends at this multiple of optimizer.lr."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class DataLoaderConfig:
-    """How samples are read; no setting here changes which samples, or their order."""
-
-    num_workers: NonNegativeInt = 0
-    """Processes that read ahead on each rank; 0 reads in the trainer itself."""
-    persistent_workers: bool = False
-    """For torchtitan's files: here the workers live as long as the run, whatever is said (needs
-    num_workers > 0)."""
-    pin_memory: bool = False
-    """Read into page-locked memory for faster copies to the GPU (CUDA only)."""
-    prefetch_factor: PositiveInt | None = None
-    """Batches that each worker reads ahead (needs num_workers > 0)."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class TrainingConfig:
-    """Data, batch sizes, length and precision of the training."""
-
-    steps: PositiveInt = 10000
-    """Optimizer steps."""
-    seq_len: PositiveInt = 2048
-    """Tokens of a sample."""
-    local_batch_size: PositiveInt = 8
-    """Samples of one forward pass on one data-parallel rank."""
-    global_batch_size: int = -1
-    """Samples of one optimizer step over all ranks; a multiple of local_batch_size times the
-    data-parallel degree, the rest is gradient accumulation. -1: no accumulation."""
-    max_norm: PositiveFloat = 1.0
-    """Gradients are clipped to this global norm; inf never clips."""
-    document_attention: Literal["across", "within"] = "across"
-    """across: a token attends to all before it in its sample; within: to those of its own document
-    alone, and no label crosses a document's end."""
-    document_positions: Literal["continue", "restart"] = "continue"
-    """Positions count on through a sample, or restart at 0 with each document in it."""
-    dataset: Literal[
-        "python_stdlib", "synthetic", "synthetic_masked", "files", "examples", "synthetic_examples"
-    ] = "python_stdlib"
-    """python_stdlib: sources of this Python's library; synthetic: generated text; synthetic_masked:
-    the same with a random number of labels a sample masked, for tests; files: what dataset_path
-    names; examples: chats, or prompts and completions, of dataset_path, to fine-tune on;
-    synthetic_examples: generated ones."""
-    dataset_path: Strings = ()
-    """Text (.txt, .md, .py ...), JSONL (.jsonl) or token-store (.bin/.idx) files; globs allowed,
-    .gz and .zst too."""
-    dataset_weights: Weights = ()
-    """One weight for each dataset_path: samples are drawn from them in this proportion. Empty: one
-    source."""
-    dataset_text_key: str = "text"
-    """Key of a JSONL object that holds the text."""
-    chat_template: Text | None = None
-    """Jinja file that makes text of the messages of examples; if not given, the template that came
-    with the tokenizer."""
-    packing: Literal["packed", "padded"] = "padded"
-    """padded: a sample is one example; packed: as many as it holds (examples only)."""
-    long_examples: Literal["truncate", "skip"] = "truncate"
-    """What becomes of an example longer than seq_len: its beginning is kept, or it is left out."""
-    dataset_cache: Text = "~/.cache/torchtitan"
-    """Folder for tokenised data, kept under a fingerprint of the files and the tokenizer."""
-    num_epochs: PositiveInt | None = None
-    """Passes over the data before the run ends; if not given it repeats, reshuffled, for all
-    steps."""
-    dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
-    """Workers and prefetch."""
-    dtype: Literal["bfloat16", "float32"] = "float32"
-    """Type of the stored weights and of the optimizer's state."""
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type in which weights are gathered and layers computed."""
-    mixed_precision_reduce: Literal["float32"] = "float32"
-    """Type in which gradients are summed across ranks."""
-    enable_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory; layers visit the GPU."""
-    loss_chunks: NonNegativeInt = 0
-    """Chunks of tokens whose logits exist one after the other; 1: all at once. 0: as many as the
-    sizes call for."""
-    gc_freq: PositiveInt = 50
-    """Collect Python garbage every this many steps, on all ranks at once, and never in between."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class CheckpointConfig:
-    """When a run is saved, and from what it starts."""
-
-    enable: bool = False
-    """Save checkpoints, and resume from the newest one in the folder."""
-    folder: Text = "checkpoint"
-    """Folder of the checkpoints, always inside dump_folder."""
-    interval: PositiveInt = 500
-    """Save every this many steps; the last step is always saved."""
-    enable_first_step_checkpoint: bool = False
-    """Also save after step 1, to see early that saving works."""
-    last_save_model_only: bool = False
-    """Beside the last checkpoint, which is a full one, write its weights alone to export/step-N
-    inside folder."""
-    last_save_in_hf: bool = False
-    """Write them as a folder of Hugging Face instead, whether last_save_model_only is on or not."""
-    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    """Type of the weights under last_save_in_hf."""
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """disabled: training waits for the files. async: it waits for a copy in memory alone.
-    async_with_pinned_mem: the same from GPUs, into page-locked memory."""
-    keep_latest_k: NonNegativeInt = 10
-    """Whole checkpoints to keep beside that of load_step, older ones are deleted; 0 keeps all."""
-    load_step: int = -1
-    """Go back to this step, and set aside all later ones; -1: the newest."""
-    load_only: bool = False
-    """Resume, but never save; figures go to metrics.load_only.jsonl."""
-    mode: Literal["recover", "continue", "finetune"] = "recover"
-    """recover: the same run, everything, and no setting that shapes the training may differ.
-    continue: weights, optimizer and data position under other settings. finetune: the weights of
-    initial_load_path, at step 0. A checkpoint that this very job saved is always recovered."""
-    initial_load_path: Text | None = None
-    """Where to start from while the run's own folder holds no checkpoint: a step's folder, a folder
-    of checkpoints (the newest), or a run's folder."""
-    initial_load_model_only: bool = True
-    """Take the weights alone from initial_load_path; false takes everything, as mode says."""
-    initial_load_in_hf: bool = False
-    """initial_load_path is a folder of Hugging Face: config.json and safetensors files."""
-    exclude_from_loading: Strings = ()
-    """What not to load: components (model, optimizer, lr_scheduler, dataloader, train_state), and
-    shell patterns of parameter names, as "output.*", which keep their initial values."""
-    verify_on_load: bool = True
-    """Compare a checkpoint's files with its checksums before loading it."""
-    save_before_seconds: PositiveInt | None = None
-    """Seconds after the start of the job at which it saves and ends: its wall-clock limit less a
-    margin for a step and a save; if not given it has no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -1,0 +1,59 @@
+"""The settings of what is saved, and of what a run starts from: the [checkpoint] section."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from torchtitan.config.types import STRICT, Strings, Text
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CheckpointConfig:
+    """When a run is saved, and from what it starts."""
+
+    enable: bool = False
+    """Save checkpoints, and resume from the newest one in the folder."""
+    folder: Text = "checkpoint"
+    """Folder of the checkpoints, always inside dump_folder."""
+    interval: PositiveInt = 500
+    """Save every this many steps; the last step is always saved."""
+    enable_first_step_checkpoint: bool = False
+    """Also save after step 1, to see early that saving works."""
+    last_save_model_only: bool = False
+    """Beside the last checkpoint, which is a full one, write its weights alone to export/step-N
+    inside folder."""
+    last_save_in_hf: bool = False
+    """Write them as a folder of Hugging Face instead, whether last_save_model_only is on or not."""
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Type of the weights under last_save_in_hf."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """disabled: training waits for the files. async: it waits for a copy in memory alone.
+    async_with_pinned_mem: the same from GPUs, into page-locked memory."""
+    keep_latest_k: NonNegativeInt = 10
+    """Whole checkpoints to keep beside that of load_step, older ones are deleted; 0 keeps all."""
+    load_step: int = -1
+    """Go back to this step, and set aside all later ones; -1: the newest."""
+    load_only: bool = False
+    """Resume, but never save; figures go to metrics.load_only.jsonl."""
+    mode: Literal["recover", "continue", "finetune"] = "recover"
+    """recover: the same run, everything, and no setting that shapes the training may differ.
+    continue: weights, optimizer and data position under other settings. finetune: the weights of
+    initial_load_path, at step 0. A checkpoint that this very job saved is always recovered."""
+    initial_load_path: Text | None = None
+    """Where to start from while the run's own folder holds no checkpoint: a step's folder, a folder
+    of checkpoints (the newest), or a run's folder."""
+    initial_load_model_only: bool = True
+    """Take the weights alone from initial_load_path; false takes everything, as mode says."""
+    initial_load_in_hf: bool = False
+    """initial_load_path is a folder of Hugging Face: config.json and safetensors files."""
+    exclude_from_loading: Strings = ()
+    """What not to load: components (model, optimizer, lr_scheduler, dataloader, train_state), and
+    shell patterns of parameter names, as "output.*", which keep their initial values."""
+    verify_on_load: bool = True
+    """Compare a checkpoint's files with its checksums before loading it."""
+    save_before_seconds: PositiveInt | None = None
+    """Seconds after the start of the job at which it saves and ends: its wall-clock limit less a
+    margin for a step and a save; if not given it has no limit."""

@@ -1,0 +1,102 @@
+"""Rules of what is saved, and of what a run starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchtitan.config.broken import Broken, leads_outside
+from torchtitan.config.schema import CheckpointConfig, Config
+
+
+def checkpoint_rules(config: Config) -> Iterator[Broken]:
+    """Check where checkpoints go, what is loaded, and what is exported."""
+    checkpoint = config.checkpoint
+    if leads_outside(checkpoint.folder):
+        # dump_folder is what a run locks
+        yield Broken(
+            ("checkpoint.folder",),
+            f'must be a folder inside dump_folder, got "{checkpoint.folder}"; write a name alone, '
+            f'as "checkpoint", and choose the place by job.dump_folder',
+        )
+    if checkpoint.load_step < -1:
+        yield Broken(
+            ("checkpoint.load_step",),
+            f"must be -1 (the newest) or a step, got {checkpoint.load_step}",
+        )
+    needs_loading = {
+        "load_step": checkpoint.load_step > -1,
+        "load_only": checkpoint.load_only,
+        "mode": checkpoint.mode != "recover",
+        "initial_load_path": checkpoint.initial_load_path is not None,
+        "initial_load_in_hf": checkpoint.initial_load_in_hf,
+        "exclude_from_loading": bool(checkpoint.exclude_from_loading),
+    }
+    for key, given in needs_loading.items():
+        if given and not checkpoint.enable:
+            yield Broken(
+                (f"checkpoint.{key}", "checkpoint.enable"), "needs checkpoint.enable = true"
+            )
+    if checkpoint.save_before_seconds is not None and not checkpoint.enable:
+        yield Broken(
+            ("checkpoint.save_before_seconds", "checkpoint.enable"),
+            "needs checkpoint.enable = true; there is nothing to save to without",
+        )
+    if checkpoint.enable:
+        yield from _intention(checkpoint)
+    yield from _hugging_face(checkpoint)
+
+
+def _hugging_face(checkpoint: CheckpointConfig) -> Iterator[Broken]:
+    """Hold together what is read from Hugging Face, and what is written for it."""
+    reads, ties = "checkpoint.initial_load_in_hf", "checkpoint.initial_load_path"
+    if checkpoint.enable and checkpoint.initial_load_in_hf:
+        if checkpoint.initial_load_path is None:
+            yield Broken((reads, ties), "needs initial_load_path, the folder to read")
+        elif not checkpoint.initial_load_model_only:
+            yield Broken(
+                (reads, ties, "checkpoint.initial_load_model_only"),
+                "finds weights alone there, but initial_load_model_only is false; remove that",
+            )
+    writes = ("checkpoint.last_save_in_hf", "checkpoint.enable")
+    if checkpoint.last_save_in_hf and not checkpoint.enable:
+        yield Broken(writes, "needs checkpoint.enable = true; it is made from the last checkpoint")
+    if checkpoint.export_dtype != "float32" and not checkpoint.last_save_in_hf:
+        yield Broken(
+            ("checkpoint.export_dtype", writes[0]),
+            f"is the type of what last_save_in_hf writes, which is off, got "
+            f'"{checkpoint.export_dtype}"; the other checkpoints keep training.dtype; set '
+            f"last_save_in_hf, or remove this",
+        )
+
+
+def _intention(checkpoint: CheckpointConfig) -> Iterator[Broken]:
+    """Hold the mode, and what is to be loaded, together."""
+    mode, excluded = checkpoint.mode, checkpoint.exclude_from_loading
+    elsewhere, model_only = checkpoint.initial_load_path, checkpoint.initial_load_model_only
+    ties = ("checkpoint.mode", "checkpoint.initial_load_path", "checkpoint.initial_load_model_only")
+    if mode == "finetune" and elsewhere is None:
+        yield Broken(ties[:2], "needs initial_load_path, whose weights it starts from")
+    elif mode == "finetune" and not model_only:
+        yield Broken(
+            ties,
+            "takes the weights alone, but initial_load_model_only is false; remove that, or write "
+            'mode = "continue" to take the optimizer and the data position too',
+        )
+    elif mode == "continue" and elsewhere is not None and model_only:
+        yield Broken(
+            ties,
+            "takes optimizer and data position too, but initial_load_model_only is true; set it "
+            'false, or write mode = "finetune" for the weights alone',
+        )
+    weights_alone = elsewhere is not None and model_only
+    keys = ("checkpoint.exclude_from_loading", *ties)
+    if excluded and mode == "recover" and not weights_alone:
+        yield Broken(
+            keys,
+            'leaves something out, but mode = "recover" loads everything; write mode = "continue", '
+            'or mode = "finetune" with an initial_load_path',
+        )
+    elif "model" in excluded and weights_alone:
+        yield Broken(
+            keys, 'leaves nothing to load with "model" in it; remove it, or initial_load_path'
+        )
