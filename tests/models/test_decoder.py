@@ -28,7 +28,7 @@ def rope_of(config, length: int):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_and_gradients_equal_the_public_llama(variant):
+def test_logits_and_gradients_equal_the_public_models(variant):
     model = random_decoder(VARIANTS[variant])
     reference = reference_of(model)
     tokens = some_tokens(3, 70)

@@ -194,7 +194,11 @@ def check_family(config: Content, *, names: HFFormat) -> None:
         )
     rope = rope_table(config)
     said = {"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0), **config}
-    fixed = {**names.fixed, "quantization_config": None, "partial_rotary_factor": 1.0}
+    for key, value in names.each_layer.items():
+        if isinstance(said.get(key), list):  # the first that differs stands for all
+            said[key] = next((kind for kind in said[key] if kind != value), value)
+    fixed = {**names.fixed, **names.each_layer}
+    fixed |= {"quantization_config": None, "partial_rotary_factor": 1.0}
     wrong = [k for k, value in fixed.items() if k in said and said[k] != value]
     if wrong:
         raise CheckpointError(

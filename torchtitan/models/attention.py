@@ -100,12 +100,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        kv_dim = config.num_kv_heads * config.head_dim
+        q_dim, kv_dim = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
         self.head_dim = config.head_dim
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wq = nn.Linear(config.dim, q_dim, bias=False)
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.wo = nn.Linear(q_dim, config.dim, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+            for _ in range(2)
+        )
         self.attend: Attend = causal_attention
 
     def forward(
@@ -117,10 +121,14 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Mix the tokens, each with those before it and, if there is a cache, with those in it."""
         # the number of heads is left to -1: tensor parallelism gives each rank a part of them
-        q_BSHD = rope.rotate(self.wq(x_BSC).unflatten(-1, (-1, self.head_dim)))
-        k_BSKD = rope.rotate(self.wk(x_BSC).unflatten(-1, (-1, self.head_dim)))
+        q_BSHD = self.wq(x_BSC).unflatten(-1, (-1, self.head_dim))
+        k_BSKD = self.wk(x_BSC).unflatten(-1, (-1, self.head_dim))
         v_BSKD = self.wv(x_BSC).unflatten(-1, (-1, self.head_dim))
-        q_BHSD, k, v = q_BSHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSHD, k_BSKD = self.q_norm(q_BSHD), self.k_norm(k_BSKD)
+        q_BHSD, k, v = (
+            x.transpose(1, 2) for x in (rope.rotate(q_BSHD), rope.rotate(k_BSKD), v_BSKD)
+        )
         if cache is None:
             out_BHSD = self.attend(q_BHSD, k, v, documents)
         else:

@@ -118,6 +118,8 @@ def _style(role: TensorRole, *, stream: Placement, loss_parallel: bool) -> Paral
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
         case "norm":
             return _Norm(stream)
+        case "head_norm":
+            return _Norm(Shard(2))  # heads stay where the matrices before them were cut
         case "gather":
             return _Gather(stream)
         case "column":
@@ -129,7 +131,7 @@ def _style(role: TensorRole, *, stream: Placement, loss_parallel: bool) -> Paral
 
 
 class _Norm(ParallelStyle):
-    """A module whose weights are copies; it works on the stream as it is."""
+    """A module whose weights are copies; it works on its input as that lies over the ranks."""
 
     def __init__(self, stream: Placement) -> None:
         super().__init__()
@@ -137,7 +139,7 @@ class _Norm(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            # each rank's gradient is that of its tokens alone; FSDP makes it the copies' sum
+            # each rank's gradient is that of its tokens or heads alone; FSDP makes it their sum
             copied = DTensor.from_local(parameter, device_mesh, [Replicate()], run_check=False)
             module.register_parameter(name, nn.Parameter(copied))
         module.register_forward_pre_hook(
