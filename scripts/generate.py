@@ -82,6 +82,7 @@ def write(args: argparse.Namespace) -> list[str]:
         mesh=mesh,
         verify=not args.skip_verify,
         tokenizer=args.tokenizer,
+        chats=args.chat,
         chat_template=args.chat_template,
         dtype=args.dtype,
     )
@@ -163,6 +164,8 @@ def _check(args: argparse.Namespace) -> None:
         mistakes.append(f"--batch_size must be at least 1, got {args.batch_size}")
     if args.system is not None and not args.chat:
         mistakes.append("--system is said in a chat alone; give --chat with it")
+    if args.chat_template is not None and not args.chat:
+        mistakes.append("--chat_template is read for a chat alone; give --chat with it")
     if args.special and args.chat:
         mistakes.append("--special is for plain prompts, a chat template writes its own; remove it")
     if mistakes:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.reference import VARIANTS, random_decoder, reference_of
 from torchtitan.assemble.writer import Writer, open_writer
-from torchtitan.base.errors import CheckpointError
+from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.models.generate import generate
 
 PROMPTS = [[5, 200, 17, 17, 3], [7], list(range(1, 31))]
@@ -60,6 +60,14 @@ def test_weights_are_of_the_type_that_is_stored_or_asked_for(tmp_path: Path) -> 
     for options, dtype in (({}, torch.bfloat16), ({"dtype": "float32"}, torch.float32)):
         parameters = list(opened(folder, **options).model.parameters())
         assert {p.dtype for p in parameters} == {dtype}
+
+
+def test_a_template_that_is_gone_is_missed_in_chats_alone(tmp_path: Path) -> None:
+    folder, template = folder_of(tmp_path, "tied"), str(tmp_path / "gone.jinja")
+    assert opened(folder, chat_template=template).template is None
+    with pytest.raises(DataError, match=r"cannot read the chat template .*gone\.jinja"):
+        opened(folder, chat_template=template, chats=True)
+    assert opened(folder, chats=True).template is not None
 
 
 def test_text_ends_where_transformers_ends_it(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Writer:
     model: Decoder
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    """Of its chats; None: it has none."""
+    """Of its chats; None: it has none, or none was asked for."""
     stop_ids: frozenset[int]
     """Tokens that end a text."""
 
@@ -79,12 +79,14 @@ def open_writer(
     mesh: DeviceMesh | None = None,
     verify: bool = True,
     tokenizer: str | None = None,
+    chats: bool = False,
     chat_template: str | None = None,
     dtype: str | None = None,
 ) -> Writer:
     """Build the model that a folder holds, with its weights, split over the ranks of `mesh`.
 
-    Tokenizer, template and type of the weights are the folder's where they are not given.
+    Tokenizer, template and type of the weights are the folder's where they are not given; without
+    `chats` a template is not looked for.
 
     Raises:
         UserError: The folder is damaged or of no model, its tokenizer is not there, or the model
@@ -94,14 +96,14 @@ def open_writer(
     # what is no folder of theirs, and what is none of ours, says so itself
     is_theirs = (path / CONFIG).is_file()
     source = _of_hugging_face(path, group) if is_theirs else _of_run(path, group, verify=verify)
-    ids = build_tokenizer(tokenizer or source.tokenizer)
+    tokenizer_path = tokenizer or source.tokenizer
+    ids = build_tokenizer(tokenizer_path)
     check_vocabulary(ids, model_vocab_size=source.architecture.vocab_size)
-    template = find_template(
-        chat_template or source.chat_template,
-        tokenizer=ids,
-        tokenizer_path=tokenizer or source.tokenizer,
-    )
-    file = tokenizer_file(tokenizer or source.tokenizer)
+    template = None
+    if chats:
+        setting = chat_template or source.chat_template
+        template = find_template(setting, tokenizer=ids, tokenizer_path=tokenizer_path)
+    file = tokenizer_file(tokenizer_path)
     stop_ids = frozenset() if file is None else _stop_ids(file.with_name(GENERATION_CONFIG))
     model = _build(source, mesh=mesh, device=device)
     with warnings.catch_warnings():
