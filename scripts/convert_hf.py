@@ -24,9 +24,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
-from scripts.generate import find_step
 from torchtitan.assemble import CONFIG_FILE
 from torchtitan.assemble.hf import describe_export
+from torchtitan.assemble.steps import find_step
 from torchtitan.base.errors import CheckpointError, UserError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.hf_convert import to_dcp

@@ -1,62 +1,175 @@
-"""Continue a text with a trained model, on one device.
+"""Continue texts, or answer in a chat, with a trained model.
 
     python scripts/generate.py --checkpoint outputs --prompt "def main(" --temperature 0.8
+    python scripts/generate.py --checkpoint Qwen3-0.6B --chat --prompt "Who are you?"
+    torchrun --nproc_per_node 2 scripts/generate.py --checkpoint Qwen3-8B --prompts_file lines.txt
 
-The checkpoint is a run's folder or its checkpoint folder (the newest step is taken), or one step's
-folder. Its checksums are verified first: a damaged step that you named is an error, else the newest
-whole one is taken. A step knows the settings it was saved under, so it can be copied anywhere by
-itself; a tokenizer that is a file must still lie where model.tokenizer_path says. An empty prompt
-begins a new document.
+The checkpoint is a run's folder or its checkpoint folder (the newest step is taken), one step's
+folder, or a folder of Hugging Face, of any size of a family that is built here. Checksums of a step
+are verified first: a damaged step that you named is an error, else the newest whole one is taken. A
+step knows the settings it was saved under, so it can be copied anywhere by itself; a tokenizer that
+is a file must still lie where model.tokenizer_path says.
+
+Several prompts are continued together, each as it would be alone. An empty prompt begins a new
+document. In a prompt special tokens are plain text, unless --special asks for them; no begin token
+is put before it. With --chat each prompt is what a user says, put into the chat template, and the
+answer alone is printed. A text ends at the tokenizer's end token, at those that
+generation_config.json names, and in a chat at the token that ends a turn.
+
+Under torchrun the ranks share the model's matrices (tensor parallelism), and rank 0 prints.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
-import tempfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
-from torchtitan.assemble import CONFIG_FILE, find_model
-from torchtitan.base.device import local_device
-from torchtitan.base.errors import CheckpointError, ConfigError, UserError
-from torchtitan.checkpoint import storage
-from torchtitan.config.load import load_config
-from torchtitan.config.schema import ModelConfig
-from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
-from torchtitan.models.decoder import Decoder
+from torchtitan.assemble.writer import DTYPES, Writer, open_writer
+from torchtitan.base.device import device_type, local_device
+from torchtitan.base.errors import ConfigError, DataError, UserError
+from torchtitan.config.schema import CommConfig
+from torchtitan.data.examples import Conversation, Encoder
+from torchtitan.mesh.process_group import init_process_group, is_first_to, leave, read_launch
 from torchtitan.models.generate import generate
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the prompt and its continuation; 2 with one message for what the user can mend."""
+    """Write the texts; 2 with one message for what the user can mend."""
     args = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s")  # names the damaged steps
     try:
-        _check_seed(args.seed)
-        model, tokenizer = load(find_step(args.checkpoint, verify=not args.skip_verify))
-        prompt_ids = tokenizer.encode(args.prompt) or [tokenizer.eos_id]
-        new_ids = generate(
-            model,
-            prompt_ids,
+        texts = write(args)
+    except UserError as error:
+        if not dist.is_initialized() or is_first_to("report an error"):
+            sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for number, text in enumerate(texts, start=1):
+            if len(texts) > 1:
+                print(f"=== {number} of {len(texts)}")
+            print(text)
+    return 0
+
+
+def write(args: argparse.Namespace) -> list[str]:
+    """Return what is to be printed for each prompt.
+
+    Raises:
+        UserError: An argument, a file or the model has to be another.
+    """
+    _check(args)
+    prompts = [*args.prompt, *(_lines(args.prompts_file) if args.prompts_file else ())]
+    if not prompts:
+        raise ConfigError("there must be a prompt, got none; give --prompt or --prompts_file")
+    launch = read_launch(os.environ)
+    device, mesh = local_device(launch.local_rank), None
+    if launch.world_size > 1:
+        settings = CommConfig(trace_buf_size=0)
+        init_process_group(launch, device_type=device_type(), settings=settings, dump_folder=Path())
+        mesh = init_device_mesh(device.type, (launch.world_size,), mesh_dim_names=("tp",))
+    writer = open_writer(
+        args.checkpoint,
+        device=device,
+        mesh=mesh,
+        verify=not args.skip_verify,
+        tokenizer=args.tokenizer,
+        chats=args.chat,
+        chat_template=args.chat_template,
+        dtype=args.dtype,
+    )
+    if args.chat:
+        return answer(writer, prompts, args)
+    return go_on(writer, prompts, args)
+
+
+def go_on(writer: Writer, prompts: Sequence[str], args: argparse.Namespace) -> list[str]:
+    """Return each prompt with its continuation."""
+    tokenizer = writer.tokenizer
+    encode = (lambda p: list(tokenizer.encode_special(p).ids)) if args.special else tokenizer.encode
+    ids = [encode(prompt) or [tokenizer.eos_id] for prompt in prompts]
+    # decoded together: a character may have begun in the prompt's last token
+    return [
+        tokenizer.decode([i for i in prompt + new if i != tokenizer.eos_id])
+        for prompt, new in zip(ids, _continued(writer, ids, writer.stop_ids, args), strict=True)
+    ]
+
+
+def answer(writer: Writer, prompts: Sequence[str], args: argparse.Namespace) -> list[str]:
+    """Return the answer to each prompt."""
+    if writer.template is None:
+        raise ConfigError(
+            "--chat needs a chat template, and there is none beside the tokenizer; give a Jinja "
+            "file with --chat_template"
+        )
+    tokenizer, encoder = writer.tokenizer, Encoder(writer.tokenizer, writer.template)
+    first = [] if args.system is None else [{"role": "system", "content": args.system}]
+    ids = [
+        encoder.ask(
+            Conversation([*first, {"role": "user", "content": prompt}], None, f"prompt {number}")
+        )
+        for number, prompt in enumerate(prompts, start=1)
+    ]
+    ending = writer.template.end_of_turn()
+    stop_ids = writer.stop_ids | ({tokenizer.special_tokens[ending]} if ending else set())
+    return [tokenizer.decode(new) for new in _continued(writer, ids, stop_ids, args)]
+
+
+def _continued(
+    writer: Writer, prompts: Sequence[list[int]], stop_ids: frozenset[int], args: argparse.Namespace
+) -> list[list[int]]:
+    """Return the new tokens of each prompt, without the one that ended it."""
+    found = [
+        new
+        for start in range(0, len(prompts), args.batch_size)
+        for new in generate(
+            writer.model,
+            prompts[start : start + args.batch_size],
             max_new_tokens=args.max_new_tokens,
             temperature=args.temperature,
             top_k=args.top_k,
             seed=args.seed,
-            eos_id=tokenizer.eos_id,
+            stop_ids=stop_ids,
         )
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
-    # decoded together: a character may have begun in the prompt's last token
-    print(tokenizer.decode([i for i in prompt_ids + new_ids if i != tokenizer.eos_id]))
-    return 0
+    ]
+    return [new[:-1] if new[-1] in stop_ids else new for new in found]
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"--prompts_file must be a text in UTF-8, a prompt a line; {file} cannot be read: "
+            f"{error}"
+        ) from error
+
+
+def _check(args: argparse.Namespace) -> None:
+    mistakes = []
+    if not -(2**63) <= args.seed < 2**64:
+        mistakes.append(
+            f"--seed must fit into 64 bits, -2**63 to 2**64 - 1, got {args.seed}; take a smaller "
+            f"number"
+        )
+    if args.batch_size < 1:
+        mistakes.append(f"--batch_size must be at least 1, got {args.batch_size}")
+    if args.system is not None and not args.chat:
+        mistakes.append("--system is said in a chat alone; give --chat with it")
+    if args.chat_template is not None and not args.chat:
+        mistakes.append("--chat_template is read for a chat alone; give --chat with it")
+    if args.special and args.chat:
+        mistakes.append("--special is for plain prompts, a chat template writes its own; remove it")
+    if mistakes:
+        raise ConfigError(mistakes)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,93 +177,27 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--checkpoint", type=Path, required=True, metavar="DIR", help="folder of a run or a step"
-    )
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to go on from")
-    parser.add_argument("--max_new_tokens", type=int, default=200, metavar="N", help="at most")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token"
-    )
-    parser.add_argument("--top_k", type=int, metavar="K", help="draw from the K likeliest alone")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws")
-    parser.add_argument("--skip_verify", action="store_true", help="do not verify checksums")
+    add = parser.add_argument
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="of a run or Hugging Face")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="to go on from; repeatable")
+    add("--prompts_file", type=Path, metavar="FILE", help="a prompt a line, empty ones left out")
+    add("--chat", action="store_true", help="prompts are what a user says")
+    add("--system", metavar="TEXT", help="with --chat: the system's message before it")
+    add("--special", action="store_true", help="special tokens named in a prompt are meant")
+    add("--max_new_tokens", type=int, default=200, metavar="N", help="at most")
+    add("--temperature", type=float, default=1.0, metavar="T", help="0: the likeliest token")
+    add("--top_k", type=int, metavar="K", help="draw from the K likeliest alone")
+    add("--seed", type=int, default=0, metavar="S", help="of the draws, the same for each prompt")
+    add("--batch_size", type=int, default=8, metavar="N", help="prompts at a time")
+    add("--tokenizer", metavar="PATH", help="in place of the checkpoint's")
+    add("--chat_template", metavar="FILE", help="in place of the tokenizer's or the run's")
+    add("--dtype", choices=DTYPES, help="to compute in; as the weights are stored if not given")
+    add("--skip_verify", action="store_true", help="do not verify checksums")
     return parser
 
 
-def _check_seed(seed: int) -> None:
-    if not -(2**63) <= seed < 2**64:
-        raise ConfigError(
-            f"--seed must fit into 64 bits, -2**63 to 2**64 - 1, got {seed}; take a smaller number"
-        )
-
-
-def find_step(path: Path, *, verify: bool) -> Path:
-    """Return the folder of the step that `path` means.
-
-    Raises:
-        CheckpointError: There is no whole checkpoint, or the step that was named is damaged.
-    """
-    if (path / storage.MANIFEST).is_file():
-        mistakes = storage.verify(path, group=None) if verify else []
-        if mistakes:
-            raise CheckpointError(
-                f"{path} is damaged: {storage.summary(mistakes)}; name another step, or read it as "
-                f"it is with --skip_verify"
-            )
-        return path
-    folders = [path]
-    if (path / CONFIG_FILE).is_file():
-        config = load_config(["--job.config_file", str(path / CONFIG_FILE)])
-        folders.append(path / config.checkpoint.folder)
-    for folder in folders:
-        step = storage.newest_whole(folder, group=None, verify=verify)
-        if step is not None:
-            return folder / f"step-{step}"
-    raise CheckpointError(
-        f"a checkpoint must be a run's folder, its checkpoint folder or a step-N folder, got "
-        f"{path}, which {_found_instead(path)}"
-    )
-
-
-def _found_instead(path: Path) -> str:
-    if not path.is_dir():
-        return "does not exist" if not path.exists() else "is a file"
-    runs = sorted(str(config.parent) for config in path.glob(f"*/{CONFIG_FILE}"))
-    if runs and not (path / CONFIG_FILE).is_file():
-        return f"holds runs; name one of them: {', '.join(runs[:8])}"
-    return "holds no whole checkpoint; train with --checkpoint.enable to make one"
-
-
-def load(step: Path) -> tuple[Decoder, Tokenizer]:
-    """Build the model that a checkpoint holds, with its weights, and its tokenizer.
-
-    Raises:
-        UserError: The checkpoint is damaged, or its tokenizer is not there.
-    """
-    settings, dtype = read_settings(step)
-    spec, architecture = find_model(settings)
-    tokenizer = build_tokenizer(settings.tokenizer_path)
-    check_vocabulary(tokenizer, model_vocab_size=architecture.vocab_size)
-    with torch.device("meta"):
-        model = spec.build(architecture).to(dtype)
-    assert isinstance(model, Decoder)
-    model.to_empty(device=local_device(0))
-    with warnings.catch_warnings():
-        # one process is what is meant here
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        storage.read_tensors(step, "model", into=model.state_dict(), group=None)
-    return model, tokenizer
-
-
-def read_settings(step: Path) -> tuple[ModelConfig, torch.dtype]:
-    """Return what a checkpoint's manifest says of its model, and the type of its weights."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / CONFIG_FILE
-        path.write_text(storage.read_manifest(step)["config"], encoding="utf-8")
-        config = load_config(["--job.config_file", str(path)])
-    return config.model, getattr(torch, config.training.dtype)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if dist.is_initialized():
+        leave(code)
+    sys.exit(code)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tests.models.reference import VARIANTS, random_decoder, reference_of
 from torchtitan.assemble import find_model
@@ -36,12 +36,28 @@ from torchtitan.models.spec import Llama3Scaling
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LLAMA = MODELS["llama3"]
 TOKENS = torch.arange(120).reshape(2, 60) * 7 % 263
-NAMES = ("grouped", "single kv head", "scaled", "interpolated", "yarn", "yarn by hand", "tied")
+NAMES = (
+    "grouped",
+    "single kv head",
+    "scaled",
+    "interpolated",
+    "yarn",
+    "yarn by hand",
+    "tied",
+    "wide heads",
+    "normed heads",
+    "normed heads, tied",
+)
+
+
+def family_of(config: DecoderConfig) -> ModelSpec:
+    return MODELS["qwen3" if config.qk_norm else "llama3"]
 
 
 def spec_of(config: DecoderConfig) -> ModelSpec:
     """The family with this size too."""
-    return dataclasses.replace(LLAMA, flavors={**LLAMA.flavors, "mine": config})
+    family = family_of(config)
+    return dataclasses.replace(family, flavors={**family.flavors, "mine": config})
 
 
 def theirs(folder: Path, config: DecoderConfig = VARIANTS["grouped"], **options: Any) -> Path:
@@ -67,7 +83,8 @@ def checkpoint_of(model: Decoder, folder: Path) -> Path:
 def exported(
     model: Decoder, folder: Path, *, out: str = "out", dtype: torch.dtype | None = None, **more: Any
 ) -> Path:
-    settings = HFExport(names=LLAMA.hf, architecture=model.config, dtype=dtype, **more)
+    names = family_of(model.config).hf
+    settings = HFExport(names=names, architecture=model.config, dtype=dtype, **more)
     step = checkpoint_of(model, folder / "step-1")
     export(step, folder / out, settings=settings, group=None)
     return folder / out
@@ -109,7 +126,7 @@ def test_there_and_back(name: str, shard_size: str, tmp_path: Path) -> None:
         max_file_bytes = 20_000 if is_sharded else hf_write.MAX_FILE_BYTES
         folder = exported(model, tmp_path, max_file_bytes=max_file_bytes)
         again = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-        assert isinstance(again, LlamaForCausalLM)
+        assert type(again) is type(reference)
         assert equal(dict(again.named_parameters()), dict(reference.named_parameters()))
         assert torch.equal(again(TOKENS).logits, expected)
     files = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -231,6 +248,69 @@ def test_published_models_find_their_flavor(flavor: str, tmp_path: Path) -> None
     }
     (tmp_path / "config.json").write_text(json.dumps(said))
     assert find_flavor(tmp_path, models=MODELS).flavor == flavor
+
+
+@pytest.mark.parametrize("flavor", ["0.6B", "1.7B", "4B", "8B", "14B", "32B"])
+def test_published_qwen3_find_their_flavor(flavor: str, tmp_path: Path) -> None:
+    """By what their config.json say; newer writers add the kind of each layer."""
+    hidden, intermediate, layers, heads = {
+        "0.6B": (1024, 3072, 28, 16),
+        "1.7B": (2048, 6144, 28, 16),
+        "4B": (2560, 9728, 36, 32),
+        "8B": (4096, 12288, 36, 32),
+        "14B": (5120, 17408, 40, 40),
+        "32B": (5120, 25600, 64, 64),
+    }[flavor]
+    said = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": 40960,
+        "max_window_layers": layers,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": flavor in ("0.6B", "1.7B", "4B"),
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    for more in ({}, {"layer_types": ["full_attention"] * layers}):
+        (tmp_path / "config.json").write_text(json.dumps({**said, **more}))
+        found = find_flavor(tmp_path, models=MODELS)
+        assert (found.spec.name, found.flavor, found.settings) == ("qwen3", flavor, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"use_sliding_window": True}, "use_sliding_window = True, only False is"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types = 'sliding_attention', only 'full_attention' is",
+        ),
+        ({"layer_types": "sliding_attention"}, "layer_types = 'sliding_attention', only"),
+        ({"attention_bias": True}, "attention_bias = True, only False is"),
+        ({"head_dim": 8}, "head_dim: 8 there, 12 in this job"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps: 1e-06 there, 0.01 in this job"),
+        ({"architectures": ["LlamaForCausalLM"]}, "must be of a Qwen3ForCausalLM, got"),
+    ],
+)
+def test_what_does_not_fit_of_qwen3_is_named(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    config = VARIANTS["normed heads"]
+    folder = theirs(tmp_path, config)
+    change_config(**changes)(folder)
+    with pytest.raises(CheckpointError) as error:
+        imported(folder, config)
+    assert said in str(error.value)
 
 
 def test_a_plain_dcp_folder(tmp_path: Path) -> None:

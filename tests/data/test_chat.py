@@ -52,6 +52,21 @@ def test_the_text_of_transformers(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+def test_a_question_and_the_end_of_its_answer(tmp_path: Path, name: str) -> None:
+    folder = write_tokenizer(tmp_path, template=TEMPLATES[name])
+    tokenizer, oracle = build_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    asked = Encoder(tokenizer, found(folder)).ask(Conversation(CHAT[:3], None, "here"))
+    expected = oracle.apply_chat_template(CHAT[:3], add_generation_prompt=True, return_dict=False)
+    assert asked == expected
+    ends = {"llama3": "<|eot|>", "instruct": "<|end|>"}
+    assert found(folder).end_of_turn() == ends.get(name, "<|im_end|>")
+
+
+def test_an_answer_may_have_no_end() -> None:
+    assert template_of("{% for m in messages %}{{ m.content }}\n{% endfor %}").end_of_turn() is None
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_the_ids_of_transformers(tmp_path: Path, name: str) -> None:
     folder = write_tokenizer(tmp_path, template=TEMPLATES[name])
     tokenizer, oracle = build_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +18,6 @@ from torchtitan.models import llama3
 from torchtitan.trainer import Trainer
 
 original_open = hf_read.safe_open
-
-
-@contextmanager
-def changed_flavor(name: str, changes: dict[str, Any]) -> Iterator[None]:
-    """Let a flavor have other sizes meanwhile."""
-    before = llama3.FLAVORS[name]
-    llama3.FLAVORS[name] = dataclasses.replace(before, **changes)
-    try:
-        yield
-    finally:
-        llama3.FLAVORS[name] = before
 
 
 class Counted:
@@ -66,7 +52,7 @@ def begin(
     Counted.num_bytes = 0
     hf_read.safe_open = Counted
     try:
-        with changed_flavor(flavor, changes):
+        with jobs.changed_flavor(job, flavor, changes):
             run = jobs.start(job)
     finally:
         hf_read.safe_open = original_open
@@ -78,7 +64,7 @@ def begin(
 
 def train(job: list[str], flavor: str, changes: dict[str, Any]) -> dict[str, Tensor]:
     """Run a job to its end; return its weights."""
-    with changed_flavor(flavor, changes):
+    with jobs.changed_flavor(job, flavor, changes):
         run = jobs.start(job)
         trainer = Trainer(run)
         trainer.train()

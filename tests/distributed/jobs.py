@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torchtitan.base.errors import UserError
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.config.load import load_config
 from torchtitan.mesh.process_group import Launch
+from torchtitan.models import MODELS
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.trainer import Run, Trainer
 
@@ -64,6 +65,19 @@ def full(tensor: Tensor) -> Tensor:
     """Gather a tensor from its shards."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+@contextmanager
+def changed_flavor(arguments: list[str], flavor: str, sizes: dict[str, Any]) -> Iterator[None]:
+    """Let a flavor of a job's model have other sizes meanwhile."""
+    flavors = MODELS[load_config(arguments).model.name].flavors
+    assert isinstance(flavors, dict)
+    before = flavors[flavor]
+    flavors[flavor] = replace(before, **sizes)
+    try:
+        yield
+    finally:
+        flavors[flavor] = before
 
 
 @contextmanager

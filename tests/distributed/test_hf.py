@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.distributed import hf_jobs, jobs
 from tests.distributed.rank_pool import RankPool
@@ -22,9 +22,11 @@ from torchtitan.models.llama3 import LLAMA_31
 TIED = {"tie_embeddings": True, "rope_scaling": LLAMA_31}
 
 
-def folder_of(path: Path, flavor: str = "tiny", **changes: Any) -> tuple[Path, Decoder]:
+def folder_of(
+    path: Path, flavor: str = "tiny", *, family: str = "llama3", **changes: Any
+) -> tuple[Path, Decoder]:
     """A folder of random weights that transformers wrote, in files of 20 KB, and the model."""
-    model = random_decoder(dataclasses.replace(MODELS["llama3"].flavors[flavor], **changes))
+    model = random_decoder(dataclasses.replace(MODELS[family].flavors[flavor], **changes))
     reference_of(model).save_pretrained(path, max_shard_size="20KB")
     return path, model
 
@@ -39,14 +41,25 @@ def job_from(folder: Path, source: Path, *options: str, flavor: str = "tiny") ->
     ]
 
 
+TP2 = "--parallelism.tensor_parallel_degree=2"
+PP2 = "--parallelism.pipeline_parallel_degree=2"
+QWEN3 = "--model.name=qwen3"
 LAYOUTS = {
     "one device": (1, "tiny", {}, ()),
     # 32 rows of wq, heads of 8: shards of 11 rows cut them
     "fsdp 3": (3, "tiny", {}, ("--training.global_batch_size=-1",)),
     "hsdp 2x2": (4, "tiny8", {}, ("--training.global_batch_size=-1", *jobs.HSDP)),
-    "fsdp 2, tp 2": (4, "tiny8", TIED, ("--parallelism.tensor_parallel_degree=2",)),
-    "pp 2": (2, "tiny8", TIED, ("--parallelism.pipeline_parallel_degree=2",)),
+    "fsdp 2, tp 2": (4, "tiny8", TIED, (TP2,)),
+    "pp 2": (2, "tiny8", TIED, (PP2,)),
+    # norms of heads of 12: shards of 4 elements cut them
+    "fsdp 3, qwen3": (3, "tiny", {}, (QWEN3, "--training.global_batch_size=-1")),
+    "fsdp 2, tp 2, qwen3": (4, "tiny8", {}, (QWEN3, TP2)),
+    "pp 2, qwen3": (2, "tiny8", {"tie_embeddings": False}, (QWEN3, PP2)),
 }
+
+
+def family_of(options: tuple[str, ...]) -> str:
+    return "qwen3" if QWEN3 in options else "llama3"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -54,7 +67,8 @@ def test_every_layout_begins_with_these_weights_and_each_rank_reads_its_own_alon
     layout: str, ranks: RankPool, tmp_path: Path
 ) -> None:
     world, flavor, changes, options = LAYOUTS[layout]
-    source, model = folder_of(tmp_path / "theirs", flavor, **changes)
+    family = family_of(options)
+    source, model = folder_of(tmp_path / "theirs", flavor, family=family, **changes)
     job = job_from(tmp_path, source, *options, flavor=flavor)
     results = ranks.run(hf_jobs.begin, job, flavor, changes, world=world)
     expected = model.state_dict()
@@ -71,7 +85,8 @@ def test_every_layout_begins_with_these_weights_and_each_rank_reads_its_own_alon
     ("world", "changes", "options"),
     [
         (2, {}, ("--checkpoint.async_mode=async",)),
-        (2, TIED, ("--checkpoint.last_save_model_only", "--parallelism.tensor_parallel_degree=2")),
+        (2, TIED, ("--checkpoint.last_save_model_only", TP2)),
+        (2, {}, (QWEN3, TP2)),
     ],
 )
 def test_the_last_weights_go_to_transformers(
@@ -81,7 +96,8 @@ def test_the_last_weights_go_to_transformers(
     ranks: RankPool,
     tmp_path: Path,
 ) -> None:
-    source, model = folder_of(tmp_path / "theirs", "tiny8", **changes)
+    family = family_of(options)
+    source, model = folder_of(tmp_path / "theirs", "tiny8", family=family, **changes)
     said = json.loads((source / "config.json").read_text())
     said |= {"bos_token_id": 256, "eos_token_id": [7, 9]}
     (source / "config.json").write_text(json.dumps(said))
@@ -99,7 +115,8 @@ def test_the_last_weights_go_to_transformers(
     model.load_state_dict(final)
     expected = reference_of(model)
     folder = tmp_path / "run" / "checkpoint" / "export" / "step-2"
-    found = LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    found = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    assert type(found) is type(expected)
     weights = dict(found.named_parameters())
     assert all(torch.equal(weights[name], p) for name, p in expected.named_parameters())
     tokens = torch.arange(40).reshape(2, 20)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from tests.distributed import jobs
-from tests.distributed.jobs import logged, refusal
+from tests.distributed.jobs import changed_flavor, logged, refusal
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import (
     CONTINUE,
@@ -21,7 +20,6 @@ from tests.distributed.test_intentions import (
     equal,
     excluding,
 )
-from torchtitan.models import llama3
 
 T = TypeVar("T")
 IN_A_LAYER = 9
@@ -30,13 +28,9 @@ IN_A_LAYER = 9
 def resized(
     function: Callable[[list[str]], T], sizes: dict[str, int], job: list[str], flavor: str = "tiny"
 ) -> T:
-    """Call `function(job)` while a model has other sizes."""
-    tiny = llama3.FLAVORS[flavor]
-    llama3.FLAVORS[flavor] = replace(tiny, **sizes)  # type: ignore[arg-type]
-    try:
+    """Call `function(job)` while the job's model has other sizes."""
+    with changed_flavor(job, flavor, sizes):
         return function(job)
-    finally:
-        llama3.FLAVORS[flavor] = tiny
 
 
 @pytest.fixture(scope="module")

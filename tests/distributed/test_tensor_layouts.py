@@ -36,6 +36,7 @@ from torchtitan.parallel import tensor
 
 SIZES = {"dim": 16, "num_heads": 8, "num_kv_heads": 4, "hidden_dim": 40, "vocab_size": 268}
 TIED = {**SIZES, "tie_embeddings": True}
+QWEN3 = {**SIZES, "own_head_dim": 6}
 STEPS = "--training.steps=10"
 UNCLIPPED = "--training.max_norm=inf"
 TP2 = "--parallelism.tensor_parallel_degree=2"
@@ -148,8 +149,10 @@ def gradients(job: list[str]) -> dict[str, Tensor]:
 
 def float64_gradients(job: list[str]) -> dict[str, Tensor]:
     """Return the same by plain PyTorch."""
-    dataset = build_dataset(load_config(job).training, tokenizer=build_tokenizer("byte"), seed=0)
-    model = MODELS["llama3"].build(MODELS["llama3"].flavors["tiny"])
+    config = load_config(job)
+    dataset = build_dataset(config.training, tokenizer=build_tokenizer("byte"), seed=0)
+    spec = MODELS[config.model.name]
+    model = spec.build(spec.flavors["tiny"])
     initialize(model, seed=0)
     model.double()
     batch = [dataset[k] for k in range(8)]
@@ -159,15 +162,19 @@ def float64_gradients(job: list[str]) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("sizes", [SIZES, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("llama3", SIZES), ("llama3", TIED), ("qwen3", QWEN3)],
+    ids=["untied", "tied", "qwen3"],
+)
 @pytest.mark.parametrize(
     "layout", ["tp 2", "tp 4, stream copied, logits gathered", "fsdp 2, tp 2, accumulating"]
 )
 def test_every_parameters_gradient(
-    layout: str, sizes: dict[str, int], ranks: RankPool, tmp_path: Path, cache: Path
+    layout: str, family: str, sizes: dict[str, int], ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
     world, overrides = LAYOUTS[layout]
-    job = jobs.write_job(tmp_path, cache=cache)
+    job = [*jobs.write_job(tmp_path, cache=cache), f"--model.name={family}"]
     results = ranks.run(resized, gradients, sizes, [*job, *overrides], world=world)
     [expected] = ranks.run(resized, float64_gradients, sizes, job, world=1)
     for result in results:

@@ -1,11 +1,11 @@
-"""The public Llama of `transformers` as an oracle: the same weights in its layout."""
+"""The public Llama and Qwen3 of `transformers` as oracles: the same weights in their layout."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.spec import (
@@ -26,6 +26,8 @@ NAMES = {
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
@@ -60,6 +62,11 @@ VARIANTS = {
         ),
     ),
     "tied": dataclasses.replace(TINY, tie_embeddings=True),
+    "wide heads": dataclasses.replace(TINY, own_head_dim=12),
+    "normed heads": dataclasses.replace(TINY, qk_norm=True, own_head_dim=12, norm_eps=1e-2),
+    "normed heads, tied": dataclasses.replace(
+        TINY, num_heads=3, num_kv_heads=1, qk_norm=True, own_head_dim=16, tie_embeddings=True
+    ),
 }
 
 
@@ -73,24 +80,33 @@ def random_decoder(config: DecoderConfig) -> Decoder:
     return model
 
 
-def reference_of(model: Decoder) -> LlamaForCausalLM:
+def reference_of(model: Decoder) -> LlamaForCausalLM | Qwen3ForCausalLM:
     """Build the public model with the same weights, float32."""
-    reference = LlamaForCausalLM(reference_config(model.config)).eval()
+    reference = public_model(reference_config(model.config)).eval()
     missing, unexpected = reference.load_state_dict(_translate(model), strict=False)
     assert not unexpected
     assert missing == (["lm_head.weight"] if model.config.tie_embeddings else [])
     return reference
 
 
-def reference_config(config: DecoderConfig) -> LlamaConfig:
-    """Say the sizes in the words of the public model."""
-    return LlamaConfig(
+def public_model(config: LlamaConfig | Qwen3Config) -> LlamaForCausalLM | Qwen3ForCausalLM:
+    """Build the public model of these sizes."""
+    if isinstance(config, LlamaConfig):
+        return LlamaForCausalLM(config)
+    return Qwen3ForCausalLM(config)
+
+
+def reference_config(config: DecoderConfig) -> LlamaConfig | Qwen3Config:
+    """Say the sizes in the words of the public model: heads are normed by Qwen3 alone."""
+    family = Qwen3Config if config.qk_norm else LlamaConfig
+    return family(
         vocab_size=config.vocab_size,
         hidden_size=config.dim,
         intermediate_size=config.hidden_dim,
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
         rms_norm_eps=config.norm_eps,
         max_position_embeddings=131_072,
         rope_theta=config.rope_theta,
@@ -118,7 +134,7 @@ def _translate(model: Decoder) -> dict[str, torch.Tensor]:
         layer, _, rest = name.removeprefix("layers.").partition(".")
         prefix, key = (f"model.layers.{layer}.", rest) if name.startswith("layers.") else ("", name)
         key = key.removesuffix(".weight")
-        if key in ("attention.wq", "attention.wk"):
+        if key in ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm"):
             # neighbouring channel pairs -> first half with second half, head by head
             head_dim = model.config.head_dim
             weight = weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

@@ -28,7 +28,7 @@ def rope_of(config, length: int):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_and_gradients_equal_the_public_llama(variant):
+def test_logits_and_gradients_equal_the_public_models(variant):
     model = random_decoder(VARIANTS[variant])
     reference = reference_of(model)
     tokens = some_tokens(3, 70)
@@ -71,9 +71,7 @@ def test_no_token_sees_a_later_one():
 def test_the_cache_changes_no_logit(prompt):
     model = random_decoder(VARIANTS["scaled"])
     tokens = some_tokens(2, 20)
-    cache = KVCache(
-        model.config, batch_size=2, max_len=20, device=torch.device("cpu"), dtype=torch.float32
-    )
+    cache = KVCache(model.config, max_lens=[20, 20])
     parts = [model(tokens[:, :prompt], cache=cache)]
     parts += [model(tokens[:, i : i + 1], cache=cache) for i in range(prompt, 20)]
     expected = model(tokens)
@@ -86,9 +84,7 @@ def test_the_cache_changes_no_logit(prompt):
 @torch.no_grad()
 def test_a_second_chunk_of_prompt_is_refused():
     model = random_decoder(TINY)
-    cache = KVCache(
-        model.config, batch_size=1, max_len=20, device=torch.device("cpu"), dtype=torch.float32
-    )
+    cache = KVCache(model.config, max_lens=[20])
     model(some_tokens(1, 4), cache=cache)
     with pytest.raises(AssertionError, match="one token"):
         model(some_tokens(1, 4), cache=cache)

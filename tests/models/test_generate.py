@@ -14,7 +14,7 @@ PROMPT = [5, 200, 17, 17, 3]
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_text_is_the_public_models_and_that_without_a_cache(variant):
     model = random_decoder(VARIANTS[variant])
-    ids = generate(model, PROMPT, max_new_tokens=40, temperature=0)
+    [ids] = generate(model, [PROMPT], max_new_tokens=40, temperature=0)
     expected = reference_of(model).generate(
         torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False, pad_token_id=0
     )
@@ -30,19 +30,51 @@ def test_a_seed_repeats_and_leaves_the_global_generator_alone():
     model = random_decoder(TINY)
     before = torch.get_rng_state()
     first, again, other = (
-        generate(model, PROMPT, max_new_tokens=20, seed=seed) for seed in (3, 3, 4)
+        generate(model, [PROMPT], max_new_tokens=20, seed=seed) for seed in (3, 3, 4)
     )
     assert first == again != other
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_text_ends_at_the_end_token_and_keeps_it():
+def test_text_ends_at_a_stop_token_and_keeps_it():
     model = random_decoder(TINY)
-    ids = generate(model, PROMPT, max_new_tokens=20, temperature=0)
-    assert (
-        generate(model, PROMPT, max_new_tokens=20, temperature=0, eos_id=ids[4])
-        == (ids[: ids.index(ids[4]) + 1])
-    )
+    [ids] = generate(model, [PROMPT], max_new_tokens=20, temperature=0)
+    stops = {ids[4], ids[9]}
+    first = min(i for i, token in enumerate(ids) if token in stops)
+    [ended] = generate(model, [PROMPT], max_new_tokens=20, temperature=0, stop_ids=stops)
+    assert ended == ids[: first + 1]
+
+
+@pytest.mark.parametrize("variant", ["scaled", "normed heads, tied"])
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_each_of_many_texts_is_the_one_that_its_prompt_gives_alone(variant, temperature):
+    """Of other lengths, ending at other places, two of them alike."""
+    model = random_decoder(VARIANTS[variant])
+    prompts = [PROMPT, [7], PROMPT[:3], list(range(40)), PROMPT]
+    settings = {"max_new_tokens": 24, "temperature": temperature, "seed": 3}
+    stop = generate(model, [PROMPT], **settings)[0][3]
+    settings["stop_ids"] = {stop}
+    alone = [generate(model, [prompt], **settings)[0] for prompt in prompts]
+    assert generate(model, prompts, **settings) == alone
+    assert len({len(ids) for ids in alone}) > 1
+
+
+@torch.no_grad()
+def test_many_greedy_texts_are_those_of_the_public_model():
+    model = random_decoder(VARIANTS["normed heads"])
+    reference = reference_of(model)
+    prompts = [PROMPT, [7], list(range(40))]
+    texts = generate(model, prompts, max_new_tokens=20, temperature=0)
+    for prompt, ids in zip(prompts, texts, strict=True):
+        tokens = torch.tensor([prompt])
+        expected = reference.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),  # else it takes the token 0 for padding
+            max_new_tokens=20,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        assert prompt + ids == expected[0].tolist()
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (2.0, None), (1.5, 6), (1.0, 1)])
@@ -53,10 +85,10 @@ def test_draws_follow_the_models_distribution(temperature, top_k):
     expected = torch.zeros(263, dtype=torch.float64)
     expected[kept] = logits[kept].softmax(0)
     drawn = [
-        generate(model, PROMPT, max_new_tokens=1, temperature=temperature, top_k=top_k, seed=s)[0]
+        generate(model, [PROMPT], max_new_tokens=1, temperature=temperature, top_k=top_k, seed=s)
         for s in range(600)
     ]
-    counts = torch.bincount(torch.tensor(drawn), minlength=263).double()
+    counts = torch.bincount(torch.tensor(drawn).flatten(), minlength=263).double()
     assert counts[expected == 0].sum() == 0
     common = expected * 600 >= 5
     observed = torch.cat([counts[common], counts[~common].sum()[None]]).numpy()
@@ -69,9 +101,9 @@ def test_draws_follow_the_models_distribution(temperature, top_k):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt_ids": []}, "at least one token"),
-        ({"prompt_ids": [1, 263]}, r"0\.\.262"),
-        ({"prompt_ids": [-1]}, r"0\.\.262"),
+        ({"prompts": [PROMPT, []]}, "at least one token"),
+        ({"prompts": [[1, 263]]}, r"0\.\.262"),
+        ({"prompts": [[-1]]}, r"0\.\.262"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"temperature": -0.5}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
@@ -79,6 +111,6 @@ def test_draws_follow_the_models_distribution(temperature, top_k):
     ],
 )
 def test_settings_without_a_meaning_are_refused(change, message):
-    settings = {"prompt_ids": PROMPT, "max_new_tokens": 4} | change
+    settings = {"prompts": [PROMPT], "max_new_tokens": 4} | change
     with pytest.raises(UserError, match=message):
         generate(random_decoder(TINY), **settings)

@@ -5,28 +5,34 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.models.reference import VARIANTS, random_decoder
-from torchtitan.models import MODELS, flops_per_token, num_parameters
+from tests.models.reference import VARIANTS, public_model, random_decoder, reference_config
+from torchtitan.models import MODELS, DecoderConfig, flops_per_token, num_parameters
 
-LLAMA3 = MODELS["llama3"]
-
+FLAVORS = [(name, flavor) for name, spec in MODELS.items() for flavor in spec.flavors]
 # from the public checkpoints
 PUBLISHED = {
-    "1B": 1_235_814_400,
-    "3B": 3_212_749_824,
-    "8B": 8_030_261_248,
-    "70B": 70_553_706_496,
-    "405B": 405_853_388_800,
+    ("llama3", "1B"): 1_235_814_400,
+    ("llama3", "3B"): 3_212_749_824,
+    ("llama3", "8B"): 8_030_261_248,
+    ("llama3", "70B"): 70_553_706_496,
+    ("llama3", "405B"): 405_853_388_800,
+    ("qwen3", "0.6B"): 596_049_920,
+    ("qwen3", "1.7B"): 1_720_574_976,
+    ("qwen3", "4B"): 4_022_468_096,
+    ("qwen3", "8B"): 8_190_735_360,
+    ("qwen3", "14B"): 14_768_307_200,
+    ("qwen3", "32B"): 32_762_123_264,
 }
 
 
-@pytest.mark.parametrize("flavor", LLAMA3.flavors)
-def test_parameters_are_those_of_the_module(flavor):
-    config = LLAMA3.flavors[flavor]
+@pytest.mark.parametrize(("name", "flavor"), FLAVORS)
+def test_parameters_are_those_of_the_module_and_of_the_public_one(name, flavor):
+    config = MODELS[name].flavors[flavor]
     with torch.device("meta"):
-        model = LLAMA3.build(config)
+        model, theirs = MODELS[name].build(config), public_model(reference_config(config))
     assert num_parameters(config) == sum(p.numel() for p in model.parameters())
-    assert num_parameters(config) == PUBLISHED.get(flavor, num_parameters(config))
+    assert num_parameters(config) == theirs.num_parameters()
+    assert num_parameters(config) == PUBLISHED.get((name, flavor), num_parameters(config))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -42,6 +48,4 @@ def test_flops_are_those_of_forward_and_backward(variant):
 
 def test_sizes_that_do_not_fit_together_are_refused():
     with pytest.raises(AssertionError):
-        type(LLAMA3.flavors["tiny"])(
-            dim=32, num_layers=1, num_heads=4, num_kv_heads=3, hidden_dim=8, vocab_size=8
-        )
+        DecoderConfig(dim=32, num_layers=1, num_heads=4, num_kv_heads=3, hidden_dim=8, vocab_size=8)

@@ -57,15 +57,20 @@ def meta_model(config: DecoderConfig) -> Decoder:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_entry_of_the_plan_is_a_module_and_every_parameter_has_one(tied: bool) -> None:
-    model = meta_model(replace(TINY8, tie_embeddings=tied))
+@pytest.mark.parametrize("family", MODELS)
+def test_every_entry_of_the_plan_is_a_module_and_every_parameter_has_one(
+    family: str, tied: bool
+) -> None:
+    spec = MODELS[family]
+    with torch.device("meta"):
+        model = spec.build(replace(spec.flavors["tiny8"], tie_embeddings=tied))
     names = [name for name, _ in model.named_modules()]
-    for pattern in LLAMA3.tensor_plan:
+    for pattern in spec.tensor_plan:
         found = [name for name in names if _matches(name, pattern)]
         assert len(found) == (TINY8.num_layers if "*" in pattern else 1), pattern
     for name, _ in model.named_parameters():
         module = name.removesuffix(".weight")
-        entries = [p for p in LLAMA3.tensor_plan if _matches(module, p)]
+        entries = [p for p in spec.tensor_plan if _matches(module, p)]
         assert len(entries) == 1, name
 
 

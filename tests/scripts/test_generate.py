@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
+from tests.data.chats import CHATML, write_tokenizer
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.models.reference import random_decoder, reference_of
+from torchtitan.assemble.steps import find_step
+from torchtitan.assemble.writer import open_writer
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
@@ -46,7 +53,8 @@ def expected_text(weights, **settings) -> str:
     model.load_state_dict(weights)
     tokenizer = build_tokenizer("byte")
     ids = tokenizer.encode(PROMPT)
-    ids += generate(model, ids, eos_id=tokenizer.eos_id, **settings)
+    [new] = generate(model, [ids], stop_ids={tokenizer.eos_id}, **settings)
+    ids += new
     return tokenizer.decode([i for i in ids if i != tokenizer.eos_id]) + "\n"
 
 
@@ -67,11 +75,11 @@ def test_text_is_that_of_the_last_weights(script, trained, capsys, folder, setti
     assert captured.err == ""
 
 
-def test_the_wavelengths_are_those_of_the_training(script, ranks, tmp_path):
+def test_the_wavelengths_are_those_of_the_training(ranks, tmp_path):
     words = ("rope_theta=777.0", "rope_scaling.type=linear", "rope_scaling.factor=4.0")
     job = [*jobs.write_job(tmp_path), *(f"--model.{word}" for word in words)]
     ranks.run(jobs.train, [*job, "--training.steps=1"], world=1)
-    model, _ = script.load(script.find_step(tmp_path / "run", verify=True))
+    model = open_writer(tmp_path / "run", device=torch.device("cpu")).model
     tiny = MODELS["llama3"].flavors["tiny"]
     assert model.config == replace(tiny, rope_theta=777.0, rope_scaling=LinearScaling(factor=4.0))
 
@@ -97,6 +105,13 @@ def test_an_earlier_step_and_a_copied_one_can_be_named(script, trained, capsys, 
         (".", ["--seed", str(2**64)], "--seed must fit into 64 bits"),
         (".", ["--seed", str(-(2**63) - 1)], "--seed must fit into 64 bits"),
         (".", ["--temperature", "-1"], "temperature"),
+        (".", ["--batch_size", "0"], "--batch_size must be at least 1, got 0"),
+        (".", ["--system", "Be brief."], "--system is said in a chat alone"),
+        (".", ["--chat_template", "x.jinja"], "--chat_template is read for a chat alone"),
+        (".", ["--chat", "--special"], "--special is for plain prompts"),
+        (".", ["--chat", "--prompt", "<|end_of_text|>"], "prompt 2: no message may spell"),
+        (".", ["--prompts_file", "nowhere.txt"], "nowhere.txt cannot be read"),
+        (".", ["--tokenizer", "bpe_2048"], "the tokenizer's vocabulary must fit the model's"),
     ],
 )
 def test_mistakes_end_with_one_message_and_code_2(
@@ -108,6 +123,78 @@ def test_mistakes_end_with_one_message_and_code_2(
     assert captured.out == ""
     assert message in captured.err
     assert captured.err.count("error:") == 1
+
+
+def test_no_prompt_at_all_is_a_mistake(script, trained, capsys):
+    assert script.main(["--checkpoint", str(trained[0])]) == 2
+    assert "give --prompt or --prompts_file" in capsys.readouterr().err
+
+
+def test_many_prompts_are_numbered_and_each_is_as_alone(script, trained, capsys, tmp_path):
+    run, result = trained
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"a\n\n{PROMPT}\n", encoding="utf-8")
+    settings = {"max_new_tokens": 12, "temperature": 1.5, "seed": 4}
+    options = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+    prompts = ["--prompt", PROMPT, "--prompt", "a longer one", "--prompts_file", str(file)]
+    arguments = ["--checkpoint", str(run), *prompts, *options, "--batch_size", "3"]
+    assert script.main(arguments) == 0
+    written = capsys.readouterr().out
+    alone = expected_text(result.final, **settings)
+    parts = re.split(r"^=== \d of 4\n", written, flags=re.MULTILINE)
+    assert len(parts) == 5
+    assert parts[1] == parts[4] == alone
+    assert parts[3][0] == "a"
+    assert parts[3] != parts[2]
+
+
+def test_special_tokens_are_meant_where_that_is_asked_for(script, trained):
+    """And are plain text otherwise: nothing that a user types ends a document."""
+    writer = open_writer(trained[0], device=torch.device("cpu"))
+    seen = []
+    text = "a<|end_of_text|>"
+
+    def record(model, prompts, **settings):
+        seen.extend(prompts)
+        return [[0] for _ in prompts]
+
+    for options in ([], ["--special"]):
+        args = script._parser().parse_args(["--checkpoint", "x", *options])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(script, "generate", record)
+            script.go_on(writer, [text, ""], args)
+    assert seen == [list(text.encode()), [257], [97, 257], [257]]
+
+
+def test_a_chat_is_asked_by_its_template_and_ends_with_its_turn(script, tmp_path, capsys):
+    """Of a folder that transformers wrote; its template's own tokens are special."""
+    config = replace(MODELS["qwen3"].flavors["tiny"], vocab_size=420)
+    model = random_decoder(config)
+    folder = write_tokenizer(tmp_path / "theirs", template=CHATML)
+    reference_of(model).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "system", "content": "Sys."}, {"role": "user", "content": "Who?"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    [new] = generate(model, [ids], max_new_tokens=30, temperature=0)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    arguments = ["--chat", "--system", "Sys.", "--prompt", "Who?", "--temperature", "0"]
+    arguments += ["--checkpoint", str(folder), "--max_new_tokens", "30"]
+    assert script.main(arguments) == 0
+    assert end not in new
+    assert capsys.readouterr().out == tokenizer.decode(new) + "\n"
+    # without a template there is no chat, unless one is given
+    write_tokenizer(folder, template=None)
+    assert script.main(arguments) == 2
+    assert "give a Jinja file with --chat_template" in capsys.readouterr().err
+    (tmp_path / "mine.jinja").write_text(CHATML)
+    arguments += ["--chat_template", str(tmp_path / "mine.jinja")]
+    # now the head draws the end of a turn where it drew one of the tokens
+    n = next(n for n in range(2, 30) if new[n] not in new[:n])
+    weight = model.output.weight.detach()
+    weight[[end, new[n]]] = weight[[new[n], end]]
+    reference_of(model).save_pretrained(folder)
+    assert script.main(arguments) == 0
+    assert capsys.readouterr().out == tokenizer.decode(new[:n]) + "\n"
 
 
 @pytest.fixture
@@ -132,7 +219,7 @@ def test_a_damaged_step_that_was_named_is_refused(script, damaged, capsys):
     assert script.main([*arguments, "--skip_verify"]) == 0
 
 
-def test_the_newest_whole_step_is_taken_and_the_damaged_one_named(script, damaged, caplog):
-    assert script.find_step(damaged, verify=True) == damaged / "step-3"
+def test_the_newest_whole_step_is_taken_and_the_damaged_one_named(damaged, caplog):
+    assert find_step(damaged, verify=True) == damaged / "step-3"
     assert "step-4 is damaged and is not used" in caplog.text
-    assert script.find_step(damaged, verify=False) == damaged / "step-4"
+    assert find_step(damaged, verify=False) == damaged / "step-4"

@@ -19,11 +19,12 @@ from torchtitan.data.tokenizer import build_tokenizer
 logger = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+GENERATION_CONFIG = "generation_config.json"
 BESIDE_TOKENIZER = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     CHAT_TEMPLATE,
-    "generation_config.json",
+    GENERATION_CONFIG,
 )
 
 
@@ -55,7 +56,7 @@ def warn_of_other_tokenizer(config: Config, *, origin: Path) -> None:
     """Warn where a run begins from a folder whose tokenizer is not the job's: ids that mean other
     text train without an error."""
     tokenizer_path = config.model.tokenizer_path
-    theirs, ours = origin / TOKENIZER, _tokenizer_file(tokenizer_path)
+    theirs, ours = origin / TOKENIZER, tokenizer_file(tokenizer_path)
     if Path(tokenizer_path).expanduser().resolve().is_relative_to(origin.resolve()):
         return  # the same one, though it may be in another format
     if theirs.is_file() and (ours is None or ours.read_bytes() != theirs.read_bytes()):
@@ -95,14 +96,15 @@ def _carried(config: Config) -> dict[str, Any]:
     return carried
 
 
-def _tokenizer_file(tokenizer_path: str) -> Path | None:
+def tokenizer_file(tokenizer_path: str) -> Path | None:
+    """Return the tokenizer.json that a job names; None: its tokenizer is of another kind."""
     path = Path(tokenizer_path).expanduser()
     file = path / TOKENIZER if path.is_dir() else path
     return file if file.suffix == ".json" and file.is_file() else None
 
 
 def _tokenizer_files(tokenizer_path: str) -> Mapping[str, Path]:
-    file = _tokenizer_file(tokenizer_path)
+    file = tokenizer_file(tokenizer_path)
     if file is None:
         logger.info("The export has no tokenizer: %s is none of Hugging Face", tokenizer_path)
         return {}

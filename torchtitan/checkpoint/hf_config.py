@@ -28,15 +28,16 @@ from torchtitan.checkpoint.hf_rope import (
 )
 from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec, YarnScaling
 
-COUNTS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-)
+COUNTS = {
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "own_head_dim",
+    "vocab_size": "vocab_size",
+}
+"""Sizes that are whole numbers, and what they are called in `DecoderConfig`."""
 SEEN_IN_SHAPES = ("num_hidden_layers", "vocab_size", "tie_word_embeddings")
 """Sizes that say no more than names and shapes of the tensors do."""
 ROTATION = ("rope_theta", "rope_scaling")
@@ -64,7 +65,7 @@ def sizes_of(architecture: DecoderConfig) -> Sizes:
 
 
 def read_config(folder: Path) -> Content:
-    """Return the config.json of a folder, its counts and the rotation's base being numbers.
+    """Return the config.json of a folder, its counts and other sizes being numbers.
 
     Raises:
         CheckpointError: It is missing, or no JSON, or holds something else where a number belongs.
@@ -74,11 +75,13 @@ def read_config(folder: Path) -> Content:
     kinds = {
         **dict.fromkeys(COUNTS, int),
         "max_position_embeddings": int,
+        "tie_word_embeddings": bool,
         "rope_parameters": dict,
         "rope_scaling": dict,
     }
     config = checked_kinds(Content(content.path, given), kinds=kinds)
-    check_number(config, "rope_theta")
+    for key in ("rope_theta", "rms_norm_eps"):
+        check_number(config, key)
     return config
 
 
@@ -180,6 +183,47 @@ def with_rotation(architecture: DecoderConfig, config: Content) -> DecoderConfig
     )
 
 
+def family_of(config: Content, *, models: Mapping[str, ModelSpec]) -> ModelSpec:
+    """Return which of the families a config.json is of.
+
+    Raises:
+        CheckpointError: It is of none, or has a feature that its family lacks here.
+    """
+    architectures = config.get("architectures")
+    for spec in models.values():
+        if architectures == [spec.hf.architecture]:
+            check_family(config, names=spec.hf)
+            return spec
+    raise CheckpointError(
+        f"{config.path} must be of a model that is built here, got architectures {architectures} "
+        f"not {' or '.join(spec.hf.architecture for spec in models.values())}"
+    )
+
+
+def architecture_of(config: Content, *, spec: ModelSpec) -> DecoderConfig:
+    """Return the model of a config.json, whether or not a flavor has its sizes.
+
+    Raises:
+        CheckpointError: The sizes make no model.
+    """
+    sizes = stored_sizes(config)
+    counts: dict[str, Any] = {ours: sizes[theirs] for theirs, ours in COUNTS.items()}
+    num_heads, num_kv_heads = counts["num_heads"], counts["num_kv_heads"]
+    if min(counts.values()) < 1 or num_heads % num_kv_heads or counts["own_head_dim"] % 2:
+        raise CheckpointError(
+            f"{config.path} must give counts of 1 and more, a number of heads that its number of "
+            f"key/value heads divides, and an even head_dim, got "
+            + ", ".join(f"{key} {sizes[key]}" for key in COUNTS)
+            + "; get it again"
+        )
+    others: dict[str, Any] = {
+        "norm_eps": sizes["rms_norm_eps"],
+        "tie_embeddings": sizes["tie_word_embeddings"],
+    }
+    any_size = next(iter(spec.flavors.values()))  # for what all sizes of the family share
+    return with_rotation(replace(any_size, **counts, **others), config)
+
+
 def check_family(config: Content, *, names: HFFormat) -> None:
     """Refuse a model of another family, or with a feature that ours lacks.
 
@@ -194,7 +238,11 @@ def check_family(config: Content, *, names: HFFormat) -> None:
         )
     rope = rope_table(config)
     said = {"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0), **config}
-    fixed = {**names.fixed, "quantization_config": None, "partial_rotary_factor": 1.0}
+    for key, value in names.each_layer.items():
+        if isinstance(said.get(key), list):  # the first that differs stands for all
+            said[key] = next((kind for kind in said[key] if kind != value), value)
+    fixed = {**names.fixed, **names.each_layer}
+    fixed |= {"quantization_config": None, "partial_rotary_factor": 1.0}
     wrong = [k for k, value in fixed.items() if k in said and said[k] != value]
     if wrong:
         raise CheckpointError(

@@ -18,7 +18,7 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.folders import commit, draft_of
 from torchtitan.checkpoint.hf_config import (
     ROTATION,
-    check_family,
+    family_of,
     fitting_flavors,
     read_config,
     rotation_settings,
@@ -48,23 +48,15 @@ def find_flavor(folder: Path, *, models: Mapping[str, ModelSpec]) -> Found:
         CheckpointError: It is none of them.
     """
     config = read_config(folder)
-    architectures = config.get("architectures")
-    specs = [spec for spec in models.values() if architectures == [spec.hf.architecture]]
-    for spec in specs:
-        check_family(config, names=spec.hf)
-        for flavor in fitting_flavors(config, spec=spec):
-            return Found(spec, flavor, spec.flavors[flavor], ())
-        for flavor in fitting_flavors(config, spec=spec, passed_over=ROTATION):
-            architecture = with_rotation(spec.flavors[flavor], config)
-            return Found(spec, flavor, architecture, tuple(rotation_settings(config)))
+    spec = family_of(config, models=models)
+    for flavor in fitting_flavors(config, spec=spec):
+        return Found(spec, flavor, spec.flavors[flavor], ())
+    for flavor in fitting_flavors(config, spec=spec, passed_over=ROTATION):
+        architecture = with_rotation(spec.flavors[flavor], config)
+        return Found(spec, flavor, architecture, tuple(rotation_settings(config)))
     raise CheckpointError(
-        f"{config.path} must be of a model that is built here, got architectures {architectures} "
-        + (
-            f"in sizes that no flavor of {specs[0].name} has; add one to "
-            f"torchtitan/models/{specs[0].name}.py"
-            if specs
-            else f"not {' or '.join(spec.hf.architecture for spec in models.values())}"
-        )
+        f"{config.path} must be of a model that is built here, got a {spec.hf.architecture} in "
+        f"sizes that no flavor of {spec.name} has; add one to torchtitan/models/{spec.name}.py"
     )
 
 

@@ -38,6 +38,7 @@ BEGIN_MARK, END_MARK = "\ufdd0", "\ufdd1"
 
 
 MARKS = "{% generation %} and {% endgeneration %}"
+PROBE = "an answer"
 SAYS = ("content", "tool_calls", "reasoning_content", "thinking")
 
 
@@ -139,6 +140,16 @@ class ChatTemplate:
         """Return the text, as the model is to read it; raise DataError for what goes wrong."""
         marked = self._run(messages, tools, where, add_generation_prompt)
         return marked.replace(BEGIN_MARK, "").replace(END_MARK, "")
+
+    def end_of_turn(self) -> str | None:
+        """Return the special token that the template writes behind an answer; None: it writes none.
+
+        Raises DataError where it fails on a question and an answer.
+        """
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+        text = self.render(turns, where="to find the token that ends an answer")
+        found = self._special.match(text.rpartition(PROBE)[2])
+        return found[0].strip() if found else None
 
     def _run(
         self,

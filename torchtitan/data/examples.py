@@ -168,9 +168,19 @@ class Encoder:
         ids = [*prompt, *self._tokenizer.encode(example.completion), self._tokenizer.eos_id]
         return np.array(ids, np.int64), np.arange(len(ids)) >= len(prompt)
 
-    def _conversation(
-        self, example: Conversation
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    def ask(self, question: Conversation) -> list[int]:
+        """Return the tokens after which the model is to write the next answer."""
+        template = self._checked(question)
+        text = template.render(
+            question.messages,
+            where=question.where,
+            tools=question.tools,
+            add_generation_prompt=True,
+        )
+        return list(self._tokenizer.encode_special(text).ids)
+
+    def _checked(self, example: Conversation) -> ChatTemplate:
+        """Return the template, once it is found that there is one and that it divides the turns."""
         if self._template is None:
             raise DataError(
                 f"{example.where} has messages, which need a chat template, but the tokenizer has "
@@ -183,10 +193,14 @@ class Encoder:
                     f"{example.where}: no message may spell a special token, which would end a "
                     f"turn or begin one, found {found[0]!r}; remove it, or write it in another way"
                 )
-        rendered = self._template.conversation(
-            example.messages, where=example.where, tools=example.tools
-        )
-        self.num_without_end += self._template.leaves_out_end(rendered)
+        return self._template
+
+    def _conversation(
+        self, example: Conversation
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        template = self._checked(example)
+        rendered = template.conversation(example.messages, where=example.where, tools=example.tools)
+        self.num_without_end += template.leaves_out_end(rendered)
         encoded = self._tokenizer.encode_special(rendered.text)
         return np.array(encoded.ids, np.int64), touched(encoded.ends, spans=rendered.spans)
 

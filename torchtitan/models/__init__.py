@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torchtitan.models import llama3
+from torchtitan.models import llama3, qwen3
 from torchtitan.models.init import initialize
 from torchtitan.models.spec import DecoderConfig, ModelSpec, flops_per_token, num_parameters
 
-MODELS: dict[str, ModelSpec] = {llama3.SPEC.name: llama3.SPEC}
+MODELS: dict[str, ModelSpec] = {spec.name: spec for spec in (llama3.SPEC, qwen3.SPEC)}
 
 __all__ = [
     "MODELS",

@@ -6,12 +6,14 @@ are not copied once per query head. A decoding step asks with one query about al
 needs no mask either. The fused alternatives (FlexAttention, flash-attn) lack a CPU backward or are
 one more dependency.
 
-Shapes: B batch, S sequence, T keys so far, C = dim, H query heads, K key/value heads, D head width.
+Shapes: B batch (1: one sequence of it), S sequence, T keys so far, C = dim, H query heads, K
+key/value heads, D head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 
 import torch
 from torch import nn
@@ -23,52 +25,72 @@ from torchtitan.models.rope import Rope
 from torchtitan.models.spec import DecoderConfig
 
 
-class LayerCache:
-    """Keys and values of the tokens that one layer has seen, in storage allocated once.
+class SequenceCache:
+    """Keys and values of the tokens of one sequence that one layer has seen.
 
-    It is written in place: for use without gradients.
+    The storage is allocated once, for `max_len` tokens, and written in place: for use without
+    gradients. What the first tokens bring decides its type and its heads, of which a rank of tensor
+    parallelism has its own.
     """
 
-    def __init__(
-        self, shape: tuple[int, int, int, int], *, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.k_BKTD = torch.empty(shape, device=device, dtype=dtype)
-        self.v_BKTD = torch.empty(shape, device=device, dtype=dtype)
+    def __init__(self, max_len: int) -> None:
+        self._max_len = max_len
+        self._kv: tuple[torch.Tensor, torch.Tensor] | None = None
         self.length = 0
 
     def append(
-        self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor
+        self, k_1KSD: torch.Tensor, v_1KSD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store S more tokens and return the keys and values of all tokens so far."""
-        start, stop = self.length, self.length + k_BKSD.shape[2]
-        assert stop <= self.k_BKTD.shape[2], "the cache is full"
-        self.k_BKTD[:, :, start:stop] = k_BKSD
-        self.v_BKTD[:, :, start:stop] = v_BKSD
+        start, stop = self.length, self.length + k_1KSD.shape[2]
+        # the causal flag aligns first query with first key: right for a prompt or one token
+        assert start == 0 or stop == start + 1, "feed one token after the prompt"
+        assert stop <= self._max_len, "the cache is full"
+        if self._kv is None:
+            _, num_heads, _, head_dim = k_1KSD.shape
+            shape = (1, num_heads, self._max_len, head_dim)
+            self._kv = k_1KSD.new_empty(shape), v_1KSD.new_empty(shape)
+        for stored, new in zip(self._kv, (k_1KSD, v_1KSD), strict=True):
+            stored[:, :, start:stop] = new
         self.length = stop
-        return self.k_BKTD[:, :, :stop], self.v_BKTD[:, :, :stop]
+        k_1KTD, v_1KTD = (stored[:, :, :stop] for stored in self._kv)
+        return k_1KTD, v_1KTD
+
+
+LayerCache = Sequence[SequenceCache]
+"""Of one layer, for each sequence of the batch."""
 
 
 class KVCache:
-    """A `LayerCache` for each layer, by the layer's name."""
+    """A `LayerCache` for each layer, by the layer's name; `max_lens` are those of the sequences."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        batch_size: int,
-        max_len: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        shape = (batch_size, config.num_kv_heads, max_len, config.head_dim)
-        self.layers = {
-            str(i): LayerCache(shape, device=device, dtype=dtype) for i in range(config.num_layers)
+    def __init__(self, config: DecoderConfig, *, max_lens: Sequence[int]) -> None:
+        self.layers: dict[str, LayerCache] = {
+            str(i): [SequenceCache(n) for n in max_lens] for i in range(config.num_layers)
         }
 
+    def of(self, sequences: Sequence[int]) -> KVCache:
+        """Return the same cache, not a copy, for some sequences of the batch."""
+        part = copy(self)
+        part.layers = {name: [layer[i] for i in sequences] for name, layer in self.layers.items()}
+        return part
+
     @property
-    def length(self) -> int:
-        """Tokens seen so far: the position of the next one."""
-        return next(iter(self.layers.values())).length
+    def lengths(self) -> list[int]:
+        """Tokens seen so far of each sequence: the position of its next one."""
+        return [sequence.length for sequence in next(iter(self.layers.values()))]
+
+
+def attend_cached(
+    q_BHSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, *, cache: LayerCache
+) -> torch.Tensor:
+    """Store the new keys and values, and attend to all so far, one sequence after another.
+
+    Sequences of a batch may be of any lengths, and there is neither padding nor a mask. The matrix
+    products around it, where decoding spends its time, take the whole batch.
+    """
+    rows = zip(cache, q_BHSD.split(1), k_BKSD.split(1), v_BKSD.split(1), strict=True)
+    return torch.cat([causal_attention(q, *row.append(k, v)) for row, q, k, v in rows])
 
 
 def causal_attention(
@@ -100,12 +122,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        kv_dim = config.num_kv_heads * config.head_dim
+        q_dim, kv_dim = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
         self.head_dim = config.head_dim
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wq = nn.Linear(config.dim, q_dim, bias=False)
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.wo = nn.Linear(q_dim, config.dim, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+            for _ in range(2)
+        )
         self.attend: Attend = causal_attention
 
     def forward(
@@ -117,14 +143,16 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Mix the tokens, each with those before it and, if there is a cache, with those in it."""
         # the number of heads is left to -1: tensor parallelism gives each rank a part of them
-        q_BSHD = rope.rotate(self.wq(x_BSC).unflatten(-1, (-1, self.head_dim)))
-        k_BSKD = rope.rotate(self.wk(x_BSC).unflatten(-1, (-1, self.head_dim)))
+        q_BSHD = self.wq(x_BSC).unflatten(-1, (-1, self.head_dim))
+        k_BSKD = self.wk(x_BSC).unflatten(-1, (-1, self.head_dim))
         v_BSKD = self.wv(x_BSC).unflatten(-1, (-1, self.head_dim))
-        q_BHSD, k, v = q_BSHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSHD, k_BSKD = self.q_norm(q_BSHD), self.k_norm(k_BSKD)
+        q_BHSD, k, v = (
+            x.transpose(1, 2) for x in (rope.rotate(q_BSHD), rope.rotate(k_BSKD), v_BSKD)
+        )
         if cache is None:
             out_BHSD = self.attend(q_BHSD, k, v, documents)
         else:
-            # the causal flag aligns first query with first key: right for a prompt or one token
-            assert cache.length == 0 or q_BHSD.shape[2] == 1, "feed one token after the prompt"
-            out_BHSD = causal_attention(q_BHSD, *cache.append(k, v))
+            out_BHSD = attend_cached(q_BHSD, k, v, cache=cache)
         return self.wo(out_BHSD.transpose(1, 2).flatten(-2))

@@ -155,8 +155,10 @@ class Decoder(nn.Module):
         returns the stream unless it has the head.
         """
         if positions is None:
-            start = 0 if cache is None else cache.length
-            positions = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
+            positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+            if cache is not None:
+                lengths_B = torch.tensor(cache.lengths, device=tokens_BS.device)
+                positions = positions + lengths_B[:, None]
         rope = build_rope(
             positions,
             head_dim=self.config.head_dim,

@@ -1,13 +1,17 @@
 """Text out: tokens drawn one after another, with a cache of keys and values.
 
-The prompt runs through the model once and fills the cache; each further token costs one pass over
-one token. Draws are made on the CPU from a generator of their own, so that a seed means the same
-everywhere and sampling disturbs no other random state.
+Each prompt runs through the model once and fills its part of the cache; each further token costs
+one pass over one token of every text that goes on. Prompts of different lengths need no padding:
+each has its own positions and its own keys, so a text is the one that its prompt gives alone.
+
+Draws are made on the CPU from a generator for each text, so that a seed means the same everywhere,
+whatever else is in the batch, and sampling disturbs no other random state. Under tensor parallelism
+every rank draws by itself, from logits that were gathered and are the same bits on all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -16,43 +20,47 @@ from torchtitan.models.attention import KVCache
 from torchtitan.models.decoder import Decoder
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: Decoder,
-    prompt_ids: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
     seed: int = 0,
-    eos_id: int | None = None,
-) -> list[int]:
-    """Continue a prompt and return the new tokens alone, `eos_id` included if it was drawn.
+    stop_ids: Collection[int] = (),
+) -> list[list[int]]:
+    """Continue each prompt and return the new tokens alone, one of `stop_ids` included if drawn.
 
     At temperature 0 the likeliest token is taken. `top_k` draws from that many likeliest tokens.
     Raises UserError for settings without a meaning.
     """
-    _check(model, prompt_ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k)
+    for prompt in prompts:
+        _check(model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k)
     assert model.tok_embeddings is not None, "a pipeline stage alone writes no text"
-    weight = model.tok_embeddings.weight
-    cache = KVCache(
-        model.config,
-        batch_size=1,
-        max_len=len(prompt_ids) + max_new_tokens,
-        device=weight.device,
-        dtype=weight.dtype,
-    )
-    generator = torch.Generator().manual_seed(seed)
-    new_ids: list[int] = []
-    tokens = list(prompt_ids)
-    while len(new_ids) < max_new_tokens:
-        logits_BSV = model(torch.tensor([tokens], device=weight.device), cache=cache)
-        logits_V = logits_BSV[0, -1].float().cpu()
-        tokens = [_draw(logits_V, temperature=temperature, top_k=top_k, generator=generator)]
-        new_ids += tokens
-        if tokens[0] == eos_id:
-            break
-    return new_ids
+    device = model.tok_embeddings.weight.device
+    cache = KVCache(model.config, max_lens=[len(prompt) + max_new_tokens for prompt in prompts])
+    generators = [torch.Generator().manual_seed(seed) for _ in prompts]
+    texts: list[list[int]] = [[] for _ in prompts]
+
+    def step(numbers: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[int]:
+        """Feed the next tokens of some texts, draw one more for each; return which go on."""
+        logits_BSV = model(torch.tensor(tokens, device=device), cache=cache.of(numbers))
+        for number, logits_V in zip(numbers, logits_BSV[:, -1].float().cpu(), strict=True):
+            generator = generators[number]
+            token = _draw(logits_V, temperature=temperature, top_k=top_k, generator=generator)
+            texts[number].append(token)
+        return [
+            number
+            for number in numbers
+            if len(texts[number]) < max_new_tokens and texts[number][-1] not in stop_ids
+        ]
+
+    going_on = [number for i, prompt in enumerate(prompts) for number in step([i], [prompt])]
+    while going_on:
+        going_on = step(going_on, [texts[number][-1:] for number in going_on])
+    return texts
 
 
 def _draw(

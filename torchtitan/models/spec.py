@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torchtitan.models.decoder import Decoder
 
-TensorRole = Literal["vocabulary", "norm", "gather", "column", "row", "head"]
+TensorRole = Literal["vocabulary", "norm", "head_norm", "gather", "column", "row", "head"]
 """What a module does where several ranks share a layer's matrices.
 
 vocabulary: an embedding, split by rows. norm: works on each token by itself, its weights are
-copies. gather: takes the whole sequence, for all the matrices in it. column: a matrix split by
-columns of its output. row: one split by rows of its input, whose parts of the result are summed.
-head: the matrix, or what multiplies by the embedding's, from the whole sequence to logits.
+copies. head_norm: the same on each attention head (B, S, H, D), of which a rank has its own.
+gather: takes the whole sequence, for all the matrices in it. column: a matrix split by columns of
+its output. row: one split by rows of its input, whose parts of the result are summed. head: the
+matrix, or what multiplies by the embedding's, from the whole sequence to logits.
 """
 
 
@@ -98,16 +99,20 @@ class DecoderConfig:
     """Stretch of the rotary wavelengths; None: as theta gives them."""
     tie_embeddings: bool = False
     """The output head is the embedding matrix: no parameter of its own."""
+    own_head_dim: int | None = None
+    """Width of one attention head; None: dim / num_heads."""
+    qk_norm: bool = False
+    """Each query and key is normed, head by head, before it is rotated."""
 
     def __post_init__(self) -> None:
-        assert self.dim % self.num_heads == 0
+        assert self.own_head_dim is not None or self.dim % self.num_heads == 0
         assert self.head_dim % 2 == 0
         assert self.num_heads % self.num_kv_heads == 0
 
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
-        return self.dim // self.num_heads
+        return self.dim // self.num_heads if self.own_head_dim is None else self.own_head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +126,12 @@ class HFFormat:
     names: Mapping[str, str]
     """Their name of each parameter by ours, a star for the layer in both."""
     rotary: frozenset[str]
-    """Those of ours whose rows are channels of heads that the rotation pairs: theirs lie in another
-    order."""
+    """Those of ours whose rows, or whose elements, are channels of heads that the rotation pairs:
+    theirs lie in another order."""
     fixed: Mapping[str, object]
     """What config.json must say where it says anything: `Decoder` knows nothing else."""
+    each_layer: Mapping[str, object] = field(default_factory=dict)
+    """The same of what config.json says in a list, of each layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,15 +155,16 @@ def num_matmul_parameters(config: DecoderConfig) -> int:
 
     The output head counts also where it is tied to the embedding, for it multiplies all the same.
     """
-    kv_dim = config.num_kv_heads * config.head_dim
-    attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
+    # queries and output, keys and values
+    attention = 2 * config.dim * (config.num_heads + config.num_kv_heads) * config.head_dim
     feed_forward = 3 * config.dim * config.hidden_dim
     return config.num_layers * (attention + feed_forward) + config.vocab_size * config.dim
 
 
 def num_parameters(config: DecoderConfig) -> int:
     """Count all parameters, a tied matrix once."""
-    norms = (2 * config.num_layers + 1) * config.dim
+    head_norms = 2 * config.head_dim if config.qk_norm else 0
+    norms = config.num_layers * (2 * config.dim + head_norms) + config.dim
     embedding = 0 if config.tie_embeddings else config.vocab_size * config.dim
     return num_matmul_parameters(config) + norms + embedding
 

@@ -54,21 +54,12 @@ def check_tensor_parallel(
         ConfigError: Lists the sizes that the degree does not divide, and the degrees that fit.
     """
     tp = parallelism.tensor_parallel_degree
-    sizes = {
-        "num_heads": architecture.num_heads,
-        "num_kv_heads": architecture.num_kv_heads,
-        "hidden_dim": architecture.hidden_dim,
-        "vocab_size": architecture.vocab_size,
-    }
     mistakes = []
-    wrong = ", ".join(f"{name} {size}" for name, size in sizes.items() if size % tp)
-    if wrong:
-        common = gcd(*sizes.values())
-        fitting = [str(n) for n in range(1, common + 1) if common % n == 0]
+    if misfit := find_misfit(architecture, tp=tp):
         mistakes.append(
             f"[parallelism] tensor_parallel_degree must divide the model's heads, feed-forward "
-            f"width and vocabulary, got {tp} for {wrong}; this model can be split by "
-            f"{', '.join(fitting)}: spread the other ranks over data_parallel_shard_degree"
+            f"width and vocabulary, got {misfit}: spread the other ranks over "
+            f"data_parallel_shard_degree"
         )
     if parallelism.enable_sequence_parallel and seq_len % tp:
         mistakes.append(
@@ -78,6 +69,20 @@ def check_tensor_parallel(
         )
     if mistakes:
         raise ConfigError(mistakes)
+
+
+def find_misfit(architecture: DecoderConfig, *, tp: int) -> str:
+    """Say which sizes `tp` does not divide and which degrees fit; nothing where it fits."""
+    sizes = {
+        "num_heads": architecture.num_heads,
+        "num_kv_heads": architecture.num_kv_heads,
+        "hidden_dim": architecture.hidden_dim,
+        "vocab_size": architecture.vocab_size,
+    }
+    wrong = ", ".join(f"{name} {size}" for name, size in sizes.items() if size % tp)
+    common = gcd(*sizes.values())
+    fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+    return f"{tp} for {wrong}; this model can be split by {fitting}" if wrong else ""
 
 
 def apply_tensor_parallel(
@@ -118,6 +123,8 @@ def _style(role: TensorRole, *, stream: Placement, loss_parallel: bool) -> Paral
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
         case "norm":
             return _Norm(stream)
+        case "head_norm":
+            return _Norm(Shard(2))  # heads stay where the matrices before them were cut
         case "gather":
             return _Gather(stream)
         case "column":
@@ -129,7 +136,7 @@ def _style(role: TensorRole, *, stream: Placement, loss_parallel: bool) -> Paral
 
 
 class _Norm(ParallelStyle):
-    """A module whose weights are copies; it works on the stream as it is."""
+    """A module whose weights are copies; it works on its input as that lies over the ranks."""
 
     def __init__(self, stream: Placement) -> None:
         super().__init__()
@@ -137,7 +144,7 @@ class _Norm(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            # each rank's gradient is that of its tokens alone; FSDP makes it the copies' sum
+            # each rank's gradient is that of its tokens or heads alone; FSDP makes it their sum
             copied = DTensor.from_local(parameter, device_mesh, [Replicate()], run_check=False)
             module.register_parameter(name, nn.Parameter(copied))
         module.register_forward_pre_hook(

@@ -1,0 +1,127 @@
+"""Text from folders of Hugging Face, against what `transformers` writes with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.models.reference import VARIANTS, random_decoder, reference_of
+from torchtitan.assemble.writer import Writer, open_writer
+from torchtitan.base.errors import CheckpointError, DataError
+from torchtitan.models.generate import generate
+
+PROMPTS = [[5, 200, 17, 17, 3], [7], list(range(1, 31))]
+
+
+def folder_of(path: Path, variant: str, dtype: torch.dtype = torch.float32) -> Path:
+    """A folder that transformers wrote, in sizes that no flavor has."""
+    config = dataclasses.replace(VARIANTS[variant], num_layers=3)
+    reference_of(random_decoder(config)).to(dtype).save_pretrained(path)
+    return path
+
+
+def opened(folder: Path, **options: Any) -> Writer:
+    return open_writer(folder, device=torch.device("cpu"), tokenizer="byte", **options)
+
+
+def their_text(folder: Path, prompt: list[int], length: int = 20) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.tensor([prompt])
+    found = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=length,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "variant", ["scaled", "yarn", "tied", "normed heads", "normed heads, tied"]
+)
+def test_greedy_text_is_that_of_transformers_whatever_the_sizes(
+    variant: str, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path, variant)
+    model = opened(folder).model
+    expected = [their_text(folder, prompt) for prompt in PROMPTS]
+    assert generate(model, PROMPTS, max_new_tokens=20, temperature=0) == expected
+
+
+def test_weights_are_of_the_type_that_is_stored_or_asked_for(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "normed heads", torch.bfloat16)
+    for options, dtype in (({}, torch.bfloat16), ({"dtype": "float32"}, torch.float32)):
+        parameters = list(opened(folder, **options).model.parameters())
+        assert {p.dtype for p in parameters} == {dtype}
+
+
+def test_a_template_that_is_gone_is_missed_in_chats_alone(tmp_path: Path) -> None:
+    folder, template = folder_of(tmp_path, "tied"), str(tmp_path / "gone.jinja")
+    assert opened(folder, chat_template=template).template is None
+    with pytest.raises(DataError, match=r"cannot read the chat template .*gone\.jinja"):
+        opened(folder, chat_template=template, chats=True)
+    assert opened(folder, chats=True).template is not None
+
+
+def test_text_ends_where_transformers_ends_it(tmp_path: Path) -> None:
+    """By generation_config.json, one token or several, else by config.json."""
+    folder = folder_of(tmp_path, "normed heads")
+    ids = their_text(folder, PROMPTS[0])
+    stops = [next(t for t in ids[3:] if t not in ids[:3]), 262]
+    generation, config = folder / "generation_config.json", folder / "config.json"
+    said = json.loads(config.read_text())
+    for theirs, ours in (({"eos_token_id": stops}, {}), ({"eos_token_id": stops[0]}, {}), ({}, {})):
+        generation.write_text(json.dumps(theirs))
+        if not theirs:
+            generation.unlink()
+            ours = {"eos_token_id": stops}
+        config.write_text(json.dumps({**said, **ours}))
+        writer = opened(folder)
+        [new] = generate(
+            writer.model, PROMPTS[:1], max_new_tokens=20, temperature=0, stop_ids=writer.stop_ids
+        )
+        assert new == their_text(folder, PROMPTS[0])
+        assert new[-1] == stops[0]
+        assert writer.stop_ids >= {257}  # the tokenizer's own
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_key_value_heads": 3}, "a number of heads that its number of key/value heads divid"),
+        ({"num_key_value_heads": 0}, "must give counts of 1 and more"),
+        ({"vocab_size": -1}, "must give counts of 1 and more"),
+        ({"head_dim": 5}, "and an even head_dim, got hidden_size 32"),
+        ({"head_dim": 6}, "of another shape"),
+        ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' must be of type bool"),
+        ({"rms_norm_eps": "1e-5"}, "'rms_norm_eps' must be a number"),
+        ({"dtype": "int8"}, "must be one of float32, bfloat16, float16, got 'int8'"),
+        ({"eos_token_id": ["a"]}, "eos_token_id must be a number or a list of numbers"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "not LlamaForCausalLM or Qwen3ForCausalLM"),
+        ({"use_sliding_window": True}, "use_sliding_window = True, only False is"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_refused(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path, "normed heads")
+    (folder / "generation_config.json").unlink()
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(CheckpointError) as error:
+        opened(folder)
+    assert said in str(error.value)
+
+
+def test_a_folder_without_weights_says_what_it_lacks(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "tied")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickles and never read"):
+        opened(folder)

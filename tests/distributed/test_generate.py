@@ -1,0 +1,59 @@
+"""Text of a model whose matrices several ranks share: token for token that of `transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.distributed.rank_pool import RankPool
+from tests.models.reference import random_decoder, reference_of
+from torchtitan.assemble.writer import open_writer
+from torchtitan.base.errors import ConfigError
+from torchtitan.models import MODELS
+from torchtitan.models.generate import generate
+
+PROMPTS = [[5, 200, 17, 17, 3], [7], list(range(1, 31))]
+LENGTH = 16
+
+
+def texts(folder: Path) -> tuple[list[list[int]], int] | str:
+    """Return this rank's texts and the keys and values that it holds, or why there are none."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    try:
+        writer = open_writer(folder, device=torch.device("cpu"), mesh=mesh, tokenizer="byte")
+    except ConfigError as error:
+        return str(error)
+    held = sum(p.to_local().numel() for p in writer.model.parameters())
+    return generate(writer.model, PROMPTS, max_new_tokens=LENGTH, temperature=0), held
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_greedy_text_of_two_ranks_is_that_of_transformers(
+    family: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    model = random_decoder(MODELS[family].flavors["tiny8"])
+    reference = reference_of(model)
+    reference.save_pretrained(tmp_path)
+    expected = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([prompt])
+        mask = torch.ones_like(tokens)
+        found = reference.generate(
+            tokens, attention_mask=mask, max_new_tokens=LENGTH, do_sample=False, pad_token_id=0
+        )
+        expected.append(found[0, len(prompt) :].tolist())
+    results = ranks.run(texts, tmp_path, world=2)
+    assert [found for found, _ in results] == [expected] * 2
+    # a rank holds its half, and the norms
+    whole = sum(p.numel() for p in model.parameters())
+    assert all(held < 0.52 * whole for _, held in results)
+
+
+def test_a_model_that_cannot_be_split_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    reference_of(random_decoder(MODELS["qwen3"].flavors["tiny"])).save_pretrained(tmp_path)
+    for message in ranks.run(texts, tmp_path, world=2):
+        assert "got 2 for vocab_size 263; this model can be split by 1;" in message

@@ -1,0 +1,108 @@
+"""Qwen3, dense: its sizes, and where it differs from Llama (arXiv:2505.09388).
+
+Each query and key is normed before it is rotated, and heads are 128 wide whatever the width of the
+residual stream. All else is Llama's and taken from there: the other roles under tensor parallelism,
+names and initial weights. `tiny`, `tiny8` and `debugmodel` are for tests, as Llama's, with heads
+that are not dim / num_heads wide; `tiny8` is tied, as the small ones of Qwen are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torchtitan.models import llama3
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.init import Constant, Init
+from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec, TensorRole
+
+LARGE = DecoderConfig(
+    dim=4096,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    hidden_dim=12_288,
+    vocab_size=151_936,
+    norm_eps=1e-6,
+    rope_theta=1_000_000.0,
+    own_head_dim=128,
+    qk_norm=True,
+)
+SMALL = replace(LARGE, tie_embeddings=True)
+"""What the sizes up to 4B share."""
+
+FLAVORS = {
+    "tiny": replace(
+        LARGE,
+        dim=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        hidden_dim=96,
+        vocab_size=263,
+        own_head_dim=12,
+    ),
+    "tiny8": replace(
+        SMALL,
+        dim=32,
+        num_layers=8,
+        num_heads=8,
+        num_kv_heads=4,
+        hidden_dim=96,
+        vocab_size=264,
+        own_head_dim=6,
+    ),
+    "debugmodel": replace(
+        LARGE,
+        dim=256,
+        num_layers=6,
+        num_heads=8,
+        num_kv_heads=4,
+        hidden_dim=768,
+        vocab_size=2048,
+        own_head_dim=64,
+    ),
+    "0.6B": replace(SMALL, dim=1024, num_layers=28, num_heads=16, hidden_dim=3072),
+    "1.7B": replace(SMALL, dim=2048, num_layers=28, num_heads=16, hidden_dim=6144),
+    "4B": replace(SMALL, dim=2560, hidden_dim=9728),
+    "8B": LARGE,
+    "14B": replace(LARGE, dim=5120, num_layers=40, num_heads=40, hidden_dim=17_408),
+    "32B": replace(LARGE, dim=5120, num_layers=64, num_heads=64, hidden_dim=25_600),
+}
+
+TENSOR_PLAN: dict[str, TensorRole] = {
+    **llama3.TENSOR_PLAN,
+    "layers.*.attention.q_norm": "head_norm",
+    "layers.*.attention.k_norm": "head_norm",
+}
+
+HEAD_NORMS = {
+    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
+    "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
+}
+HF = HFFormat(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    names={**llama3.HF.names, **HEAD_NORMS},
+    rotary=llama3.HF.rotary | HEAD_NORMS.keys(),
+    fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    each_layer={"layer_types": "full_attention"},
+)
+
+
+def initial(config: DecoderConfig, name: str) -> Init:
+    """Say how a parameter starts: as Llama's, norms of heads as the other norms."""
+    match name.split("."):
+        case ["layers", _, "attention", "q_norm" | "k_norm", "weight"]:
+            return Constant(1.0)
+    return llama3.initial(config, name)
+
+
+class Qwen3(Decoder):
+    """The decoder with Qwen3's initial weights."""
+
+    def initial(self, name: str) -> Init:
+        """Say how a parameter starts."""
+        return initial(self.config, name)
+
+
+SPEC = ModelSpec(name="qwen3", flavors=FLAVORS, build=Qwen3, tensor_plan=TENSOR_PLAN, hf=HF)
