@@ -27,7 +27,7 @@ def samples(folder: Path) -> list[tuple[int, int, str]]:
 
 def hashes_of_the_order(job: list[str], count: int) -> list[str]:
     run = jobs.start(job)
-    return [run.loader._dataset.sample_hash(k) for k in range(count)]
+    return [run.loader.dataset.sample_hash(k) for k in range(count)]
 
 
 def test_dp_2_4_1_3_draws_the_same_samples(ranks: RankPool, tmp_path: Path) -> None:
