@@ -73,7 +73,7 @@ class Validator:
         started = time.perf_counter()
         if not self._has_run:
             set_timeout(self._first_timeout, groups=self._mesh.groups())
-        with _evaluating(self._model):
+        with _evaluating(self._model, device=self._device):
             loss_sum, num_valid = self._sum()
         loss_sums, counts = gather(torch.stack([loss_sum, num_valid])).unbind(1)
         total, count = loss_sums.sum().item(), counts.sum().item()
@@ -116,12 +116,13 @@ class Validator:
 
 
 @contextmanager
-def _evaluating(model: ModelParts) -> Iterator[None]:
+def _evaluating(model: ModelParts, *, device: torch.device) -> Iterator[None]:
     modes = [part.training for part in model]
     for part in model:
         part.eval()
     try:
-        yield
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
     finally:
         for part, mode in zip(model, modes, strict=True):
             part.train(mode)
