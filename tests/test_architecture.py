@@ -29,6 +29,7 @@ FLOORS: Mapping[str, int] = {
     "metrics": 2,
     "checkpoint": 3,
     "plan": 3,
+    "validate": 3,
     "trainer": 4,
     "assemble": 5,
     "train": 6,

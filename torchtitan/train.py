@@ -130,6 +130,7 @@ def summarize(trainer: Trainer, *, seconds: float, places: dict[str, str]) -> Su
         num_steps=run.progress.step,
         num_tokens=run.progress.tokens_seen,
         final_loss=None if row is None else row["loss"],
+        validation_loss=None if row is None else row.get("validation_loss"),
         tokens_per_second=run.meter.average_tokens_per_second,
         seconds=seconds,
         places=places,

@@ -43,6 +43,7 @@ from torchtitan.optim.optimizer import skips_by_itself, take_step
 from torchtitan.optim.schedule import Schedule, set_lr
 from torchtitan.parallel.context_layout import SequenceShard
 from torchtitan.parallel.execution import Execution
+from torchtitan.validate import Validator
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Run:
     loader: Loader
     progress: Progress
     checkpoints: CheckpointManager | None
+    validator: Validator | None
     meter: Meter
     sinks: Sequence[Sink]
     profiler: Profiler | None
@@ -126,11 +128,13 @@ class Trainer:
                 self._heed(figures.notes)
                 if progress.step == first_step:
                     tighten_timeout(run.train_timeout_seconds, groups=run.mesh.groups())
+                validates = self._is_validation_due(last=finished)
                 logged = progress.step % run.log_freq == 0 or progress.step == 1 or finished
+                logged = logged or validates
                 if logged or self._is_save_due(last=finished):
                     self._settle()
                 if logged:
-                    self._report(figures)
+                    self._report(figures, validates=validates)
                 if self._save(last=finished) and not finished:
                     self._stopped = self._stopped or self._ask_all()
                 on_step(progress.step)
@@ -156,6 +160,14 @@ class Trainer:
             self.run.checkpoints.wait()
         self._stopped = self._stopped or describe([int(vote) for vote in votes])
 
+    def _is_validation_due(self, *, last: bool) -> bool:
+        validator = self.run.validator
+        if validator is None or self._stopped is not None:  # whoever must leave saves at once
+            return False
+        return validator.is_due(
+            self.run.progress.step, last=last, saves=self._is_save_due(last=last)
+        )
+
     def _is_save_due(self, *, last: bool) -> bool:
         checkpoints, now = self.run.checkpoints, self._stopped is not None
         return checkpoints is not None and checkpoints.is_due(last=last, now=now)
@@ -164,7 +176,15 @@ class Trainer:
         if self.run.checkpoints is None:
             return False
         with self.run.meter.paused():
-            return self.run.checkpoints.save_if_due(last=last, now=self._stopped is not None)
+            return self.run.checkpoints.save_if_due(
+                last=last, now=self._stopped is not None, validation_loss=self._validation_loss()
+            )
+
+    def _validation_loss(self) -> float | None:
+        """Return the validation loss of the present weights, if it was measured."""
+        row = self.last_row
+        is_present = row is not None and row["step"] == self.run.progress.step
+        return row.get("validation_loss") if row is not None and is_present else None
 
     def _ask_all(self) -> str | None:
         """Ask again after a save: it may have taken long, and the step need not be saved twice."""
@@ -215,9 +235,9 @@ class Trainer:
         # ranks along pp and tp hold equal tokens
         return sums[0] // (dims.pp * dims.tp), HostCopy(sums[1:])
 
-    def _report(self, figures: StepFigures) -> None:
+    def _report(self, figures: StepFigures, *, validates: bool) -> None:
         """Reduce the step's figures over all ranks, in one collective, and hand them to the
-        sinks."""
+        sinks, with those of a validation where it is due."""
         run, step = self.run, self.run.progress.step
         counted = figures.num_valid if run.execution.owns_loss else figures.num_valid * 0
         local = torch.stack([figures.loss_sum, counted.double()])
@@ -235,6 +255,9 @@ class Trainer:
                 "valid_token_fraction": num_valid.sum() / run.mesh.dims.tp / run.tokens_per_step,
             },
         )
+        if validates and run.validator is not None:
+            with run.meter.paused():
+                self.last_row |= run.validator.measure(step)
         for sink in run.sinks:
             sink.write(self.last_row)
 
@@ -247,6 +270,8 @@ class Trainer:
         for sink in self.run.sinks:
             sink.close()
         self.run.loader.close()
+        if self.run.validator is not None:
+            self.run.validator.close()
 
 
 @contextmanager

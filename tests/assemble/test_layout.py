@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from torchtitan.assemble import find_model
+from torchtitan.assemble.data import build_loader
 from torchtitan.assemble.layout import find_layout, log_job
-from torchtitan.assemble.run import build_loader
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.state import Progress
 from torchtitan.config.load import load_config

@@ -34,6 +34,8 @@ OTHER_DEFAULTS = {
     "model.tokenizer_path",
     "debug.seed",
     "training.seed",
+    "validation.local_batch_size",
+    "validation.seq_len",
     "parallelism.pipeline_parallel_first_stage_less_layers",
     "parallelism.pipeline_parallel_last_stage_less_layers",
 }
@@ -88,8 +90,10 @@ def test_any_other_value_arrives_or_is_refused_by_name(
         refused_by_name = mistake.startswith(f"job.toml: {header} {path[-1]} = {literal(value)}: ")
     else:
         refused_by_name = False
-        # text stands for a list of lists
+        # text stands for a list, or a list of lists
         arrived = ((value,),) if fields()[target].nested else value
+        if target == ("validation", "dataset_path"):
+            arrived = (value,)
         assert values == settings_of(DEFAULTS) | {target: arrived}
     assert refused_by_name or target in fields()
 
@@ -231,10 +235,24 @@ def test_what_shapes_a_feature_that_is_off_loads_with_a_notice(
 
 
 def test_one_notice_a_feature_that_is_off(jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
-    jobs.load("[validation]\nfreq = 7\nsteps = 3")
+    jobs.load("[fault_tolerance]\nreplica_id = 7\ngroup_size = 3")
     [notice] = caplog.messages
-    assert notice.startswith("job.toml: [validation] freq = 7; job.toml: [validation] steps = 3: ")
-    assert "have no effect, validation.enable is off" in notice
+    assert notice.startswith(
+        "job.toml: [fault_tolerance] replica_id = 7; job.toml: [fault_tolerance] group_size = 3: "
+    )
+    assert "have no effect, fault_tolerance.enable is off" in notice
+
+
+@pytest.mark.parametrize("switch", ["", "enable = false\n"])
+def test_data_that_are_not_here_load_where_nothing_reads_them(
+    jobs: Jobs, caplog: pytest.LogCaptureFixture, switch: str
+) -> None:
+    line = 'dataset = "c4_validation"'
+    assert jobs.load(f"[validation]\n{switch}{line}").validation == DEFAULTS.validation
+    [notice] = caplog.messages
+    assert notice.startswith(f"job.toml: [validation] {line}: has no effect, validation.enable is")
+    [mistake] = jobs.mistakes(f"[validation]\nenable = true\n{line}")
+    assert mistake.startswith(f"job.toml: [validation] {line}: is not downloaded here")
 
 
 def test_the_switches_themselves_are_refused() -> None:

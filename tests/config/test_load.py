@@ -217,6 +217,9 @@ def random_config(seed: int) -> Config:
         ("optimizer", "name"): "SGD",
         ("lr_scheduler", "total_steps"): None,
         ("profiling", "profile_freq"): 2**63,
+        ("validation", "enable"): True,
+        ("validation", "dataset"): "files" if values["validation", "dataset_path"] else "synthetic",
+        ("validation", "steps"): rng.choice([-1, 7]),
     }
     if paths and rng.random() < 0.5:
         values |= {("training", "dataset"): "examples", ("training", "dataset_weights"): ()}

@@ -39,6 +39,7 @@ def test_equal_jobs_do_not_differ(jobs: Jobs) -> None:
         ["--metrics.log_freq=1", "--metrics.enable_wandb"],
         ["--checkpoint.enable", "--checkpoint.interval=7"],
         ["--comm.init_timeout_seconds=7"],
+        ["--validation.enable", "--validation.freq=7", "--validation.dataset=synthetic"],
         ["--parallelism.data_parallel_shard_degree=2"],
         ["--activation_checkpoint.mode=full"],
         ["--training.dataloader.num_workers=2"],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.chats import write_lines
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import CONTINUE
@@ -27,7 +28,7 @@ def samples(folder: Path) -> list[tuple[int, int, str]]:
 
 def hashes_of_the_order(job: list[str], count: int) -> list[str]:
     run = jobs.start(job)
-    return [run.loader._dataset.sample_hash(k) for k in range(count)]
+    return [run.loader.dataset.sample_hash(k) for k in range(count)]
 
 
 def test_dp_2_4_1_3_draws_the_same_samples(ranks: RankPool, tmp_path: Path) -> None:
@@ -78,6 +79,38 @@ def test_a_step_that_is_trained_again_is_logged_once(ranks: RankPool, tmp_path: 
     resume = ["--checkpoint.load_step=4", "--training.steps=5"]
     ranks.run(jobs.train, [*job, *resume], world=2)
     assert samples(tmp_path / "run") == whole
+
+
+def test_packed_examples_go_on_in_the_middle_of_an_epoch(ranks: RankPool, tmp_path: Path) -> None:
+    """Also over its end; each example is drawn once an epoch, whichever ranks are there."""
+    values: list[object] = [
+        {"prompt": f"{i}" * (1 + i % 7), "completion": "ab"[i % 2] * (1 + i * i % 9)}
+        for i in range(60)
+    ]
+    packed = (
+        "--training.dataset=examples",
+        f"--training.dataset_path={write_lines(tmp_path / 'a.jsonl', values)}",
+        "--training.packing=packed",
+        "--training.document_attention=within",
+        *BATCH,
+        LOGGED,
+    )
+    cache = tmp_path / "cache"
+    job = [*jobs.write_job(tmp_path, name="moved", cache=cache), *packed]
+    for world, steps in ((2, 1), (3, 2), (1, 4)):
+        ranks.run(jobs.train, [*job, f"--training.steps={steps}"], world=world)
+    drawn = samples(tmp_path / "moved")
+    [(order, epoch)] = ranks.run(order_and_epoch, [*job, "--training.steps=4"], 4 * 12, world=1)
+    assert epoch % 12  # the second step is in the middle of an epoch, and goes over its end
+    assert 12 < epoch < 24
+    assert [(number, step) for number, step, _ in drawn] == [(k, 1 + k // 12) for k in range(48)]
+    assert [digest for _, _, digest in drawn] == order
+    assert len(set(order)) == epoch
+
+
+def order_and_epoch(job: list[str], count: int) -> tuple[list[str], int]:
+    dataset = jobs.start(job).loader.dataset
+    return [dataset.sample_hash(k) for k in range(count)], len(dataset._samples)
 
 
 def test_no_log_unless_asked_for(ranks: RankPool, tmp_path: Path) -> None:

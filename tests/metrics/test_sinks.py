@@ -113,6 +113,13 @@ def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path, line
     assert path.read_text() == text
 
 
+VALIDATION = {
+    "validation_loss": 2.5,
+    "validation_perplexity": 12.18249,
+    "validation_time_s": 0.5,
+}
+
+
 def test_console_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="torchtitan")
     ConsoleSink(color=False).write(_row(3))
@@ -126,6 +133,10 @@ def test_console_line(caplog: pytest.LogCaptureFixture) -> None:
     assert "\x1b" not in plain
     assert "\x1b[32mloss:  1.11111\x1b[0m" in colored
     assert " ".join(short.split()) == "step: 4 loss: 2.00000"
+    caplog.clear()
+    ConsoleSink(color=False).write({"step": 4, **VALIDATION})
+    [line] = caplog.messages
+    assert " ".join(line.split()) == "step: 4 validation loss: 2.50000 perplexity: 12.182"
 
 
 def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -141,7 +152,7 @@ def test_tensorboard_has_torchtitans_tags_and_hides_what_is_trained_again(tmp_pa
     for resume_step, steps, loss in ((0, (1, 2, 3), 1.0), (2, (3, 4), 2.0)):
         sink = TensorBoardSink(tmp_path / "tb", resume_step=resume_step)
         for step in steps:
-            sink.write(_row(step, loss=loss))
+            sink.write(_row(step, loss=loss) | (VALIDATION if step == 4 else {}))
         sink.close()
     scalars = _scalars(tmp_path / "tb")
     assert scalars["loss_metrics/global_avg_loss"] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
@@ -159,6 +170,9 @@ def test_tensorboard_has_torchtitans_tags_and_hides_what_is_trained_again(tmp_pa
         "memory/max_active(GiB)": 1.5,
         "n_tokens_seen": 4096.0,
         "valid_token_fraction": 1.0,
+        "validation_metrics/global_avg_loss": 2.5,
+        "validation_metrics/perplexity": 12.18249,
+        "validation_metrics/time(s)": 0.5,
     }
     assert set(scalars) == {*expected, "loss_metrics/global_avg_loss"}
     for tag, value in expected.items():

@@ -1,8 +1,10 @@
 """From the settings and this rank's place to everything the trainer holds.
 
 run.py      straight down, each part built by one call
+data.py     what a rank reads
 layout.py   which model, over which ranks, and what does not fit together
 resume.py   from which checkpoint, and what the next start will compare itself with
+validation.py   what the run is measured on
 """
 
 from __future__ import annotations

@@ -101,8 +101,12 @@ def build_checkpoints(
     state: RunState,
     start: Start | None,
     group: dist.ProcessGroup | None,
+    validation_data: str | None,
 ) -> CheckpointManager | None:
-    """Build what saves the run, None where checkpoints are off, and load what it starts from."""
+    """Build what saves the run, None where checkpoints are off, and load what it starts from.
+
+    `validation_data`: what tells the data of the validation from others, where there is one.
+    """
     if group is None:
         return None
     if start is not None:
@@ -114,6 +118,7 @@ def build_checkpoints(
         manifest={"layout": asdict(dims), "config": to_toml(config)},
         group=group,
         export=build_export(config, group=group),
+        validation_data=validation_data,
     )
 
 

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from torchtitan.assemble.data import build_loader
 from torchtitan.assemble.layout import Layout, find_layout, log_job
 from torchtitan.assemble.resume import (
     build_checkpoints,
@@ -23,16 +23,13 @@ from torchtitan.assemble.resume import (
     find_start,
     write_config,
 )
+from torchtitan.assemble.validation import build_validator
 from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_type, local_device, peak_flops
-from torchtitan.base.errors import DataError
 from torchtitan.checkpoint.manager import build_group
 from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.config.schema import Config, DebugConfig
-from torchtitan.data.dataset import build_dataset
-from torchtitan.data.loader import Loader, Numbered
-from torchtitan.data.sample_log import SampleLog
-from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
+from torchtitan.data.loader import Loader
 from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.mesh.process_group import Launch, set_timeout
 from torchtitan.metrics.meter import Meter
@@ -42,7 +39,7 @@ from torchtitan.models.parts import ModelParts
 from torchtitan.models.spec import flops_per_token
 from torchtitan.optim.loss import build_loss
 from torchtitan.optim.optimizer import build_optimizer
-from torchtitan.optim.schedule import build_schedule
+from torchtitan.optim.schedule import Schedule, build_schedule
 from torchtitan.parallel.build import build_model_and_execution
 from torchtitan.parallel.context import build_shard
 from torchtitan.parallel.execution import Execution
@@ -69,16 +66,22 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
 
     progress = Progress()
     loader = build_loader(config, layout=layout, mesh=mesh, progress=progress)
+    shard = build_shard(config.parallelism, training=training, mesh=mesh)
     model, execution = build_parts(config, layout=layout, mesh=mesh, device=device)
-    optimizer = build_optimizer(model, settings=config.optimizer)
-    state = RunState(
+    validator = build_validator(
+        config,
+        mesh=mesh,
         model=model,
-        optimizer=optimizer,
-        schedule=describe_schedule(config),
-        loader=loader,
-        progress=progress,
+        execution=execution,
+        shard=shard,
+        device=device,
+        trained_on=loader.dataset,
     )
-    checkpoints = build_checkpoints(config, dims=dims, state=state, start=start, group=group)
+    state = build_state(config, model=model, loader=loader, progress=progress)
+    data = None if validator is None else validator.data
+    checkpoints = build_checkpoints(
+        config, dims=dims, state=state, start=start, group=group, validation_data=data
+    )
     execution.after_update()  # a checkpoint may have changed the weights
     write_config(config)
     return Run(
@@ -86,14 +89,13 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         mesh=mesh,
         model=model,
         execution=execution,
-        shard=build_shard(config.parallelism, training=training, mesh=mesh),
-        optimizer=optimizer,
-        schedule=build_schedule(
-            config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps
-        ),
+        shard=shard,
+        optimizer=state.optimizer,
+        schedule=find_schedule(config),
         loader=loader,
         progress=progress,
         checkpoints=checkpoints,
+        validator=validator,
         meter=build_meter(config, layout=layout, device=device),
         sinks=find_sinks(config, rank=launch.rank, resume_step=progress.step, color=color),
         profiler=find_profiler(config, rank=launch.rank, device=device),
@@ -103,6 +105,28 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         ),
         log_freq=config.metrics.log_freq,
         train_timeout_seconds=config.comm.train_timeout_seconds,
+    )
+
+
+def build_state(
+    config: Config, *, model: ModelParts, loader: Loader, progress: Progress
+) -> RunState:
+    """Build the optimizer, and gather all that a checkpoint holds."""
+    return RunState(
+        model=model,
+        optimizer=build_optimizer(model, settings=config.optimizer),
+        schedule=describe_schedule(config),
+        loader=loader,
+        progress=progress,
+    )
+
+
+def find_schedule(config: Config) -> Schedule:
+    """Return the learning rate as a function of the step."""
+    return build_schedule(
+        config.lr_scheduler,
+        peak_lr=config.optimizer.lr,
+        training_steps=config.training.steps,
     )
 
 
@@ -116,62 +140,6 @@ def prepare_device(debug: DebugConfig, *, local_rank: int) -> torch.device:
         environ=os.environ,
     )
     return local_device(local_rank)
-
-
-def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progress) -> Loader:
-    """Build this rank's share of the data, tokenised first where that is not done yet."""
-    training = config.training
-    tokenizer = build_tokenizer(config.model.tokenizer_path)
-    check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
-    dataset: Numbered
-    if training.dataset in ("examples", "synthetic_examples"):
-        # here: a run on text does not load Jinja
-        from torchtitan.data.finetune import build_examples
-
-        dataset = build_examples(
-            training,
-            tokenizer=tokenizer,
-            tokenizer_path=config.model.tokenizer_path,
-            seed=config.debug.seed,
-        )
-    else:
-        dataset = build_dataset(training, tokenizer=tokenizer, seed=config.debug.seed)
-    global_batch_size = training.local_batch_size * mesh.dims.dp * layout.accumulation
-    if dataset.num_samples is not None and dataset.num_samples < global_batch_size:
-        # a batch that is read at once is no larger than its parts
-        whole = "training.global_batch_size"
-        if layout.accumulation == 1:
-            whole = "training.local_batch_size" + (
-                "" if training.global_batch_size == -1 else " and global_batch_size"
-            )
-        raise DataError(
-            f"the data must fill one global batch: {training.num_epochs} epochs of it hold "
-            f"{dataset.num_samples} samples of {training.seq_len} tokens, the batch "
-            f"{global_batch_size}; add data, or lower {whole}, or training.seq_len"
-        )
-    return Loader(
-        dataset,
-        local_batch_size=training.local_batch_size,
-        accumulation=layout.accumulation,
-        dp_rank=mesh.dp_rank,
-        dp_degree=mesh.dims.dp,
-        settings=training.dataloader,
-        on_sample=build_sample_log(config, mesh, progress)
-        if config.debug.log_sample_hashes
-        else None,
-    )
-
-
-def build_sample_log(config: Config, mesh: Mesh, progress: Progress) -> SampleLog:
-    """Build what writes down the samples that this rank draws."""
-    return SampleLog(
-        Path(config.job.dump_folder) / "samples",
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        writes=mesh.is_first_of_dp_rank,
-        # samples are drawn for the step after the last one that is done
-        step=lambda: progress.step + 1,
-    )
 
 
 def build_parts(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.hf import CONFIG
+from torchtitan.checkpoint.retention import describe_score, rank_steps, steps_to_delete
 from torchtitan.checkpoint.staging import Staging
 from torchtitan.checkpoint.state import RunState
 from torchtitan.checkpoint.storage import Component
@@ -54,7 +55,8 @@ class CheckpointManager:
 
     `state` is the run; `folder` holds the `step-N` folders; `manifest` is written into each of
     them; `group` is this manager's own. `export`, where the weights go to Hugging Face at the end,
-    takes the last step's folder and that of the export."""
+    takes the last step's folder and that of the export. `validation_data` tells the data of the
+    validation, if there is one, from others."""
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class CheckpointManager:
         manifest: Mapping[str, Any],
         group: dist.ProcessGroup,
         export: Export | None = None,
+        validation_data: str | None = None,
     ) -> None:
         self.folder = folder
         self._state = state
@@ -72,6 +75,7 @@ class CheckpointManager:
         self._manifest = manifest
         self._group = group
         self._export = export
+        self._validation_data = validation_data
         self._thread: ThreadPoolExecutor | None = None
         if settings.async_mode != "disabled":
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -85,8 +89,12 @@ class CheckpointManager:
         due = last or now or first or step % self._settings.interval == 0
         return due and not self._settings.load_only
 
-    def save_if_due(self, *, last: bool, now: bool = False) -> bool:
+    def save_if_due(
+        self, *, last: bool, now: bool = False, validation_loss: float | None = None
+    ) -> bool:
         """Save where the cadence, the end of the run or `now` asks for it; tell whether it did.
+
+        `validation_loss` is that of the present weights, where it was measured.
 
         Raises:
             CheckpointError: This save, or an earlier one in the background, failed.
@@ -97,9 +105,10 @@ class CheckpointManager:
         self.wait()
         components = self._state.components()
         if self._thread is None:
-            self._save(step, components)
+            self._save(step, components, validation_loss)
         else:
-            self._pending = self._thread.submit(self._save, step, self._staging.copy(components))
+            copy = self._staging.copy(components)
+            self._pending = self._thread.submit(self._save, step, copy, validation_loss)
         if last:
             self.wait()
             self._take_away(step, components)
@@ -123,7 +132,7 @@ class CheckpointManager:
             return
         components = self._state.components()
         if not storage.on_first_rank(saved.is_file, group=self._group):
-            self._save(step, components)  # it came from another folder
+            self._save(step, components, None)  # it came from another folder
         self._take_away(step, components)
 
     def _take_away(self, step: int, components: Mapping[str, Component]) -> None:
@@ -133,25 +142,48 @@ class CheckpointManager:
         elif self._settings.last_save_model_only:
             self._write(self.folder / EXPORT, step, {"model": components["model"]})
 
-    def _write(self, folder: Path, step: int, components: Mapping[str, Component]) -> None:
+    def _write(
+        self,
+        folder: Path,
+        step: int,
+        components: Mapping[str, Component],
+        validation_loss: float | None = None,
+    ) -> None:
         target = folder / f"step-{step}"
-        storage.write(
-            target, components, manifest={"step": step, **self._manifest}, group=self._group
-        )
+        manifest = {"step": step, **self._manifest}
+        if validation_loss is not None and self._validation_data is not None:
+            manifest |= describe_score(validation_loss, data=self._validation_data)
+        storage.write(target, components, manifest=manifest, group=self._group)
         logger.info("Saved %s", target)
 
-    def _save(self, step: int, components: Mapping[str, Component]) -> None:
-        self._write(self.folder, step, components)
+    def _save(
+        self, step: int, components: Mapping[str, Component], validation_loss: float | None
+    ) -> None:
+        self._write(self.folder, step, components, validation_loss)
         storage.on_first_rank(lambda: self._tidy(step), group=self._group)
 
     def _tidy(self, saved: int) -> None:
         # later steps were passed over as damaged: none of them must come before this one
         for aside in storage.set_aside_after(self.folder, saved):
             logger.warning("%s was set aside: step %d is the newest now", aside, saved)
-        keep = self._settings.keep_latest_k
-        for step in storage.find_steps(self.folder)[:-keep] if keep else ():
+        steps = storage.find_steps(self.folder)
+        best = self._find_best(steps)
+        for step in steps_to_delete(steps, keep_latest=self._settings.keep_latest_k, best=best):
             if step != self._settings.load_step:  # this job may be started again
                 storage.delete(self.folder / f"step-{step}")
+
+    def _find_best(self, steps: list[int]) -> list[int]:
+        """Return the steps of lowest validation loss that are to be kept, and say which is best."""
+        if not self._settings.keep_best or self._validation_data is None:
+            return []
+        ranked = rank_steps(self.folder, steps, data=self._validation_data)
+        if ranked:
+            logger.info(
+                "The best checkpoint is step-%d, validation loss %.5f",
+                ranked[0].step,
+                ranked[0].loss,
+            )
+        return [scored.step for scored in ranked[: self._settings.keep_best]]
 
     def has_failed(self) -> bool:
         """Tell whether the save in flight has failed, as far as this rank knows."""

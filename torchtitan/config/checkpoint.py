@@ -34,6 +34,9 @@ class CheckpointConfig:
     async_with_pinned_mem: the same from GPUs, into page-locked memory."""
     keep_latest_k: NonNegativeInt = 10
     """Whole checkpoints to keep beside that of load_step, older ones are deleted; 0 keeps all."""
+    keep_best: NonNegativeInt = 0
+    """Whole checkpoints of lowest validation loss to keep beside these; each save is then validated
+    before it is made."""
     load_step: int = -1
     """Go back to this step, and set aside all later ones; -1: the newest."""
     load_only: bool = False

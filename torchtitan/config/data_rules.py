@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchtitan.config.broken import Broken
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Config, DataLoaderConfig
 
 
 def data_rules(config: Config) -> Iterator[Broken]:
@@ -13,7 +13,7 @@ def data_rules(config: Config) -> Iterator[Broken]:
     yield from _data(config)
     yield from _examples(config)
     yield from _batch(config)
-    yield from _workers(config)
+    yield from worker_rules(config.training.dataloader, section="training.dataloader")
 
 
 def _data(config: Config) -> Iterator[Broken]:
@@ -72,9 +72,8 @@ def _batch(config: Config) -> Iterator[Broken]:
         )
 
 
-def _workers(config: Config) -> Iterator[Broken]:
-    loader = config.training.dataloader
-    section = "training.dataloader"
+def worker_rules(loader: DataLoaderConfig, *, section: str) -> Iterator[Broken]:
+    """Check that what shapes worker processes has some to shape."""
     if loader.num_workers == 0:
         rule = "needs worker processes, got num_workers = 0; raise num_workers or remove this"
         if loader.persistent_workers:

@@ -7,7 +7,15 @@ from math import prod
 
 from torchtitan.config.broken import Broken
 from torchtitan.config.parallelism import CHUNKS_A_RANK
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Config, ParallelismConfig
+
+SEQUENCE_TIES = (
+    "parallelism.context_parallel_degree",
+    "parallelism.context_parallel_load_balancer",
+    "parallelism.tensor_parallel_degree",
+    "parallelism.enable_sequence_parallel",
+)
+"""Settings that cut sequences."""
 
 
 def layout_rules(config: Config) -> Iterator[Broken]:
@@ -63,15 +71,13 @@ def _pipeline(config: Config) -> Iterator[Broken]:
 
 
 def _sequence(config: Config) -> Iterator[Broken]:
-    parallelism, seq_len = config.parallelism, config.training.seq_len
-    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    if cp == 1:
-        return
-    factors = [(cp, f"context_parallel_degree {cp}")]
+    parallelism = config.parallelism
     balancer, method = (
         parallelism.context_parallel_load_balancer,
         parallelism.context_parallel_rotate_method,
     )
+    if parallelism.context_parallel_degree == 1:
+        return
     if balancer == "balanced" and method == "ulysses":
         yield Broken(
             (
@@ -81,22 +87,25 @@ def _sequence(config: Config) -> Iterator[Broken]:
             'is for "ring" and "allgather": under "ulysses" every rank attends over the whole '
             'sequence with its own heads, so all work alike; write "headtail" or "none"',
         )
-    if CHUNKS_A_RANK[balancer] > 1:
-        chunks = CHUNKS_A_RANK[balancer]
+    if rule := misfit(config.training.seq_len, parallelism=parallelism):
+        yield Broken(("training.seq_len", *SEQUENCE_TIES), rule)
+
+
+def misfit(seq_len: int, *, parallelism: ParallelismConfig) -> str | None:
+    """Say what a sequence that is cut for several ranks must be a multiple of, if it is not."""
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    factors = [(cp, f"context_parallel_degree {cp}")] if cp > 1 else []
+    chunks = CHUNKS_A_RANK[parallelism.context_parallel_load_balancer]
+    if cp > 1 and chunks > 1:
+        balancer = parallelism.context_parallel_load_balancer
         factors.append((chunks, f"{chunks} chunks a rank under {balancer}"))
     if tp > 1 and parallelism.enable_sequence_parallel:
         factors.append((tp, f"tensor_parallel_degree {tp} under sequence parallelism"))
     parts = prod(factor for factor, _ in factors)
-    if seq_len % parts:
-        product = " x ".join(name for _, name in factors)
-        yield Broken(
-            (
-                "training.seq_len",
-                "parallelism.context_parallel_degree",
-                "parallelism.context_parallel_load_balancer",
-                "parallelism.tensor_parallel_degree",
-                "parallelism.enable_sequence_parallel",
-            ),
-            f"seq_len must be a multiple of {parts} ({product}), got {seq_len}; "
-            f"try {max(seq_len // parts, 1) * parts}",
-        )
+    if seq_len % parts == 0:
+        return None
+    product = " x ".join(name for _, name in factors)
+    return (
+        f"seq_len must be a multiple of {parts} ({product}), got {seq_len}; "
+        f"try {max(seq_len // parts, 1) * parts}"
+    )

@@ -18,6 +18,7 @@ from torchtitan.config.data_rules import data_rules
 from torchtitan.config.layout_rules import layout_rules
 from torchtitan.config.rope import NEEDED, READ
 from torchtitan.config.schema import Config
+from torchtitan.config.validation_rules import validation_rules
 
 
 def broken_rules(config: Config) -> Iterator[Broken]:
@@ -30,6 +31,7 @@ def broken_rules(config: Config) -> Iterator[Broken]:
     yield from layout_rules(config)
     yield from block_rules(config)
     yield from checkpoint_rules(config)
+    yield from validation_rules(config)
     yield from _debug(config)
 
 

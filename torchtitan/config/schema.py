@@ -29,6 +29,7 @@ from torchtitan.config.types import (
     Strings,
     Text,
 )
+from torchtitan.config.validation import ValidationConfig as ValidationConfig
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -209,6 +210,7 @@ class Config:
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
     activation_checkpoint: ActivationCheckpointConfig = Field(
         default_factory=ActivationCheckpointConfig
     )

@@ -25,6 +25,7 @@ IGNORED: Mapping[Path, str] = {
     ("metrics",): "what is shown",
     ("profiling",): "what is recorded",
     ("checkpoint",): "what is saved",
+    ("validation",): "what is measured",
     ("comm",): "how ranks wait for one another",
     ("parallelism",): _ROUNDING,
     ("activation_checkpoint",): "recomputes the same numbers",

@@ -52,7 +52,6 @@ _SPLIT_POINTS = (
     "stages are not cut by split points; write module_fqns_per_model_part, the modules of each"
 )
 _QUANTIZED = "quantised Hugging Face weights are not read; take a model in bfloat16 or float32"
-_VALIDATION = "validation is not built yet"
 _ESTIMATE = "memory estimation is not built yet; metrics report the peak of a real step"
 _RECOMPUTE = (
     "this kind of recomputation is not built yet; write mode = none, full, selective or "
@@ -179,27 +178,6 @@ UNBUILT: dict[Path, Unbuilt] = {
         fragment_update_alpha=0.0,
     ),
     **_section("experimental", _PLUGIN, custom_import="", custom_args_module=""),
-    **_section("validation", _VALIDATION, enable=False),
-    **_section(
-        "validation",
-        _VALIDATION,
-        switch="validation.enable",
-        dataset="c4_validation",
-        dataset_path=None,
-        local_batch_size=8,
-        seq_len=2048,
-        freq=10,
-        steps=-1,
-    ),
-    **_section(
-        "validation.dataloader",
-        _VALIDATION,
-        switch="validation.enable",
-        num_workers=0,
-        persistent_workers=False,
-        pin_memory=False,
-        prefetch_factor=None,
-    ),
     **_section("debug", _MOE, moe_force_load_balance=False),
 }
 
@@ -208,10 +186,15 @@ _C4 = (
     'JSONL and write dataset = "files" with dataset_path'
 )
 
+_NO_C4: dict[object, str] = {"c4": _C4, "c4_test": _C4, "c4_validation": _C4}
+
 # Values of built keys that torchtitan knows and that are not built.
 UNBUILT_VALUES: dict[Path, dict[object, str]] = {
-    ("training", "dataset"): {"c4": _C4, "c4_test": _C4, "c4_validation": _C4},
+    ("training", "dataset"): _NO_C4,
+    ("validation", "dataset"): _NO_C4,
 }
+# Keys without which such a value asks for nothing.
+SWITCHES: dict[Path, Path] = {("validation", "dataset"): ("validation", "enable")}
 
 
 def without_unbuilt(settings: Layer) -> tuple[Layer, list[str]]:
@@ -220,6 +203,8 @@ def without_unbuilt(settings: Layer) -> tuple[Layer, list[str]]:
     mistakes = []
     for path, setting in settings.items():
         refusal = _refusal(path, setting=setting)
+        if refusal and _is_off(path, settings=settings):
+            continue
         if refusal:
             mistakes.append(f"{setting.where()}: {refusal}")
         elif path in fields() or path not in UNBUILT:
@@ -232,6 +217,9 @@ def notices(settings: Layer) -> list[str]:
     without_effect: dict[tuple[str, str], list[str]] = defaultdict(list)
     for path, setting in settings.items():
         known = UNBUILT.get(path)
+        if _refusal(path, setting=setting) and _is_off(path, settings=settings):
+            switch, instead = ".".join(SWITCHES[path]), UNBUILT_VALUES[path][setting.value]
+            without_effect[switch, f"{setting.value} {instead}"].append(setting.where())
         if known and known.switch and not _is_harmless(setting, known):
             without_effect[known.switch, known.instead].append(setting.where())
     return [
@@ -239,6 +227,12 @@ def notices(settings: Layer) -> list[str]:
         f"({instead})"
         for (switch, instead), places in without_effect.items()
     ]
+
+
+def _is_off(path: Path, *, settings: Layer) -> bool:
+    """Tell whether a value that is not built belongs to a feature that nobody switched on."""
+    switch = settings.get(SWITCHES[path]) if path in SWITCHES else None
+    return path in SWITCHES and (switch is None or same(switch.value, False))
 
 
 def _is_harmless(setting: Setting, known: Unbuilt) -> bool:

@@ -4,7 +4,8 @@
 documentation, enough to see a small model learn. It differs between Python versions. `synthetic`
 is the same text everywhere, to compare runs of different machines and to test: sentences of a small
 made-up language whose next word depends on the last one, so that a model can learn much of it.
-`synthetic_examples` are questions and answers about its words, to fine-tune on.
+`synthetic_examples` are questions and answers about its words, to fine-tune on. Of both of these
+there is a part that is held out: more of the same kind, to validate on and never trained on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tokenize
 from bisect import bisect
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +84,18 @@ class SyntheticCorpus:
     Only `Random.random()` is used: Python promises its values across versions, and no others.
     """
 
-    name = "synthetic"
-    num_bytes = 1_000_000
     num_words = 256
     num_followers = 8
 
+    def __init__(self, *, held_out: bool = False) -> None:
+        """`held_out`: a twentieth of the length, other sentences of the same language."""
+        self._held_out = held_out
+        self.name = "synthetic, held out" if held_out else "synthetic"
+        self.num_bytes = 50_000 if held_out else 1_000_000
+
     def identity(self) -> list[str]:
         """Return the version of the language."""
-        return ["synthetic 1"]
+        return ["synthetic held out 1" if self._held_out else "synthetic 1"]
 
     def pieces(self, advance: Advance) -> Iterator[Piece]:
         """Yield documents of 1 to 20 sentences until there are `num_bytes` characters."""
@@ -101,6 +106,8 @@ class SyntheticCorpus:
         ]
         # Zipf's law: the first follower is the likeliest
         odds = list(accumulate(1 / (rank + 1) for rank in range(self.num_followers)))
+        if self._held_out:
+            draw = random.Random(22).random
         done = 0
         while done < self.num_bytes:
             sentences = []
@@ -133,22 +140,37 @@ class SyntheticCorpus:
 class SyntheticExamples:
     """A thousand examples, the same on every machine: which word of the language follows which.
 
+    The hundred that are held out ask for the same words, in other conversations.
+
     Three of four are chats of one to four questions, the others prompts and completions. Every word
     has one answer, so that a small model can learn them all.
     """
 
-    name = "synthetic_examples"
     num_examples = 1000
+    num_held_out = 100
+
+    def __init__(self, *, held_out: bool = False) -> None:
+        self._held_out = held_out
+        self.name = "synthetic_examples, held out" if held_out else "synthetic_examples"
 
     def identity(self) -> list[str]:
         """Return the version of the examples."""
-        return ["synthetic examples 1"]
+        return ["synthetic examples held out 1" if self._held_out else "synthetic examples 1"]
 
     def values(self) -> Iterator[dict[str, Any]]:
         """Yield what the lines of a file would hold."""
-        draw = random.Random(21).random
+        trained = self._draw(random.Random(21), num=self.num_examples)
+        if not self._held_out:
+            yield from trained
+            return
+        known = [*trained]
+        others = self._draw(random.Random(23), num=2 * self.num_held_out)
+        yield from islice((value for value in others if value not in known), self.num_held_out)
+
+    def _draw(self, generator: random.Random, *, num: int) -> Iterator[dict[str, Any]]:
+        draw = generator.random
         words = SyntheticCorpus().words()
-        for number in range(self.num_examples):
+        for number in range(num):
             places = [int(draw() * len(words)) for _ in range(1 + int(draw() * 4))]
             if number % 4 == 3:
                 row = [words[(places[0] + i) % len(words)] for i in range(2 + len(places))]

@@ -185,10 +185,13 @@ def labelled_run(k: int, *, seq_len: int, seed: int) -> tuple[int, int]:
     return first, first + length
 
 
-def build_dataset(training: TrainingConfig, *, tokenizer: Tokenizer, seed: int) -> Dataset:
+def build_dataset(
+    training: TrainingConfig, *, tokenizer: Tokenizer, seed: int, held_out: bool = False
+) -> Dataset:
     """Return the samples that `[training]` describes; text is tokenised unless that was done.
 
-    Raises DataError for data that is missing, empty, damaged or too short.
+    `held_out`: of generated text the part that is never trained on. Raises DataError for data that
+    is missing, empty, damaged or too short.
     """
     corpora: list[list[Corpus | TokenStore]]
     if training.dataset == "python_stdlib":
@@ -196,7 +199,7 @@ def build_dataset(training: TrainingConfig, *, tokenizer: Tokenizer, seed: int) 
     elif training.dataset == "files":
         corpora = _corpora(training)
     else:
-        corpora = [[SyntheticCorpus()]]
+        corpora = [[SyntheticCorpus(held_out=held_out)]]
     stores = [
         [
             part

@@ -168,16 +168,22 @@ class ExampleDataset:
 
 
 def build_examples(
-    training: TrainingConfig, *, tokenizer: Tokenizer, tokenizer_path: str, seed: int
+    training: TrainingConfig,
+    *,
+    tokenizer: Tokenizer,
+    tokenizer_path: str,
+    seed: int,
+    held_out: bool = False,
 ) -> ExampleDataset:
     """Return the samples that `[training]` describes; examples are tokenised unless that was done.
 
-    Raises DataError for examples or a template that are missing or wrong, and when none is usable.
+    `held_out`: of generated examples the part that is never trained on. Raises DataError for
+    examples or a template that are missing or wrong, and when none is usable.
     """
     template = find_template(
         training.chat_template, tokenizer=tokenizer, tokenizer_path=tokenizer_path
     )
-    source: ExampleSource = BuiltInExamples()
+    source: ExampleSource = BuiltInExamples(held_out=held_out)
     if training.dataset == "examples":
         source = FileExamples([f for entry in training.dataset_path for f in find_files(entry)])
     template_hash = _hash(template)

@@ -114,7 +114,7 @@ class Loader:
         on_sample: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
         assert 0 <= dp_rank < dp_degree
-        self._dataset, self._settings = dataset, settings
+        self.dataset, self._settings = dataset, settings
         self._block, self._accumulation = local_batch_size, accumulation
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
         self._global_batch = local_batch_size * accumulation * dp_degree
@@ -129,7 +129,7 @@ class Loader:
     @property
     def exhausted(self) -> bool:
         """Tell whether less than a global batch is left, so that the next step would not come."""
-        total = self._dataset.num_samples
+        total = self.dataset.num_samples
         return total is not None and self._position + self._global_batch > total
 
     def __iter__(self) -> Loader:
@@ -155,11 +155,11 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the fingerprint of the data it counts in; equal on all ranks."""
-        return {"position": self._position, "fingerprint": dict(self._dataset.fingerprint)}
+        return {"position": self._position, "fingerprint": dict(self.dataset.fingerprint)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a stored position; raise DataError if it counts in other data."""
-        stored, ours = state["fingerprint"], self._dataset.fingerprint
+        stored, ours = state["fingerprint"], self.dataset.fingerprint
         differing = [key for key in {**stored, **ours} if stored.get(key) != ours.get(key)]
         if differing:
             changes = "; ".join(
@@ -175,6 +175,11 @@ class Loader:
         self.close()
         self._position = state["position"]
 
+    def rewind(self) -> None:
+        """Begin again with the first sample."""
+        self.close()
+        self._position = 0
+
     def close(self) -> None:
         """End the workers; iterating again starts new ones at the position."""
         # the last reference: the iterator joins its workers when it goes
@@ -183,7 +188,7 @@ class Loader:
     def _blocks(self) -> Blocks:
         return Blocks(
             position=self._position,
-            num_samples=self._dataset.num_samples,
+            num_samples=self.dataset.num_samples,
             block=self._block,
             accumulation=self._accumulation,
             dp_rank=self._dp_rank,
@@ -196,7 +201,7 @@ class Loader:
             # torchdata calls what torch 2.13 deprecates; no user can change that
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             return StatefulDataLoader(
-                self._dataset,
+                self.dataset,
                 collate_fn=_collate,
                 batch_sampler=self._blocks(),
                 num_workers=settings.num_workers,

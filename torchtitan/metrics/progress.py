@@ -30,6 +30,7 @@ class Summary:
     num_steps: int
     num_tokens: int
     final_loss: float | None
+    validation_loss: float | None = None
     tokens_per_second: float
     seconds: float
     places: Mapping[str, str] = field(default_factory=dict)
@@ -78,10 +79,13 @@ def show_summary(summary: Summary, *, terminal: bool, color: bool) -> None:
         "steps": f"{summary.num_steps:,}",
         "tokens": f"{summary.num_tokens:,}",
         "final loss": "none" if summary.final_loss is None else f"{summary.final_loss:.5f}",
+        "validation loss": ""
+        if summary.validation_loss is None
+        else f"{summary.validation_loss:.5f}",
         "tokens/s": f"{summary.tokens_per_second:,.0f}",
         "time": _duration(summary.seconds),
     }
-    entries = {**figures, **summary.places}
+    entries = {name: text for name, text in {**figures, **summary.places}.items() if text}
     text = _table(entries, color=color) if terminal else _aligned(entries)
     logger.info("training finished\n%s", text)
 

@@ -42,6 +42,9 @@ TAGS: Mapping[str, str] = {
     "step_time_s": "time_metrics/end_to_end(s)",
     "data_time_s": "time_metrics/data_loading(s)",
     "memory_peak_gib": "memory/max_active(GiB)",
+    "validation_loss": "validation_metrics/global_avg_loss",
+    "validation_perplexity": "validation_metrics/perplexity",
+    "validation_time_s": "validation_metrics/time(s)",
 }
 
 # What the console shows of a row: label, format, colour.
@@ -53,6 +56,8 @@ _CONSOLE: Mapping[str, tuple[str, str, Style]] = {
     "tokens_per_second": ("tokens/s", "{:,.0f}", "blue"),
     "mfu": ("mfu", "{:.2f}%", "cyan"),
     "memory_peak_gib": ("memory", "{:.2f}GiB", "dim"),
+    "validation_loss": ("validation loss", "{:8.5f}", "green"),
+    "validation_perplexity": ("perplexity", "{:.5g}", "green"),
 }
 
 

@@ -74,6 +74,16 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, policy: FSDPPolicy) -> Non
             module.set_force_sum_reduction_for_comms(True)
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what a forward pass has gathered: without a backward nothing else does.
+
+    Until then some parameters are whole ones, and a checkpoint would save them as those of a rank.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def sync_gradients(model: nn.Module, *, last: bool) -> None:
     """Sum gradients across copies only in the backward of a step's last microbatch.
 

@@ -1,0 +1,52 @@
+"""Which checkpoints stay, by what their manifests say."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.checkpoint.files import write_sealed_json
+from torchtitan.checkpoint.retention import describe_score, rank_steps, steps_to_delete
+
+ABOUT = {"components": [], "layout": {}, "config": ""}
+
+
+def write(folder: Path, step: int, **more: Any) -> None:
+    path = folder / f"step-{step}"
+    path.mkdir(parents=True)
+    write_sealed_json(path / "manifest.json", {"step": step, **ABOUT, **more})
+
+
+def test_the_lowest_loss_comes_first_on_these_data_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scores: Mapping[int, dict[str, Any]] = {
+        1: describe_score(2.0, data="a"),
+        2: describe_score(1.5, data="a"),
+        3: describe_score(1.0, data="b"),  # of other data
+        4: {},  # not validated
+        5: {"validation": {"loss": "low", "data": "a"}},
+        6: describe_score(1.5, data="a"),  # as good as step 2, and newer
+        7: {"validation": 0.1},
+    }
+    for step, more in scores.items():
+        write(tmp_path, step, **more)
+    (tmp_path / "step-8").mkdir()
+    (tmp_path / "step-8" / "manifest.json").write_text("no JSON")
+    with caplog.at_level(logging.WARNING):
+        ranked = rank_steps(tmp_path, [*scores, 8], data="a")
+    assert [(scored.step, scored.loss) for scored in ranked] == [(6, 1.5), (2, 1.5), (1, 2.0)]
+    [warning] = caplog.messages
+    assert warning.startswith("step 8 in ")
+
+
+@pytest.mark.parametrize(
+    ("keep_latest", "best", "expected"),
+    [(2, [], [1, 2, 3]), (2, [2], [1, 3]), (2, [5, 1], [2, 3]), (0, [2], []), (9, [], [])],
+)
+def test_latest_and_best_stay(keep_latest: int, best: list[int], expected: list[int]) -> None:
+    assert steps_to_delete([1, 2, 3, 4, 5], keep_latest=keep_latest, best=best) == expected

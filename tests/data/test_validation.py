@@ -1,0 +1,91 @@
+"""Whole batches of a data set: each sample once, and generated data that are held out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.data.helpers import dataset_of, loader_of, training
+from torchtitan.data.builtin import SyntheticCorpus, SyntheticExamples
+from torchtitan.data.finetune import build_examples
+from torchtitan.data.tokenizer import ByteTokenizer
+from torchtitan.data.validation import WholeBatches
+
+
+@pytest.mark.parametrize(("degree", "batch"), [(1, 4), (3, 2), (2, 5), (7, 90)])
+def test_every_sample_once_on_any_ranks(degree: int, batch: int, tmp_path: Path) -> None:
+    dataset = dataset_of(tmp_path, num_epochs=1, document_attention="within")
+    total = dataset.num_samples
+    assert total is not None
+    assert total % (degree * batch)
+    whole = WholeBatches(dataset, batch=degree * batch, num_batches=None)
+    seen: Counter[bytes] = Counter()
+    num_batches = []
+    for rank in range(degree):
+        loader = loader_of(whole, batch=batch, rank=rank, degree=degree)
+        for _ in range(2):  # the second time all again
+            loader.rewind()
+            steps = list(loader)
+            num_batches.append(len(steps))
+            for [samples] in steps:
+                assert samples["tokens"].shape == (batch, 16)
+                assert samples["document_lengths"].sum() == batch * 16
+                for tokens, labels in zip(samples["tokens"], samples["labels"], strict=True):
+                    if (labels != -100).any():
+                        seen[tokens.numpy().tobytes()] += 1
+        loader.close()
+    expected = Counter(dataset[k]["tokens"].numpy().tobytes() for k in range(total))
+    assert seen == Counter({tokens: 2 * count for tokens, count in expected.items()})
+    assert set(num_batches) == {-(-total // (degree * batch))} == {whole.num_batches}
+
+
+def test_the_first_batches(tmp_path: Path) -> None:
+    dataset = dataset_of(tmp_path, num_epochs=1)
+    assert dataset.num_samples is not None
+    some = WholeBatches(dataset, batch=6, num_batches=2)
+    assert (some.num_drawn, some.num_batches, some.num_samples) == (12, 2, 12)
+    assert all(torch.equal(some[k]["labels"], dataset[k]["labels"]) for k in range(12))
+    more = WholeBatches(dataset, batch=6, num_batches=10**6)
+    assert more.num_drawn == dataset.num_samples
+
+
+def test_generated_data_are_held_out(tmp_path: Path) -> None:
+    trained, held_out = ([*SyntheticExamples(held_out=h).values()] for h in (False, True))
+    assert (len(trained), len(held_out)) == (1000, 100)
+    assert not [value for value in held_out if value in trained]
+    assert {len(value) for value in held_out} == {1, 2}  # chats, and prompts with completions
+
+    def sentences(*, held_out: bool) -> list[str]:
+        pieces = SyntheticCorpus(held_out=held_out).pieces(lambda num_bytes: None)
+        return [s for piece in pieces for s in piece.text.strip().lower().split(". ")]
+
+    known, others = set(sentences(held_out=False)), sentences(held_out=True)
+    long = [sentence for sentence in others if len(sentence.split()) > 6]
+    assert len(long) > 300
+    assert sum(sentence in known for sentence in long) < 0.02 * len(long)
+    words, pairs = set(), set()
+    for sentence in known:
+        row = sentence.rstrip(".").split()
+        words |= set(row)
+        pairs |= set(pairwise(row))
+    for sentence in others:
+        row = sentence.rstrip(".").split()
+        assert set(row) <= words
+        assert set(pairwise(row)) <= pairs | {(row[0], row[1])}
+
+
+def test_they_are_built_by_their_kind(tmp_path: Path) -> None:
+    prints = set()
+    for held_out in (False, True):
+        job = training(tmp_path, dataset="synthetic_examples", seq_len=256, num_epochs=1)
+        dataset = build_examples(
+            job, tokenizer=ByteTokenizer(), tokenizer_path="byte", seed=0, held_out=held_out
+        )
+        assert dataset.num_samples is not None
+        assert dataset.num_samples > 500 or held_out
+        prints.add(dataset.fingerprint["data"])
+    assert len(prints) == 2

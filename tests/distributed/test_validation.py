@@ -1,0 +1,349 @@
+"""Validation is the same figure in every layout, and leaves no trace in the training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.distributed import jobs
+from tests.distributed.pipeline_jobs import TINY8, pipeline
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_resume import exact
+from torchtitan.base.errors import NonFiniteError
+from torchtitan.checkpoint.storage import read_manifest
+from torchtitan.config.load import load_config
+from torchtitan.data.validation import WholeBatches
+from torchtitan.mesh.stop import StopRequest
+from torchtitan.models import MODELS
+from torchtitan.models.decoder import HeadLoss
+from torchtitan.models.documents import Documents
+from torchtitan.trainer import Trainer
+
+NUM_SAMPLES, SEQ_LEN = 13, 32
+TP2 = "--parallelism.tensor_parallel_degree=2"
+CP2 = "--parallelism.context_parallel_degree=2"
+# name: ranks, arguments
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    # 20 samples at once: one rank has three of the 13 and one has none
+    "fsdp 4, ragged": (4, ("--training.local_batch_size=2", "--validation.local_batch_size=5")),
+    "cp 2 x pp 2 ZBV": (4, (CP2, *pipeline("ZBVZeroBubble"))),
+    "pp 2 DualPipeV x tp 2": (4, (TP2, *pipeline("DualPipeV"))),
+    "pp 2 1F1B x fsdp 2": (4, (*pipeline("1F1B"), "--validation.local_batch_size=3")),
+    "cp 2 x tp 2": (4, (CP2, TP2)),
+}
+
+
+def write_held_out(folder: Path) -> Path:
+    """Documents of many lengths that make 13 samples, and a rest too short for one more."""
+    num_tokens = NUM_SAMPLES * SEQ_LEN + 7
+    words = "".join(f"{i * i} " for i in range(200))
+    path = folder / "held_out.jsonl"
+    texts, begin = [], 0
+    for i in range(1000):
+        length = min(3 + 7 * i % 50, num_tokens - begin - len(texts) - 1)
+        if length < 1:
+            break
+        texts.append(words[begin : begin + length])
+        begin += length
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def validated(folder: Path, toml: str = TINY8, **names: Any) -> list[str]:
+    """The arguments of a job that validates after steps 1, 2 and 3."""
+    return [
+        *jobs.write_job(folder, toml, **names),
+        "--training.steps=3",
+        "--training.document_attention=within",
+        "--validation.enable",
+        "--validation.dataset=files",
+        f"--validation.dataset_path={write_held_out(folder)}",
+        "--validation.freq=2",
+    ]
+
+
+def by_hand(job: list[str], weights: dict[str, Tensor]) -> float:
+    """The loss in float64, a sample at a time."""
+    [run] = [jobs.start(job)]
+    assert run.validator is not None
+    batches = run.validator._loader.dataset
+    assert isinstance(batches, WholeBatches)
+    assert batches.num_drawn == NUM_SAMPLES
+    model = MODELS["llama3"].build(MODELS["llama3"].flavors["tiny8"])
+    model.load_state_dict(weights)
+    model.double()
+    loss, num_labels = 0.0, 0
+    for k in range(NUM_SAMPLES):
+        sample = batches[k]
+        documents = Documents.from_flat(sample["document_lengths"], seq_len=SEQ_LEN)
+        logits = model(sample["tokens"][None], None, documents)[0]
+        loss += F.cross_entropy(logits, sample["labels"], reduction="sum").item()
+        num_labels += int((sample["labels"] != -100).sum())
+    return loss / num_labels
+
+
+@dataclass(frozen=True)
+class Reference:
+    losses: list[float]
+    final: float
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Reference:
+    """One device, and what its last weights make of the data in float64."""
+    job = validated(tmp_path_factory.mktemp("one"), cache=cache)
+    [result] = ranks.run(jobs.train, job, world=1)
+    other = [*job, "--checkpoint.enable=false", "--checkpoint.folder=none"]
+    [final] = ranks.run(by_hand, other, result.final, world=1)
+    return Reference([row["validation_loss"] for row in result.rows], final)
+
+
+def test_the_loss_is_that_of_each_sample_once(reference: Reference) -> None:
+    assert len(set(reference.losses)) == 3
+    assert reference.losses[-1] == pytest.approx(reference.final, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_figure_in_any_layout(
+    layout: str, ranks: RankPool, tmp_path: Path, cache: Path, reference: Reference
+) -> None:
+    world, arguments = LAYOUTS[layout]
+    job = [*validated(tmp_path, cache=cache), *arguments, "--metrics.save_for_all_ranks"]
+    ranks.run(jobs.train, job, world=world)
+    for name in ("metrics.jsonl", *(f"metrics.rank_{rank}.jsonl" for rank in range(1, world))):
+        lines = (tmp_path / "run" / name).read_text().splitlines()
+        losses = [json.loads(line)["validation_loss"] for line in lines]
+        assert losses == pytest.approx(reference.losses, rel=1e-6)
+
+
+WORKERS = ("--training.dataloader.num_workers=1", "--validation.dataloader.num_workers=1")
+NO_TRACE: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one process, workers": (1, WORKERS),
+    "compiled, recomputed": (
+        1,
+        (
+            "--compile.enable",
+            "--compile.backend=aot_eager",
+            "--activation_checkpoint.mode=full",
+            "--validation.local_batch_size=5",
+        ),
+    ),
+    "fsdp 2, saved in between": (2, ("--checkpoint.interval=1", "--training.gc_freq=1")),
+    "pp 2 ZBV": (2, ("--model.flavor=tiny8", *pipeline("ZBVZeroBubble"))),
+}
+
+
+def draw_too(correct: HeadLoss) -> HeadLoss:
+    """A loss that draws from torch's generator, as dropout does."""
+
+    def loss(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return correct(x, weight, labels) * (1 + 0.01 * torch.rand(()).item())
+
+    return loss
+
+
+def train_noisily(job: list[str]) -> tuple[jobs.Result, list[bool]]:
+    """Train with such a loss; tell of each part of the model whether it is left as one to train."""
+    with jobs.other_loss(draw_too):
+        run = jobs.start(job)
+    trainer = Trainer(run)
+    trainer.train()
+    trainer.close()
+    # before anything gathers them: what a checkpoint would hold
+    sharded = [isinstance(p, torch.distributed.tensor.DTensor) for p in run.model.parameters()]
+    folder = load_config(job).job.dump_folder
+    final = {name: jobs.full(p) for name, p in run.model.named_parameters()}
+    result = jobs.Result(jobs.read_rows(folder), {}, final, jobs.hash_state(run))
+    return result, [*sharded, *(part.training for part in run.model)]
+
+
+@pytest.mark.parametrize("case", NO_TRACE)
+def test_nothing_of_the_training_differs(
+    case: str, ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    """Bit for bit: weights, optimizer, random generator, position, logged figures."""
+    world, arguments = NO_TRACE[case]
+    with_it = [*validated(tmp_path, jobs.TINY, name="with", cache=cache), *arguments]
+    without = [*validated(tmp_path, jobs.TINY, name="without", cache=cache), *arguments]
+    results = ranks.run(train_noisily, with_it, world=world)
+    plain = ranks.run(train_noisily, [*without, "--validation.enable=false"], world=world)
+    for (ours, kept), (theirs, expected) in zip(results, plain, strict=True):
+        assert exact(ours.rows) == exact(theirs.rows)
+        assert ours.state_hash == theirs.state_hash
+        assert kept == expected
+        assert all("validation_loss" in row for row in ours.rows)
+        assert not any("validation_loss" in row for row in theirs.rows)
+
+
+def test_a_resumed_run_validates_at_the_same_steps(ranks: RankPool, tmp_path: Path) -> None:
+    rows = {}
+    for name, stops in (("through", (5,)), ("resumed", (2, 5))):
+        for steps in stops:
+            job = [*validated(tmp_path, jobs.TINY, name=name), f"--training.steps={steps}"]
+            [result] = ranks.run(jobs.train, job, world=1)
+        rows[name] = [
+            (row["step"], row["validation_loss"], row["validation_perplexity"])
+            for row in result.rows
+            if "validation_loss" in row
+        ]
+    assert rows["resumed"] == rows["through"]
+    assert [step for step, _, _ in rows["through"]] == [1, 2, 4, 5]
+
+
+def test_the_first_batches_alone(ranks: RankPool, tmp_path: Path) -> None:
+    def losses(*arguments: str) -> list[float]:
+        job = [*validated(tmp_path, jobs.TINY), *arguments, "--checkpoint.enable=false"]
+        [result] = ranks.run(jobs.train, job, world=1)
+        return [row["validation_loss"] for row in result.rows]
+
+    every = losses()
+    assert losses("--validation.steps=7") == every  # 7 batches of 2 hold all 13
+    assert losses("--validation.steps=100") == every
+    some = losses("--validation.steps=3")
+    assert some != every
+    # the same samples in other batches
+    assert losses("--validation.steps=2", "--validation.local_batch_size=3") == pytest.approx(
+        some, rel=1e-6
+    )
+
+
+def with_losses(losses: dict[int, float]) -> Callable[[int], dict[str, float]]:
+    return lambda step: {"validation_loss": losses.get(step, 9.0)}
+
+
+def train_to(job: list[str], losses: dict[int, float]) -> list[int]:
+    """Train with validations that give these losses; return the steps after which they were."""
+    run = jobs.start(job)
+    assert run.validator is not None
+    run.validator.measure = with_losses(losses)  # type: ignore[method-assign]
+    trainer = Trainer(run)
+    trainer.train()
+    trainer.close()
+    rows = jobs.read_rows(load_config(job).job.dump_folder)
+    return [row["step"] for row in rows if "validation_loss" in row]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_the_best_checkpoints_are_kept(mode: str, ranks: RankPool, tmp_path: Path) -> None:
+    losses = {2: 3.0, 3: 0.5, 4: 1.0, 6: 2.0, 8: 2.5, 10: 4.0}
+    job = [
+        *validated(tmp_path, jobs.TINY),
+        "--validation.freq=1000",
+        "--checkpoint.interval=2",
+        "--checkpoint.keep_latest_k=1",
+        "--checkpoint.keep_best=2",
+        f"--checkpoint.async_mode={mode}",
+    ]
+    for steps, kept in ((4, [2, 4]), (8, [4, 6, 8]), (10, [4, 6, 10])):
+        [validations] = ranks.run(train_to, [*job, f"--training.steps={steps}"], losses, world=1)
+        folder = tmp_path / "run" / "checkpoint"
+        assert sorted(int(path.name[5:]) for path in folder.glob("step-*")) == kept
+    # each save, and the first step; not step 3, which is not saved
+    assert validations == [1, 2, 4, 6, 8, 10]
+
+
+def stop_after_2(job: list[str]) -> None:
+    stop = StopRequest()
+    trainer = Trainer(jobs.start(job), stop=stop)
+    assert trainer.train(on_step=lambda step: stop.end_after(0 if step == 2 else None)) is not None
+    trainer.close()
+
+
+def test_a_run_that_must_leave_saves_at_once(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*validated(tmp_path, jobs.TINY), "--validation.freq=1", "--checkpoint.keep_best=1"]
+    ranks.run(stop_after_2, [*job, "--training.steps=5"], world=1)
+    rows = jobs.read_rows(tmp_path / "run")
+    assert [row["step"] for row in rows if "validation_loss" in row] == [1, 2]
+    assert "validation" not in read_manifest(tmp_path / "run" / "checkpoint" / "step-3")
+
+
+def count_time(job: list[str]) -> list[dict[str, float]]:
+    """Train by a clock that moves a second a step, and a thousand in a validation."""
+    run = jobs.start(job)
+    assert run.validator is not None
+    now = [0.0]
+
+    def measure(step: int) -> dict[str, float]:
+        now[0] += 1000
+        return {"validation_loss": 1.0}
+
+    run.validator.measure = measure  # type: ignore[method-assign]
+    run.meter._clock = lambda: now[0]
+    correct = run.execution.forward_backward
+
+    def forward_backward(*args: Any, **kwargs: Any) -> Tensor:
+        now[0] += 1
+        return correct(*args, **kwargs)
+
+    run.execution.forward_backward = forward_backward  # type: ignore[method-assign]
+    trainer = Trainer(run)
+    trainer.train()
+    trainer.close()
+    return jobs.read_rows(load_config(job).job.dump_folder)
+
+
+def test_its_time_is_not_that_of_the_training(ranks: RankPool, tmp_path: Path) -> None:
+    [rows] = ranks.run(count_time, validated(tmp_path, jobs.TINY), world=1)
+    assert [row["step_time_s"] for row in rows] == [1, 1, 1]
+
+
+def failure_of(job: list[str], loss: float) -> str:
+    run = jobs.start(job)
+    assert run.validator is not None
+    evaluate = run.execution.evaluate
+    run.execution.evaluate = lambda batch: evaluate(batch) * loss  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteError) as caught:
+        Trainer(run).train()
+    return str(caught.value)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(ranks: RankPool, tmp_path: Path) -> None:
+    job = validated(tmp_path, jobs.TINY)
+    [message] = ranks.run(failure_of, job, float("nan"), world=1)
+    assert message.startswith("step 1 must have a finite validation loss, got nan")
+
+
+def test_data_that_are_missing_or_trained_on(ranks: RankPool, tmp_path: Path) -> None:
+    job = validated(tmp_path, jobs.TINY)
+    path = write_held_out(tmp_path)
+    [message] = ranks.run(jobs.refusal, [*job, "--validation.dataset_path=no/*.txt"], world=1)
+    assert message == "[validation] validation.dataset_path: no file matches 'no/*.txt'"
+    [message] = ranks.run(jobs.refusal, [*job, "--validation.seq_len=512"], world=1)
+    assert "at least validation.seq_len + 1 = 513 tokens" in message
+    trained_on = ["--training.dataset=files", f"--training.dataset_path={path}"]
+    few = ["--training.global_batch_size=2", "--checkpoint.enable=false"]
+    [lines] = ranks.run(jobs.logged, [*job, *trained_on, *few], world=1)
+    warning = "validation reads the very data that are trained on"
+    assert any(warning in line for line in lines)
+    assert "Validation on 13 samples of 32 tokens in 7 batches, every 2 steps" in lines
+    for kind in ("synthetic_masked", "synthetic_examples"):
+        arguments = ["--validation.enable", f"--training.dataset={kind}", "--training.seq_len=128"]
+        held_out = [*jobs.write_job(tmp_path, name=kind), *arguments]
+        [lines] = ranks.run(jobs.logged, held_out, world=1)
+        assert not any(warning in line for line in lines)
+
+
+def test_held_out_examples_are_learnt(ranks: RankPool, tmp_path: Path) -> None:
+    job = [
+        *jobs.write_job(tmp_path),
+        "--training.dataset=synthetic_examples",
+        "--training.packing=packed",
+        "--training.document_attention=within",
+        "--training.seq_len=256",
+        "--training.steps=12",
+        "--optimizer.lr=1e-2",
+        "--validation.enable",
+        "--validation.freq=100",
+    ]
+    [result] = ranks.run(jobs.train, job, world=1)
+    losses = [row["validation_loss"] for row in result.rows if "validation_loss" in row]
+    assert len(losses) == 2
+    assert losses[1] < 0.8 * losses[0]

@@ -1,0 +1,92 @@
+"""What a rank reads: the samples of the training, and this rank's share of each step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from torchtitan.assemble.layout import Layout
+from torchtitan.base.errors import DataError
+from torchtitan.checkpoint.state import Progress
+from torchtitan.config.schema import Config, TrainingConfig
+from torchtitan.data.dataset import build_dataset
+from torchtitan.data.loader import Loader, Numbered
+from torchtitan.data.sample_log import SampleLog
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
+from torchtitan.mesh.dims import Mesh
+
+
+def build_samples(
+    source: TrainingConfig,
+    *,
+    tokenizer: Tokenizer,
+    tokenizer_path: str,
+    seed: int,
+    held_out: bool = False,
+) -> Numbered:
+    """Build the samples that `source` describes, tokenised first where that is not done yet.
+
+    `held_out`: of generated data the part that is never trained on.
+    """
+    if source.dataset in ("examples", "synthetic_examples"):
+        # here: a run on text does not load Jinja
+        from torchtitan.data.finetune import build_examples
+
+        return build_examples(
+            source,
+            tokenizer=tokenizer,
+            tokenizer_path=tokenizer_path,
+            seed=seed,
+            held_out=held_out,
+        )
+    return build_dataset(source, tokenizer=tokenizer, seed=seed, held_out=held_out)
+
+
+def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progress) -> Loader:
+    """Build this rank's share of the data, tokenised first where that is not done yet."""
+    training = config.training
+    tokenizer = build_tokenizer(config.model.tokenizer_path)
+    check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
+    dataset = build_samples(
+        training,
+        tokenizer=tokenizer,
+        tokenizer_path=config.model.tokenizer_path,
+        seed=config.debug.seed,
+    )
+    global_batch_size = training.local_batch_size * mesh.dims.dp * layout.accumulation
+    if dataset.num_samples is not None and dataset.num_samples < global_batch_size:
+        # a batch that is read at once is no larger than its parts
+        whole = "training.global_batch_size"
+        if layout.accumulation == 1:
+            whole = "training.local_batch_size" + (
+                "" if training.global_batch_size == -1 else " and global_batch_size"
+            )
+        raise DataError(
+            f"the data must fill one global batch: {training.num_epochs} epochs of it hold "
+            f"{dataset.num_samples} samples of {training.seq_len} tokens, the batch "
+            f"{global_batch_size}; add data, or lower {whole}, or training.seq_len"
+        )
+    return Loader(
+        dataset,
+        local_batch_size=training.local_batch_size,
+        accumulation=layout.accumulation,
+        dp_rank=mesh.dp_rank,
+        dp_degree=mesh.dims.dp,
+        settings=training.dataloader,
+        on_sample=build_sample_log(config, mesh, progress)
+        if config.debug.log_sample_hashes
+        else None,
+    )
+
+
+def build_sample_log(config: Config, mesh: Mesh, progress: Progress) -> SampleLog:
+    """Build what writes down the samples that this rank draws."""
+    return SampleLog(
+        Path(config.job.dump_folder) / "samples",
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        writes=mesh.is_first_of_dp_rank,
+        # samples are drawn for the step after the last one that is done
+        step=lambda: progress.step + 1,
+    )

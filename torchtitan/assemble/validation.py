@@ -1,0 +1,117 @@
+"""What a run is measured on: data of its own, read in the layout of the training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import replace
+
+import torch
+
+from torchtitan.assemble.data import build_samples
+from torchtitan.base.errors import DataError
+from torchtitan.config.schema import Config, TrainingConfig
+from torchtitan.data.loader import Loader, Numbered
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.validation import WholeBatches
+from torchtitan.mesh.dims import Mesh
+from torchtitan.models.parts import ModelParts
+from torchtitan.parallel.context_layout import SequenceShard
+from torchtitan.parallel.execution import Execution
+from torchtitan.validate import Validator
+
+logger = logging.getLogger(__name__)
+SEED = 0  # not the run's: runs with other seeds are measured on the same samples
+OWN_KEYS = ("dataset_path", "seq_len")
+
+
+def build_validator(
+    config: Config,
+    *,
+    mesh: Mesh,
+    model: ModelParts,
+    execution: Execution,
+    shard: SequenceShard,
+    device: torch.device,
+    trained_on: Numbered,
+) -> Validator | None:
+    """Build what validates the run; None where that is off.
+
+    Raises:
+        DataError: Data are missing, empty, damaged or too short.
+    """
+    validation = config.validation
+    if not validation.enable:
+        return None
+    source = describe_source(config)
+    dataset = build_held_out(config, source=source)
+    if dataset.fingerprint["data"] == trained_on.fingerprint["data"]:
+        logger.warning(
+            "validation reads the very data that are trained on: its loss does not tell what the "
+            "model makes of others; write another validation.dataset_path"
+        )
+    batches = WholeBatches(
+        dataset,
+        batch=source.local_batch_size * mesh.dims.dp,
+        num_batches=None if validation.steps == -1 else validation.steps,
+    )
+    logger.info(
+        "Validation on %d samples of %d tokens in %d batches, every %d steps",
+        batches.num_drawn,
+        source.seq_len,
+        batches.num_batches,
+        validation.freq,
+    )
+    return Validator(
+        loader=Loader(
+            batches,
+            local_batch_size=source.local_batch_size,
+            accumulation=1,
+            dp_rank=mesh.dp_rank,
+            dp_degree=mesh.dims.dp,
+            settings=validation.dataloader,
+        ),
+        execution=execution,
+        shard=shard,
+        model=model,
+        mesh=mesh,
+        device=device,
+        data=hashlib.sha256(json.dumps(dataset.fingerprint).encode()).hexdigest()[:16],
+        freq=validation.freq,
+        before_saves=config.checkpoint.enable and config.checkpoint.keep_best > 0,
+        first_timeout_seconds=config.comm.init_timeout_seconds,
+        timeout_seconds=config.comm.train_timeout_seconds,
+    )
+
+
+def describe_source(config: Config) -> TrainingConfig:
+    """Return [training] with the data of [validation] in the place of its own, read once."""
+    training, validation = config.training, config.validation
+    return replace(
+        training,
+        dataset=validation.dataset or training.dataset,
+        dataset_path=validation.dataset_path,
+        dataset_weights=(),
+        local_batch_size=validation.local_batch_size or training.local_batch_size,
+        seq_len=validation.seq_len or training.seq_len,
+        num_epochs=1,
+    )
+
+
+def build_held_out(config: Config, *, source: TrainingConfig) -> Numbered:
+    """Build the samples of the validation; what is wrong with them names its keys."""
+    path = config.model.tokenizer_path
+    try:
+        return build_samples(
+            source,
+            tokenizer=build_tokenizer(path),
+            tokenizer_path=path,
+            seed=SEED,
+            held_out=True,
+        )
+    except DataError as error:
+        message = str(error)
+        for key in OWN_KEYS:
+            message = message.replace(f"training.{key}", f"validation.{key}")
+        raise DataError(f"[validation] {message}") from error

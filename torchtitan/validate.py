@@ -1,0 +1,129 @@
+"""The loss on data that are not trained on, and the promise that measuring it changes nothing.
+
+A validation is a forward pass over the same samples each time: their summed loss by the number of
+their labels, over all ranks, so that it is the same figure in any layout. Nothing of the training
+is touched: the data have a loader of their own, which begins anew each time and so has no state to
+save; no gradient is made and no random number drawn; parameters are left as they were found.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from torchtitan.base.errors import DataError, NonFiniteError
+from torchtitan.data.loader import Loader
+from torchtitan.mesh.dims import Mesh
+from torchtitan.mesh.process_group import gather, set_timeout, tighten_timeout
+from torchtitan.metrics.sinks import Row
+from torchtitan.models.parts import ModelParts
+from torchtitan.optim.loss import count_valid
+from torchtitan.parallel.context_layout import SequenceShard
+from torchtitan.parallel.execution import Execution
+from torchtitan.parallel.fsdp import reshard
+
+LARGEST_EXPONENT = 700.0  # e to more is no float
+
+
+class Validator:
+    """Measures the model as it is.
+
+    `data` tells the validation's data from others. `before_saves`: each save is validated first.
+    The first validation of a start may compile, and has `first_timeout_seconds`.
+    """
+
+    def __init__(
+        self,
+        *,
+        loader: Loader,
+        execution: Execution,
+        shard: SequenceShard,
+        model: ModelParts,
+        mesh: Mesh,
+        device: torch.device,
+        data: str,
+        freq: int,
+        before_saves: bool,
+        first_timeout_seconds: int,
+        timeout_seconds: int,
+    ) -> None:
+        self.data = data
+        self._loader, self._execution, self._shard = loader, execution, shard
+        self._model, self._mesh, self._device = model, mesh, device
+        self._freq, self._before_saves = freq, before_saves
+        self._first_timeout, self._timeout = first_timeout_seconds, timeout_seconds
+        self._has_run = False
+
+    def is_due(self, step: int, *, last: bool, saves: bool) -> bool:
+        """Tell whether to validate after a step, which is the `last` one, or is saved."""
+        return last or step == 1 or step % self._freq == 0 or (saves and self._before_saves)
+
+    def measure(self, step: int) -> Row:
+        """Return the validation's figures after `step`, on all ranks alike.
+
+        Raises:
+            DataError: The data cannot be read, or have no labels.
+            NonFiniteError: The loss is not finite.
+        """
+        started = time.perf_counter()
+        if not self._has_run:
+            set_timeout(self._first_timeout, groups=self._mesh.groups())
+        with _evaluating(self._model, device=self._device):
+            loss_sum, num_valid = self._sum()
+        loss_sums, counts = gather(torch.stack([loss_sum, num_valid])).unbind(1)
+        total, count = loss_sums.sum().item(), counts.sum().item()
+        if not self._has_run:
+            tighten_timeout(self._timeout, groups=self._mesh.groups())
+            self._has_run = True
+        if not count:
+            raise DataError(
+                "the validation's data must hold labels, all of their tokens are without; see "
+                "validation.dataset, validation.dataset_path and validation.seq_len"
+            )
+        loss = total / count
+        if not math.isfinite(loss):
+            raise NonFiniteError(
+                f"step {step} must have a finite validation loss, got {loss}; go on from an "
+                f"earlier checkpoint with checkpoint.mode = 'continue' and a lower optimizer.lr"
+            )
+        return {
+            "validation_loss": loss,
+            "validation_perplexity": math.exp(min(loss, LARGEST_EXPONENT)),
+            "validation_time_s": time.perf_counter() - started,
+        }
+
+    def _sum(self) -> tuple[Tensor, Tensor]:
+        """Return this rank's summed loss and the number of labels that it is of."""
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        num_valid = torch.zeros_like(loss_sum)
+        self._loader.rewind()
+        for [samples] in self._loader:
+            batch = self._shard.take(samples).to(self._device)
+            loss_sum += self._execution.evaluate(batch)
+            if self._execution.owns_loss:
+                num_valid += count_valid(batch.labels)
+        self._loader.close()
+        return loss_sum, num_valid
+
+    def close(self) -> None:
+        """End the loader's workers."""
+        self._loader.close()
+
+
+@contextmanager
+def _evaluating(model: ModelParts, *, device: torch.device) -> Iterator[None]:
+    modes = [part.training for part in model]
+    for part in model:
+        part.eval()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for part, mode in zip(model, modes, strict=True):
+            part.train(mode)
+            reshard(part)
