@@ -1,4 +1,4 @@
-"""A start is short: a run imports no package that it does not use, and leaves alone what it imports.
+"""A start is short: a run imports no package that it does not use, nor searches what it imports.
 
 Packages that a plain run has no need of, by what they would be needed for. The optimizer of torch
 itself imports its compiler, so that one is no use to look for.
