@@ -19,17 +19,30 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
-from scripts.benchmarks import attention, checkpoint, data, loss, pairs, pipeline, startup, train
+from scripts.benchmarks import (
+    attention,
+    checkpoint,
+    data,
+    gpu,
+    loss,
+    pairs,
+    pipeline,
+    recompute,
+    startup,
+    train,
+)
 from torchtitan.base.errors import UserError
 
 COMMANDS = {
     "train": train,
+    "recompute": recompute,
     "loss": loss,
     "data": data,
     "startup": startup,
     "attention": attention,
     "pipeline": pipeline,
     "checkpoint": checkpoint,
+    "gpu": gpu,
 }
 
 

@@ -1,4 +1,4 @@
-"""A run imports no package that it does not use: each costs every start some time.
+"""A start is short: a run imports no package that it does not use, nor searches what it imports.
 
 Packages that a plain run has no need of, by what they would be needed for. The optimizer of torch
 itself imports its compiler, so that one is no use to look for.
@@ -6,11 +6,14 @@ itself imports its compiler, so that one is no use to look for.
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from torchtitan import train
 
 UNUSED = {
     "wandb": "metrics.enable_wandb",
@@ -62,3 +65,23 @@ def test_a_plain_run_imports_what_it_uses(tmp_path: Path) -> None:
 )
 def test_what_is_asked_for_is_seen(tmp_path: Path, option: str, package: str) -> None:
     assert package in imported(tmp_path, option)
+
+
+def test_garbage_is_looked_for_again_once_all_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not in what is imported."""
+    seen = []
+
+    def main(argv: object) -> int:
+        seen.append((gc.isenabled(), gc.get_freeze_count() > 0))
+        return 0
+
+    monkeypatch.setattr(train, "main", main)
+    monkeypatch.setattr(train, "leave", lambda exit_code: seen.append(exit_code))
+    assert gc.isenabled()  # to import the module has no effect, to run it does
+    gc.disable()
+    try:
+        train.train_and_leave([])
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    assert seen == [(True, True), 0]

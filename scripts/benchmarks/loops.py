@@ -22,7 +22,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtitan.parallel.batch import Batch
 
 MAX_NORM = 1.0
-LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
+# a rate at which the largest of the models here does not amplify the rounding of its first steps
+LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.1
 
 
 class Loop(Protocol):

@@ -9,10 +9,12 @@ here too. The model is that of `pipeline_jobs`, in float32, unclipped; the refer
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed import jobs, pipeline_jobs
 from tests.distributed.pipeline_jobs import TINY8, Trained, assert_same_training, pipeline
@@ -71,8 +73,11 @@ class Compiled:
     cache_misses: int
 
 
-def train(job: list[str], *, code: Path | None = None, strict: bool = True) -> Compiled:
-    """Train on this rank; `strict`: a second code for a later layer is an error."""
+def train(
+    job: list[str], *, code: Path | None = None, strict: bool = True, tied: bool = False
+) -> Compiled:
+    """Train on this rank; `strict`: a second code for a later layer is an error. `tied`: with the
+    embedding as output head."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -81,7 +86,7 @@ def train(job: list[str], *, code: Path | None = None, strict: bool = True) -> C
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=strict):
-        trained = pipeline_jobs.train(job)
+        trained = pipeline_jobs.train_tied(job) if tied else pipeline_jobs.train(job)
     return Compiled(
         trained=trained,
         graphs=counters["stats"]["unique_graphs"],
@@ -130,6 +135,36 @@ def test_documents_change_with_each_batch_and_compile_nothing(
     assert {(result.graphs, result.breaks) for result in results} == {(4, 2)}
 
 
+@pytest.mark.parametrize("layout", ["fsdp 2", "tp 2, recomputed"])
+def test_an_embedding_that_is_the_head_too(
+    layout: str, ranks: RankPool, tmp_path: Path, cache: Path, job: list[str]
+) -> None:
+    """Its gradient is that of both ends, one of which is compiled against."""
+    plain_job = [*jobs.write_job(tmp_path, TINY8, name="plain", cache=cache), UNCLIPPED]
+    [reference] = ranks.run(pipeline_jobs.train_tied, plain_job, world=1)
+    overrides = (*LAYOUTS[layout].overrides, *AOT_EAGER)
+    results = ranks.run(train, [*job, *overrides], tied=True, world=2)
+    assert_same_training([result.trained for result in results], reference)
+
+
+def test_a_deterministic_run_goes_on_bit_for_bit(
+    ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    """In one go, and stopped after two of four steps: digits and state on each rank."""
+    exact = ("--debug.deterministic=true", SELECTIVE, *AOT_EAGER)
+    whole = [*jobs.write_job(tmp_path, TINY8, name="whole", cache=cache), *exact]
+    parts = [*jobs.write_job(tmp_path, TINY8, name="parts", cache=cache), *exact]
+    through = ranks.run(jobs.train, whole, world=2)
+    ranks.run(jobs.train, [*parts, "--training.steps=2"], world=2)
+    resumed = ranks.run(jobs.train, parts, world=2)
+    assert digits(resumed[0]) == digits(through[0])
+    assert [r.state_hash for r in resumed] == [r.state_hash for r in through]
+
+
+def digits(result: jobs.Result) -> list[tuple[float, float, float]]:
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in result.rows]
+
+
 def train_without_waiting(job: list[str]) -> Compiled:
     """Plant the bug of old: the first block is given what is still on its way."""
     correct = compiling._arrived
@@ -166,17 +201,25 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("code")
 
 
-def train_anew(job: list[str], *, code: Path, world: int) -> list[Compiled]:
+def train_in_two_parts(job: list[str], *, code: Path, strict: bool = True) -> Compiled:
+    """Stop after two steps, and go on."""
+    train([*job, "--training.steps=2"], code=code, strict=strict)
+    return train(job, code=code, strict=strict)
+
+
+def train_anew(
+    job: list[str], *, code: Path, world: int, how: Callable[..., Compiled] = train
+) -> list[Compiled]:
     """Train in new processes."""
     pool = RankPool(world)
     try:
-        return pool.run(train, [*job, "--compile.enable"], code=code, world=world, timeout=500)
+        return pool.run(how, [*job, "--compile.enable"], code=code, world=world, timeout=500)
     finally:
         pool.close()
 
 
 @pytest.mark.timeout(600)
-def test_inductor_trains_the_same_and_a_second_start_compiles_nothing(
+def test_inductor_trains_the_same_and_later_starts_compile_nothing(
     tmp_path: Path, cache: Path, code: Path, plain: Trained
 ) -> None:
     starts, libraries = [], []
@@ -190,7 +233,11 @@ def test_inductor_trains_the_same_and_a_second_start_compiles_nothing(
     assert (first.cache_hits, first.cache_misses) == (0, 2)
     assert (second.cache_hits, second.cache_misses) == (2, 0)
     assert libraries[0] == libraries[1] != set()
-    assert second.trained.rows[-1]["loss"] == first.trained.rows[-1]["loss"]
+    job = [*jobs.write_job(tmp_path, TINY8, name="parts", cache=cache), UNCLIPPED, SELECTIVE]
+    [resumed] = train_anew(job, code=code, world=1, how=train_in_two_parts)
+    assert digits(first.trained) == digits(second.trained) == digits(resumed.trained)
+    for name, weight in first.trained.final.items():
+        assert torch.equal(weight, resumed.trained.final[name]), name
 
 
 @pytest.mark.timeout(600)

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ import pytest
 import torch
 
 from scripts import benchmark
-from scripts.benchmarks import attention, loss, pipeline, train
+from scripts.benchmarks import attention, gpu, loss, pipeline, recompute, train
 from scripts.benchmarks.llama_hf import build_llama
 from scripts.benchmarks.pairs import Comparison, DisagreementError, alternate, check_close
+from scripts.benchmarks.trace import top_operations
+from scripts.benchmarks.turns import check_losses
 from tests.models.reference import TINY, random_decoder
+from torchtitan.config.load import load_config
+from torchtitan.models.spec import DecoderConfig, Llama3Scaling
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark.py"
 TINY_TRAINING = ("--flavor", "tiny", "--batch", "2", "--seq_len", "16", "--steps", "4")
@@ -118,26 +123,116 @@ def test_all_step_loops_train_the_same(tmp_path: Path) -> None:
 
 
 def test_loops_that_part_give_no_ratio() -> None:
-    class Parted:
-        def run(self, num_steps: int) -> None:
-            """Take no step."""
-
-        def losses(self) -> list[float]:
-            return [5.0, 4.9, 4.7]
-
     rows = [{"step": 1.0, "loss": 5.0}, {"step": 3.0, "loss": 4.8}]
     with pytest.raises(DisagreementError, match=r"losses of ours and other.*no ratio"):
-        train._check("other", Parted(), rows=rows, dtype="float32")
+        check_losses("other", [5.0, 4.9, 4.7], rows=rows, dtype="float32")
     same = [rows[0], {"step": 2.0, "loss": 4.9}]
-    assert train._check("other", Parted(), rows=same, dtype="float32") == 0.0
+    assert check_losses("other", [5.0, 4.9, 4.7], rows=same, dtype="float32") == 0.0
 
 
-def test_llama_of_transformers_has_the_same_weights() -> None:
-    model = random_decoder(TINY)
+SCALED = Llama3Scaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=16
+)
+
+
+@pytest.mark.parametrize(
+    "sizes", [TINY, replace(TINY, rope_scaling=SCALED, tie_embeddings=True)], ids=["plain", "3.2"]
+)
+def test_llama_of_transformers_has_the_same_weights(sizes: DecoderConfig) -> None:
+    model = random_decoder(sizes)
     llama = build_llama(model)
     tokens = torch.randint(0, TINY.vocab_size, (2, 9))
     torch.testing.assert_close(llama(input_ids=tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
     assert sum(p.numel() for p in llama.parameters()) == sum(p.numel() for p in model.parameters())
+
+
+def test_recomputing_policies_are_compared_and_save_memory(tmp_path: Path) -> None:
+    """Eight blocks keep about 17 times their input of 8 x 256 x 32 numbers each: 36 MB."""
+    sizes = ("--flavor", "tiny8", "--batch", "8", "--seq_len", "256", "--steps", "1")
+    figures = measured(tmp_path, "recompute", *sizes, num_pairs=1)
+    others = ("full", "every 2nd block", "by operator")
+    clocks = ("elapsed", "processor")
+    assert names(figures) == [f"{name} / none, {clock}" for name in others for clock in clocks]
+    memory = figures["memory_gib"]
+    assert max(memory["full"], memory["by operator"]) < memory["none"] - 0.01
+    assert memory["full"] < memory["every 2nd block"] < memory["none"]
+
+
+def test_policies_that_part_give_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"losses": {"none": [5.0, 4.9], "full": [5.0, 4.8]}}
+    monkeypatch.setattr(recompute, "run_ranks", lambda *args, **settings: found)
+    assert benchmark.main(["recompute", "--flavor", "tiny"]) == 1
+
+
+def test_gpu_compares_trains_and_reads_a_trace(tmp_path: Path) -> None:
+    figures = measured(tmp_path, "gpu", "--toy", "--only", "1B", "trace", num_pairs=1)
+    assert names(figures) == [f"1B: step loop / bare loop, {c}" for c in ("elapsed", "processor")]
+    assert figures["train"]["1B"]["apart"]
+    assert figures["jobs"]["trace"]["tokens_per_second"] > 0
+    parts = [part for _, part in figures["top_operations"]]
+    assert len(parts) == 3
+    assert 1 > parts[0] >= parts[1] >= parts[2] > 0
+
+
+def test_gpu_names_a_job_that_fails_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = {name: (f"--training.seq_len={given}",) for name, given in (("a", "x"), ("b", "-1"))}
+    monkeypatch.setattr(gpu, "JOBS", jobs)
+    assert benchmark.main(["gpu", "--toy", "--only", "a", "b"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, given in (("a", "x"), ("b", "-1")):
+        assert f"- {name}: not measured, it ended with code 2: " in shown
+        assert f"--training.seq_len {given}: must be" in shown
+
+
+def test_gpu_asks_for_jobs_that_there_are() -> None:
+    """But for float8, which not every GPU has."""
+    for name, words in {**gpu.JOBS, "float8": ()}.items():
+        config = load_config([*gpu.REAL.job, "--training.dataset=synthetic", *words])
+        assert config.model.flavor == "1B", name
+    parser = benchmark._parser()
+    for words in gpu.COMPARISONS.values():
+        args = parser.parse_args(["train", "--apart", "--pairs", "5", *words, *gpu.REAL.comparison])
+        load_config(train.describe_job({**vars(args), "tokenizer": "byte"}, folder=Path("x")))
+
+
+def test_the_figures_of_a_job_are_those_after_its_first_steps() -> None:
+    seconds, peaks = (9.0, 5.0, 1.0, 2.0, 3.0), (3.0, 9.0, 4.0, 4.0, 4.0)
+    rows = [
+        {"step": i, "tokens_per_second": 6 / s, "step_time_s": s, "mfu": s, "memory_peak_gib": p}
+        for i, (s, p) in enumerate(zip(seconds, peaks, strict=True))
+    ]
+    assert gpu.summarize(rows) == {
+        "tokens_per_second": 3.0,
+        "step_time_s": 2.0,
+        "mfu": 2.0,
+        "memory_peak_gib": 9.0,
+    }
+
+
+def test_a_trace_tells_where_the_time_went(tmp_path: Path) -> None:
+    """On a CPU mm's 5 of block's 10 are its own, and the other thread's 3 are add's; on a GPU only
+    kernels count."""
+    path = tmp_path / "trace.json"
+
+    def write(*events: tuple[str, str, int, int, int]) -> None:
+        keys = ("cat", "name", "ts", "dur", "tid")
+        rows = [{"ph": "X", "pid": 1, **dict(zip(keys, e, strict=True))} for e in events]
+        path.write_text(json.dumps({"traceEvents": [*rows, {"ph": "M", "name": "process"}]}))
+
+    called = [
+        ("cpu_op", "mm", 2, 5, 1),
+        ("cpu_op", "block", 0, 10, 1),
+        ("cpu_op", "add", 10, 2, 1),
+        ("cpu_op", "add", 5, 1, 2),
+        ("python_function", "train", 0, 99, 1),
+    ]
+    write(*called)
+    parts = {"mm": 5 / 13, "block": 5 / 13, "add": 3 / 13}
+    assert dict(top_operations(path)) == pytest.approx(parts)
+    write(*called, ("kernel", "gemm", 0, 3, 7), ("kernel", "copy", 3, 1, 7))
+    assert top_operations(path, count=1) == [("gemm", 0.75)]
 
 
 def test_data_counts_its_tokens(tmp_path: Path) -> None:
@@ -223,6 +318,7 @@ def test_figures_agree_within_the_tolerance() -> None:
         ((), "WHAT"),
         (("train", "--pairs", "0"), "at least 1"),
         (("train", "--flavor", "9B"), "flavor of llama3 must be one of"),
+        (("train", "--flavor", "tiny", "--ranks", "2", "--others", "Trainer"), "leaves nobody"),
         (("attention", "--seq_len", "30"), "try 28"),
         (("attention", "--kv_heads", "3"), "--kv_heads must be a multiple of the 2 ranks"),
         (("pipeline", "--schedules", "1F1B", "--microbatches", "1"), "at least as many"),
