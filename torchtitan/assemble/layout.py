@@ -176,8 +176,10 @@ def _warn_of_positions(scaling: RopeScaling | None, *, seq_len: int) -> None:
         )
 
 
-def log_job(config: Config, *, layout: Layout, device: torch.device) -> None:
-    """Say what is about to be trained, where, and how."""
+def log_job(
+    config: Config, *, layout: Layout, device: torch.device, precision: str = "as set"
+) -> None:
+    """Say what is about to be trained, where, and how; `precision`: why it computes as it does."""
     architecture, dims = layout.architecture, layout.dims
     seq_len = config.training.seq_len
     logger.info(
@@ -189,11 +191,13 @@ def log_job(config: Config, *, layout: Layout, device: torch.device) -> None:
         seq_len,
     )
     logger.info(
-        "%d x %s, layout: %s, computing in %s",
+        "%d x %s, layout: %s, computing in %s (%s) from %s weights",
         dims.world_size,
         device_name(device),
         dims,
         config.training.mixed_precision_param,
+        precision,
+        config.training.dtype,
     )
     if sequences := describe_sequences(config, layout=layout):
         logger.info("Sequences: %s", "; ".join(sequences))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.assemble.layout import Layout, find_layout, log_job
+from torchtitan.assemble.precision import settle_precision
 from torchtitan.assemble.resume import (
     build_checkpoints,
     describe_schedule,
@@ -57,13 +58,14 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     Raises:
         UserError: Degrees, sizes, files or a checkpoint do not fit this job.
     """
-    training = config.training
     layout = find_layout(config, world_size=launch.world_size)
+    config, precision = settle_precision(config)
+    training = config.training
     dims = layout.dims
     group = build_group() if config.checkpoint.enable else None
     start = find_start(config, layout=layout, group=group)
     device = prepare_device(config.debug, local_rank=launch.local_rank)
-    log_job(config, layout=layout, device=device)
+    log_job(config, layout=layout, device=device, precision=precision)
     mesh = build_mesh(dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
 

@@ -25,6 +25,7 @@ from torchtitan.parallel.activation import Mode, apply_activation_checkpointing,
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context import apply_context_parallel
 from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp
+from torchtitan.parallel.precision import compute_in
 from torchtitan.parallel.tensor import apply_tensor_parallel
 
 
@@ -72,7 +73,7 @@ def parallelize(
         ],
         cpu_offload=training.enable_cpu_offload,
     )
-    alone = mesh.dims.world_size == 1
-    if alone and not policy.cpu_offload and training.mixed_precision_param == training.dtype:
-        return  # nothing to gather, cast or move
-    apply_fsdp(model, mesh=mesh.data_parallel, policy=policy)
+    if mesh.dims.world_size > 1 or policy.cpu_offload:
+        apply_fsdp(model, mesh=mesh.data_parallel, policy=policy)
+    elif training.mixed_precision_param != training.dtype:
+        compute_in(model, dtype=policy.param_dtype)
