@@ -75,7 +75,7 @@ def test_blocks_compute_bit_for_bit_what_they_do_under_fsdp() -> None:
 
 
 def test_parameters_keep_names_and_types_and_logits_are_bfloat16() -> None:
-    model, before = built(), {name: p for name, p in built().named_parameters()}
+    model, before = built(), dict(built().named_parameters())
     compute_in(model, dtype=BF16)
     after = dict(model.named_parameters())
     assert list(after) == list(before)

@@ -30,6 +30,7 @@ from torchtitan.models.spec import (
 )
 from torchtitan.parallel.compile import check_compile
 from torchtitan.parallel.context import check_heads
+from torchtitan.parallel.fsdp import find_reshard
 from torchtitan.parallel.pipeline_layout import PipelineLayout, plan_pipeline
 from torchtitan.parallel.tensor import check_tensor_parallel
 
@@ -66,6 +67,7 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     spec, architecture = find_model(config.model)
     check_tensor_parallel(architecture, parallelism=parallelism, seq_len=training.seq_len)
     check_heads(architecture, parallelism=parallelism)
+    find_reshard(parallelism, dims=dims)
     check_compile(config.compile, device_type=device_type())
     return Layout(
         spec=spec,

@@ -24,7 +24,7 @@ from torchtitan.models.spec import TensorRole
 from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context import apply_context_parallel
-from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp
+from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp, find_reshard
 from torchtitan.parallel.precision import compute_in
 from torchtitan.parallel.tensor import apply_tensor_parallel
 
@@ -68,9 +68,8 @@ def parallelize(
     policy = FSDPPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        reshard_after_forward={"always": True, "never": False, "default": mesh.dims.pp == 1}[
-            parallelism.fsdp_reshard_after_forward
-        ],
+        reshard_after_forward=find_reshard(parallelism, dims=mesh.dims),
+        keep_last=parallelism.fsdp_reshard_after_forward != "always",
         cpu_offload=training.enable_cpu_offload,
     )
     if mesh.dims.world_size > 1 or policy.cpu_offload:
