@@ -34,6 +34,7 @@ OTHER_DEFAULTS = {
     "model.tokenizer_path",
     "debug.seed",
     "training.seed",
+    "training.mixed_precision_param",
     "parallelism.pipeline_parallel_first_stage_less_layers",
     "parallelism.pipeline_parallel_last_stage_less_layers",
 }

@@ -206,6 +206,7 @@ def random_config(seed: int) -> Config:
         ("training", "global_batch_size"): values["training", "local_batch_size"],
         ("activation_checkpoint", "selective_ac_option"): str(rng.randrange(1, 9)),
         ("activation_checkpoint", "memory_budget"): budget if by_budget else 0.5,
+        ("parallelism", "fsdp_reshard_after_forward"): rng.choice(["default", "never"]),
         ("compile", "enable"): by_budget,
         ("compile", "backend"): "inductor",
         ("debug", "deterministic"): True,

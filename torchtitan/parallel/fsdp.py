@@ -8,9 +8,8 @@ the scale of gradients are the same in all of them.
 A block's weights are gathered twice a step, for forward and for backward, and freed in between;
 kept, or kept by a few ranks each, they cost memory and save traffic. What backward needs first is
 kept: the last block and the head are gathered once. So is the embedding, whose backward reads no
-weights. The next group's weights are asked
-for before a block computes, forward as FSDP2 does it backward by itself, so that they are on their
-way even where the host is late with the next block.
+weights. The next group's weights are asked for before a block computes, forward as FSDP2 does it
+backward by itself, so that they are on their way even where the host is late with the next block.
 
 Gradients are *summed*: the loss is divided by the valid tokens of the global batch before backward,
 so nothing is left to average.
