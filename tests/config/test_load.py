@@ -195,6 +195,7 @@ def random_config(seed: int) -> Config:
     by_budget = values["activation_checkpoint", "mode"] == "memory_budget"
     values |= {
         ("job", "config_file"): None,
+        ("model", "converters"): (),
         ("model", "rope_theta"): rng.choice([None, 1e4, 5e5]),
         (*scaling, "type"): "yarn",
         (*scaling, "factor"): rng.uniform(1.0, 64.0),

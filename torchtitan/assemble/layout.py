@@ -30,6 +30,7 @@ from torchtitan.models.spec import (
 )
 from torchtitan.parallel.compile import check_compile
 from torchtitan.parallel.context import check_heads
+from torchtitan.parallel.float8 import check_float8
 from torchtitan.parallel.fsdp import find_reshard
 from torchtitan.parallel.pipeline_layout import PipelineLayout, plan_pipeline
 from torchtitan.parallel.tensor import check_tensor_parallel
@@ -69,6 +70,8 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     check_heads(architecture, parallelism=parallelism)
     find_reshard(parallelism, dims=dims)
     check_compile(config.compile, device_type=device_type())
+    if config.model.converters:
+        check_float8(config.quantize.linear.float8, device_type=device_type())
     return Layout(
         spec=spec,
         architecture=architecture,
@@ -204,6 +207,13 @@ def log_job(
     if sequences := describe_sequences(config, layout=layout):
         logger.info("Sequences: %s", "; ".join(sequences))
     _warn_of_positions(architecture.rope_scaling, seq_len=seq_len)
+    if config.model.converters:
+        float8 = config.quantize.linear.float8
+        logger.info(
+            "Linear layers of blocks multiply in float8 (%s%s); MFU is measured in bfloat16",
+            float8.recipe_name or "tensorwise",
+            ", emulated" if float8.emulate else "",
+        )
     if config.compile.enable:
         logger.info(
             "Blocks are compiled by %s: the first step takes longer", config.compile.backend

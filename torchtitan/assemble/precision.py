@@ -23,6 +23,8 @@ def settle_precision(config: Config) -> tuple[Config, str]:
         return config, "as set"
     if training.dtype == "bfloat16":
         chosen, reason = "bfloat16", "auto: as the weights are stored"
+    elif config.model.converters:
+        chosen, reason = "bfloat16", "auto: as float8 wants it"
     else:
         chosen, reason = _choose(device_type())
     settled = replace(training, mixed_precision_param=chosen)  # type: ignore[arg-type]

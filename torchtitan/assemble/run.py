@@ -191,6 +191,7 @@ def build_parts(
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
         compiler=config.compile,
+        float8=config.quantize.linear.float8 if config.model.converters else None,
         device=device,
         seed=config.debug.seed,
         loss=build_loss(

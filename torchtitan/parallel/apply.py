@@ -1,6 +1,6 @@
 """The order in which a model is made parallel, in one place.
 
-    tensor parallel -> context parallel -> compile -> activation checkpointing -> FSDP
+    float8 -> tensor parallel -> context parallel -> compile -> activation checkpointing -> FSDP
 
 Each step wraps what the earlier ones left: the compiler must see the sharded layers, recomputation
 replays them compiled, and FSDP gathers around all of it.
@@ -16,6 +16,7 @@ from torch import nn
 from torchtitan.config.schema import (
     ActivationCheckpointConfig,
     CompileConfig,
+    Float8Config,
     ParallelismConfig,
     TrainingConfig,
 )
@@ -24,6 +25,7 @@ from torchtitan.models.spec import TensorRole
 from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context import apply_context_parallel
+from torchtitan.parallel.float8 import apply_float8
 from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp, find_reshard
 from torchtitan.parallel.precision import compute_in
 from torchtitan.parallel.tensor import apply_tensor_parallel
@@ -38,8 +40,11 @@ def parallelize(
     parallelism: ParallelismConfig,
     activation_checkpoint: ActivationCheckpointConfig,
     compiler: CompileConfig,
+    float8: Float8Config | None,
 ) -> None:
     """Make `model`, still on the meta device, parallel in place."""
+    if float8 is not None:
+        apply_float8(model, settings=float8)
     if mesh.dims.tp > 1:
         apply_tensor_parallel(
             model,
@@ -72,7 +77,8 @@ def parallelize(
         keep_last=parallelism.fsdp_reshard_after_forward != "always",
         cpu_offload=training.enable_cpu_offload,
     )
-    if mesh.dims.world_size > 1 or policy.cpu_offload:
+    # a layer in float8 takes its weight as it is: FSDP casts that, on one rank too
+    if mesh.dims.world_size > 1 or policy.cpu_offload or float8 is not None:
         apply_fsdp(model, mesh=mesh.data_parallel, policy=policy)
     elif training.mixed_precision_param != training.dtype:
         compute_in(model, dtype=policy.param_dtype)
