@@ -100,8 +100,11 @@ def make_plans(texts: Sequence[str], *, common: Sequence[str]) -> list[Plan]:
     if whole == -1:
         whole = config.training.local_batch_size * layouts[0].dp
         say(f"training.global_batch_size is not set: {whole}, as in {layouts[0].name}")
-    if "bfloat16" in (config.training.mixed_precision_param, config.training.dtype):
-        say("the job computes in bfloat16; tolerances are for float32, see --help to change either")
+    if {config.training.mixed_precision_param, config.training.dtype} != {"float32"}:
+        say(
+            "the job computes in bfloat16, or may; tolerances are for float32, see --help to "
+            "change either"
+        )
     return [make_plan(each, common=common, global_batch_size=whole) for each in layouts]
 
 

@@ -11,6 +11,7 @@ from torchtitan.base.device import (
     GPU_PEAKS,
     device_name,
     device_type,
+    has_bfloat16,
     local_device,
     measure_matmul_flops,
     peak_flops,
@@ -174,3 +175,29 @@ def test_local_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen == [torch.device("cuda", 1)]
     with pytest.raises(ConfigError, match=r"local rank 2 on a machine with 2; .*NGPU=2"):
         local_device(2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "has"),
+    [
+        ("fpu sse2 avx512f amx_bf16", True),
+        ("avx512_bf16", True),
+        ("avx512f avx512_bf16_like amx_int8", False),
+        ("", False),
+    ],
+)
+def test_a_cpu_says_whether_it_multiplies_bfloat16(
+    flags: str, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_module, "_cpu_info", lambda key: flags if key == "flags" else "x")
+    assert has_bfloat16("cpu") is has
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert has_bfloat16("cpu") is False
+
+
+def test_torch_sees_the_same_cpu() -> None:
+    if not hasattr(torch.cpu, "get_capabilities"):
+        pytest.skip("this torch does not tell what the CPU can do")
+    told = torch.cpu.get_capabilities()
+    expected = bool(told.get("avx512_bf16") or told.get("amx_bf16"))
+    assert has_bfloat16("cpu") is (expected and torch.backends.mkldnn.is_available())

@@ -195,6 +195,7 @@ def random_config(seed: int) -> Config:
     by_budget = values["activation_checkpoint", "mode"] == "memory_budget"
     values |= {
         ("job", "config_file"): None,
+        ("model", "converters"): (),
         ("model", "rope_theta"): rng.choice([None, 1e4, 5e5]),
         (*scaling, "type"): "yarn",
         (*scaling, "factor"): rng.uniform(1.0, 64.0),
@@ -206,6 +207,7 @@ def random_config(seed: int) -> Config:
         ("training", "global_batch_size"): values["training", "local_batch_size"],
         ("activation_checkpoint", "selective_ac_option"): str(rng.randrange(1, 9)),
         ("activation_checkpoint", "memory_budget"): budget if by_budget else 0.5,
+        ("parallelism", "fsdp_reshard_after_forward"): rng.choice(["default", "never"]),
         ("compile", "enable"): by_budget,
         ("compile", "backend"): "inductor",
         ("debug", "deterministic"): True,

@@ -168,6 +168,24 @@ EXAMPLES = '[training]\ndataset = "examples"\n'
             "the learning rate would be 0 from there on; raise it, or set min_lr_factor",
         ),
         (
+            '[parallelism]\nfsdp_reshard_after_forward = "alway"',
+            '[parallelism] fsdp_reshard_after_forward = "alway": must be "default", "always", '
+            '"never" or a number of ranks, got "alway"; did you mean "always"?',
+        ),
+        (
+            '[parallelism]\nfsdp_reshard_after_forward = "-2"',
+            '[parallelism] fsdp_reshard_after_forward = "-2": must be "default", "always", '
+            '"never" or a number of ranks, got "-2"',
+        ),
+        *(
+            (
+                f"[parallelism]\nfsdp_reshard_after_forward = 8\n{axis}_parallel_degree = 2",
+                f"[parallelism] fsdp_reshard_after_forward = 8: is a number of ranks only where "
+                f'{axis}_parallel_degree is 1, got 8 with 2; write "default", "always" or "never"',
+            )
+            for axis in ("pipeline", "tensor")
+        ),
+        (
             "[parallelism]\ndata_parallel_shard_degree = 0",
             "[parallelism] data_parallel_shard_degree = 0: must be -1 (all ranks left over) or "
             "at least 1, got 0",
@@ -358,6 +376,8 @@ def test_a_broken_rule(jobs: Jobs, text: str, message: str) -> None:
         "[lr_scheduler]\nwarmup_steps = 1000\n[training]\nsteps = 100",
         "[lr_scheduler]\nwarmup_steps = 90\ndecay_ratio = 0.8\n[training]\nsteps = 100",
         "[parallelism]\ndata_parallel_shard_degree = 1",
+        "[parallelism]\nfsdp_reshard_after_forward = 8",
+        '[parallelism]\nfsdp_reshard_after_forward = "8"\ncontext_parallel_degree = 2',
         "[checkpoint]\nload_step = 0\nload_only = true\nenable = true",
         "[debug]\ndeterministic_warn_only = true\ndeterministic = true",
         '[checkpoint]\nenable = true\nmode = "continue"\nexclude_from_loading = ["dataloader"]',

@@ -79,7 +79,7 @@ def test_settings_that_do_not_count(jobs: Jobs, options: list[str]) -> None:
         (["--training.global_batch_size=32"], "training.global_batch_size: stored 16, now 32"),
         (["--training.max_norm=inf"], "training.max_norm: stored 1.0, now inf"),
         (["--lr_scheduler.decay_ratio=0.5"], "stored none, now 0.5"),
-        (["--training.mixed_precision_param=float32"], 'stored "bfloat16", now "float32"'),
+        (["--training.mixed_precision_param=float32"], 'stored "auto", now "float32"'),
     ],
 )
 def test_settings_that_count(jobs: Jobs, options: list[str], difference: str) -> None:

@@ -124,6 +124,19 @@ def test_a_planted_bug_is_seen(
     assert found.unmatched_steps == ()
 
 
+def test_where_weights_are_kept_for_backward_changes_no_bit(
+    ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    finals = {}
+    for kept in ("default", "always", "never", "2"):
+        job = jobs.write_job(tmp_path, name=kept, cache=cache)
+        job += [f"--parallelism.fsdp_reshard_after_forward={kept}", "--training.steps=3"]
+        finals[kept] = ranks.run(jobs.train, job, world=4)[0]
+    for kept, result in finals.items():
+        assert result.rows[-1]["loss"] == finals["default"].rows[-1]["loss"]
+        assert first_unequal(finals["default"].final, result.final) == "", kept
+
+
 def test_bfloat16_trains_alike_on_one_device_and_on_two(
     ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: dict[int, jobs.Result]
 ) -> None:

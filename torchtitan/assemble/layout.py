@@ -30,6 +30,8 @@ from torchtitan.models.spec import (
 )
 from torchtitan.parallel.compile import check_compile
 from torchtitan.parallel.context import check_heads
+from torchtitan.parallel.float8 import check_float8
+from torchtitan.parallel.fsdp import find_reshard
 from torchtitan.parallel.pipeline_layout import PipelineLayout, plan_pipeline
 from torchtitan.parallel.tensor import check_tensor_parallel
 
@@ -66,7 +68,10 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     spec, architecture = find_model(config.model)
     check_tensor_parallel(architecture, parallelism=parallelism, seq_len=training.seq_len)
     check_heads(architecture, parallelism=parallelism)
+    find_reshard(parallelism, dims=dims)
     check_compile(config.compile, device_type=device_type())
+    if config.model.converters:
+        check_float8(config.quantize.linear.float8, device_type=device_type())
     return Layout(
         spec=spec,
         architecture=architecture,
@@ -176,8 +181,10 @@ def _warn_of_positions(scaling: RopeScaling | None, *, seq_len: int) -> None:
         )
 
 
-def log_job(config: Config, *, layout: Layout, device: torch.device) -> None:
-    """Say what is about to be trained, where, and how."""
+def log_job(
+    config: Config, *, layout: Layout, device: torch.device, precision: str = "as set"
+) -> None:
+    """Say what is about to be trained, where, and how; `precision`: why it computes as it does."""
     architecture, dims = layout.architecture, layout.dims
     seq_len = config.training.seq_len
     logger.info(
@@ -189,15 +196,24 @@ def log_job(config: Config, *, layout: Layout, device: torch.device) -> None:
         seq_len,
     )
     logger.info(
-        "%d x %s, layout: %s, computing in %s",
+        "%d x %s, layout: %s, computing in %s (%s) from %s weights",
         dims.world_size,
         device_name(device),
         dims,
         config.training.mixed_precision_param,
+        precision,
+        config.training.dtype,
     )
     if sequences := describe_sequences(config, layout=layout):
         logger.info("Sequences: %s", "; ".join(sequences))
     _warn_of_positions(architecture.rope_scaling, seq_len=seq_len)
+    if config.model.converters:
+        float8 = config.quantize.linear.float8
+        logger.info(
+            "Linear layers of blocks multiply in float8 (%s%s); MFU is measured in bfloat16",
+            float8.recipe_name or "tensorwise",
+            ", emulated" if float8.emulate else "",
+        )
     if config.compile.enable:
         logger.info(
             "Blocks are compiled by %s: the first step takes longer", config.compile.backend

@@ -17,6 +17,7 @@ import torch
 
 from torchtitan.assemble.data import build_loader
 from torchtitan.assemble.layout import Layout, find_layout, log_job
+from torchtitan.assemble.precision import settle_precision
 from torchtitan.assemble.resume import (
     build_checkpoints,
     describe_schedule,
@@ -54,13 +55,14 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     Raises:
         UserError: Degrees, sizes, files or a checkpoint do not fit this job.
     """
-    training = config.training
     layout = find_layout(config, world_size=launch.world_size)
+    config, precision = settle_precision(config)
+    training = config.training
     dims = layout.dims
     group = build_group() if config.checkpoint.enable else None
     start = find_start(config, layout=layout, group=group)
     device = prepare_device(config.debug, local_rank=launch.local_rank)
-    log_job(config, layout=layout, device=device)
+    log_job(config, layout=layout, device=device, precision=precision)
     mesh = build_mesh(dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
 
@@ -157,6 +159,7 @@ def build_parts(
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
         compiler=config.compile,
+        float8=config.quantize.linear.float8 if config.model.converters else None,
         device=device,
         seed=config.debug.seed,
         loss=build_loss(

@@ -78,6 +78,9 @@ GPU_PEAKS: Mapping[str, GpuPeaks] = {
     "MI300X": GpuPeaks(bf16=1307.4, tf32=163.4, fp32=163.4),
     "MI325X": GpuPeaks(bf16=1307.4, tf32=163.4, fp32=163.4),
 }
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+"""What a CPU that multiplies bfloat16 has, as Linux spells it."""
+
 # Words that make it another product than the one in the table: timed instead.
 _OTHER_PRODUCT = frozenset({"Laptop", "MIG", "D", "Max", "Ti", "SUPER"})
 
@@ -110,6 +113,16 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{_cpu_model()}, threads: {torch.get_num_threads()}"
+
+
+def has_bfloat16(device_type: str) -> bool:
+    """Tell whether the device multiplies bfloat16 by itself, at more than float32's rate.
+
+    A GPU or CPU without such units emulates them, slower than float32.
+    """
+    if device_type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return torch.backends.mkldnn.is_available() and bool(BF16_FLAGS & _cpu_flags())
 
 
 def peak_flops(device: torch.device, *, dtype: torch.dtype) -> PeakFlops:
@@ -192,7 +205,16 @@ def _timed_matmul(a_NN: torch.Tensor) -> float:
 
 
 def _cpu_model() -> str:
+    return _cpu_info("model name") or platform.machine()
+
+
+def _cpu_flags() -> set[str]:
+    return set(_cpu_info("flags").split())
+
+
+def _cpu_info(key: str) -> str:
+    """Return what Linux says of the first core under `key`; elsewhere nothing."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
-    match = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
-    return match.group(1).strip() if match else platform.machine()
+    match = re.search(rf"^{key}\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    return match.group(1).strip() if match else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from math import prod
 
@@ -17,10 +18,13 @@ SEQUENCE_TIES = (
 )
 """Settings that cut sequences."""
 
+RESHARDS = ("default", "always", "never")
+
 
 def layout_rules(config: Config) -> Iterator[Broken]:
     """Check degrees, pipeline and sequence."""
     yield from _degrees(config)
+    yield from _reshard(config)
     yield from _pipeline(config)
     yield from _sequence(config)
 
@@ -32,6 +36,29 @@ def _degrees(config: Config) -> Iterator[Broken]:
             ("parallelism.data_parallel_shard_degree",),
             f"must be -1 (all ranks left over) or at least 1, got {degree}",
         )
+
+
+def _reshard(config: Config) -> Iterator[Broken]:
+    parallelism = config.parallelism
+    asked, key = parallelism.fsdp_reshard_after_forward, "parallelism.fsdp_reshard_after_forward"
+    if asked in RESHARDS:
+        return
+    if not asked.isdecimal():
+        choices = ", ".join(f'"{name}"' for name in RESHARDS)
+        near = difflib.get_close_matches(asked.lower(), RESHARDS, n=1)
+        guess = f'; did you mean "{near[0]}"?' if near else ""
+        yield Broken((key,), f'must be {choices} or a number of ranks, got "{asked}"{guess}')
+        return
+    # FSDP2 makes the groups from a rank's own part of the mesh: elsewhere others would be made
+    prefixes = ("pipeline_parallel", "tensor_parallel")
+    degrees = {f"{name}_degree": getattr(parallelism, f"{name}_degree") for name in prefixes}
+    for name, degree in degrees.items():
+        if degree > 1:
+            yield Broken(
+                (key, f"parallelism.{name}"),
+                f"is a number of ranks only where {name} is 1, got {asked} with {degree}; write "
+                f'"default", "always" or "never"',
+            )
 
 
 def _pipeline(config: Config) -> Iterator[Broken]:

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.types import STRICT, Degree, ListsOfNames
+from torchtitan.config.types import STRICT, Degree, ListsOfNames, NumberOrText
 
 Balancer = Literal["headtail", "balanced", "none"]
 CHUNKS_A_RANK: Mapping[Balancer, int] = {"headtail": 2, "balanced": 8, "none": 1}
@@ -24,9 +24,10 @@ class ParallelismConfig:
     data_parallel_shard_degree: int = -1
     """Ranks over which weights, gradients and optimizer state are sharded (FSDP2); -1: all ranks
     left over."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    fsdp_reshard_after_forward: NumberOrText = "default"
     """Free the gathered weights after forward (always) or keep them for backward (never); default:
-    always, but never under pipeline parallelism."""
+    always but for the last block, never under pipeline parallelism. A number: as default, but so
+    many ranks keep the weights together, for backward to gather them from near by."""
     tensor_parallel_degree: Degree = 1
     """Ranks that split each layer's matrices."""
     enable_sequence_parallel: bool = True

@@ -15,6 +15,7 @@ from torchtitan.config.block_rules import block_rules
 from torchtitan.config.broken import Broken, leads_outside
 from torchtitan.config.checkpoint_rules import checkpoint_rules
 from torchtitan.config.data_rules import data_rules
+from torchtitan.config.float8_rules import float8_rules
 from torchtitan.config.layout_rules import layout_rules
 from torchtitan.config.rope import NEEDED, READ
 from torchtitan.config.schema import Config
@@ -30,6 +31,7 @@ def broken_rules(config: Config) -> Iterator[Broken]:
     yield from _optimization(config)
     yield from layout_rules(config)
     yield from block_rules(config)
+    yield from float8_rules(config)
     yield from checkpoint_rules(config)
     yield from validation_rules(config)
     yield from _debug(config)

@@ -14,6 +14,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.checkpoint import CheckpointConfig as CheckpointConfig
+from torchtitan.config.float8 import Float8Config as Float8Config
+from torchtitan.config.float8 import QuantizeConfig as QuantizeConfig
 from torchtitan.config.parallelism import ParallelismConfig as ParallelismConfig
 from torchtitan.config.rope import RopeScalingConfig as RopeScalingConfig
 from torchtitan.config.training import DataLoaderConfig as DataLoaderConfig
@@ -93,6 +95,9 @@ class ModelConfig:
     tokenizer_path: Text = "bpe_2048"
     """Built-in name (bpe_2048, byte), tiktoken file (Llama 3's tokenizer.model), or tokenizer.json
     or its folder."""
+    converters: Strings = ()
+    """What layers are converted to before they are trained: "float8", as [quantize.linear.float8]
+    says; empty: nothing."""
     rope_theta: AboveOne | None = None
     """Base of the rotary wavelengths; the flavor's if not given."""
     rope_scaling: RopeScalingConfig = Field(default_factory=RopeScalingConfig)
@@ -215,5 +220,6 @@ class Config:
         default_factory=ActivationCheckpointConfig
     )
     compile: CompileConfig = Field(default_factory=CompileConfig)
+    quantize: QuantizeConfig = Field(default_factory=QuantizeConfig)
     comm: CommConfig = Field(default_factory=CommConfig)
     debug: DebugConfig = Field(default_factory=DebugConfig)

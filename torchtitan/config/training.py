@@ -76,8 +76,9 @@ class TrainingConfig:
     """Workers and prefetch."""
     dtype: Literal["bfloat16", "float32"] = "float32"
     """Type of the stored weights and of the optimizer's state."""
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type in which weights are gathered and layers computed."""
+    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type in which weights are gathered and layers computed. auto: bfloat16 where the devices of
+    all ranks multiply it by themselves (or the weights are stored in it), else float32."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type in which gradients are summed across ranks."""
     enable_cpu_offload: bool = False

@@ -47,6 +47,7 @@ TOTAL_STEPS = ("lr_scheduler", "total_steps")
 STEPS = ("training", "steps")
 LOCAL_BATCH = ("training", "local_batch_size")
 GLOBAL_BATCH = ("training", "global_batch_size")
+PRECISION = ("training", "mixed_precision_param")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,8 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
         GLOBAL_BATCH: f" ({now.config.training.local_batch_size} on each of {now.dp} ranks)"
         if now.config.training.global_batch_size == -1 and now.dp
         else "",
+        # "auto" may have come to another type here
+        PRECISION: f" (to go on as before write it: {PRECISION[1]} = {literal(before[PRECISION])})",
     }
     return [
         f"{'.'.join(path)}: stored {literal(before[path])}, now {literal(after[path])}"

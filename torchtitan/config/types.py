@@ -19,6 +19,11 @@ def _number_in_a_list(value: object) -> object:
     return (value,) if isinstance(value, (float, int)) else value
 
 
+def _number_as_text(value: object) -> object:
+    """Let a plain integer stand for its digits."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def _in_lists(value: object) -> object:
     """Let text with commas stand for a list of names, in a list of such lists."""
     if isinstance(value, str):
@@ -29,6 +34,7 @@ def _in_lists(value: object) -> object:
 
 
 Text = Annotated[str, Field(min_length=1)]
+NumberOrText = Annotated[Text, BeforeValidator(_number_as_text)]
 Degree = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -44,7 +44,9 @@ _COMPILED_AUTOGRAD = (
     "compiling the backward of the whole model is not built in; compile.enable compiles that of "
     "each block"
 )
-_FLOAT8 = "float8 is not built yet; train in bfloat16 (training.mixed_precision_param)"
+_FLOAT8 = (
+    "float8 is not gathered as such; bfloat16 is, and each rank turns it into float8 after that"
+)
 _MX = "MX formats are not built yet; train in bfloat16 (training.mixed_precision_param)"
 _MOE = "mixture-of-experts models are not built yet; use a dense model"
 _ASYNC_TENSOR = "asynchronous tensor parallelism is not built yet; its ranks wait for each other"
@@ -73,7 +75,11 @@ UNBUILT: dict[Path, Unbuilt] = {
         switch="profiling.enable_memory_snapshot",
         save_memory_snapshot_folder="memory_snapshot",
     ),
-    **_section("model", _FLOAT8, converters=[], print_after_conversion=False),
+    **_section(
+        "model",
+        "the converted model is not printed; the log says what is converted",
+        print_after_conversion=False,
+    ),
     **_section(
         "optimizer",
         "the optimizer runs after the whole backward pass, so that gradients can be clipped",
@@ -126,15 +132,13 @@ UNBUILT: dict[Path, Unbuilt] = {
     **_section(
         "quantize.linear.float8",
         _FLOAT8,
-        switch="model.converters",
         enable_fsdp_float8_all_gather=False,
         precompute_float8_dynamic_scale_for_fsdp=False,
-        recipe_name=None,
-        filter_fqns=[],
-        emulate=False,
     ),
     **_section(
-        "float8", _FLOAT8, switch="model.converters", force_recompute_fp8_weight_in_bwd=False
+        "float8",
+        "activation_checkpoint says what is recomputed",
+        force_recompute_fp8_weight_in_bwd=False,
     ),
     **_section("quantize.grouped_mm.float8", _MOE, switch="model.converters", fqns=[]),
     **_section(
@@ -192,6 +196,12 @@ _NO_C4: dict[object, str] = {"c4": _C4, "c4_test": _C4, "c4_validation": _C4}
 UNBUILT_VALUES: dict[Path, dict[object, str]] = {
     ("training", "dataset"): _NO_C4,
     ("validation", "dataset"): _NO_C4,
+    ("model", "converters"): {
+        "mx": _MX,
+        "quantize.linear.mx": _MX,
+        "quantize.grouped_mm.mx": _MOE,
+        "quantize.grouped_mm.float8": _MOE,
+    },
 }
 # Keys without which such a value asks for nothing.
 SWITCHES: dict[Path, Path] = {("validation", "dataset"): ("validation", "enable")}
@@ -247,6 +257,6 @@ def _refusal(path: Path, *, setting: Setting) -> str | None:
         accepted = " or ".join(literal(value) for value in known.harmless if value is not None)
         only = f"only {accepted} is accepted" if accepted else "remove the line"
         return f"{known.instead} ({only})"
-    if isinstance(setting.value, str):
-        return UNBUILT_VALUES.get(path, {}).get(setting.value)
-    return None
+    unbuilt = UNBUILT_VALUES.get(path, {})
+    values = setting.value if isinstance(setting.value, list) else [setting.value]
+    return next((unbuilt[v] for v in values if isinstance(v, str) and v in unbuilt), None)

@@ -76,7 +76,7 @@ class Output(nn.Linear):
     def forward(self, x_BSC: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits, or the summed loss, a scalar in float32."""
         if labels_BS is None:
-            return F.linear(x_BSC, self.weight)
+            return F.linear(x_BSC, self.weight.to(x_BSC.dtype))
         return self.loss(x_BSC, self.weight, labels_BS)
 
 
@@ -90,7 +90,7 @@ class TiedOutput(nn.Module):
     ) -> torch.Tensor:
         """Return the logits, or the summed loss."""
         if labels_BS is None:
-            return F.linear(x_BSC, weight_VC)
+            return F.linear(x_BSC, weight_VC.to(x_BSC.dtype))
         return self.loss(x_BSC, weight_VC, labels_BS)
 
 

@@ -103,6 +103,7 @@ class _Head:
 
         That of the weight is float32, whatever the weight is.
         """
+        weight_VC = weight_VC.to(x_NC.dtype)  # on one rank it comes as it is stored
         dx_NC = torch.empty_like(x_NC) if is_wanted[0] else None
         dweight_VC = torch.zeros_like(weight_VC, dtype=torch.float32) if is_wanted[1] else None
         loss_N = torch.empty_like(labels_N, dtype=torch.float32)

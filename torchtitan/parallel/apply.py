@@ -1,6 +1,6 @@
 """The order in which a model is made parallel, in one place.
 
-    tensor parallel -> context parallel -> compile -> activation checkpointing -> FSDP
+    float8 -> tensor parallel -> context parallel -> compile -> activation checkpointing -> FSDP
 
 Each step wraps what the earlier ones left: the compiler must see the sharded layers, recomputation
 replays them compiled, and FSDP gathers around all of it.
@@ -16,6 +16,7 @@ from torch import nn
 from torchtitan.config.schema import (
     ActivationCheckpointConfig,
     CompileConfig,
+    Float8Config,
     ParallelismConfig,
     TrainingConfig,
 )
@@ -24,7 +25,9 @@ from torchtitan.models.spec import TensorRole
 from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context import apply_context_parallel
-from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp
+from torchtitan.parallel.float8 import apply_float8
+from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp, find_reshard
+from torchtitan.parallel.precision import compute_in
 from torchtitan.parallel.tensor import apply_tensor_parallel
 
 
@@ -37,8 +40,11 @@ def parallelize(
     parallelism: ParallelismConfig,
     activation_checkpoint: ActivationCheckpointConfig,
     compiler: CompileConfig,
+    float8: Float8Config | None,
 ) -> None:
     """Make `model`, still on the meta device, parallel in place."""
+    if float8 is not None:
+        apply_float8(model, settings=float8)
     if mesh.dims.tp > 1:
         apply_tensor_parallel(
             model,
@@ -67,12 +73,12 @@ def parallelize(
     policy = FSDPPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        reshard_after_forward={"always": True, "never": False, "default": mesh.dims.pp == 1}[
-            parallelism.fsdp_reshard_after_forward
-        ],
+        reshard_after_forward=find_reshard(parallelism, dims=mesh.dims),
+        keep_last=parallelism.fsdp_reshard_after_forward != "always",
         cpu_offload=training.enable_cpu_offload,
     )
-    alone = mesh.dims.world_size == 1
-    if alone and not policy.cpu_offload and training.mixed_precision_param == training.dtype:
-        return  # nothing to gather, cast or move
-    apply_fsdp(model, mesh=mesh.data_parallel, policy=policy)
+    # a layer in float8 takes its weight as it is: FSDP casts that, on one rank too
+    if mesh.dims.world_size > 1 or policy.cpu_offload or float8 is not None:
+        apply_fsdp(model, mesh=mesh.data_parallel, policy=policy)
+    elif training.mixed_precision_param != training.dtype:
+        compute_in(model, dtype=policy.param_dtype)

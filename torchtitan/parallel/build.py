@@ -12,6 +12,7 @@ import torch
 from torchtitan.config.schema import (
     ActivationCheckpointConfig,
     CompileConfig,
+    Float8Config,
     ParallelismConfig,
     TrainingConfig,
 )
@@ -36,6 +37,7 @@ def build_model_and_execution(
     parallelism: ParallelismConfig,
     activation_checkpoint: ActivationCheckpointConfig,
     compiler: CompileConfig,
+    float8: Float8Config | None,
     device: torch.device,
     seed: int,
     loss: HeadLoss,
@@ -57,6 +59,7 @@ def build_model_and_execution(
             parallelism=parallelism,
             activation_checkpoint=activation_checkpoint,
             compiler=compiler,
+            float8=float8,
         )
         part.to_empty(device="cpu" if training.enable_cpu_offload else device)
         initialize(part, seed=seed)

@@ -5,6 +5,12 @@ shards along the second and copies along the first (HSDP); with a second axis of
 plain data parallelism (DDP). One mechanism, so that mixed precision, offloading, checkpoints and
 the scale of gradients are the same in all of them.
 
+A block's weights are gathered twice a step, for forward and for backward, and freed in between;
+kept, or kept by a few ranks each, they cost memory and save traffic. What backward needs first is
+kept: the last block and the head are gathered once. So is the embedding, whose backward reads no
+weights. The next group's weights are asked for before a block computes, forward as FSDP2 does it
+backward by itself, so that they are on their way even where the host is late with the next block.
+
 Gradients are *summed*: the loss is divided by the valid tokens of the global batch before backward,
 so nothing is left to average.
 """
@@ -12,6 +18,7 @@ so nothing is left to average.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +31,10 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.schema import ParallelismConfig
+from torchtitan.mesh.dims import ParallelDims
+
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPPolicy:
@@ -31,8 +42,11 @@ class FSDPPolicy:
 
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    reshard_after_forward: bool
+    reshard_after_forward: bool | int
+    """Whether weights are freed after forward; a number: each so many ranks keep them together."""
     cpu_offload: bool
+    keep_last: bool = True
+    """Whether the last block's weights are kept for backward, which begins with them."""
 
     def arguments(self, mesh: DeviceMesh) -> dict[str, Any]:
         """Return the keyword arguments of `fully_shard`."""
@@ -49,24 +63,51 @@ class FSDPPolicy:
         return arguments
 
 
+def find_reshard(settings: ParallelismConfig, *, dims: ParallelDims) -> bool | int:
+    """Return what becomes of weights after forward, as `FSDPPolicy` has it.
+
+    Raises:
+        ConfigError: A number of ranks is given, and does not divide those that share the weights.
+    """
+    asked = settings.fsdp_reshard_after_forward
+    if not asked.isdecimal():
+        return {"always": True, "never": False, "default": dims.pp == 1}[asked]
+    num_ranks = int(asked)
+    fits = [str(n) for n in range(2, dims.fsdp) if dims.fsdp % n == 0]
+    if asked not in fits:
+        raise ConfigError(
+            f"[parallelism] fsdp_reshard_after_forward as a number must divide the {dims.fsdp} "
+            f"ranks that share the weights, and be neither 1 nor all of them, got {num_ranks}; "
+            + (f"try {', '.join(fits)}, or " if fits else "")
+            + 'write "always" (all of them) or "never" (1)'
+        )
+    return num_ranks
+
+
 def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, policy: FSDPPolicy) -> None:
     """Shard the blocks of `model`, then what is left of it, over `mesh`, in place."""
-    arguments = policy.arguments(mesh)
-    for block in model.layers.values():
-        fully_shard(block, reshard_after_forward=policy.reshard_after_forward, **arguments)
+    arguments, reshard = policy.arguments(mesh), policy.reshard_after_forward
+    order: list[Any] = []  # in which forward asks for them
+    blocks = list(model.layers.values())
     # a tied embedding is used at both ends: it stays in the root's group, gathered throughout
-    if not model.config.tie_embeddings:
-        if model.tok_embeddings is not None:
-            fully_shard(
-                model.tok_embeddings,
-                reshard_after_forward=policy.reshard_after_forward,
-                **arguments,
-            )
-        # used last in forward and first in backward: freed in between it would be gathered twice
-        last = [module for module in (model.norm, model.output) if module is not None]
-        if last:
-            fully_shard(last, reshard_after_forward=False, **arguments)
+    has_ends = not model.config.tie_embeddings
+    if has_ends and model.tok_embeddings is not None:
+        fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **arguments)
+        # its backward adds rows up and reads none
+        model.tok_embeddings.set_unshard_in_backward(False)
+        order.append(model.tok_embeddings)
+    for block in blocks:
+        is_kept = policy.keep_last and block is blocks[-1]
+        fully_shard(block, reshard_after_forward=False if is_kept else reshard, **arguments)
+        order.append(block)
+    # used last in forward and first in backward: freed in between it would be gathered twice
+    last = [module for module in (model.norm, model.output) if module is not None]
+    if has_ends and last:
+        fully_shard(last, reshard_after_forward=False, **arguments)
+        order.append(last[0])
     fully_shard(model, reshard_after_forward=False, **arguments)
+    for module, following in pairwise(order):
+        module.set_modules_to_forward_prefetch([following])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # neither call recurses, and gloo knows no scaled sum

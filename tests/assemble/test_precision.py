@@ -1,0 +1,62 @@
+"""In which type a job computes when the machine is to say."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from tests.models.fake_group import fake_group
+from torchtitan.assemble import precision
+from torchtitan.assemble.precision import settle_precision
+from torchtitan.config.load import load_config, to_toml
+from torchtitan.config.trajectory import Job, trajectory_differences
+
+
+def settled(
+    monkeypatch: pytest.MonkeyPatch, *options: str, has: bool, others_lacking: int = 0
+) -> tuple[str, str]:
+    """The type and the reason, on one of two ranks."""
+    monkeypatch.setattr(precision, "has_bfloat16", lambda kind: has)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.add_(others_lacking))
+    with fake_group(rank=0, world_size=2):
+        config, reason = settle_precision(load_config(options))
+    return config.training.mixed_precision_param, reason
+
+
+def test_bfloat16_where_all_devices_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, reason = settled(monkeypatch, has=True)
+    assert kind == "bfloat16"
+    assert "by themselves" in reason
+
+
+@pytest.mark.parametrize(
+    ("has", "others", "ranks"), [(False, 1, "all"), (False, 0, "1 of 2"), (True, 1, "1 of 2")]
+)
+def test_one_rank_without_it_makes_all_compute_in_float32(
+    has: bool, others: int, ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, reason = settled(monkeypatch, has=has, others_lacking=others)
+    assert kind == "float32"
+    assert f" of {ranks} ranks do not" in reason
+
+
+def test_what_is_said_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = "--training.mixed_precision_param="
+    assert settled(monkeypatch, f"{asked}bfloat16", has=False) == ("bfloat16", "as set")
+    assert settled(monkeypatch, f"{asked}float32", has=True) == ("float32", "as set")
+    kind, reason = settled(monkeypatch, "--training.dtype=bfloat16", has=False)
+    assert (kind, reason) == ("bfloat16", "auto: as the weights are stored")
+
+
+def test_another_machine_does_not_change_a_run_unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = []
+    for has in (True, False):
+        monkeypatch.setattr(precision, "has_bfloat16", lambda kind, has=has: has)
+        with fake_group(rank=0, world_size=1):
+            jobs.append(settle_precision(load_config([]))[0])
+    then, now = Job.stored(to_toml(jobs[0])), Job(config=jobs[1])
+    [difference] = trajectory_differences(then, now)
+    assert difference == (
+        'training.mixed_precision_param: stored "bfloat16", now "float32" '
+        '(to go on as before write it: mixed_precision_param = "bfloat16")'
+    )

@@ -1,0 +1,145 @@
+"""Float8, emulated: what is computed, what is converted, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.config.jobs import mistakes_of
+from tests.distributed import jobs as training_jobs
+from tests.distributed.rank_pool import RankPool
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.load import load_config
+from torchtitan.config.schema import Float8Config
+from torchtitan.models import MODELS
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.init import initialize
+from torchtitan.optim.loss import build_loss
+from torchtitan.parallel import float8
+from torchtitan.parallel.float8 import apply_float8, check_float8
+
+TINY = MODELS["llama3"].flavors["tiny"]
+EMULATED = Float8Config(emulate=True)
+E4M3_MAX = 448.0
+
+
+def built(settings: Float8Config | None = None) -> Decoder:
+    with torch.device("meta"):
+        model: Decoder = MODELS["llama3"].build(TINY)
+        if settings is not None:
+            apply_float8(model, settings=settings)
+    model.to_empty(device="cpu")
+    initialize(model, seed=0)
+    assert model.output is not None
+    model.output.loss = build_loss(None)
+    return model.bfloat16()
+
+
+def rounded(x: Tensor) -> Tensor:
+    """To float8 by the largest number, and back, in float64."""
+    scale = E4M3_MAX / x.double().abs().max()
+    return (x.double() * scale).to(torch.float8_e4m3fn).double() / scale
+
+
+def test_a_layer_multiplies_what_is_rounded_to_float8() -> None:
+    pytest.importorskip("torchao")
+    layer = built(EMULATED).layers["0"].feed_forward.w1
+    x = torch.randn(16, TINY.dim, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = x.double() @ layer.weight.double().T
+    expected = rounded(x) @ rounded(layer.weight).T
+    found = layer(x).double()
+    # both roundings to bfloat16 and to scales of another width are far below float8's own
+    assert (found - expected).norm() < 0.01 * expected.norm()
+    assert (exact - expected).norm() > 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("recipe", [None, "rowwise", "rowwise_with_gw_hp"])
+def test_gradients_are_those_of_bfloat16_to_the_rounding(recipe: str | None) -> None:
+    pytest.importorskip("torchao")
+    settings = Float8Config(emulate=True, recipe_name=recipe)  # type: ignore[arg-type]
+    tokens = torch.randint(0, 263, (2, 16), generator=torch.Generator().manual_seed(0))
+    grads = []
+    for model in (built(), built(settings)):
+        model(tokens, labels_BS=tokens.roll(-1)).backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    plain, quantized = grads
+    assert plain.keys() == quantized.keys()
+    for name, grad in plain.items():
+        assert grad is not None
+        gap = (quantized[name].double() - grad.double()).norm() / grad.double().norm()
+        assert 1e-4 < gap < 0.15, f"{name}: {gap}"
+
+
+def test_the_head_and_what_is_named_stay() -> None:
+    pytest.importorskip("torchao")
+
+    def converted(settings: Float8Config) -> set[str]:
+        modules = built(settings).named_modules()
+        return {name for name, module in modules if type(module).__name__ == "Float8Linear"}
+
+    every = {name for name, module in built().named_modules() if isinstance(module, nn.Linear)}
+    assert converted(EMULATED) == every - {"output"}
+    some = Float8Config(emulate=True, filter_fqns=("wk", "layers.1", "output"))
+    assert converted(some) == {
+        *(f"layers.0.attention.{name}" for name in ("wq", "wv", "wo")),
+        *(f"layers.0.feed_forward.{name}" for name in ("w1", "w2", "w3")),
+    }
+    with pytest.raises(ConfigError, match='name holds "wg"'):
+        built(Float8Config(filter_fqns=("wk", "wg")))
+    with pytest.raises(ConfigError, match="no layer is left to convert"):
+        built(Float8Config(filter_fqns=("layers",)))
+
+
+def test_a_device_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "load_torchao", lambda: None)
+    check_float8(EMULATED, device_type="cpu")
+    for kind, capability in (("cpu", (9, 0)), ("cuda", (8, 0))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        with pytest.raises(ConfigError, match="write emulate = true"):
+            check_float8(Float8Config(), device_type=kind)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    check_float8(Float8Config(), device_type="cuda")
+
+
+def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(ConfigError, match=r"pip install 'torchtitan\[float8\]'"):
+        check_float8(EMULATED, device_type="cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("[training]\nmixed_precision_param = 'float32'", "computes in bfloat16 between"),
+        ("[training]\ndtype = 'bfloat16'", "keeps float32 weights"),
+        ("[parallelism]\ntensor_parallel_degree = 2", "for tensor_parallel_degree above 1"),
+        ("[parallelism]\npipeline_parallel_degree = 2", "for pipeline_parallel_degree above 1"),
+    ],
+)
+def test_what_it_does_not_go_with(text: str, rule: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(f"{text}\n[model]\nconverters = ['float8']")
+    [mistake] = mistakes_of(lambda: load_config([f"--job.config_file={path}"]))
+    assert rule in mistake
+
+
+def test_sharded_and_alone_it_trains_alike(ranks: RankPool, tmp_path: Path) -> None:
+    """And its checkpoint's tensors have the names and shapes that bfloat16's have."""
+    pytest.importorskip("torchao")
+    precision = ["--training.mixed_precision_param=bfloat16", "--training.steps=4"]
+    options = ["--model.converters=float8", "--quantize.linear.float8.emulate"]
+    options += ["--quantize.linear.float8.recipe_name=rowwise", *precision]
+    results = {}
+    for name, extra, world in (("plain", precision, 1), ("alone", options, 1), ("two", options, 2)):
+        job = [*training_jobs.write_job(tmp_path, name=name), *extra]
+        results[name] = ranks.run(training_jobs.train, job, world=world)[0]
+    losses = {name: [row["loss"] for row in result.rows] for name, result in results.items()}
+    assert losses["alone"] == pytest.approx(losses["two"], rel=2e-3)
+    assert losses["alone"] == pytest.approx(losses["plain"], rel=1e-2)
+    assert losses["alone"] != losses["plain"]
+    shapes = [{name: t.shape for name, t in result.final.items()} for result in results.values()]
+    assert shapes[0] == shapes[1] == shapes[2]

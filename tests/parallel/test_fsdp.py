@@ -1,0 +1,131 @@
+"""How often weights are gathered, and among how many ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.models.fake_group import fake_group
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.schema import ParallelismConfig
+from torchtitan.mesh.dims import ParallelDims
+from torchtitan.models import MODELS, initialize
+from torchtitan.models.decoder import Decoder
+from torchtitan.optim.loss import build_loss
+from torchtitan.parallel.activation import apply_activation_checkpointing
+from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp, find_reshard
+
+TINY8 = MODELS["llama3"].flavors["tiny8"]
+RANKS = 4
+
+
+class Gathers(TorchDispatchMode):
+    """Counts gathers by the elements that come together and the ranks that they come from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[tuple[int, int]] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}
+    ) -> Any:
+        if func.name() == "c10d::_allgather_base_":
+            whole, part = (tensor.numel() for tensor in args[:2])
+            self.found[whole, whole // part] += 1
+        return func(*args, **kwargs)
+
+
+def gathers(
+    asked: str, *, shape: tuple[int, ...] = (RANKS,), tied: bool = False, recomputes: bool = False
+) -> tuple[Counter[tuple[int, int]], dict[str, int]]:
+    """The gathers of a step, and the sizes of what is gathered."""
+    with torch.device("meta"):
+        model: Decoder = MODELS["llama3"].build(replace(TINY8, tie_embeddings=tied))
+    sizes = {
+        "block": sum(p.numel() for p in model.layers["0"].parameters()),
+        "embedding": TINY8.vocab_size * TINY8.dim,
+        "head": TINY8.vocab_size * TINY8.dim + TINY8.dim,
+    }
+    assert model.output is not None
+    model.output.loss = build_loss(None)
+    apply_activation_checkpointing(model, mode="full" if recomputes else "none", option="")
+    dims = ParallelDims(dp_shard=shape[-1], dp_replicate=RANKS // shape[-1])
+    policy = FSDPPolicy(
+        param_dtype=torch.float32,
+        reduce_dtype=torch.float32,
+        reshard_after_forward=find_reshard(
+            ParallelismConfig(fsdp_reshard_after_forward=asked), dims=dims
+        ),
+        keep_last=asked != "always",
+        cpu_offload=False,
+    )
+    with fake_group(rank=0, world_size=RANKS), Gathers() as seen:
+        names = ("dp_replicate", "fsdp")[-len(shape) :]
+        apply_fsdp(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names), policy=policy)
+        model.to_empty(device="cpu")
+        initialize(model, seed=0)
+        seen.found.clear()
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+        for _ in range(2):  # a second step must find what the first one left as it was
+            model(tokens, labels_BS=tokens).backward()
+    assert all(number % 2 == 0 for number in seen.found.values())
+    return Counter({key: number // 2 for key, number in seen.found.items()}), sizes
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "by_all", "by_two"),
+    [("default", 15, 0), ("always", 16, 0), ("never", 8, 0), ("2", 8, 7)],
+)
+def test_each_block_is_gathered_as_often_as_is_said(
+    asked: str, by_all: int, by_two: int, recomputes: bool
+) -> None:
+    found, sizes = gathers(asked, recomputes=recomputes)
+    expected = {(sizes["block"], RANKS): by_all, (sizes["block"], 2): by_two}
+    expected |= {(sizes["embedding"], RANKS): 1, (sizes["head"], RANKS): 1}
+    assert found == Counter(expected)
+
+
+def test_copies_gather_among_those_that_share() -> None:
+    found, sizes = gathers("default", shape=(2, 2))
+    assert found == {(sizes["block"], 2): 15, (sizes["embedding"], 2): 1, (sizes["head"], 2): 1}
+
+
+def test_a_tied_embedding_is_gathered_once_with_the_last_norm() -> None:
+    found, sizes = gathers("default", tied=True)
+    assert found == {(sizes["block"], RANKS): 15, (sizes["head"], RANKS): 1}
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "remedy"),
+    [
+        ("3", 4, "try 2, or write"),
+        ("4", 4, "try 2, or"),
+        ("1", 8, "try 2, 4, or"),
+        ("2", 2, "or all of them, got 2; write"),
+    ],
+)
+def test_a_number_of_ranks_divides_those_that_share(asked: str, ranks: int, remedy: str) -> None:
+    settings = ParallelismConfig(fsdp_reshard_after_forward=asked)
+    with pytest.raises(ConfigError, match=remedy):
+        find_reshard(settings, dims=ParallelDims(dp_shard=ranks))
+
+
+def test_what_is_said_of_weights_after_forward() -> None:
+    dims, pipeline = ParallelDims(dp_shard=4, cp=2), ParallelDims(dp_shard=4, pp=2)
+    said = {
+        asked: [
+            find_reshard(ParallelismConfig(fsdp_reshard_after_forward=asked), dims=each)
+            for each in (dims, pipeline)
+        ]
+        for asked in ("default", "always", "never")
+    }
+    assert said == {"default": [True, False], "always": [True, True], "never": [False, False]}
+    assert find_reshard(ParallelismConfig(fsdp_reshard_after_forward="4"), dims=dims) == 4

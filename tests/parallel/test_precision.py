@@ -1,0 +1,90 @@
+"""bfloat16 on one rank, beside what FSDP2 computes there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.models.fake_group import fake_group
+from torchtitan.models import MODELS
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.init import initialize
+from torchtitan.optim.loss import build_loss
+from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp
+from torchtitan.parallel.precision import compute_in
+
+BF16 = torch.bfloat16
+TINY = MODELS["llama3"].flavors["tiny"]
+POLICY = FSDPPolicy(
+    param_dtype=BF16, reduce_dtype=torch.float32, reshard_after_forward=True, cpu_offload=False
+)
+ENDS = ("tok_embeddings.weight", "output.weight")
+
+
+def built() -> Decoder:
+    with torch.device("meta"):
+        model: Decoder = MODELS["llama3"].build(TINY)
+    model.to_empty(device="cpu")
+    initialize(model, seed=0)
+    assert model.output is not None
+    model.output.loss = build_loss(None)
+    return model
+
+
+def trained(model: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of two microbatches, and the gradients that they add up to."""
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(2):
+        tokens, labels = torch.randint(0, TINY.vocab_size, (2, 2, 16), generator=generator)
+        loss = model(tokens, labels_BS=labels)
+        (loss / 64).backward()
+        losses.append(loss.item())
+    grads = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        assert grad is not None
+        grads[name] = grad.to_local() if isinstance(grad, DTensor) else grad
+    return losses, grads
+
+
+def test_blocks_compute_bit_for_bit_what_they_do_under_fsdp() -> None:
+    with fake_group(rank=0, world_size=1):
+        sharded = built()
+        apply_fsdp(sharded, mesh=init_device_mesh("cpu", (1,)), policy=POLICY)
+        expected, expected_grads = trained(sharded)
+    alone = built()
+    compute_in(alone, dtype=BF16)
+    losses, grads = trained(alone)
+    assert losses == expected
+    exact_losses, exact = trained(built())
+    assert losses != exact_losses
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        assert grad.dtype == torch.float32
+        if name not in ENDS:
+            assert torch.equal(grad, expected_grads[name]), name
+            continue
+        # not rounded to bfloat16 on the way, so no further from what float32 gives
+        assert not torch.equal(grad, grad.to(BF16).float())
+        torch.testing.assert_close(grad, expected_grads[name], rtol=2**-6, atol=1e-5)
+        assert (grad - exact[name]).norm() <= 1.01 * (expected_grads[name] - exact[name]).norm()
+
+
+def test_parameters_keep_names_and_types_and_logits_are_bfloat16() -> None:
+    model, before = built(), dict(built().named_parameters())
+    compute_in(model, dtype=BF16)
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], p) for name, p in before.items())
+    assert model(torch.zeros(1, 4, dtype=torch.int64)).dtype == BF16
+
+
+def test_a_module_whose_weights_nothing_casts_is_found() -> None:
+    model = built()
+    model.layers["0"].ffn_norm = nn.LayerNorm(TINY.dim)
+    with pytest.raises(AssertionError, match=r"weights of layers\.0\.ffn_norm"):
+        compute_in(model, dtype=BF16)

@@ -1,0 +1,43 @@
+"""In which type a job computes, settled once and for all ranks alike.
+
+`mixed_precision_param = "auto"` depends on the machine. What it comes to is put in its place before
+anything is built, so that the run's folder and its checkpoints hold the type itself: resumed where
+"auto" comes to another one, the job is told so, rather than continued as another training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.base.device import device_type, has_bfloat16
+from torchtitan.config.schema import Config
+
+
+def settle_precision(config: Config) -> tuple[Config, str]:
+    """Return the settings with "auto" resolved, and the reason; the process group must exist."""
+    training = config.training
+    if training.mixed_precision_param != "auto":
+        return config, "as set"
+    if training.dtype == "bfloat16":
+        chosen, reason = "bfloat16", "auto: as the weights are stored"
+    elif config.model.converters:
+        chosen, reason = "bfloat16", "auto: as float8 wants it"
+    else:
+        chosen, reason = _choose(device_type())
+    settled = replace(training, mixed_precision_param=chosen)  # type: ignore[arg-type]
+    return replace(config, training=settled), reason
+
+
+def _choose(kind: str) -> tuple[str, str]:
+    """Ask all ranks: one that computed in another type would train another model."""
+    device = "GPUs" if kind == "cuda" else "CPUs"
+    lacking = torch.tensor(int(not has_bfloat16(kind)))  # on the host: no GPU is taken yet
+    dist.all_reduce(lacking)
+    num_lacking, world_size = int(lacking), dist.get_world_size()
+    if num_lacking == 0:
+        return "bfloat16", f"auto: the {device} multiply it by themselves"
+    ranks = "all" if num_lacking == world_size else f"{num_lacking} of {world_size}"
+    return "float32", f"auto: the {device} of {ranks} ranks do not multiply bfloat16 by themselves"

@@ -1,0 +1,42 @@
+"""The settings of matrix products in float8: the section [quantize.linear.float8]."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from torchtitan.config.types import STRICT, Strings
+
+FLOAT8 = ("float8", "quantize.linear.float8")
+"""What model.converters may hold; the second is torchtitan 0.2's name."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Float8Config:
+    """How the linear layers of blocks compute in float8; read with model.converters = float8."""
+
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """One scale a tensor (tensorwise, the default), one a row (rowwise), or that with the gradients
+    of weights in bfloat16 (rowwise_with_gw_hp)."""
+    filter_fqns: Strings = ()
+    """Layers whose name holds one of these stay in bfloat16; the output head always does."""
+    emulate: bool = False
+    """Round to float8 and multiply in bfloat16, on any device: slow, for tests."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LinearConfig:
+    """Linear layers in fewer bits."""
+
+    float8: Float8Config = Field(default_factory=Float8Config)
+    """Eight bits of floating point."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class QuantizeConfig:
+    """Layers in fewer bits than the rest of the model."""
+
+    linear: LinearConfig = Field(default_factory=LinearConfig)
+    """Linear layers."""

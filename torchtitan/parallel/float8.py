@@ -1,0 +1,97 @@
+"""Matrix products in float8, by torchao.
+
+A linear layer of a block multiplies numbers of eight bits: four of exponent and three of mantissa
+for weights and activations, five and two for gradients. That is twice bfloat16's rate on GPUs that
+have it. A scale fits each tensor, or each row of it, to so small a range; it is found anew at each
+product from the largest number there. What surrounds the products stays bfloat16, weights and
+optimizer float32, and the layer's parameter is the one that it had, so checkpoints interchange.
+
+The output head stays bfloat16, for its loss is what is most sensitive to rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.schema import Float8Config
+from torchtitan.models.decoder import Output
+
+SECTION = "[quantize.linear.float8]"
+MULTIPLE = 16
+"""Float8 products are of sizes that divide by this."""
+FIRST_CAPABILITY = (8, 9)
+
+
+def load_torchao() -> Any:
+    """Return torchao's module for training.
+
+    Raises:
+        ConfigError: torchao is not installed.
+    """
+    try:
+        import torchao.float8
+    except ImportError as error:
+        raise ConfigError(
+            "[model] converters: float8 needs the package torchao, which is not installed; "
+            "pip install 'torchtitan[float8]'"
+        ) from error
+    return torchao.float8
+
+
+def check_float8(settings: Float8Config, *, device_type: str) -> None:
+    """Check that there is something to compute in float8 with.
+
+    Raises:
+        ConfigError: torchao is missing, or the device has no float8 and nobody asked to emulate it.
+    """
+    load_torchao()
+    if settings.emulate:
+        return
+    if device_type == "cuda" and torch.cuda.get_device_capability() >= FIRST_CAPABILITY:
+        return
+    raise ConfigError(
+        f"{SECTION}: this machine's {'GPUs' if device_type == 'cuda' else 'CPUs'} do not multiply "
+        "float8 (GPUs do from compute capability 8.9 on); write emulate = true to try it out, or "
+        "converters = [] to train in bfloat16"
+    )
+
+
+def apply_float8(model: nn.Module, *, settings: Float8Config) -> None:
+    """Let the linear layers of `model`, but for the head, multiply in float8, in place.
+
+    Raises:
+        ConfigError: A name to leave out is no layer's, or nothing is left.
+    """
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    for part in settings.filter_fqns:
+        if not any(part in name for name in linear):
+            raise ConfigError(
+                f'{SECTION} filter_fqns: no linear layer\'s name holds "{part}"; names are as '
+                "layers.0.attention.wq, layers.0.feed_forward.w1 and output"
+            )
+
+    def is_converted(module: nn.Module, name: str) -> bool:
+        return (
+            isinstance(module, nn.Linear)
+            and not isinstance(module, Output)
+            and not any(part in name for part in settings.filter_fqns)
+            and module.in_features % MULTIPLE == 0
+            and module.out_features % MULTIPLE == 0
+        )
+
+    if not any(is_converted(module, name) for name, module in linear.items()):
+        raise ConfigError(
+            f"{SECTION}: no layer is left to convert: all are named by filter_fqns, or have sizes "
+            f"that {MULTIPLE} does not divide; take names off filter_fqns or write converters = []"
+        )
+    torchao = load_torchao()
+    recipe = torchao.Float8LinearConfig.from_recipe_name(settings.recipe_name or "tensorwise")
+    recipe = replace(recipe, emulate=settings.emulate)
+    torchao.convert_to_float8_training(model, module_filter_fn=is_converted, config=recipe)
