@@ -147,8 +147,10 @@ def show(report: Report) -> None:
             speeds = [f"{each.amount / ours:,.0f}", f"{each.amount / other:,.0f}"]
             table.add_row(f"  {each.unit} a second", *speeds, "", "", "", style="dim")
     console = Console(width=WIDTH, highlight=False)
-    console.print(f"{about}; medians of {num_pairs} pairs", markup=False)
-    console.print(table)
+    pairs = f"; medians of {num_pairs} pairs" if num_pairs else ""
+    console.print(f"{about}{pairs}", markup=False)
+    if num_pairs:
+        console.print(table)
     for note in report.notes:
         console.print(f"- {note}", markup=False)
 
