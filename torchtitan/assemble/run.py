@@ -189,6 +189,8 @@ def build_parts(
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
         compiler=config.compile,
+        lora=config.lora,
+        trained=layout.trained,
         device=device,
         seed=config.debug.seed,
         loss=build_loss(

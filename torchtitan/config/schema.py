@@ -14,6 +14,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.checkpoint import CheckpointConfig as CheckpointConfig
+from torchtitan.config.lora import LoRAConfig as LoRAConfig
 from torchtitan.config.parallelism import ParallelismConfig as ParallelismConfig
 from torchtitan.config.rope import RopeScalingConfig as RopeScalingConfig
 from torchtitan.config.training import DataLoaderConfig as DataLoaderConfig
@@ -92,6 +93,8 @@ class ModelConfig:
     tokenizer_path: Text = "bpe_2048"
     """Built-in name (bpe_2048, byte), tiktoken file (Llama 3's tokenizer.model), or tokenizer.json
     or its folder."""
+    vocab_size: PositiveInt | None = None
+    """Rows of the embedding and of the output head; the flavor's if not given."""
     rope_theta: AboveOne | None = None
     """Base of the rotary wavelengths; the flavor's if not given."""
     rope_scaling: RopeScalingConfig = Field(default_factory=RopeScalingConfig)
@@ -118,6 +121,8 @@ class OptimizerConfig:
     """Weight decay of every parameter that no_decay_params does not match."""
     no_decay_params: Strings = ("*norm*", "*.bias")
     """Parameter names (shell patterns) that are never decayed."""
+    frozen_params: Strings = ()
+    """Parameter names (shell patterns) that are not trained: no gradient, no optimizer state."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """How the update runs: one kernel for all (fused; SGD: foreach), one for each operation
     (foreach), or a plain loop."""
@@ -206,6 +211,7 @@ class Config:
     model: ModelConfig = Field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = Field(default_factory=LRSchedulerConfig)
+    lora: LoRAConfig = Field(default_factory=LoRAConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
