@@ -28,10 +28,11 @@ from torchtitan.base.device import local_device
 from torchtitan.base.errors import CheckpointError, ConfigError, UserError
 from torchtitan.checkpoint import storage
 from torchtitan.config.load import load_config
-from torchtitan.config.schema import ModelConfig
+from torchtitan.config.schema import LoRAConfig, ModelConfig
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.generate import generate
+from torchtitan.models.lora import apply_lora
 
 
 def main(argv: Sequence[str]) -> int:
@@ -128,13 +129,15 @@ def load(step: Path) -> tuple[Decoder, Tokenizer]:
     Raises:
         UserError: The checkpoint is damaged, or its tokenizer is not there.
     """
-    settings, dtype = read_settings(step)
+    settings, lora, dtype = read_settings(step)
     spec, architecture = find_model(settings)
     tokenizer = build_tokenizer(settings.tokenizer_path)
     check_vocabulary(tokenizer, model_vocab_size=architecture.vocab_size)
     with torch.device("meta"):
         model = spec.build(architecture).to(dtype)
     assert isinstance(model, Decoder)
+    if lora.rank:
+        apply_lora(model, rank=lora.rank, alpha=lora.alpha, patterns=lora.modules)
     model.to_empty(device=local_device(0))
     with warnings.catch_warnings():
         # one process is what is meant here
@@ -143,13 +146,14 @@ def load(step: Path) -> tuple[Decoder, Tokenizer]:
     return model, tokenizer
 
 
-def read_settings(step: Path) -> tuple[ModelConfig, torch.dtype]:
-    """Return what a checkpoint's manifest says of its model, and the type of its weights."""
+def read_settings(step: Path) -> tuple[ModelConfig, LoRAConfig, torch.dtype]:
+    """Return what a checkpoint's manifest says of its model, its low-rank factors, and the type of
+    its weights."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / CONFIG_FILE
         path.write_text(storage.read_manifest(step)["config"], encoding="utf-8")
         config = load_config(["--job.config_file", str(path)])
-    return config.model, getattr(torch, config.training.dtype)
+    return config.model, config.lora, getattr(torch, config.training.dtype)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from torchtitan.checkpoint.state import (
     set_rng,
 )
 from torchtitan.config.schema import LRSchedulerConfig
+from torchtitan.models.lora import is_factor
 from torchtitan.optim.schedule import Schedule, build_schedule
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,9 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
     if "model" in taken:
         tensors = model_tensors(state.model)
         wanted = {name: t for name, t in tensors.items() if not patterns.match(name)}
+        if start.intention == "finetune":
+            stored = storage.stored_names(source, "model", group=group)
+            wanted = without_new_factors(wanted, stored)
         storage.read_tensors(source, "model", into=wanted, group=group, leaves_out=patterns.match)
     if "optimizer" in taken:
         tensors = optimizer_tensors(state.model, state.optimizer)
@@ -127,6 +131,13 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
     _report(start, taken=taken, step=manifest["step"])
     if start.leaves_later:
         leave_later_steps(source, group=group)
+
+
+def without_new_factors(wanted: dict[str, Tensor], stored: Collection[str]) -> dict[str, Tensor]:
+    """Leave out low-rank factors where the weights at hand have none: they begin with this run."""
+    if any(map(is_factor, stored)):
+        return wanted
+    return {name: t for name, t in wanted.items() if not is_factor(name)}
 
 
 def _restore_plain(
@@ -150,6 +161,7 @@ def _restore_plain(
 
     parameters = model_tensors(state.model)
     wanted = {name: t for name, t in parameters.items() if not patterns.match(name)}
+    wanted = without_new_factors(wanted, tensors)
     storage.read_tensors(
         folder.parent, folder.name, into=wanted, group=group, leaves_out=leaves_out
     )
@@ -168,7 +180,7 @@ def _restore_hf(
         patterns.match(name)
     parameters = model_tensors(state.model)
     wanted = {name: t for name, t in parameters.items() if not patterns.match(name)}
-    read_weights(folder, into=wanted, group=group)
+    read_weights(folder, into=without_new_factors(wanted, folder.tensors), group=group)
     patterns.report(group=group)
     logger.info("Finetuning at step 0 from %s, of Hugging Face, loaded: model", folder.path)
 
