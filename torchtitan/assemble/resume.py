@@ -63,6 +63,7 @@ def find_start(config: Config, *, layout: Layout, group: dist.ProcessGroup | Non
             architecture=layout.architecture,
             exclude=config.checkpoint.exclude_from_loading,
             chosen=chosen_rotation(config.model),
+            grows_vocab=config.checkpoint.grow_vocab,
             group=group,
         )
         start = choose_start(

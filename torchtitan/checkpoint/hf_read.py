@@ -42,7 +42,7 @@ def read_weights(
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    reader = HFReader(folder)
+    reader = HFReader(folder, sizes={name: tensor.shape for name, tensor in into.items()})
     try:
         dcp.load(dict(into), storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
@@ -52,8 +52,10 @@ def read_weights(
 class HFReader(dcp.StorageReader):
     """Gives DCP the pieces of tensors that it plans to load."""
 
-    def __init__(self, folder: HFFolder) -> None:
+    def __init__(self, folder: HFFolder, *, sizes: Mapping[str, torch.Size]) -> None:
+        """`sizes` are those of the tensors to fill, which may have more rows than are stored."""
         self._folder = folder
+        self._sizes = sizes
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -65,8 +67,13 @@ class HFReader(dcp.StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return what headers told, each tensor as one piece."""
-        tensors = self._folder.tensors
-        return Metadata({n: _as_one_piece(t) for n, t in tensors.items() if t.dtype in DTYPES})
+        return Metadata(
+            {
+                name: _as_one_piece(tensor, size=self._sizes.get(name))
+                for name, tensor in self._folder.tensors.items()
+                if tensor.dtype in DTYPES
+            }
+        )
 
     def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
         """Do nothing: files are opened when they are read."""
@@ -101,12 +108,13 @@ class HFReader(dcp.StorageReader):
         return done
 
 
-def _as_one_piece(tensor: StoredTensor) -> TensorStorageMetadata:
-    size = torch.Size(tensor.shape)
+def _as_one_piece(tensor: StoredTensor, *, size: torch.Size | None) -> TensorStorageMetadata:
+    """Say where a tensor lies; of a larger `size` the rest is not stored."""
+    stored = torch.Size(tensor.shape)
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
-        size=size,
-        chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
+        size=size or stored,
+        chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(stored)), sizes=stored)],
     )
 
 

@@ -48,6 +48,8 @@ class Start:
     """Whether the source is a DCP folder of another writer, without our manifest."""
     hf: HFFolder | None = None
     """The source, where it is a folder of Hugging Face."""
+    grows_vocab: bool = False
+    """Whether the source may have a smaller vocabulary than the model."""
     left_out_before: tuple[str, ...] = ()
     """What the job that saved the source had left out already, so that it is in the source now."""
     leaves_later: bool = False
@@ -120,15 +122,13 @@ def choose_start(
         return replace(start, leaves_later=goes_back)
     if settings.initial_load_path is not None and settings.initial_load_in_hf:
         hf = open_hf(Path(settings.initial_load_path))
-        excluded = settings.exclude_from_loading
-        return Start(source=hf.path, intention="finetune", exclude=excluded, hf=hf)
+        return _start_from_weights(settings, hf.path, hf=hf)
     if settings.initial_load_path is not None:
         source = find_source(Path(settings.initial_load_path), settings=settings, group=group)
         intention: Intention = "finetune" if settings.initial_load_model_only else settings.mode
         is_plain = storage.on_first_rank(lambda: _is_plain(source), group=group)
         if intention == "finetune":
-            excluded = settings.exclude_from_loading
-            return Start(source=source, intention=intention, exclude=excluded, is_plain=is_plain)
+            return _start_from_weights(settings, source, is_plain=is_plain)
         if is_plain:
             raise CheckpointError(
                 f"{source} has no {storage.MANIFEST}: another trainer wrote it, and its weights "
@@ -142,6 +142,19 @@ def choose_start(
             f'checkpoint.initial_load_path, or write mode = "recover" to start from nothing'
         )
     return None
+
+
+def _start_from_weights(
+    settings: CheckpointConfig, source: Path, *, is_plain: bool = False, hf: HFFolder | None = None
+) -> Start:
+    return Start(
+        source=source,
+        intention="finetune",
+        exclude=settings.exclude_from_loading,
+        grows_vocab=settings.grow_vocab,
+        is_plain=is_plain,
+        hf=hf,
+    )
 
 
 def _compared(source: Path, compare: Compare, *, group: dist.ProcessGroup) -> Comparison:

@@ -52,6 +52,9 @@ class CheckpointConfig:
     exclude_from_loading: Strings = ()
     """What not to load: components (model, optimizer, lr_scheduler, dataloader, train_state), and
     shell patterns of parameter names, as "output.*", which keep their initial values."""
+    grow_vocab: bool = False
+    """Take embedding and output head from weights of a smaller vocabulary: the rows behind theirs
+    keep their initial values."""
     verify_on_load: bool = True
     """Compare a checkpoint's files with its checksums before loading it."""
     save_before_seconds: PositiveInt | None = None

@@ -30,6 +30,7 @@ def checkpoint_rules(config: Config) -> Iterator[Broken]:
         "initial_load_path": checkpoint.initial_load_path is not None,
         "initial_load_in_hf": checkpoint.initial_load_in_hf,
         "exclude_from_loading": bool(checkpoint.exclude_from_loading),
+        "grow_vocab": checkpoint.grow_vocab,
     }
     for key, given in needs_loading.items():
         if given and not checkpoint.enable:
@@ -89,6 +90,12 @@ def _intention(checkpoint: CheckpointConfig) -> Iterator[Broken]:
             'false, or write mode = "finetune" for the weights alone',
         )
     weights_alone = elsewhere is not None and model_only
+    if checkpoint.grow_vocab and not weights_alone:
+        yield Broken(
+            ("checkpoint.grow_vocab", *ties[1:]),
+            "adds rows to the weights of an initial_load_path, taken alone: the optimizer's state "
+            "has none for them; name one, with initial_load_model_only, or remove this",
+        )
     keys = ("checkpoint.exclude_from_loading", *ties)
     if excluded and mode == "recover" and not weights_alone:
         yield Broken(
