@@ -52,7 +52,8 @@ def job_from(source: str, folder: Path, sources: dict[str, Path], *options: str)
 
 
 @pytest.mark.parametrize(
-    ("source", "layout"), [("ours", "fsdp 3"), ("plain", "pp 2, tp 2"), ("hf", "fsdp 3")]
+    ("source", "layout"),
+    [("ours", "fsdp 3"), ("plain", "pp 2, tp 2"), ("hf", "fsdp 3"), ("pt", "pp 2, tp 2")],
 )
 def test_stored_rows_are_kept_and_the_others_begin_anew(
     source: str, layout: str, ranks: RankPool, tmp_path: Path, sources: dict[str, Path]
@@ -77,7 +78,7 @@ def test_stored_rows_are_kept_and_the_others_begin_anew(
 def test_the_log_says_how_many_rows_are_kept(
     ranks: RankPool, tmp_path: Path, sources: dict[str, Path]
 ) -> None:
-    for source in ("ours", "hf"):
+    for source in ("ours", "hf", "pt"):
         job = job_from(source, tmp_path, sources, *LARGER)
         [lines] = ranks.run(jobs.logged, job, world=1)
         said = [line for line in lines if "begin anew" in line]
@@ -86,7 +87,7 @@ def test_the_log_says_how_many_rows_are_kept(
         assert all("the 36 behind them" in line for line in said)
 
 
-@pytest.mark.parametrize("source", ["ours", "plain", "hf"])
+@pytest.mark.parametrize("source", ["ours", "plain", "hf", "pt"])
 def test_another_vocabulary_is_refused_unless_it_is_smaller_and_asked_for(
     source: str, ranks: RankPool, tmp_path: Path, sources: dict[str, Path]
 ) -> None:

@@ -113,14 +113,14 @@ def open_folder(
             found.pop(OUTPUT, None)
         with torch.device("meta"):
             wanted = {n: tuple(p.shape) for n, p in spec.build(architecture).named_parameters()}
-        compared = {**found, **(_grown(path, found, wanted) if grows_vocab else {})}
-        _check_match(path, compared, wanted, names=spec.hf, exclude=exclude)
+        compared = {**found, **(with_more_rows(path, found, wanted) if grows_vocab else {})}
+        check_match(path, compared, wanted, names=spec.hf, exclude=exclude)
         return HFFolder(path=path, tensors=found)
 
     return on_first_rank(survey, group=group)
 
 
-def _grown(
+def with_more_rows(
     path: Path, found: Mapping[str, StoredTensor], wanted: Mapping[str, tuple[int, ...]]
 ) -> dict[str, StoredTensor]:
     """Return embedding and head as if they had the rows that they lack."""
@@ -203,7 +203,7 @@ def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         ) from error
 
 
-def _check_match(
+def check_match(
     path: Path,
     found: Mapping[str, StoredTensor],
     wanted: Mapping[str, tuple[int, ...]],

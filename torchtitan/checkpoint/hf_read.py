@@ -7,7 +7,10 @@ nothing else: there is never more of the files in its memory than one piece of o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +32,9 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.hf import runs
 from torchtitan.checkpoint.hf_folder import DTYPES, HFFolder, StoredTensor
+from torchtitan.checkpoint.pt_file import map_file
 from torchtitan.checkpoint.ranks import reason
+from torchtitan.config.checkpoint import WEIGHT_FILES
 
 
 def read_weights(
@@ -42,7 +47,9 @@ def read_weights(
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    reader = HFReader(folder, sizes={name: tensor.shape for name, tensor in into.items()})
+    sizes = {name: tensor.shape for name, tensor in into.items()}
+    is_file = folder.path.suffix in WEIGHT_FILES
+    reader = FileReader(folder, sizes=sizes) if is_file else HFReader(folder, sizes=sizes)
     try:
         dcp.load(dict(into), storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
@@ -97,15 +104,33 @@ class HFReader(dcp.StorageReader):
             file = self._folder.path / stored.file
             target = planner.resolve_tensor(item).detach()
             try:
-                # opened anew for each: what was read stays mapped, and counts as memory, until then
-                with safe_open(file, framework="pt") as opened:
-                    _fill(target, opened.get_slice(stored.name), item, head_dim=stored.head_dim)
+                with self._opened(file, stored.name) as tensor:
+                    _fill(target, tensor, item, head_dim=stored.head_dim)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    @contextmanager
+    def _opened(self, file: Path, name: str) -> Iterator[Any]:
+        # opened anew for each: what was read stays mapped, and counts as memory, until then
+        with safe_open(file, framework="pt") as opened:
+            yield opened.get_slice(name)
+
+
+class FileReader(HFReader):
+    """The same from a single file of torch's."""
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        # when the first piece is read: DCP tells all ranks of an error there
+        return map_file(self._folder.path)
+
+    @contextmanager
+    def _opened(self, file: Path, name: str) -> Iterator[Any]:
+        yield self._tensors[name]
 
 
 def _as_one_piece(tensor: StoredTensor, *, size: torch.Size | None) -> TensorStorageMetadata:

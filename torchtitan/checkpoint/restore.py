@@ -196,7 +196,7 @@ def _restore_hf(
     wanted = {name: t for name, t in parameters.items() if not patterns.match(name)}
     read_weights(folder, into=without_new_factors(wanted, folder.tensors), group=group)
     patterns.report(group=group)
-    logger.info("Finetuning at step 0 from %s, of Hugging Face, loaded: model", folder.path)
+    logger.info("Finetuning at step 0 from %s, loaded: model", folder.path)
 
 
 def _restore_position(state: RunState, start: Start, *, group: dist.ProcessGroup) -> None:

@@ -9,6 +9,9 @@ from pydantic.dataclasses import dataclass
 
 from torchtitan.config.types import STRICT, Strings, Text
 
+WEIGHT_FILES = (".pt", ".pth")
+"""Endings of a single file of weights."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
@@ -44,7 +47,8 @@ class CheckpointConfig:
     initial_load_path, at step 0. A checkpoint that this very job saved is always recovered."""
     initial_load_path: Text | None = None
     """Where to start from while the run's own folder holds no checkpoint: a step's folder, a folder
-    of checkpoints (the newest), or a run's folder."""
+    of checkpoints (the newest), or a run's folder. Or a single file of weights (.pt, .pth), by this
+    library's names or those of Hugging Face."""
     initial_load_model_only: bool = True
     """Take the weights alone from initial_load_path; false takes everything, as mode says."""
     initial_load_in_hf: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchtitan.config.broken import Broken, leads_outside
+from torchtitan.config.checkpoint import WEIGHT_FILES
 from torchtitan.config.schema import CheckpointConfig, Config
 
 
@@ -45,6 +46,18 @@ def checkpoint_rules(config: Config) -> Iterator[Broken]:
     if checkpoint.enable:
         yield from _intention(checkpoint)
     yield from _hugging_face(checkpoint)
+    path = checkpoint.initial_load_path
+    if checkpoint.enable and path is not None and path.endswith(WEIGHT_FILES):
+        if checkpoint.initial_load_in_hf:
+            yield Broken(
+                ("checkpoint.initial_load_in_hf", "checkpoint.initial_load_path"),
+                f'is for a folder, got the file "{path}", whose names tell what it is; remove this',
+            )
+        if not checkpoint.initial_load_model_only:
+            yield Broken(
+                ("checkpoint.initial_load_model_only", "checkpoint.initial_load_path"),
+                f'asks for all of a run, and "{path}" is a file of weights alone; remove this',
+            )
 
 
 def _hugging_face(checkpoint: CheckpointConfig) -> Iterator[Broken]:
