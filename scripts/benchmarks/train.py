@@ -15,8 +15,8 @@ it was before the model was built.
 On a CPU processor seconds of rank 0 are compared too: neighbours that take the processor away count
 in the elapsed time alone.
 
---dtype bfloat16 keeps float32 weights and computes in bfloat16: here and under --ranks by FSDP2's
-mixed precision, in the others by autocast on one rank.
+--dtype bfloat16 keeps float32 weights and computes in bfloat16: under --ranks by FSDP2's
+mixed precision, on one rank by casts where weights are used here, by autocast in the others.
 """
 
 from __future__ import annotations

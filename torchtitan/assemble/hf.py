@@ -12,8 +12,9 @@ import torch
 from torchtitan.assemble.layout import find_model
 from torchtitan.checkpoint.hf import CONFIG
 from torchtitan.checkpoint.hf_config import CARRIED, read_config
+from torchtitan.checkpoint.hf_lora import Factors
 from torchtitan.checkpoint.hf_write import HFExport
-from torchtitan.config.schema import Config, ModelConfig
+from torchtitan.config.schema import Config, LoRAConfig, ModelConfig
 from torchtitan.data.tokenizer import build_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,16 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
         architecture=architecture,
         dtype=dtype,
         carried=_carried(config),
+        factors=_factors(config.lora, base=config.checkpoint.initial_load_path),
         files={**_tokenizer_files(config.model.tokenizer_path), **_trained_template(config)},
     )
+
+
+def _factors(settings: LoRAConfig, *, base: str | None) -> Factors | None:
+    if not settings.rank:
+        return None
+    alone = settings.save == "adapter"
+    return Factors(rank=settings.rank, alpha=settings.alpha, alone=alone, base=base)
 
 
 def _trained_template(config: Config) -> Mapping[str, Path]:

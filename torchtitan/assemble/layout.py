@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from torchtitan.assemble.trained import find_trained
 from torchtitan.base.device import device_name, device_type
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import to_toml
@@ -28,6 +29,7 @@ from torchtitan.models.spec import (
     flops_per_token,
     num_parameters,
 )
+from torchtitan.models.trained import Trained
 from torchtitan.parallel.compile import check_compile
 from torchtitan.parallel.context import check_heads
 from torchtitan.parallel.float8 import check_float8
@@ -55,6 +57,8 @@ class Layout:
     """Stages and schedule; None without pipeline parallelism."""
     accumulation: int
     """Microbatches of local_batch_size samples that a rank adds up in a step."""
+    trained: Trained
+    """Which parameters are trained."""
 
 
 def find_layout(config: Config, *, world_size: int) -> Layout:
@@ -86,6 +90,7 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
         accumulation=accumulation_steps(
             training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
         ),
+        trained=find_trained(config, spec=spec, architecture=architecture),
     )
 
 
@@ -104,6 +109,8 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
             f"[model] flavor of {name} must be one of {', '.join(spec.flavors)}, got '{flavor}'"
         )
     architecture = spec.flavors[flavor]
+    if settings.vocab_size is not None:
+        architecture = replace(architecture, vocab_size=settings.vocab_size)
     if settings.rope_theta is not None:
         architecture = replace(architecture, rope_theta=settings.rope_theta)
     if settings.rope_scaling.type != "flavor":

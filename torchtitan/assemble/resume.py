@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torchtitan.assemble.hf import chosen_rotation, describe_export, warn_of_other_tokenizer
 from torchtitan.assemble.layout import Layout
 from torchtitan.base.device import device_type
-from torchtitan.checkpoint.hf_folder import open_folder
+from torchtitan.checkpoint.hf_folder import HFFolder, open_folder
 from torchtitan.checkpoint.hf_write import export
 from torchtitan.checkpoint.lock import lock_folder
 from torchtitan.checkpoint.manager import CheckpointManager, Export, check_staging
+from torchtitan.checkpoint.pt_file import open_file
 from torchtitan.checkpoint.restore import restore
 from torchtitan.checkpoint.start import (
     Comparison,
@@ -32,6 +33,7 @@ from torchtitan.checkpoint.start import (
 )
 from torchtitan.checkpoint.state import RunState
 from torchtitan.checkpoint.storage import find_steps
+from torchtitan.config.checkpoint import WEIGHT_FILES
 from torchtitan.config.load import to_toml
 from torchtitan.config.schema import Config
 from torchtitan.config.trajectory import Job, trajectory_differences
@@ -57,18 +59,11 @@ def find_start(config: Config, *, layout: Layout, group: dist.ProcessGroup | Non
     start = None
     if group is not None:
         compare = partial(compare_jobs, now=now)
-        open_hf = partial(
-            open_folder,
-            spec=layout.spec,
-            architecture=layout.architecture,
-            exclude=config.checkpoint.exclude_from_loading,
-            chosen=chosen_rotation(config.model),
-            group=group,
-        )
+        open_hf = partial(open_weights, config=config, layout=layout, group=group)
         start = choose_start(
             config.checkpoint, folder=folder, compare=compare, open_hf=open_hf, group=group
         )
-        if start is not None and start.hf is not None:
+        if start is not None and start.hf is not None and start.source.is_dir():
             warn_of_other_tokenizer(config, origin=start.source)
     stored = root / CONFIG_FILE
     has_results = any(root.glob("metrics*.jsonl")) or find_steps(folder)
@@ -79,6 +74,23 @@ def find_start(config: Config, *, layout: Layout, group: dist.ProcessGroup | Non
         refuse_differences(root, differences, has_checkpoint=bool(find_steps(folder)))
     dist.barrier()  # nobody writes before everybody has looked
     return start
+
+
+def open_weights(
+    path: Path, *, config: Config, layout: Layout, group: dist.ProcessGroup
+) -> HFFolder:
+    """Open a folder of Hugging Face, or a single file, of this job's model."""
+    checkpoint = config.checkpoint
+    settings: dict[str, Any] = {
+        "spec": layout.spec,
+        "architecture": layout.architecture,
+        "exclude": checkpoint.exclude_from_loading,
+        "grows_vocab": checkpoint.grow_vocab,
+        "group": group,
+    }
+    if path.suffix in WEIGHT_FILES:
+        return open_file(path, **settings)
+    return open_folder(path, chosen=chosen_rotation(config.model), **settings)
 
 
 def compare_jobs(manifest: Mapping[str, Any], *, now: Job) -> Comparison:

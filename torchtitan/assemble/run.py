@@ -160,6 +160,8 @@ def build_parts(
         activation_checkpoint=config.activation_checkpoint,
         compiler=config.compile,
         float8=config.quantize.linear.float8 if config.model.converters else None,
+        lora=config.lora,
+        trained=layout.trained,
         device=device,
         seed=config.debug.seed,
         loss=build_loss(

@@ -30,12 +30,13 @@ from torchtitan.checkpoint.hf_config import architecture_of, family_of, read_con
 from torchtitan.checkpoint.hf_folder import open_folder
 from torchtitan.checkpoint.hf_read import read_weights
 from torchtitan.config.load import load_config
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Config, LoRAConfig
 from torchtitan.data.chat import ChatTemplate
 from torchtitan.data.chat_files import find_template
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.lora import apply_lora
 from torchtitan.models.spec import DecoderConfig, ModelSpec
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.tensor import apply_tensor_parallel, find_misfit
@@ -70,6 +71,8 @@ class Source:
     """Tokens that end a text, beside those that the tokenizer's folder knows."""
     read: Callable[[Mapping[str, Tensor]], None]
     """Fills parameters by their names."""
+    lora: LoRAConfig | None = None
+    """Low-rank factors beside its matrices, where there are any."""
 
 
 def open_writer(
@@ -122,6 +125,13 @@ def _build(source: Source, *, mesh: DeviceMesh | None, device: torch.device) -> 
     """Build the model without weights."""
     with torch.device("meta"):
         model = source.spec.build(source.architecture).to(getattr(torch, source.dtype))
+    if source.lora is not None:
+        apply_lora(
+            model,
+            rank=source.lora.rank,
+            alpha=source.lora.alpha,
+            patterns=source.lora.modules,
+        )
     if mesh is not None:
         if misfit := find_misfit(source.architecture, tp=mesh.size()):
             raise ConfigError(
@@ -152,6 +162,7 @@ def _of_run(path: Path, group: dist.ProcessGroup | None, *, verify: bool) -> Sou
         chat_template=config.training.chat_template,
         stop_ids=frozenset(),
         read=lambda into: storage.read_tensors(step, "model", into=into, group=group),
+        lora=config.lora if config.lora.rank else None,
     )
 
 

@@ -22,6 +22,7 @@ from torchtitan.models.spec import DecoderConfig, HFFormat
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
 }
 """Types of weights that are read; what is quantised is none of them."""
-OUTPUT = "output.weight"
+EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 # a buffer that old versions of transformers saved; it follows from the sizes
 _NO_WEIGHT = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq\b.*")
 
@@ -81,12 +81,13 @@ def open_folder(
     architecture: DecoderConfig,
     exclude: Collection[str] = (),
     chosen: Collection[str] = (),
+    grows_vocab: bool = False,
     group: dist.ProcessGroup | None,
 ) -> HFFolder:
     """Read the headers of a folder on rank 0, and tell all ranks.
 
     `exclude` are patterns of the parameters that are not loaded, `chosen` sizes in which the job is
-    meant to differ.
+    meant to differ. With `grows_vocab` the folder's vocabulary may be the smaller one.
 
     Raises:
         CheckpointError: It is no such folder, or a file of it is damaged, or it is of another model
@@ -98,6 +99,8 @@ def open_folder(
         # with parameters left out, their names and shapes say more exactly what has to agree
         exempt = {*chosen, *(SEEN_IN_SHAPES if exclude else ())}
         config = read_config(path)
+        if grows_vocab:
+            exempt.add("vocab_size")
         check_config(config, spec=spec, architecture=architecture, seen_elsewhere=exempt)
         there, ours = stored_sizes(config), sizes_of(architecture)
         for name in sorted(chosen):
@@ -110,10 +113,24 @@ def open_folder(
             found.pop(OUTPUT, None)
         with torch.device("meta"):
             wanted = {n: tuple(p.shape) for n, p in spec.build(architecture).named_parameters()}
-        _check_match(path, found, wanted, names=spec.hf, exclude=exclude)
+        compared = {**found, **(with_more_rows(path, found, wanted) if grows_vocab else {})}
+        check_match(path, compared, wanted, names=spec.hf, exclude=exclude)
         return HFFolder(path=path, tensors=found)
 
     return on_first_rank(survey, group=group)
+
+
+def with_more_rows(
+    path: Path, found: Mapping[str, StoredTensor], wanted: Mapping[str, tuple[int, ...]]
+) -> dict[str, StoredTensor]:
+    """Return embedding and head as if they had the rows that they lack."""
+    grown = {}
+    for name in wanted.keys() & found.keys() & {EMBEDDING, OUTPUT}:
+        shape, there = wanted[name], found[name].shape
+        if there[1:] == shape[1:] and there[0] < shape[0]:
+            grown[name] = replace(found[name], shape=shape)
+            storage.log_growth(path, name, there[0], shape[0])
+    return grown
 
 
 def _check_is_folder(path: Path) -> None:
@@ -186,7 +203,7 @@ def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         ) from error
 
 
-def _check_match(
+def check_match(
     path: Path,
     found: Mapping[str, StoredTensor],
     wanted: Mapping[str, tuple[int, ...]],

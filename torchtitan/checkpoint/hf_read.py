@@ -7,7 +7,10 @@ nothing else: there is never more of the files in its memory than one piece of o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +32,9 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.hf import runs
 from torchtitan.checkpoint.hf_folder import DTYPES, HFFolder, StoredTensor
+from torchtitan.checkpoint.pt_file import map_file
 from torchtitan.checkpoint.ranks import reason
+from torchtitan.config.checkpoint import WEIGHT_FILES
 
 
 def read_weights(
@@ -42,7 +47,9 @@ def read_weights(
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    reader = HFReader(folder)
+    sizes = {name: tensor.shape for name, tensor in into.items()}
+    is_file = folder.path.suffix in WEIGHT_FILES
+    reader = FileReader(folder, sizes=sizes) if is_file else HFReader(folder, sizes=sizes)
     try:
         dcp.load(dict(into), storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
@@ -52,8 +59,10 @@ def read_weights(
 class HFReader(dcp.StorageReader):
     """Gives DCP the pieces of tensors that it plans to load."""
 
-    def __init__(self, folder: HFFolder) -> None:
+    def __init__(self, folder: HFFolder, *, sizes: Mapping[str, torch.Size]) -> None:
+        """`sizes` are those of the tensors to fill, which may have more rows than are stored."""
         self._folder = folder
+        self._sizes = sizes
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -65,8 +74,13 @@ class HFReader(dcp.StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return what headers told, each tensor as one piece."""
-        tensors = self._folder.tensors
-        return Metadata({n: _as_one_piece(t) for n, t in tensors.items() if t.dtype in DTYPES})
+        return Metadata(
+            {
+                name: _as_one_piece(tensor, size=self._sizes.get(name))
+                for name, tensor in self._folder.tensors.items()
+                if tensor.dtype in DTYPES
+            }
+        )
 
     def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
         """Do nothing: files are opened when they are read."""
@@ -90,9 +104,8 @@ class HFReader(dcp.StorageReader):
             file = self._folder.path / stored.file
             target = planner.resolve_tensor(item).detach()
             try:
-                # opened anew for each: what was read stays mapped, and counts as memory, until then
-                with safe_open(file, framework="pt") as opened:
-                    _fill(target, opened.get_slice(stored.name), item, head_dim=stored.head_dim)
+                with self._opened(file, stored.name) as tensor:
+                    _fill(target, tensor, item, head_dim=stored.head_dim)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
             planner.commit_tensor(item, target)
@@ -100,13 +113,33 @@ class HFReader(dcp.StorageReader):
         done.set_result(None)
         return done
 
+    @contextmanager
+    def _opened(self, file: Path, name: str) -> Iterator[Any]:
+        # opened anew for each: what was read stays mapped, and counts as memory, until then
+        with safe_open(file, framework="pt") as opened:
+            yield opened.get_slice(name)
 
-def _as_one_piece(tensor: StoredTensor) -> TensorStorageMetadata:
-    size = torch.Size(tensor.shape)
+
+class FileReader(HFReader):
+    """The same from a single file of torch's."""
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        # when the first piece is read: DCP tells all ranks of an error there
+        return map_file(self._folder.path)
+
+    @contextmanager
+    def _opened(self, file: Path, name: str) -> Iterator[Any]:
+        yield self._tensors[name]
+
+
+def _as_one_piece(tensor: StoredTensor, *, size: torch.Size | None) -> TensorStorageMetadata:
+    """Say where a tensor lies; of a larger `size` the rest is not stored."""
+    stored = torch.Size(tensor.shape)
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
-        size=size,
-        chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
+        size=size or stored,
+        chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(stored)), sizes=stored)],
     )
 
 

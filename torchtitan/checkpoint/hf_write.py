@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import HashingFile, write_json
 from torchtitan.checkpoint.folders import commit, draft_of
 from torchtitan.checkpoint.hf import (
+    ADAPTER_CONFIG,
     CONFIG,
     INDEX,
     WEIGHTS,
@@ -39,8 +41,17 @@ from torchtitan.checkpoint.hf import (
     to_their_rows,
 )
 from torchtitan.checkpoint.hf_config import new_config
+from torchtitan.checkpoint.hf_lora import (
+    ADAPTER_WEIGHTS,
+    Factors,
+    adapter_config,
+    factor_name,
+    factors_of,
+    weight_beside,
+)
 from torchtitan.checkpoint.metadata import TensorReader
 from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank
+from torchtitan.models.lora import is_factor, merged
 from torchtitan.models.spec import DecoderConfig, HFFormat
 
 logger = logging.getLogger(__name__)
@@ -63,6 +74,8 @@ class HFExport:
     """Files to copy into the folder, as those of the tokenizer, by their names there."""
     max_file_bytes: int = MAX_FILE_BYTES
     """Weights in one file at most; a tensor that is larger has a file of its own."""
+    factors: Factors | None = None
+    """What becomes of low-rank factors; None: there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +120,7 @@ def export(
     def write() -> None:
         reader = TensorReader(checkpoint / "model")
         for number in range(rank, len(plan), num_ranks):
-            path = draft / file_name(number, num_files=len(plan))
+            path = draft / file_name(number, num_files=len(plan), settings=settings)
             _write_file(path, plan[number], reader=reader, settings=settings)
 
     try:
@@ -126,16 +139,21 @@ def plan_files(reader: TensorReader, *, settings: HFExport) -> list[list[Planned
     """Return the tensors of each file, in the order of the model."""
     files: list[list[Planned]] = [[]]
     size = 0
+    alone = settings.factors is not None and settings.factors.alone
+    limit = math.inf if alone else settings.max_file_bytes  # PEFT reads one file
     stored = reader.read_metadata().state_dict_metadata
     for ours, entry in sorted(stored.items(), key=lambda item: _in_order(item[0])):
         assert storage.is_tensor(entry), f"{ours} is no parameter"
+        if settings.factors is not None and is_factor(ours) != settings.factors.alone:
+            continue
+        named = factor_name if is_factor(ours) else their_name
         tensor = Planned(
             ours=ours,
-            name=their_name(ours, names=settings.names),
+            name=named(ours, names=settings.names),
             shape=tuple(entry.size),
             dtype=settings.dtype or entry.properties.dtype,
         )
-        if files[-1] and size + tensor.num_bytes > settings.max_file_bytes:
+        if files[-1] and size + tensor.num_bytes > limit:
             files.append([])
             size = 0
         files[-1].append(tensor)
@@ -148,8 +166,10 @@ def _in_order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def file_name(number: int, *, num_files: int) -> str:
+def file_name(number: int, *, num_files: int, settings: HFExport) -> str:
     """Return the name of a file of weights, as transformers counts them."""
+    if settings.factors is not None and settings.factors.alone:
+        return ADAPTER_WEIGHTS
     return WEIGHTS if num_files == 1 else f"model-{number + 1:05}-of-{num_files:05}.safetensors"
 
 
@@ -178,18 +198,33 @@ def _write_file(
 
 def _read(tensor: Planned, *, reader: TensorReader, settings: HFExport) -> Tensor:
     """Return a whole tensor in their order of rows, in its new type."""
-    weight = torch.empty(tensor.shape, dtype=tensor.dtype)
+    stored = reader.read_metadata().state_dict_metadata
+    parts = [tensor.ours]
+    if settings.factors is not None and not is_factor(tensor.ours):
+        parts += [name for name in factors_of(tensor.ours) if name in stored]
+    weights = {name: _empty_like(stored[name]) for name in parts}
     try:
         with warnings.catch_warnings():
             # one process is what is meant here
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({tensor.ours: weight}, storage_reader=reader, no_dist=True)
+            dcp.load(weights, storage_reader=reader, no_dist=True)
     except CheckpointException as error:  # no Exception: other ranks would not hear of it
         raise CheckpointError(storage.reasons(error)) from error
-    head_dim = head_dim_of_rows(
-        tensor.ours, names=settings.names, architecture=settings.architecture
-    )
-    return to_their_rows(weight, head_dim=head_dim)
+    weight, *factors = weights.values()
+    if factors:
+        assert settings.factors is not None
+        weight = merged(weight, *factors, scale=settings.factors.scale)
+    rows_of = weight_beside(tensor.ours)
+    head_dim = None
+    if rows_of is not None:
+        head_dim = head_dim_of_rows(
+            rows_of, names=settings.names, architecture=settings.architecture
+        )
+    return to_their_rows(weight.to(tensor.dtype), head_dim=head_dim)
+
+
+def _empty_like(entry: Any) -> Tensor:
+    return torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -202,19 +237,26 @@ def _complete(target: Path, plan: Sequence[Sequence[Planned]], *, settings: HFEx
     tensors = [tensor for file in plan for tensor in file]
     if len(plan) > 1:
         places = {
-            tensor.name: file_name(number, num_files=len(plan))
+            tensor.name: file_name(number, num_files=len(plan), settings=settings)
             for number, file in enumerate(plan)
             for tensor in file
         }
         size = sum(tensor.num_bytes for tensor in tensors)
         write_json(draft / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
-    config = new_config(
-        settings.architecture,
-        names=settings.names,
-        dtype=tensors[0].dtype,
-        carried=settings.carried,
-    )
-    write_json(draft / CONFIG, config)
+    if settings.factors is not None and settings.factors.alone:
+        names = [tensor.name for tensor in tensors]
+        config = adapter_config(
+            settings.factors, names, num_layers=settings.architecture.num_layers
+        )
+        write_json(draft / ADAPTER_CONFIG, config)
+    else:
+        config = new_config(
+            settings.architecture,
+            names=settings.names,
+            dtype=tensors[0].dtype,
+            carried=settings.carried,
+        )
+        write_json(draft / CONFIG, config)
     for name, source in settings.files.items():
         with HashingFile(draft / name) as file:  # on disk when it is closed
             file.write(source.read_bytes())

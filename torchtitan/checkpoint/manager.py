@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.hf import CONFIG
+from torchtitan.checkpoint.hf import ADAPTER_CONFIG, CONFIG
 from torchtitan.checkpoint.retention import describe_score, rank_steps, steps_to_delete
 from torchtitan.checkpoint.staging import Staging
 from torchtitan.checkpoint.state import RunState
@@ -125,10 +125,10 @@ class CheckpointManager:
         is_asked_for = self._export is not None or settings.last_save_model_only
         if settings.load_only or not is_asked_for:
             return
-        made_by = CONFIG if self._export is not None else storage.MANIFEST
-        exported = self.folder / EXPORT / f"step-{step}" / made_by
+        made_by = (CONFIG, ADAPTER_CONFIG) if self._export is not None else (storage.MANIFEST,)
+        exported = [self.folder / EXPORT / f"step-{step}" / name for name in made_by]
         saved = self.folder / f"step-{step}" / storage.MANIFEST
-        if storage.on_first_rank(exported.is_file, group=self._group):
+        if storage.on_first_rank(lambda: any(map(Path.is_file, exported)), group=self._group):
             return
         components = self._state.components()
         if not storage.on_first_rank(saved.is_file, group=self._group):

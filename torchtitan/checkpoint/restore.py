@@ -31,6 +31,7 @@ from torchtitan.checkpoint.state import (
     set_rng,
 )
 from torchtitan.config.schema import LRSchedulerConfig
+from torchtitan.models.lora import is_factor
 from torchtitan.optim.schedule import Schedule, build_schedule
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ TAKEN: Mapping[Intention, tuple[str, ...]] = {
     "finetune": ("model",),
 }
 NUM_SHOWN_STEPS = 5
+VOCABULARY = ("tok_embeddings.weight", "output.weight")
 
 
 class Patterns:
@@ -96,7 +98,7 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
         _restore_hf(state, start.hf, patterns=patterns, group=group)
         return
     if start.is_plain:
-        _restore_plain(state, source, patterns=patterns, group=group)
+        _restore_plain(state, start, patterns=patterns, group=group)
         return
     manifest = storage.on_first_rank(lambda: storage.read_manifest(source), group=group)
     missing = [name for name in taken if name not in manifest["components"]]
@@ -109,7 +111,17 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
     if "model" in taken:
         tensors = model_tensors(state.model)
         wanted = {name: t for name, t in tensors.items() if not patterns.match(name)}
-        storage.read_tensors(source, "model", into=wanted, group=group, leaves_out=patterns.match)
+        if start.intention == "finetune":
+            stored = storage.stored_names(source, "model", group=group)
+            wanted = without_new_factors(wanted, stored)
+        storage.read_tensors(
+            source,
+            "model",
+            into=wanted,
+            group=group,
+            leaves_out=patterns.match,
+            may_grow=VOCABULARY if start.grows_vocab else (),
+        )
     if "optimizer" in taken:
         tensors = optimizer_tensors(state.model, state.optimizer)
         wanted = {name: t for name, t in tensors.items() if not patterns.match_state(name)}
@@ -129,14 +141,22 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
         leave_later_steps(source, group=group)
 
 
+def without_new_factors(wanted: dict[str, Tensor], stored: Collection[str]) -> dict[str, Tensor]:
+    """Leave out low-rank factors where the weights at hand have none: they begin with this run."""
+    if any(map(is_factor, stored)):
+        return wanted
+    return {name: t for name, t in wanted.items() if not is_factor(name)}
+
+
 def _restore_plain(
-    state: RunState, folder: Path, *, patterns: Patterns, group: dist.ProcessGroup
+    state: RunState, start: Start, *, patterns: Patterns, group: dist.ProcessGroup
 ) -> None:
     """Load the weights from a DCP folder of another writer, where other things may lie beside.
 
     torchtitan 0.2 writes one folder a step: parameters by their names, all else below the name of
     its component, much of it as pickles, which are never read.
     """
+    folder = start.source
     tensors = storage.stored_names(folder.parent, folder.name, group=group)
     beside: set[str] = set()
 
@@ -150,8 +170,14 @@ def _restore_plain(
 
     parameters = model_tensors(state.model)
     wanted = {name: t for name, t in parameters.items() if not patterns.match(name)}
+    wanted = without_new_factors(wanted, tensors)
     storage.read_tensors(
-        folder.parent, folder.name, into=wanted, group=group, leaves_out=leaves_out
+        folder.parent,
+        folder.name,
+        into=wanted,
+        group=group,
+        leaves_out=leaves_out,
+        may_grow=VOCABULARY if start.grows_vocab else (),
     )
     patterns.report(group=group)
     logger.info("Finetuning at step 0 from %s, of another writer, loaded: model", folder)
@@ -168,9 +194,9 @@ def _restore_hf(
         patterns.match(name)
     parameters = model_tensors(state.model)
     wanted = {name: t for name, t in parameters.items() if not patterns.match(name)}
-    read_weights(folder, into=wanted, group=group)
+    read_weights(folder, into=without_new_factors(wanted, folder.tensors), group=group)
     patterns.report(group=group)
-    logger.info("Finetuning at step 0 from %s, of Hugging Face, loaded: model", folder.path)
+    logger.info("Finetuning at step 0 from %s, loaded: model", folder.path)
 
 
 def _restore_position(state: RunState, start: Start, *, group: dist.ProcessGroup) -> None:

@@ -26,6 +26,7 @@ from torchtitan.base.errors import CheckpointError, UserError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.hf_folder import HFFolder, is_hf_folder
 from torchtitan.checkpoint.metadata import METADATA
+from torchtitan.config.checkpoint import WEIGHT_FILES
 from torchtitan.config.schema import CheckpointConfig
 from torchtitan.mesh.dims import ParallelDims
 
@@ -47,7 +48,9 @@ class Start:
     is_plain: bool = False
     """Whether the source is a DCP folder of another writer, without our manifest."""
     hf: HFFolder | None = None
-    """The source, where it is a folder of Hugging Face."""
+    """The source, where it is a folder of Hugging Face, or a single file."""
+    grows_vocab: bool = False
+    """Whether the source may have a smaller vocabulary than the model."""
     left_out_before: tuple[str, ...] = ()
     """What the job that saved the source had left out already, so that it is in the source now."""
     leaves_later: bool = False
@@ -77,7 +80,7 @@ class Comparison:
 Compare = Callable[[Mapping[str, Any]], Comparison]
 """From a checkpoint's manifest to the comparison with this job."""
 OpenHF = Callable[[Path], HFFolder]
-"""From a path to the folder of Hugging Face there, if its weights are those of this job's model."""
+"""From a path to the folder of Hugging Face there, or the file, if its weights are this model's."""
 
 
 def stored_layout(manifest: Mapping[str, Any]) -> ParallelDims:
@@ -118,17 +121,15 @@ def choose_start(
         start = _start_from_own(settings, own, comparison=_compared(own, compare, group=group))
         goes_back = own.name == f"step-{settings.load_step}" and not settings.load_only
         return replace(start, leaves_later=goes_back)
-    if settings.initial_load_path is not None and settings.initial_load_in_hf:
-        hf = open_hf(Path(settings.initial_load_path))
-        excluded = settings.exclude_from_loading
-        return Start(source=hf.path, intention="finetune", exclude=excluded, hf=hf)
     if settings.initial_load_path is not None:
-        source = find_source(Path(settings.initial_load_path), settings=settings, group=group)
+        path = Path(settings.initial_load_path)
+        if settings.initial_load_in_hf or path.suffix in WEIGHT_FILES:
+            return _start_from_weights(settings, path, hf=open_hf(path))
+        source = find_source(path, settings=settings, group=group)
         intention: Intention = "finetune" if settings.initial_load_model_only else settings.mode
         is_plain = storage.on_first_rank(lambda: _is_plain(source), group=group)
         if intention == "finetune":
-            excluded = settings.exclude_from_loading
-            return Start(source=source, intention=intention, exclude=excluded, is_plain=is_plain)
+            return _start_from_weights(settings, source, is_plain=is_plain)
         if is_plain:
             raise CheckpointError(
                 f"{source} has no {storage.MANIFEST}: another trainer wrote it, and its weights "
@@ -142,6 +143,19 @@ def choose_start(
             f'checkpoint.initial_load_path, or write mode = "recover" to start from nothing'
         )
     return None
+
+
+def _start_from_weights(
+    settings: CheckpointConfig, source: Path, *, is_plain: bool = False, hf: HFFolder | None = None
+) -> Start:
+    return Start(
+        source=source,
+        intention="finetune",
+        exclude=settings.exclude_from_loading,
+        grows_vocab=settings.grow_vocab,
+        is_plain=is_plain,
+        hf=hf,
+    )
 
 
 def _compared(source: Path, compare: Compare, *, group: dist.ProcessGroup) -> Comparison:

@@ -8,9 +8,10 @@ fills up while saving leaves the earlier checkpoints as they were."""
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ __all__ = [
     "find_steps",
     "finish_commits",
     "list_steps",
+    "log_growth",
     "newest_whole",
     "on_first_rank",
     "read_manifest",
@@ -63,6 +65,7 @@ __all__ = [
     "verify",
     "write",
 ]
+logger = logging.getLogger(__name__)
 STATE = "state.json"
 _MANIFEST_KINDS = {"step": int, "components": list, "layout": dict, "config": str}
 
@@ -196,11 +199,13 @@ def read_tensors(
     into: Mapping[str, Tensor],
     group: dist.ProcessGroup | None,
     leaves_out: Callable[[str], bool] = lambda name: True,
+    may_grow: Collection[str] = (),
 ) -> None:
     """Fill the tensors `into` in place from a component saved in any layout.
 
     `group` are the ranks that load together; None loads in this process alone. `leaves_out` tells
-    which other names of the component may stay unread; any that may not is unexpected.
+    which other names of the component may stay unread; any that may not is unexpected. Of a tensor
+    that `may_grow` fewer rows may be stored; those behind them stay as they are.
 
     Raises:
         CheckpointError: Names, shapes or types differ, or a file is missing, damaged or refused.
@@ -213,6 +218,7 @@ def read_tensors(
     def open_component() -> None:
         reader = TensorReader(folder)
         stored = reader.read_metadata().state_dict_metadata
+        _grow(folder, stored, {name: wanted[name][0] for name in may_grow if name in wanted})
         _check_match(folder, stored, wanted, leaves_out=leaves_out)
         readers.append(reader)
 
@@ -221,6 +227,27 @@ def read_tensors(
         dcp.load(dict(into), storage_reader=readers[0], process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise CheckpointError(f"{folder}: {reasons(error)}") from error
+
+
+def _grow(folder: Path, stored: dict[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Let tensors of fewer rows than are wanted have as many: none is stored of the others."""
+    for name, shape in wanted.items():
+        if name in stored and is_tensor(stored[name]):
+            there = tuple(stored[name].size)
+            if there[1:] == shape[1:] and there[0] < shape[0]:
+                stored[name] = replace(stored[name], size=torch.Size(shape))
+                log_growth(folder, name, there[0], shape[0])
+
+
+def log_growth(source: Path, name: str, num_stored: int, num_rows: int) -> None:
+    """Say how many rows come from elsewhere and how many are new."""
+    logger.info(
+        "%s: %d rows are of %s, the %d behind them begin anew",
+        name,
+        num_stored,
+        source,
+        num_rows - num_stored,
+    )
 
 
 def _check_match(

@@ -9,6 +9,9 @@ from pydantic.dataclasses import dataclass
 
 from torchtitan.config.types import STRICT, Strings, Text
 
+WEIGHT_FILES = (".pt", ".pth")
+"""Endings of a single file of weights."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
@@ -47,7 +50,8 @@ class CheckpointConfig:
     initial_load_path, at step 0. A checkpoint that this very job saved is always recovered."""
     initial_load_path: Text | None = None
     """Where to start from while the run's own folder holds no checkpoint: a step's folder, a folder
-    of checkpoints (the newest), or a run's folder."""
+    of checkpoints (the newest), or a run's folder. Or a single file of weights (.pt, .pth), by this
+    library's names or those of Hugging Face."""
     initial_load_model_only: bool = True
     """Take the weights alone from initial_load_path; false takes everything, as mode says."""
     initial_load_in_hf: bool = False
@@ -55,6 +59,9 @@ class CheckpointConfig:
     exclude_from_loading: Strings = ()
     """What not to load: components (model, optimizer, lr_scheduler, dataloader, train_state), and
     shell patterns of parameter names, as "output.*", which keep their initial values."""
+    grow_vocab: bool = False
+    """Take embedding and output head from weights of a smaller vocabulary: the rows behind theirs
+    keep their initial values."""
     verify_on_load: bool = True
     """Compare a checkpoint's files with its checksums before loading it."""
     save_before_seconds: PositiveInt | None = None

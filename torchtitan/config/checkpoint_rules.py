@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchtitan.config.broken import Broken, leads_outside
+from torchtitan.config.checkpoint import WEIGHT_FILES
 from torchtitan.config.schema import CheckpointConfig, Config
 
 
@@ -30,6 +31,7 @@ def checkpoint_rules(config: Config) -> Iterator[Broken]:
         "initial_load_path": checkpoint.initial_load_path is not None,
         "initial_load_in_hf": checkpoint.initial_load_in_hf,
         "exclude_from_loading": bool(checkpoint.exclude_from_loading),
+        "grow_vocab": checkpoint.grow_vocab,
     }
     for key, given in needs_loading.items():
         if given and not checkpoint.enable:
@@ -44,6 +46,18 @@ def checkpoint_rules(config: Config) -> Iterator[Broken]:
     if checkpoint.enable:
         yield from _intention(checkpoint)
     yield from _hugging_face(checkpoint)
+    path = checkpoint.initial_load_path
+    if checkpoint.enable and path is not None and path.endswith(WEIGHT_FILES):
+        if checkpoint.initial_load_in_hf:
+            yield Broken(
+                ("checkpoint.initial_load_in_hf", "checkpoint.initial_load_path"),
+                f'is for a folder, got the file "{path}", whose names tell what it is; remove this',
+            )
+        if not checkpoint.initial_load_model_only:
+            yield Broken(
+                ("checkpoint.initial_load_model_only", "checkpoint.initial_load_path"),
+                f'asks for all of a run, and "{path}" is a file of weights alone; remove this',
+            )
 
 
 def _hugging_face(checkpoint: CheckpointConfig) -> Iterator[Broken]:
@@ -89,6 +103,12 @@ def _intention(checkpoint: CheckpointConfig) -> Iterator[Broken]:
             'false, or write mode = "finetune" for the weights alone',
         )
     weights_alone = elsewhere is not None and model_only
+    if checkpoint.grow_vocab and not weights_alone:
+        yield Broken(
+            ("checkpoint.grow_vocab", *ties[1:]),
+            "adds rows to the weights of an initial_load_path, taken alone: the optimizer's state "
+            "has none for them; name one, with initial_load_model_only, or remove this",
+        )
     keys = ("checkpoint.exclude_from_loading", *ties)
     if excluded and mode == "recover" and not weights_alone:
         yield Broken(

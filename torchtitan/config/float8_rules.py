@@ -33,6 +33,12 @@ def float8_rules(config: Config) -> Iterator[Broken]:
             (key, "training.dtype"),
             f'keeps float32 weights, got dtype = "{training.dtype}"; write "float32"',
         )
+    if config.lora.rank:
+        yield Broken(
+            (key, "lora.rank"),
+            f"converts whole layers, got lora.rank = {config.lora.rank}, which adds factors to "
+            "them; write rank = 0, or train in bfloat16",
+        )
     for name in ("tensor_parallel_degree", "pipeline_parallel_degree"):
         if getattr(parallelism, name) > 1:
             yield Broken(

@@ -17,6 +17,7 @@ from torchtitan.config.checkpoint_rules import checkpoint_rules
 from torchtitan.config.data_rules import data_rules
 from torchtitan.config.float8_rules import float8_rules
 from torchtitan.config.layout_rules import layout_rules
+from torchtitan.config.lora_rules import lora_rules
 from torchtitan.config.rope import NEEDED, READ
 from torchtitan.config.schema import Config
 from torchtitan.config.validation_rules import validation_rules
@@ -29,6 +30,7 @@ def broken_rules(config: Config) -> Iterator[Broken]:
     yield from _rope(config)
     yield from data_rules(config)
     yield from _optimization(config)
+    yield from lora_rules(config)
     yield from layout_rules(config)
     yield from block_rules(config)
     yield from float8_rules(config)

@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from torchtitan.config.checkpoint import CheckpointConfig as CheckpointConfig
 from torchtitan.config.float8 import Float8Config as Float8Config
 from torchtitan.config.float8 import QuantizeConfig as QuantizeConfig
+from torchtitan.config.lora import LoRAConfig as LoRAConfig
 from torchtitan.config.parallelism import ParallelismConfig as ParallelismConfig
 from torchtitan.config.rope import RopeScalingConfig as RopeScalingConfig
 from torchtitan.config.training import DataLoaderConfig as DataLoaderConfig
@@ -98,6 +99,8 @@ class ModelConfig:
     converters: Strings = ()
     """What layers are converted to before they are trained: "float8", as [quantize.linear.float8]
     says; empty: nothing."""
+    vocab_size: PositiveInt | None = None
+    """Rows of the embedding and of the output head; the flavor's if not given."""
     rope_theta: AboveOne | None = None
     """Base of the rotary wavelengths; the flavor's if not given."""
     rope_scaling: RopeScalingConfig = Field(default_factory=RopeScalingConfig)
@@ -124,6 +127,8 @@ class OptimizerConfig:
     """Weight decay of every parameter that no_decay_params does not match."""
     no_decay_params: Strings = ("*norm*", "*.bias")
     """Parameter names (shell patterns) that are never decayed."""
+    frozen_params: Strings = ()
+    """Parameter names (shell patterns) that are not trained: no gradient, no optimizer state."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """How the update runs: one kernel for all (fused; SGD: foreach), one for each operation
     (foreach), or a plain loop."""
@@ -212,6 +217,7 @@ class Config:
     model: ModelConfig = Field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = Field(default_factory=LRSchedulerConfig)
+    lora: LoRAConfig = Field(default_factory=LoRAConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

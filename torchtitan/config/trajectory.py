@@ -38,6 +38,7 @@ IGNORED: Mapping[Path, str] = {
     ("training", "loss_chunks"): _ROUNDING,
     ("training", "gc_freq"): "when memory is tidied up",
     ("optimizer", "implementation"): _ROUNDING,
+    ("lora", "save"): "what is written at the end",
     ("debug", "deterministic"): _ROUNDING,
     ("debug", "deterministic_warn_only"): "what is warned of",
     ("debug", "log_sample_hashes"): "what is written down",

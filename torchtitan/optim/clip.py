@@ -64,5 +64,7 @@ def global_norm(parameters: Iterable[nn.Parameter], *, loss: Tensor) -> Tensor:
 def clip_gradients(parameters: Iterable[nn.Parameter], *, norm: Tensor, max_norm: float) -> None:
     """Scale the gradients in place so that their global norm is at most `max_norm`."""
     grads = [_local(p.grad) for p in parameters if p.grad is not None]
+    if not grads:  # all of this rank's layers are frozen
+        return
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(grads, scale.to(grads[0].device))

@@ -31,7 +31,8 @@ def build_optimizer(model: HasParameters, *, settings: OptimizerConfig) -> torch
         },
         {"params": [p for name, p in named.items() if name in kept], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    # of a rank whose layers are all frozen one stays, empty: torch takes no optimizer of nothing
+    groups = [group for group in groups if group["params"]] or groups[:1]
     implementation = settings.implementation
     if settings.name == "SGD" and implementation == "fused":
         implementation = "foreach"  # torch's fused SGD knows no sharded parameters
@@ -52,8 +53,10 @@ def skips_by_itself(optimizer: torch.optim.Optimizer, *, device: torch.device) -
 
     Weights that are kept elsewhere cannot: the flag would be read there before it has arrived.
     """
-    [any_weight, *_] = optimizer.param_groups[0]["params"]
-    return bool(optimizer.defaults.get("fused")) and any_weight.device.type == device.type
+    weights = optimizer.param_groups[0]["params"][:1]
+    return bool(optimizer.defaults.get("fused")) and all(
+        weight.device.type == device.type for weight in weights
+    )
 
 
 def take_step(optimizer: torch.optim.Optimizer, *, norm: Tensor) -> None:

@@ -1,6 +1,7 @@
 """The order in which a model is made parallel, in one place.
 
-    float8 -> tensor parallel -> context parallel -> compile -> activation checkpointing -> FSDP
+    float8 -> tensor parallel -> freezing -> context parallel -> compile -> activation
+    checkpointing -> FSDP
 
 Each step wraps what the earlier ones left: the compiler must see the sharded layers, recomputation
 replays them compiled, and FSDP gathers around all of it.
@@ -22,6 +23,7 @@ from torchtitan.config.schema import (
 )
 from torchtitan.mesh.dims import Mesh
 from torchtitan.models.spec import TensorRole
+from torchtitan.models.trained import Trained
 from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context import apply_context_parallel
@@ -41,6 +43,7 @@ def parallelize(
     activation_checkpoint: ActivationCheckpointConfig,
     compiler: CompileConfig,
     float8: Float8Config | None,
+    trained: Trained,
 ) -> None:
     """Make `model`, still on the meta device, parallel in place."""
     if float8 is not None:
@@ -53,6 +56,7 @@ def parallelize(
             sequence_parallel=parallelism.enable_sequence_parallel,
             loss_parallel=not parallelism.disable_loss_parallel,
         )
+    trained.freeze_others(model)  # behind tensor parallelism, which makes new parameters
     mode, option = activation_checkpoint.mode, activation_checkpoint.selective_ac_option
     recomputed: Mode = "none" if mode == "memory_budget" else mode  # the compiler's business then
     apply_context_parallel(

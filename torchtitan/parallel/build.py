@@ -13,14 +13,17 @@ from torchtitan.config.schema import (
     ActivationCheckpointConfig,
     CompileConfig,
     Float8Config,
+    LoRAConfig,
     ParallelismConfig,
     TrainingConfig,
 )
 from torchtitan.mesh.dims import Mesh
 from torchtitan.models.decoder import Decoder, HeadLoss
 from torchtitan.models.init import initialize
+from torchtitan.models.lora import apply_lora
 from torchtitan.models.parts import ModelParts
 from torchtitan.models.spec import DecoderConfig, ModelSpec
+from torchtitan.models.trained import Trained
 from torchtitan.parallel.apply import parallelize
 from torchtitan.parallel.execution import Execution, WholeModel
 from torchtitan.parallel.pipeline import Pipeline, find_shapes
@@ -38,6 +41,8 @@ def build_model_and_execution(
     activation_checkpoint: ActivationCheckpointConfig,
     compiler: CompileConfig,
     float8: Float8Config | None,
+    lora: LoRAConfig,
+    trained: Trained,
     device: torch.device,
     seed: int,
     loss: HeadLoss,
@@ -45,8 +50,7 @@ def build_model_and_execution(
     """Build this rank's parts of the model, and what runs batches through all ranks' parts."""
 
     def build_part(modules: tuple[str, ...] | None) -> Decoder:
-        with torch.device("meta"):
-            part = spec.build(architecture).to(getattr(torch, training.dtype))
+        part = _on_meta(spec, architecture, dtype=getattr(torch, training.dtype), lora=lora)
         if modules is not None:
             part.keep_only(modules)
         if part.output is not None:
@@ -60,6 +64,7 @@ def build_model_and_execution(
             activation_checkpoint=activation_checkpoint,
             compiler=compiler,
             float8=float8,
+            trained=trained,
         )
         part.to_empty(device="cpu" if training.enable_cpu_offload else device)
         initialize(part, seed=seed)
@@ -87,3 +92,13 @@ def build_model_and_execution(
         device=device,
         tied=architecture.tie_embeddings,
     )
+
+
+def _on_meta(
+    spec: ModelSpec, architecture: DecoderConfig, *, dtype: torch.dtype, lora: LoRAConfig
+) -> Decoder:
+    with torch.device("meta"):
+        model = spec.build(architecture).to(dtype)
+    if lora.rank:
+        apply_lora(model, rank=lora.rank, alpha=lora.alpha, patterns=lora.modules)
+    return model

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.decoder import Output
+from torchtitan.models.lora import LoRALinear
 
 
 class _Linear(nn.Linear):
@@ -32,6 +33,14 @@ class _Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(input.dtype)
         return F.linear(input, self.weight.to(input.dtype), bias)
+
+
+class _LoRALinear(LoRALinear):
+    """A linear layer and its low-rank factors in the type of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a_RI, b_OR = self.lora_a.to(x.dtype), self.lora_b.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype)) + self.scale * self.low_rank(x, a_RI, b_OR)
 
 
 class _RMSNorm(nn.RMSNorm):
@@ -44,6 +53,7 @@ class _RMSNorm(nn.RMSNorm):
 # modules that have weights; the class is all that changes: names and parameters stay
 CASTING: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: _Linear,
+    LoRALinear: _LoRALinear,
     nn.RMSNorm: _RMSNorm,
     nn.Embedding: nn.Embedding,
     Output: Output,

@@ -42,7 +42,9 @@ from torch.distributed.tensor.parallel import (
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.schema import ParallelismConfig
 from torchtitan.models.decoder import HeadLoss
+from torchtitan.models.lora import LoRALinear
 from torchtitan.models.spec import DecoderConfig, TensorRole
+from torchtitan.parallel.low_rank import low_rank_style
 
 
 def check_tensor_parallel(
@@ -103,6 +105,8 @@ def apply_tensor_parallel(
         for name, module in list(model.named_modules()):
             if _matches(name, pattern):
                 style = _style(role, stream=stream, loss_parallel=loss_parallel)
+                if isinstance(module, LoRALinear):
+                    style = low_rank_style(role, stream=stream)
                 # None: parameters are on the meta device, there is nothing to send
                 parallelize_module(module, mesh, style, src_data_rank=None)
     left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]

@@ -38,7 +38,9 @@ class TiedEmbedding:
 
     @torch.no_grad()
     def add_gradient(self) -> None:
-        """Add the copy's gradient to the parameter's, and forget it."""
+        """Add the copy's gradient to the parameter's, and forget it; frozen, they have none."""
+        if not all(end.requires_grad for end in (self._source, self._copy) if end is not None):
+            return
         theirs = None
         if self._copy is not None:
             theirs = _local(self._copy.grad)

@@ -1,0 +1,92 @@
+"""Single files of weights: three spellings of one model, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.reference import VARIANTS, random_decoder, reference_of
+from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.checkpoint.hf_read import read_weights
+from torchtitan.checkpoint.pt_file import open_file
+from torchtitan.config.load import load_config
+from torchtitan.models import MODELS
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.spec import DecoderConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+GROUPED = VARIANTS["grouped"]
+
+
+def read(file: Path, config: DecoderConfig = GROUPED) -> dict[str, Tensor]:
+    model = Decoder(config)
+    found = open_file(file, spec=MODELS["llama3"], architecture=config, group=None)
+    read_weights(found, into={n: p.detach() for n, p in model.named_parameters()}, group=None)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("variant", ["grouped", "tied"])
+@pytest.mark.parametrize("spelling", ["ours", "under model", "meta", "hugging face"])
+def test_every_spelling_is_the_same_model(spelling: str, variant: str, tmp_path: Path) -> None:
+    model = random_decoder(VARIANTS[variant])
+    content: dict[str, object] = dict(model.state_dict())
+    if spelling == "under model":
+        content = {"model": content, "step": 3}
+    if spelling == "meta":
+        content["rope.freqs"] = torch.ones(4)
+    if spelling == "hugging face":  # a tied head is there twice
+        content = dict(reference_of(model).state_dict())
+    torch.save(content, tmp_path / "model.pth")
+    found = read(tmp_path / "model.pth", VARIANTS[variant])
+    for name, weight in model.state_dict().items():
+        assert torch.equal(found[name], weight), name
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (open, ("/tmp/never",))
+
+
+def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.pt"
+    state = dict(random_decoder(GROUPED).state_dict())
+    without = {n: t for n, t in state.items() if n != "norm.weight"}
+    cases: list[tuple[object, str]] = [
+        (without, "1 missing: 'norm.weight'"),
+        ({**state, "extra": torch.ones(2)}, "1 unexpected: 'extra'"),
+        ({**state, "norm.weight": torch.ones(3)}, r"has shape \[3\], not \[32\]"),
+        ({**state, "norm.weight": torch.ones(32).to(torch.int8)}, "has type torch.int8, not F64"),
+        ({**state, "step": 7}, "must hold tensors by name"),
+        ([torch.ones(2)], "must hold tensors by name"),
+        ({}, "must hold tensors by name"),
+        ({**state, "evil": Evil()}, "nothing in it was run"),
+    ]
+    for content, said in cases:
+        torch.save(content, file)
+        with pytest.raises(CheckpointError, match=said):
+            read(file)
+    torch.save(state, file)
+    file.write_bytes(file.read_bytes()[:-5000])
+    with pytest.raises(CheckpointError, match=r"model.pt cannot be read as weights .* nothing in"):
+        read(file)
+    with pytest.raises(CheckpointError, match="No such file"):
+        read(tmp_path / "nowhere.pt")
+    torch.save(state, file)
+    tied = VARIANTS["tied"]
+    with pytest.raises(CheckpointError, match=r"1 unexpected: 'output\.weight'"):
+        read(file, tied)  # a head of its own is not lost unseen
+
+
+def test_settings_that_ask_for_more_than_a_file_has_are_refused() -> None:
+    job = ["--checkpoint.enable", "--checkpoint.initial_load_path=a.pt"]
+    for option, said in (
+        ("--checkpoint.initial_load_in_hf", "is for a folder"),
+        ("--checkpoint.initial_load_model_only=false", "is a file of weights alone"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_config([*job, option])
+    with pytest.raises(ConfigError, match="adds rows to the weights of an initial_load_path"):
+        load_config([job[0], "--checkpoint.grow_vocab"])

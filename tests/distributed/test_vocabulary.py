@@ -1,0 +1,102 @@
+"""A larger vocabulary: stored rows are kept, the new ones are those of a new run, in any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from tests.models.reference import random_decoder, reference_of
+from torchtitan.assemble import find_model
+from torchtitan.config.load import load_config
+from torchtitan.models import MODELS
+
+TINY8 = jobs.TINY.replace('"tiny"', '"tiny8"')
+ROWS = 264
+LARGER = ("--model.vocab_size=300", "--checkpoint.grow_vocab")
+TP2 = ("--parallelism.tensor_parallel_degree=2",)
+PP2 = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4")
+LAYOUTS = {"fsdp 3": (3, ("--training.global_batch_size=-1",)), "pp 2, tp 2": (4, (*PP2, *TP2))}
+
+
+def begin(job: list[str]) -> dict[str, Tensor]:
+    run = jobs.start(job)
+    return {name: jobs.full(p) for name, p in run.model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def sources(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same weights as a checkpoint of ours, as plain DCP and as a folder of Hugging Face."""
+    folder = tmp_path_factory.mktemp("sources")
+    job = [*jobs.write_job(folder, TINY8), "--training.steps=2", "--optimizer.lr=0.1"]
+    [result] = ranks.run(jobs.train, job, world=1)
+    model = random_decoder(MODELS["llama3"].flavors["tiny8"])
+    model.load_state_dict(result.final)
+    reference_of(model).save_pretrained(folder / "hf")
+    step = folder / "run" / "checkpoint" / "step-2"
+    plain = folder / "plain"
+    plain.mkdir()
+    for file in (step / "model").iterdir():
+        (plain / file.name).write_bytes(file.read_bytes())
+    torch.save(result.final, folder / "model.pt")
+    return {"ours": step, "plain": plain, "hf": folder / "hf", "pt": folder / "model.pt"}
+
+
+def job_from(source: str, folder: Path, sources: dict[str, Path], *options: str) -> list[str]:
+    job = [*jobs.write_job(folder, TINY8), f"--checkpoint.initial_load_path={sources[source]}"]
+    return [*job, *(["--checkpoint.initial_load_in_hf"] if source == "hf" else []), *options]
+
+
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    [("ours", "fsdp 3"), ("plain", "pp 2, tp 2"), ("hf", "fsdp 3"), ("pt", "pp 2, tp 2")],
+)
+def test_stored_rows_are_kept_and_the_others_begin_anew(
+    source: str, layout: str, ranks: RankPool, tmp_path: Path, sources: dict[str, Path]
+) -> None:
+    world, options = LAYOUTS[layout]
+    stored = torch.load(sources["pt"], weights_only=True)
+    fresh_job = [*jobs.write_job(tmp_path, TINY8, name="fresh"), LARGER[0]]
+    [fresh] = ranks.run(begin, fresh_job, world=1)
+    job = job_from(source, tmp_path, sources, *LARGER, *options)
+    found = {n: t for each in ranks.run(begin, job, world=world) for n, t in each.items()}
+    assert found.keys() == stored.keys()
+    for name, weights in found.items():
+        if name in ("tok_embeddings.weight", "output.weight"):
+            assert weights.shape == (300, 32)
+            assert torch.equal(weights[:ROWS], stored[name]), name
+            assert torch.equal(weights[ROWS:], fresh[name][ROWS:]), name
+            assert weights[ROWS:].any(1).all()
+        else:
+            assert torch.equal(weights, stored[name]), name
+
+
+def test_the_log_says_how_many_rows_are_kept(
+    ranks: RankPool, tmp_path: Path, sources: dict[str, Path]
+) -> None:
+    for source in ("ours", "hf", "pt"):
+        job = job_from(source, tmp_path, sources, *LARGER)
+        [lines] = ranks.run(jobs.logged, job, world=1)
+        said = [line for line in lines if "begin anew" in line]
+        assert len(said) == 2
+        assert all(": 264 rows are of " in line for line in said)
+        assert all("the 36 behind them" in line for line in said)
+
+
+@pytest.mark.parametrize("source", ["ours", "plain", "hf", "pt"])
+def test_another_vocabulary_is_refused_unless_it_is_smaller_and_asked_for(
+    source: str, ranks: RankPool, tmp_path: Path, sources: dict[str, Path]
+) -> None:
+    for options in ((LARGER[0],), ("--model.vocab_size=260", LARGER[1])):
+        job = job_from(source, tmp_path, sources, *options)
+        [said] = ranks.run(jobs.refusal, job, world=1)
+        assert "shape [264, 32], not [" in said or "vocab_size: 264 there" in said
+
+
+def test_it_is_the_models_for_all_that_ask() -> None:
+    options = ["--model.vocab_size=300", "--model.flavor=tiny8"]
+    assert find_model(load_config(options).model)[1].vocab_size == 300

@@ -1,0 +1,113 @@
+"""A single file of weights, as torch.save writes it: of this library's names, or Hugging Face's.
+
+Such a file is a pickle, and is read as plain data alone: one that names anything but tensors and
+containers is refused before it runs. Its tensors are mapped, so that each rank reads the pieces of
+its own shards and nothing else. What it lacks are the sizes that no shape shows, as the base of the
+rotation: those are taken from model.flavor unseen.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.hf import head_dim_of_rows, our_name
+from torchtitan.checkpoint.hf_folder import (
+    DTYPES,
+    EMBEDDING,
+    OUTPUT,
+    HFFolder,
+    StoredTensor,
+    check_match,
+    with_more_rows,
+)
+from torchtitan.checkpoint.ranks import on_first_rank, reason
+from torchtitan.models.spec import DecoderConfig, ModelSpec
+
+logger = logging.getLogger(__name__)
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+BESIDE = ("rope.freqs", "freqs_cis")
+"""Buffers in files of Meta and torchtitan, which follow from the sizes."""
+
+
+def open_file(
+    path: Path,
+    *,
+    spec: ModelSpec,
+    architecture: DecoderConfig,
+    exclude: Collection[str] = (),
+    grows_vocab: bool = False,
+    group: dist.ProcessGroup | None,
+) -> HFFolder:
+    """Compare a file's names and shapes with the model's on rank 0, and tell all ranks.
+
+    Raises:
+        CheckpointError: The file is missing, damaged or refused, or is of another model.
+    """
+
+    def survey() -> HFFolder:
+        tensors = map_file(path)
+        found = {}
+        for name, tensor in tensors.items():
+            translated = our_name(name, names=spec.hf)
+            # a name that both have is ours: our rows are in our order
+            theirs = translated is not None and name != translated
+            ours = translated if translated is not None else name
+            rotary = head_dim_of_rows(ours, names=spec.hf, architecture=architecture)
+            found[ours] = StoredTensor(
+                file="",
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype=_NAMES.get(tensor.dtype, str(tensor.dtype)),
+                head_dim=rotary if theirs else None,
+            )
+        if architecture.tie_embeddings and OUTPUT in found and EMBEDDING in found:
+            head, embedding = (tensors[found[n].name] for n in (OUTPUT, EMBEDDING))
+            if torch.equal(head, embedding):
+                del found[OUTPUT]  # saved twice, as a model of Hugging Face says its own names
+        with torch.device("meta"):
+            wanted = {n: tuple(p.shape) for n, p in spec.build(architecture).named_parameters()}
+        compared = {**found, **(with_more_rows(path, found, wanted) if grows_vocab else {})}
+        check_match(path, compared, wanted, names=spec.hf, exclude=exclude)
+        logger.info("%s says no sizes but shapes: the others are those of model.flavor", path)
+        return HFFolder(path=path, tensors=found)
+
+    return on_first_rank(survey, group=group)
+
+
+def map_file(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by the names there, mapped.
+
+    Raises:
+        CheckpointError: It is missing, damaged or refused, or holds something else.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as weights that torch.save wrote, nothing in it was run: "
+            f"{reason(error)}; get it again, or save the state_dict alone"
+        ) from error
+    if isinstance(content, dict) and isinstance(content.get("model"), dict):
+        content = content["model"]
+    wrong = [content] if not isinstance(content, dict) or not content else []
+    if isinstance(content, dict):
+        content = {name: tensor for name, tensor in content.items() if name not in BESIDE}
+        wrong += [
+            entry
+            for entry in content.items()
+            if not (isinstance(entry[0], str) and isinstance(entry[1], Tensor))
+        ]
+    if wrong:
+        raise CheckpointError(
+            f'{path} must hold tensors by name, alone or under "model", got '
+            f"{str(wrong[0])[:60]}; save the model's state_dict"
+        )
+    return content
