@@ -35,13 +35,14 @@ ROOT = Path(__file__).parents[2]
 SELECTIVE = "--activation_checkpoint.mode=selective"
 BUDGET = "--activation_checkpoint.mode=memory_budget"
 COMPILED = "--compile.enable"
+FLOAT8 = "--model.converters=float8"
 COMPARISONS: Mapping[str, tuple[str, ...]] = {
     "1B": ("--flavor", "1B", "--compile"),
     "3B": ("--flavor", "3B", "--compile", "--recompute", "full"),
 }
 JOBS: Mapping[str, tuple[str, ...]] = {
     "bfloat16": (COMPILED, "--activation_checkpoint.mode=none"),
-    "float8": (COMPILED, "--activation_checkpoint.mode=none", "--model.converters=float8"),
+    "float8": (COMPILED, "--activation_checkpoint.mode=none", FLOAT8),
     "not compiled": ("--activation_checkpoint.mode=none",),
     "full": (COMPILED, "--activation_checkpoint.mode=full"),
     "every 2nd block": (COMPILED, SELECTIVE, "--activation_checkpoint.selective_ac_option=2"),
@@ -77,6 +78,8 @@ class Sizes:
         if not self.is_toy:
             return list(words)
         words = [word for word in words if word != "--compile"]
+        if FLOAT8 in words:
+            words.append("--quantize.linear.float8.emulate")
         small = ["tiny" if w in COMPARISONS else w.replace("32768", "64") for w in words]
         # a backend that makes no code, where the policy is not that of the one that does
         quick = COMPILED in words and BUDGET not in words

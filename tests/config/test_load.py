@@ -218,6 +218,8 @@ def random_config(seed: int) -> Config:
         ("checkpoint", "grow_vocab"): False,
         ("lora", "rank"): rng.randrange(1, 99),
         ("checkpoint", "last_save_in_hf"): True,
+        ("quantize", "linear", "float8", "recipe_name"): None,
+        ("quantize", "linear", "float8", "emulate"): False,
         ("optimizer", "name"): "SGD",
         ("lr_scheduler", "total_steps"): None,
         ("profiling", "profile_freq"): 2**63,

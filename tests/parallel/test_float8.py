@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,12 @@ from torchtitan.parallel.float8 import apply_float8, check_float8
 TINY = MODELS["llama3"].flavors["tiny"]
 EMULATED = Float8Config(emulate=True)
 E4M3_MAX = 448.0
+ODD = ("--training.seq_len=31", "--training.local_batch_size=1")
 
 
-def built(settings: Float8Config | None = None) -> Decoder:
+def built(settings: Float8Config | None = None, *, tied: bool = False) -> Decoder:
     with torch.device("meta"):
-        model: Decoder = MODELS["llama3"].build(TINY)
+        model: Decoder = MODELS["llama3"].build(replace(TINY, tie_embeddings=tied))
         if settings is not None:
             apply_float8(model, settings=settings)
     model.to_empty(device="cpu")
@@ -77,8 +79,8 @@ def test_gradients_are_those_of_bfloat16_to_the_rounding(recipe: str | None) -> 
 def test_the_head_and_what_is_named_stay() -> None:
     pytest.importorskip("torchao")
 
-    def converted(settings: Float8Config) -> set[str]:
-        modules = built(settings).named_modules()
+    def converted(settings: Float8Config, *, tied: bool = False) -> set[str]:
+        modules = built(settings, tied=tied).named_modules()
         return {name for name, module in modules if type(module).__name__ == "Float8Linear"}
 
     every = {name for name, module in built().named_modules() if isinstance(module, nn.Linear)}
@@ -88,6 +90,8 @@ def test_the_head_and_what_is_named_stay() -> None:
         *(f"layers.0.attention.{name}" for name in ("wq", "wv", "wo")),
         *(f"layers.0.feed_forward.{name}" for name in ("w1", "w2", "w3")),
     }
+    head = Float8Config(emulate=True, filter_fqns=("output",))
+    assert converted(head, tied=True) == every - {"output"}
     with pytest.raises(ConfigError, match='name holds "wg"'):
         built(Float8Config(filter_fqns=("wk", "wg")))
     with pytest.raises(ConfigError, match="no layer is left to convert"):
@@ -118,6 +122,8 @@ def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         ("[training]\ndtype = 'bfloat16'", "keeps float32 weights"),
         ("[parallelism]\ntensor_parallel_degree = 2", "for tensor_parallel_degree above 1"),
         ("[parallelism]\npipeline_parallel_degree = 2", "for pipeline_parallel_degree above 1"),
+        ("[lora]\nrank = 4", "converts whole layers"),
+        ("[training]\nseq_len = 20\nlocal_batch_size = 2", "got 40 at once on a rank"),
     ],
 )
 def test_what_it_does_not_go_with(text: str, rule: str, tmp_path: Path) -> None:
@@ -125,6 +131,17 @@ def test_what_it_does_not_go_with(text: str, rule: str, tmp_path: Path) -> None:
     path.write_text(f"{text}\n[model]\nconverters = ['float8']")
     [mistake] = mistakes_of(lambda: load_config([f"--job.config_file={path}"]))
     assert rule in mistake
+
+
+def test_emulated_it_takes_any_number_of_tokens() -> None:
+    load_config(["--model.converters=float8", "--quantize.linear.float8.emulate", *ODD])
+
+
+def test_what_asks_for_float8_without_it_is_refused() -> None:
+    for option in ("emulate=true", "recipe_name=rowwise"):
+        [mistake] = mistakes_of(lambda o=option: load_config([f"--quantize.linear.float8.{o}"]))
+        assert "is read with float8 alone" in mistake
+    load_config(["--quantize.linear.float8.filter_fqns=output"])  # as in torchtitan's files
 
 
 def test_sharded_and_alone_it_trains_alike(ranks: RankPool, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tests.models.fake_group import fake_group
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import initialize
+from torchtitan.models.lora import apply_lora
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp
 from torchtitan.parallel.precision import compute_in
@@ -24,11 +25,16 @@ POLICY = FSDPPolicy(
 ENDS = ("tok_embeddings.weight", "output.weight")
 
 
-def built() -> Decoder:
+def built(*, adapted: bool = False) -> Decoder:
     with torch.device("meta"):
         model: Decoder = MODELS["llama3"].build(TINY)
+        if adapted:
+            apply_lora(model, rank=4, alpha=8.0, patterns=["layers.0.*"])
     model.to_empty(device="cpu")
     initialize(model, seed=0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b"):  # as if trained: zeros would hide what A does
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(2))
     assert model.output is not None
     model.output.loss = build_loss(None)
     return model
@@ -51,16 +57,17 @@ def trained(model: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
     return losses, grads
 
 
-def test_blocks_compute_bit_for_bit_what_they_do_under_fsdp() -> None:
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "low-rank factors"])
+def test_blocks_compute_bit_for_bit_what_they_do_under_fsdp(adapted: bool) -> None:
     with fake_group(rank=0, world_size=1):
-        sharded = built()
+        sharded = built(adapted=adapted)
         apply_fsdp(sharded, mesh=init_device_mesh("cpu", (1,)), policy=POLICY)
         expected, expected_grads = trained(sharded)
-    alone = built()
+    alone = built(adapted=adapted)
     compute_in(alone, dtype=BF16)
     losses, grads = trained(alone)
     assert losses == expected
-    exact_losses, exact = trained(built())
+    exact_losses, exact = trained(built(adapted=adapted))
     assert losses != exact_losses
     assert grads.keys() == expected_grads.keys()
     for name, grad in grads.items():

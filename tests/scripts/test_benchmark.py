@@ -187,10 +187,13 @@ def test_gpu_names_a_job_that_fails_and_goes_on(
 
 
 def test_gpu_asks_for_jobs_that_there_are() -> None:
-    """But for float8, which not every GPU has."""
-    for name, words in {**gpu.JOBS, "float8": ()}.items():
+    for name, words in gpu.JOBS.items():
         config = load_config([*gpu.REAL.job, "--training.dataset=synthetic", *words])
         assert config.model.flavor == "1B", name
+        toy = load_config([*gpu.TOY.job, "--training.dataset=synthetic", *gpu.TOY.fit(words)])
+        assert toy.model.flavor == "tiny", name
+        # a CPU has no float8
+        assert toy.quantize.linear.float8.emulate == bool(toy.model.converters), name
     parser = benchmark._parser()
     for words in gpu.COMPARISONS.values():
         args = parser.parse_args(["train", "--apart", "--pairs", "5", *words, *gpu.REAL.comparison])

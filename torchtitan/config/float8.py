@@ -11,6 +11,8 @@ from torchtitan.config.types import STRICT, Strings
 
 FLOAT8 = ("float8", "quantize.linear.float8")
 """What model.converters may hold; the second is torchtitan 0.2's name."""
+MULTIPLE = 16
+"""Float8 products are of sizes that divide by this."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -51,10 +51,7 @@ def build_model_and_execution(
 
     def build_part(modules: tuple[str, ...] | None) -> Decoder:
         part = _on_meta(spec, architecture, dtype=getattr(torch, training.dtype), lora=lora)
-        if modules is not None:
-            part.keep_only(modules)
-        if part.output is not None:
-            part.output.loss = loss
+        _cut(part, modules=modules, loss=loss)
         parallelize(
             part,
             mesh=mesh,
@@ -102,3 +99,11 @@ def _on_meta(
     if lora.rank:
         apply_lora(model, rank=lora.rank, alpha=lora.alpha, patterns=lora.modules)
     return model
+
+
+def _cut(part: Decoder, *, modules: tuple[str, ...] | None, loss: HeadLoss) -> None:
+    """Keep a stage's modules, None: all, and give the head, if it is there, its loss."""
+    if modules is not None:
+        part.keep_only(modules)
+    if part.output is not None:
+        part.output.loss = loss

@@ -18,12 +18,10 @@ import torch
 from torch import nn
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.schema import Float8Config
+from torchtitan.config.float8 import MULTIPLE, Float8Config
 from torchtitan.models.decoder import Output
 
 SECTION = "[quantize.linear.float8]"
-MULTIPLE = 16
-"""Float8 products are of sizes that divide by this."""
 FIRST_CAPABILITY = (8, 9)
 
 
@@ -70,8 +68,9 @@ def apply_float8(model: nn.Module, *, settings: Float8Config) -> None:
     linear = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
+    names = {*linear, "output"}  # a tied head is no linear layer, and stays all the same
     for part in settings.filter_fqns:
-        if not any(part in name for name in linear):
+        if not any(part in name for name in names):
             raise ConfigError(
                 f'{SECTION} filter_fqns: no linear layer\'s name holds "{part}"; names are as '
                 "layers.0.attention.wq, layers.0.feed_forward.w1 and output"
