@@ -18,6 +18,7 @@ from tests.distributed.hf_jobs import start_again
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import VARIANTS, random_decoder, reference_of
 from torchtitan.assemble.writer import open_writer
+from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.hf_lora import Factors
 from torchtitan.checkpoint.hf_write import HFExport, export
 from torchtitan.models import MODELS
@@ -156,3 +157,5 @@ def test_weights_of_a_checkpoint_without_factors(ranks: RankPool, tmp_path: Path
     made = (export / "adapter_config.json").stat().st_mtime_ns
     ranks.run(start_again, job, world=1)
     assert (export / "adapter_config.json").stat().st_mtime_ns == made
+    with pytest.raises(CheckpointError, match="which holds low-rank factors without the model"):
+        open_writer(export, device=torch.device("cpu"))
