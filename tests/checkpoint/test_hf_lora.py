@@ -18,7 +18,6 @@ from tests.distributed.hf_jobs import start_again
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import VARIANTS, random_decoder, reference_of
 from torchtitan.assemble.writer import open_writer
-from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.hf_lora import Factors
 from torchtitan.checkpoint.hf_write import HFExport, export
 from torchtitan.models import MODELS
@@ -119,6 +118,7 @@ def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> Non
     theirs = LlamaForCausalLM.from_pretrained(
         checkpoint / "export" / "step-4", attn_implementation="eager"
     )
+    # as scripts/generate.py does
     ours = open_writer(checkpoint / "step-4", device=torch.device("cpu")).model
     with torch.no_grad():
         found, expected = theirs(TOKENS).logits, ours(TOKENS)
@@ -157,5 +157,3 @@ def test_weights_of_a_checkpoint_without_factors(ranks: RankPool, tmp_path: Path
     made = (export / "adapter_config.json").stat().st_mtime_ns
     ranks.run(start_again, job, world=1)
     assert (export / "adapter_config.json").stat().st_mtime_ns == made
-    with pytest.raises(CheckpointError, match="which holds low-rank factors without the model"):
-        open_writer(export, device=torch.device("cpu"))
