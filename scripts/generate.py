@@ -38,6 +38,7 @@ from torchtitan.base.device import device_type, local_device
 from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.config.schema import CommConfig
 from torchtitan.data.examples import Conversation, Encoder
+from torchtitan.data.source import check_characters
 from torchtitan.mesh.process_group import init_process_group, is_first_to, leave, read_launch
 from torchtitan.models.generate import generate
 
@@ -70,6 +71,9 @@ def write(args: argparse.Namespace) -> list[str]:
     prompts = [*args.prompt, *(_lines(args.prompts_file) if args.prompts_file else ())]
     if not prompts:
         raise ConfigError("there must be a prompt, got none; give --prompt or --prompts_file")
+    for number, text in enumerate([*prompts, args.system or ""], start=1):
+        where = f"prompt {number}" if number <= len(prompts) else "--system"
+        check_characters(text, where=where)
     launch = read_launch(os.environ)
     device, mesh = local_device(launch.local_rank), None
     if launch.world_size > 1:

@@ -125,3 +125,9 @@ def test_a_folder_without_weights_says_what_it_lacks(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pickles and never read"):
         opened(folder)
+
+
+def test_low_rank_factors_alone_are_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="which holds low-rank factors without the model"):
+        opened(tmp_path)

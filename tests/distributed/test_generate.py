@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.distributed import jobs
+from tests.distributed.pipeline_jobs import TINY8
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
 from torchtitan.assemble.writer import open_writer
@@ -57,3 +59,19 @@ def test_a_model_that_cannot_be_split_is_refused(ranks: RankPool, tmp_path: Path
     reference_of(random_decoder(MODELS["qwen3"].flavors["tiny"])).save_pretrained(tmp_path)
     for message in ranks.run(texts, tmp_path, world=2):
         assert "got 2 for vocab_size 263; this model can be split by 1;" in message
+
+
+def test_text_of_low_rank_factors_is_that_of_the_merged_export(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """The step holds matrices and factors apart, the export their sum."""
+    job = [*jobs.write_job(tmp_path, TINY8), "--training.steps=2", "--optimizer.lr=0.1"]
+    job += ["--lora.rank=2", "--lora.alpha=32", "--checkpoint.last_save_in_hf"]
+    ranks.run(jobs.train, job, world=1)
+    checkpoint = tmp_path / "run" / "checkpoint"
+    [(expected, _)] = ranks.run(texts, checkpoint / "export" / "step-2", world=1)
+    [(found, whole)] = ranks.run(texts, checkpoint / "step-2", world=1)
+    assert found == expected
+    results = ranks.run(texts, checkpoint / "step-2", world=2)
+    assert [found for found, _ in results] == [expected] * 2
+    assert all(held < 0.55 * whole for _, held in results)

@@ -250,6 +250,32 @@ def test_the_best_checkpoints_are_kept(mode: str, ranks: RankPool, tmp_path: Pat
     assert validations == [1, 2, 4, 6, 8, 10]
 
 
+def measured_on(job: list[str]) -> str:
+    validator = jobs.start(job).validator
+    assert validator is not None
+    return validator.data
+
+
+def test_losses_of_other_samples_do_not_compare(ranks: RankPool, tmp_path: Path) -> None:
+    def measured(number: int, *arguments: str) -> str:
+        job = validated(tmp_path, jobs.TINY, name=str(number), cache=tmp_path / "cache")
+        [found] = ranks.run(measured_on, [*job, *arguments], world=1)
+        return found
+
+    same = [(), ("--validation.steps=7",), ("--validation.local_batch_size=5", "--debug.seed=3")]
+    others = [
+        ("--validation.steps=3",),
+        ("--validation.steps=3", "--validation.local_batch_size=1"),
+        ("--validation.seq_len=16",),
+        ("--training.document_attention=across",),
+        ("--training.document_positions=restart",),
+    ]
+    [whole, *again] = [measured(k, *arguments) for k, arguments in enumerate(same)]
+    assert again == [whole] * 2
+    found = {measured(10 + k, *arguments) for k, arguments in enumerate(others)}
+    assert len({whole, *found}) == 1 + len(others)
+
+
 def stop_after_2(job: list[str]) -> None:
     stop = StopRequest()
     trainer = Trainer(jobs.start(job), stop=stop)

@@ -59,6 +59,24 @@ def test_each_of_many_texts_is_the_one_that_its_prompt_gives_alone(variant, temp
     assert len({len(ids) for ids in alone}) > 1
 
 
+def test_the_smallest_temperature_draws_the_likeliest():
+    model = random_decoder(TINY)
+    greedy, cold, colder = (
+        generate(model, [PROMPT], max_new_tokens=20, temperature=t, top_k=9)
+        for t in (0, 1e-9, 5e-324)
+    )
+    assert greedy == cold == colder
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_that_are_no_numbers_are_refused(temperature):
+    """As of a model whose activations float16 cannot hold."""
+    model = random_decoder(TINY).half()
+    model.layers["0"].feed_forward.w2.weight.data *= 1e4
+    with pytest.raises(UserError, match=r"got NaN in torch\.float16; compute in another type"):
+        generate(model, [PROMPT], max_new_tokens=2, temperature=temperature)
+
+
 @torch.no_grad()
 def test_many_greedy_texts_are_those_of_the_public_model():
     model = random_decoder(VARIANTS["normed heads"])
@@ -107,6 +125,7 @@ def test_draws_follow_the_models_distribution(temperature, top_k):
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"temperature": -0.5}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf"), "top_k": 5}, "temperature"),
         ({"top_k": 0}, "top_k"),
     ],
 )

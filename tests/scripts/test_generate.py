@@ -111,6 +111,8 @@ def test_an_earlier_step_and_a_copied_one_can_be_named(script, trained, capsys, 
         (".", ["--chat", "--special"], "--special is for plain prompts"),
         (".", ["--chat", "--prompt", "<|end_of_text|>"], "prompt 2: no message may spell"),
         (".", ["--prompts_file", "nowhere.txt"], "nowhere.txt cannot be read"),
+        (".", ["--prompt", "\udcff"], "prompt 2 must hold whole characters"),
+        (".", ["--tokenizer", "nope"], "name the tokenizer of these weights by --tokenizer"),
         (".", ["--tokenizer", "bpe_2048"], "the tokenizer's vocabulary must fit the model's"),
     ],
 )

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torchtitan.assemble.resume import CONFIG_FILE
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.hf import ADAPTER_CONFIG
 from torchtitan.config.load import load_config
 
 
@@ -43,6 +44,11 @@ def find_step(path: Path, *, verify: bool, group: dist.ProcessGroup | None = Non
 def _found_instead(path: Path) -> str:
     if not path.is_dir():
         return "does not exist" if not path.exists() else "is a file"
+    if (path / ADAPTER_CONFIG).is_file():
+        return (
+            "holds low-rank factors without the model: name the step of the run that trained them, "
+            'or let it export with lora.save = "merged"'
+        )
     runs = sorted(str(config.parent) for config in path.glob(f"*/{CONFIG_FILE}"))
     if runs and not (path / CONFIG_FILE).is_file():
         return f"holds runs; name one of them: {', '.join(runs[:8])}"

@@ -77,12 +77,24 @@ def build_validator(
         model=model,
         mesh=mesh,
         device=device,
-        data=hashlib.sha256(json.dumps(dataset.fingerprint).encode()).hexdigest()[:16],
+        data=describe_data(batches, source=source),
         freq=validation.freq,
         before_saves=config.checkpoint.enable and config.checkpoint.keep_best > 0,
         first_timeout_seconds=config.comm.init_timeout_seconds,
         timeout_seconds=config.comm.train_timeout_seconds,
     )
+
+
+def describe_data(batches: WholeBatches, *, source: TrainingConfig) -> str:
+    """Return what is another one wherever losses do not compare: other samples, fewer of them, or
+    documents that attend and are labelled in another way."""
+    parts = [
+        batches.fingerprint,
+        batches.num_drawn,
+        source.document_attention,
+        source.document_positions,
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def describe_source(config: Config) -> TrainingConfig:

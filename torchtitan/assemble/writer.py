@@ -22,7 +22,7 @@ from torchtitan.assemble.hf import GENERATION_CONFIG, tokenizer_file
 from torchtitan.assemble.layout import find_model
 from torchtitan.assemble.resume import CONFIG_FILE
 from torchtitan.assemble.steps import find_step
-from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.base.errors import CheckpointError, ConfigError, DataError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import Content, read_json
 from torchtitan.checkpoint.hf import CONFIG
@@ -100,7 +100,7 @@ def open_writer(
     is_theirs = (path / CONFIG).is_file()
     source = _of_hugging_face(path, group) if is_theirs else _of_run(path, group, verify=verify)
     tokenizer_path = tokenizer or source.tokenizer
-    ids = build_tokenizer(tokenizer_path)
+    ids = _find_tokenizer(tokenizer_path)
     check_vocabulary(ids, model_vocab_size=source.architecture.vocab_size)
     template = None
     if chats:
@@ -119,6 +119,13 @@ def open_writer(
         template=template,
         stop_ids=source.stop_ids | stop_ids | {ids.eos_id},
     )
+
+
+def _find_tokenizer(path: str) -> Tokenizer:
+    try:
+        return build_tokenizer(path)
+    except DataError as error:
+        raise DataError(f"{error}; name the tokenizer of these weights by --tokenizer") from error
 
 
 def _build(source: Source, *, mesh: DeviceMesh | None, device: torch.device) -> Decoder:

@@ -152,7 +152,8 @@ class Decoder(nn.Module):
         S)) are the tokens' places in the sequence; by default they follow what the cache holds, or
         start at 0. `documents` keep attention inside them. A pipeline stage takes the (B, S, C)
         residual stream of the stage before it in the place of the tokens, then needs positions, and
-        returns the stream unless it has the head.
+        returns the stream unless it has the head. With a cache the logits are those after the last
+        token alone, (B, 1, V): nobody asks for others, and those of a long prompt are large.
         """
         if positions is None:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
@@ -172,7 +173,7 @@ class Decoder(nn.Module):
             x_BSC = block(x_BSC, rope, documents, None if cache is None else cache.layers[name])
         if self.norm is None or self.output is None:
             return x_BSC
-        x_BSC = self.norm(x_BSC)
+        x_BSC = self.norm(x_BSC if cache is None else x_BSC[:, -1:])
         if isinstance(self.output, TiedOutput):
             assert self.tok_embeddings is not None
             return self.output(x_BSC, self.tok_embeddings.weight, labels_BS)

@@ -12,6 +12,7 @@ every rank draws by itself, from logits that were gathered and are the same bits
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from math import inf
 
 import torch
 
@@ -47,7 +48,13 @@ def generate(
     def step(numbers: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[int]:
         """Feed the next tokens of some texts, draw one more for each; return which go on."""
         logits_BSV = model(torch.tensor(tokens, device=device), cache=cache.of(numbers))
-        for number, logits_V in zip(numbers, logits_BSV[:, -1].float().cpu(), strict=True):
+        logits_BV = logits_BSV[:, -1].float().cpu()
+        if logits_BV.isnan().any():
+            raise UserError(
+                f"the model's logits must be numbers, got NaN in {logits_BSV.dtype}; compute in "
+                f"another type, bfloat16 or float32, or take another checkpoint"
+            )
+        for number, logits_V in zip(numbers, logits_BV, strict=True):
             generator = generators[number]
             token = _draw(logits_V, temperature=temperature, top_k=top_k, generator=generator)
             texts[number].append(token)
@@ -72,7 +79,9 @@ def _draw(
     if top_k is not None and top_k < len(logits_V):
         floor = logits_V.topk(top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < floor, float("-inf"))
-    probabilities_V = (logits_V / temperature).softmax(-1)
+    # less the largest, in float64: divided by a small temperature they would be too large to tell
+    relative_V = (logits_V - logits_V.max()).double()
+    probabilities_V = (relative_V / temperature).softmax(-1)
     return int(probabilities_V.multinomial(1, generator=generator))
 
 
@@ -96,8 +105,8 @@ def _check(
         )
     if max_new_tokens < 1:
         mistakes.append(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if not temperature >= 0:  # NaN too
-        mistakes.append(f"temperature must be 0 (greedy) or more, got {temperature}")
+    if not 0 <= temperature < inf:  # NaN too
+        mistakes.append(f"temperature must be 0 (greedy) or a number above it, got {temperature}")
     if top_k is not None and top_k < 1:
         mistakes.append(f"top_k must be at least 1, got {top_k}; leave it out to draw from all")
     if mistakes:
