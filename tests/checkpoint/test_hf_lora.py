@@ -13,11 +13,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from scripts.generate import load
+from scripts.convert_hf import to_hf
 from tests.distributed import jobs
 from tests.distributed.hf_jobs import start_again
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import VARIANTS, random_decoder, reference_of
+from torchtitan.assemble.writer import open_writer
+from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.hf_lora import Factors
 from torchtitan.checkpoint.hf_write import HFExport, export
 from torchtitan.models import MODELS
@@ -118,7 +120,8 @@ def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> Non
     theirs = LlamaForCausalLM.from_pretrained(
         checkpoint / "export" / "step-4", attn_implementation="eager"
     )
-    ours, _ = load(checkpoint / "step-4")  # as scripts/generate.py does
+    # as scripts/generate.py does
+    ours = open_writer(checkpoint / "step-4", device=torch.device("cpu")).model
     with torch.no_grad():
         found, expected = theirs(TOKENS).logits, ours(TOKENS)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -131,6 +134,16 @@ def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> Non
     [same] = ranks.run(jobs.train, [*again, "--lora.rank=2", "--training.steps=1"], world=1)
     for name, weight in same.initial.items():
         assert torch.equal(weight, result.final[name]), name
+    other = [
+        *jobs.write_job(tmp_path, name="other"),
+        f"--checkpoint.initial_load_path={checkpoint}",
+        "--lora.rank=2",
+        "--lora.alpha=4.0",
+    ]
+    [said] = ranks.run(jobs.refusal, other, world=1)
+    assert "by lora.alpha = 16, got 4; write lora.alpha = 16, or begin with new factors" in said
+    new = [*other, '--checkpoint.exclude_from_loading=["*.lora_?"]']
+    assert ranks.run(jobs.refusal, new, world=1) == ["no error"]
     [said] = ranks.run(jobs.refusal, [*again, "--lora.rank=3"], world=1)
     assert "lora.rank: stored 2, now 3" in said
     fresh = [
@@ -152,6 +165,16 @@ def test_weights_of_a_checkpoint_without_factors(ranks: RankPool, tmp_path: Path
     [tuned, *_] = ranks.run(jobs.train, job, world=2)
     for name, weight in tuned.initial.items():
         assert is_factor(name) or torch.equal(weight, base.final[name]), name
+    # what its job wanted alone can still be added to the weights
+    to_hf(tmp_path / "tuned", tmp_path / "merged", lora="merged")
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "merged").model.layers[0].self_attn
+    wv, a, b = (tuned.final[f"layers.0.attention.wv.{n}"] for n in ("weight", "lora_a", "lora_b"))
+    torch.testing.assert_close(theirs.v_proj.weight, wv + 16 / 2 * b @ a)
+    assert not torch.equal(theirs.v_proj.weight, wv)
+    names = [path.name for path in (tmp_path / "merged").iterdir()]
+    assert not any(name.startswith("adapter") for name in names)
+    with pytest.raises(CheckpointError, match="holds no low-rank factors: remove --lora"):
+        to_hf(tmp_path / "run", tmp_path / "none", lora="adapter")
     export = tmp_path / "tuned" / "checkpoint" / "export" / "step-1"
     made = (export / "adapter_config.json").stat().st_mtime_ns
     ranks.run(start_again, job, world=1)

@@ -56,7 +56,7 @@ def open_file(
 
     def survey() -> HFFolder:
         tensors = map_file(path)
-        found = {}
+        found: dict[str, StoredTensor] = {}
         for name, tensor in tensors.items():
             translated = our_name(name, names=spec.hf)
             # a name that both have is ours: our rows are in our order
