@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from scripts.convert_hf import to_hf
 from tests.distributed import jobs
@@ -25,15 +25,21 @@ from torchtitan.checkpoint.hf_write import HFExport, export
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import apply_lora, is_factor
+from torchtitan.models.spec import ModelSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TOKENS = torch.arange(40).reshape(2, 20) * 7 % 263
+BOTH = pytest.mark.parametrize("variant", ["grouped", "normed heads, tied"])
 ALL = ("layers.*.attention.w*", "layers.1.feed_forward.w[12]")
 
 
-def adapted() -> Decoder:
-    model = random_decoder(VARIANTS["grouped"])
-    model.initial = MODELS["llama3"].build(model.config).initial
+def family(variant: str) -> ModelSpec:
+    return MODELS["qwen3" if VARIANTS[variant].qk_norm else "llama3"]
+
+
+def adapted(variant: str) -> Decoder:
+    model = random_decoder(VARIANTS[variant])
+    model.initial = family(variant).build(model.config).initial
     apply_lora(model, rank=3, alpha=6.0, patterns=ALL)
     torch.manual_seed(0)
     for name, p in model.named_parameters():
@@ -42,11 +48,11 @@ def adapted() -> Decoder:
     return model
 
 
-def exported(model: Decoder, folder: Path, *, alone: bool, **more: Any) -> Path:
+def exported(variant: str, model: Decoder, folder: Path, *, alone: bool, **more: Any) -> Path:
     writer = dcp.FileSystemWriter(folder / "step-1" / "model")
     dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
     settings = HFExport(
-        names=MODELS["llama3"].hf,
+        names=family(variant).hf,
         architecture=model.config,
         factors=Factors(rank=3, alpha=6.0, alone=alone, base="base"),
         **more,
@@ -55,21 +61,23 @@ def exported(model: Decoder, folder: Path, *, alone: bool, **more: Any) -> Path:
     return folder / "out"
 
 
-def test_the_merged_model_says_what_the_adapted_one_says(tmp_path: Path) -> None:
-    model = adapted()
-    folder = exported(model, tmp_path, alone=False, max_file_bytes=20_000)
-    theirs = LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
+@BOTH
+def test_the_merged_model_says_what_the_adapted_one_says(variant: str, tmp_path: Path) -> None:
+    model = adapted(variant)
+    folder = exported(variant, model, tmp_path, alone=False, max_file_bytes=20_000)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
     with torch.no_grad():
         found, expected = theirs(TOKENS).logits, model.double()(TOKENS)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # stored in float32
-    plain = random_decoder(VARIANTS["grouped"]).double()
+    plain = random_decoder(VARIANTS[variant]).double()
     assert (plain(TOKENS) - expected).abs().max() > 0.1
 
 
-def test_an_adapter_added_by_hand_to_the_base_says_the_same(tmp_path: Path) -> None:
+@BOTH
+def test_an_adapter_added_by_hand_to_the_base_says_the_same(variant: str, tmp_path: Path) -> None:
     """By PEFT's names and formula: W + lora_alpha / r B A, for each module that it targets."""
-    model = adapted()
-    folder = exported(model, tmp_path, alone=True, max_file_bytes=1000)
+    model = adapted(variant)
+    folder = exported(variant, model, tmp_path, alone=True, max_file_bytes=1000)
     assert sorted(path.name for path in folder.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -81,7 +89,7 @@ def test_an_adapter_added_by_hand_to_the_base_says_the_same(tmp_path: Path) -> N
     assert config["target_modules"][:4] == everywhere
     assert sorted(config["target_modules"][4:]) == sorted(ends)
     assert (config["peft_type"], config["base_model_name_or_path"]) == ("LORA", "base")
-    base = reference_of(random_decoder(VARIANTS["grouped"])).double()
+    base = reference_of(random_decoder(VARIANTS[variant])).double()
     num_added = 0
     for name, module in base.named_modules():
         targets = config["target_modules"]
