@@ -18,7 +18,9 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -43,6 +45,7 @@ def to_hf(
     *,
     dtype: str | None = None,
     tokenizer: str | None = None,
+    lora: Literal["merged", "adapter"] | None = None,
     verify: bool = True,
 ) -> str:
     """Write a step's weights as a folder of Hugging Face; return a line about it."""
@@ -53,6 +56,10 @@ def to_hf(
         path.write_text(storage.read_manifest(step)["config"], encoding="utf-8")
         options = [] if tokenizer is None else [f"--model.tokenizer_path={tokenizer}"]
         config = load_config([f"--job.config_file={path}", *options])
+    if lora is not None:
+        if not config.lora.rank:
+            raise CheckpointError(f"{step} holds no low-rank factors: remove --lora")
+        config = replace(config, lora=replace(config.lora, save=lora))
     stored_as = None if dtype is None else getattr(torch, dtype)
     export(step, out, settings=describe_export(config, dtype=stored_as), group=None)
     return f"{out}: the weights of {step}"
@@ -85,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 args.out,
                 dtype=args.dtype,
                 tokenizer=args.tokenizer,
+                lora=args.lora,
                 verify=not args.skip_verify,
             )
         else:
@@ -107,6 +115,11 @@ def _parser() -> argparse.ArgumentParser:
     to.add_argument("out", type=Path, help="folder to make")
     to.add_argument("--dtype", choices=DTYPES, help="type of the weights; as stored if not given")
     to.add_argument("--tokenizer", metavar="PATH", help="in place of model.tokenizer_path")
+    to.add_argument(
+        "--lora",
+        choices=("merged", "adapter"),
+        help="low-rank factors added to the weights, or alone; as lora.save says if not given",
+    )
     to.add_argument("--skip_verify", action="store_true", help="do not verify checksums")
     back = ways.add_parser("from-hf", help="from a folder of Hugging Face to a DCP folder")
     back.add_argument("folder", type=Path, help="with config.json and safetensors files")

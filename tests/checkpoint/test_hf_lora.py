@@ -11,27 +11,35 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from scripts.convert_hf import to_hf
 from tests.distributed import jobs
 from tests.distributed.hf_jobs import start_again
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import VARIANTS, random_decoder, reference_of
 from torchtitan.assemble.writer import open_writer
+from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.hf_lora import Factors
 from torchtitan.checkpoint.hf_write import HFExport, export
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import apply_lora, is_factor
+from torchtitan.models.spec import ModelSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TOKENS = torch.arange(40).reshape(2, 20) * 7 % 263
+BOTH = pytest.mark.parametrize("variant", ["grouped", "normed heads, tied"])
 ALL = ("layers.*.attention.w*", "layers.1.feed_forward.w[12]")
 
 
-def adapted() -> Decoder:
-    model = random_decoder(VARIANTS["grouped"])
-    model.initial = MODELS["llama3"].build(model.config).initial
+def family(variant: str) -> ModelSpec:
+    return MODELS["qwen3" if VARIANTS[variant].qk_norm else "llama3"]
+
+
+def adapted(variant: str) -> Decoder:
+    model = random_decoder(VARIANTS[variant])
+    model.initial = family(variant).build(model.config).initial
     apply_lora(model, rank=3, alpha=6.0, patterns=ALL)
     torch.manual_seed(0)
     for name, p in model.named_parameters():
@@ -40,11 +48,11 @@ def adapted() -> Decoder:
     return model
 
 
-def exported(model: Decoder, folder: Path, *, alone: bool, **more: Any) -> Path:
+def exported(variant: str, model: Decoder, folder: Path, *, alone: bool, **more: Any) -> Path:
     writer = dcp.FileSystemWriter(folder / "step-1" / "model")
     dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
     settings = HFExport(
-        names=MODELS["llama3"].hf,
+        names=family(variant).hf,
         architecture=model.config,
         factors=Factors(rank=3, alpha=6.0, alone=alone, base="base"),
         **more,
@@ -53,21 +61,23 @@ def exported(model: Decoder, folder: Path, *, alone: bool, **more: Any) -> Path:
     return folder / "out"
 
 
-def test_the_merged_model_says_what_the_adapted_one_says(tmp_path: Path) -> None:
-    model = adapted()
-    folder = exported(model, tmp_path, alone=False, max_file_bytes=20_000)
-    theirs = LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
+@BOTH
+def test_the_merged_model_says_what_the_adapted_one_says(variant: str, tmp_path: Path) -> None:
+    model = adapted(variant)
+    folder = exported(variant, model, tmp_path, alone=False, max_file_bytes=20_000)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
     with torch.no_grad():
         found, expected = theirs(TOKENS).logits, model.double()(TOKENS)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # stored in float32
-    plain = random_decoder(VARIANTS["grouped"]).double()
+    plain = random_decoder(VARIANTS[variant]).double()
     assert (plain(TOKENS) - expected).abs().max() > 0.1
 
 
-def test_an_adapter_added_by_hand_to_the_base_says_the_same(tmp_path: Path) -> None:
+@BOTH
+def test_an_adapter_added_by_hand_to_the_base_says_the_same(variant: str, tmp_path: Path) -> None:
     """By PEFT's names and formula: W + lora_alpha / r B A, for each module that it targets."""
-    model = adapted()
-    folder = exported(model, tmp_path, alone=True, max_file_bytes=1000)
+    model = adapted(variant)
+    folder = exported(variant, model, tmp_path, alone=True, max_file_bytes=1000)
     assert sorted(path.name for path in folder.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -79,7 +89,7 @@ def test_an_adapter_added_by_hand_to_the_base_says_the_same(tmp_path: Path) -> N
     assert config["target_modules"][:4] == everywhere
     assert sorted(config["target_modules"][4:]) == sorted(ends)
     assert (config["peft_type"], config["base_model_name_or_path"]) == ("LORA", "base")
-    base = reference_of(random_decoder(VARIANTS["grouped"])).double()
+    base = reference_of(random_decoder(VARIANTS[variant])).double()
     num_added = 0
     for name, module in base.named_modules():
         targets = config["target_modules"]
@@ -132,6 +142,16 @@ def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> Non
     [same] = ranks.run(jobs.train, [*again, "--lora.rank=2", "--training.steps=1"], world=1)
     for name, weight in same.initial.items():
         assert torch.equal(weight, result.final[name]), name
+    other = [
+        *jobs.write_job(tmp_path, name="other"),
+        f"--checkpoint.initial_load_path={checkpoint}",
+        "--lora.rank=2",
+        "--lora.alpha=4.0",
+    ]
+    [said] = ranks.run(jobs.refusal, other, world=1)
+    assert "by lora.alpha = 16, got 4; write lora.alpha = 16, or begin with new factors" in said
+    new = [*other, '--checkpoint.exclude_from_loading=["*.lora_?"]']
+    assert ranks.run(jobs.refusal, new, world=1) == ["no error"]
     [said] = ranks.run(jobs.refusal, [*again, "--lora.rank=3"], world=1)
     assert "lora.rank: stored 2, now 3" in said
     fresh = [
@@ -153,6 +173,16 @@ def test_weights_of_a_checkpoint_without_factors(ranks: RankPool, tmp_path: Path
     [tuned, *_] = ranks.run(jobs.train, job, world=2)
     for name, weight in tuned.initial.items():
         assert is_factor(name) or torch.equal(weight, base.final[name]), name
+    # what its job wanted alone can still be added to the weights
+    to_hf(tmp_path / "tuned", tmp_path / "merged", lora="merged")
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "merged").model.layers[0].self_attn
+    wv, a, b = (tuned.final[f"layers.0.attention.wv.{n}"] for n in ("weight", "lora_a", "lora_b"))
+    torch.testing.assert_close(theirs.v_proj.weight, wv + 16 / 2 * b @ a)
+    assert not torch.equal(theirs.v_proj.weight, wv)
+    names = [path.name for path in (tmp_path / "merged").iterdir()]
+    assert not any(name.startswith("adapter") for name in names)
+    with pytest.raises(CheckpointError, match="holds no low-rank factors: remove --lora"):
+        to_hf(tmp_path / "run", tmp_path / "none", lora="adapter")
     export = tmp_path / "tuned" / "checkpoint" / "export" / "step-1"
     made = (export / "adapter_config.json").stat().st_mtime_ns
     ranks.run(start_again, job, world=1)

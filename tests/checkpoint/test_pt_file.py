@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from tests.models.reference import VARIANTS, random_decoder, reference_of
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint.hf_read import read_weights
-from torchtitan.checkpoint.pt_file import open_file
+from torchtitan.checkpoint.pt_file import map_file, open_file
 from torchtitan.config.load import load_config
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
@@ -39,6 +40,7 @@ def test_every_spelling_is_the_same_model(spelling: str, variant: str, tmp_path:
         content["rope.freqs"] = torch.ones(4)
     if spelling == "hugging face":  # a tied head is there twice
         content = dict(reference_of(model).state_dict())
+        content["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     torch.save(content, tmp_path / "model.pth")
     found = read(tmp_path / "model.pth", VARIANTS[variant])
     for name, weight in model.state_dict().items():
@@ -62,7 +64,8 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
         ({**state, "step": 7}, "must hold tensors by name"),
         ([torch.ones(2)], "must hold tensors by name"),
         ({}, "must hold tensors by name"),
-        ({**state, "evil": Evil()}, "nothing in it was run"),
+        ({**state, "evil": Evil()}, r"nothing in it was run: Unsupported global: .* io.open"),
+        ({**state, "model.norm.weight": torch.ones(32)}, "'norm.weight' as 'norm.weight' and as"),
     ]
     for content, said in cases:
         torch.save(content, file)
@@ -78,6 +81,25 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
     tied = VARIANTS["tied"]
     with pytest.raises(CheckpointError, match=r"1 unexpected: 'output\.weight'"):
         read(file, tied)  # a head of its own is not lost unseen
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_whatever_damaged_bytes_come_to_is_a_typed_error(tmp_path: Path) -> None:
+    """Any other error would end rank 0 alone, and leave the others waiting for it."""
+    file = tmp_path / "model.pt"
+    torch.save(dict(random_decoder(GROUPED).state_dict()), file)
+    whole = file.read_bytes()
+    start = whole.find(b"data.pkl") + 100
+    draws, kinds = random.Random(0), set()
+    for _ in range(150):
+        damaged = bytearray(whole)
+        damaged[start + draws.randrange(600)] = draws.randrange(256)
+        file.write_bytes(damaged)
+        try:
+            map_file(file)
+        except CheckpointError as error:
+            kinds.add(type(error.__cause__))
+    assert KeyError in kinds
 
 
 def test_settings_that_ask_for_more_than_a_file_has_are_refused() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from torchtitan.assemble.hf import chosen_rotation, describe_export, warn_of_other_tokenizer
 from torchtitan.assemble.layout import Layout
+from torchtitan.assemble.trained import check_scale
 from torchtitan.base.device import device_type
 from torchtitan.checkpoint.hf_folder import HFFolder, open_folder
 from torchtitan.checkpoint.hf_write import export
@@ -63,6 +64,8 @@ def find_start(config: Config, *, layout: Layout, group: dist.ProcessGroup | Non
         start = choose_start(
             config.checkpoint, folder=folder, compare=compare, open_hf=open_hf, group=group
         )
+        if start is not None:
+            check_scale(start, lora=config.lora, group=group)
         if start is not None and start.hf is not None and start.source.is_dir():
             warn_of_other_tokenizer(config, origin=start.source)
     stored = root / CONFIG_FILE

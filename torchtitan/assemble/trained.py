@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+from fnmatch import fnmatchcase
 
 import torch
+import torch.distributed as dist
 
-from torchtitan.base.errors import ConfigError
-from torchtitan.config.schema import Config
-from torchtitan.models.lora import apply_lora, linear_names
+from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.start import Start
+from torchtitan.config.schema import Config, LoRAConfig
+from torchtitan.config.trajectory import Job
+from torchtitan.models.lora import apply_lora, is_factor, linear_names
 from torchtitan.models.spec import DecoderConfig, ModelSpec
 from torchtitan.models.trained import Trained, check_pattern
 
@@ -42,3 +47,31 @@ def find_trained(config: Config, *, spec: ModelSpec, architecture: DecoderConfig
         f"{sum(sizes.values()):,}",
     )
     return trained
+
+
+def check_scale(start: Start, *, lora: LoRAConfig, group: dist.ProcessGroup) -> None:
+    """Check that factors which begin a new run are scaled as they were trained.
+
+    Where all of a run is taken its settings are compared as a whole.
+
+    Raises:
+        CheckpointError: They would make another model of the same weights.
+    """
+    if not lora.rank or start.intention != "finetune" or start.is_plain or start.hf is not None:
+        return
+    names = storage.stored_names(start.source, "model", group=group)
+    taken = [
+        name
+        for name in names
+        if is_factor(name) and not any(fnmatchcase(name, pattern) for pattern in start.exclude)
+    ]
+    if not taken:
+        return
+    manifest = storage.on_first_rank(lambda: storage.read_manifest(start.source), group=group)
+    alpha = Job.stored(manifest["config"]).config.lora.alpha
+    if alpha != lora.alpha:
+        raise CheckpointError(
+            f"the low-rank factors of {start.source} must be scaled as they were trained, by "
+            f"lora.alpha = {alpha:g}, got {lora.alpha:g}; write lora.alpha = {alpha:g}, or begin "
+            f'with new factors: checkpoint.exclude_from_loading = ["*.lora_?"]'
+        )

@@ -43,7 +43,7 @@ DTYPES = {
 """Types of weights that are read; what is quantised is none of them."""
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 # a buffer that old versions of transformers saved; it follows from the sizes
-_NO_WEIGHT = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq\b.*")
+NO_WEIGHT = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq\b.*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ def _survey(path: Path, *, names: HFFormat, architecture: DecoderConfig) -> dict
     found = {}
     for file in sorted(set(places.values())) or [WEIGHTS]:
         for name, (shape, dtype) in _read_header(path / file).items():
-            if places.get(name, file) == file and not _NO_WEIGHT.fullmatch(name):
+            if places.get(name, file) == file and not NO_WEIGHT.fullmatch(name):
                 ours = our_name(name, names=names) or name
                 head_dim = head_dim_of_rows(ours, names=names, architecture=architecture)
                 found[ours] = StoredTensor(
@@ -162,7 +162,7 @@ def _survey(path: Path, *, names: HFFormat, architecture: DecoderConfig) -> dict
                 )
     here = {(tensor.name, tensor.file) for tensor in found.values()}
     absent = [f"{name} in {file}" for name, file in sorted(places.items() - here)]
-    if absent := [text for text in absent if not _NO_WEIGHT.match(text)]:
+    if absent := [text for text in absent if not NO_WEIGHT.match(text)]:
         raise CheckpointError(
             f"{path / INDEX} names what is not there: {storage.summary(absent)}; get the folder "
             f"again"

@@ -9,7 +9,7 @@ rotation: those are taken from model.flavor unseen.
 from __future__ import annotations
 
 import logging
-import pickle
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torchtitan.checkpoint.hf import head_dim_of_rows, our_name
 from torchtitan.checkpoint.hf_folder import (
     DTYPES,
     EMBEDDING,
+    NO_WEIGHT,
     OUTPUT,
     HFFolder,
     StoredTensor,
@@ -34,7 +35,8 @@ from torchtitan.models.spec import DecoderConfig, ModelSpec
 logger = logging.getLogger(__name__)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BESIDE = ("rope.freqs", "freqs_cis")
-"""Buffers in files of Meta and torchtitan, which follow from the sizes."""
+"""Buffers in files of Meta and torchtitan, which follow from the sizes; those of Hugging Face are
+`NO_WEIGHT`."""
 
 
 def open_file(
@@ -54,12 +56,17 @@ def open_file(
 
     def survey() -> HFFolder:
         tensors = map_file(path)
-        found = {}
+        found: dict[str, StoredTensor] = {}
         for name, tensor in tensors.items():
             translated = our_name(name, names=spec.hf)
             # a name that both have is ours: our rows are in our order
             theirs = translated is not None and name != translated
             ours = translated if translated is not None else name
+            if ours in found:
+                raise CheckpointError(
+                    f"{path} must hold each parameter once, got '{ours}' as '{found[ours].name}' "
+                    f"and as '{name}'; save it by one kind of names alone"
+                )
             rotary = head_dim_of_rows(ours, names=spec.hf, architecture=architecture)
             found[ours] = StoredTensor(
                 file="",
@@ -82,6 +89,11 @@ def open_file(
     return on_first_rank(survey, group=group)
 
 
+def is_beside(name: object) -> bool:
+    """Tell whether an entry is a buffer that follows from the sizes."""
+    return name in BESIDE or (isinstance(name, str) and NO_WEIGHT.fullmatch(name) is not None)
+
+
 def map_file(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file by the names there, mapped.
 
@@ -90,16 +102,17 @@ def map_file(path: Path) -> dict[str, Tensor]:
     """
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+    except Exception as error:  # what damaged bytes come to: KeyError, TypeError, struct.error ...
         raise CheckpointError(
             f"{path} cannot be read as weights that torch.save wrote, nothing in it was run: "
-            f"{reason(error)}; get it again, or save the state_dict alone"
+            f"{_refusal(error)}; get it again, or save the state_dict alone, in torch's format of "
+            f"today"
         ) from error
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         content = content["model"]
     wrong = [content] if not isinstance(content, dict) or not content else []
     if isinstance(content, dict):
-        content = {name: tensor for name, tensor in content.items() if name not in BESIDE}
+        content = {name: tensor for name, tensor in content.items() if not is_beside(name)}
         wrong += [
             entry
             for entry in content.items()
@@ -111,3 +124,9 @@ def map_file(path: Path) -> dict[str, Tensor]:
             f"{str(wrong[0])[:60]}; save the model's state_dict"
         )
     return content
+
+
+def _refusal(error: Exception) -> str:
+    # torch's text tells first how to run what is in the file all the same
+    found = re.search(r"WeightsUnpickler error: (.+)", str(error))
+    return reason(error) if found is None else found[1]

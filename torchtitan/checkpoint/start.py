@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,8 +23,8 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError, UserError
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.hf_folder import HFFolder, is_hf_folder
-from torchtitan.checkpoint.metadata import METADATA
+from torchtitan.checkpoint.hf_folder import HFFolder
+from torchtitan.checkpoint.source import checked_step, find_source, is_plain_dcp, newest_step
 from torchtitan.config.checkpoint import WEIGHT_FILES
 from torchtitan.config.schema import CheckpointConfig
 from torchtitan.mesh.dims import ParallelDims
@@ -127,7 +126,7 @@ def choose_start(
             return _start_from_weights(settings, path, hf=open_hf(path))
         source = find_source(path, settings=settings, group=group)
         intention: Intention = "finetune" if settings.initial_load_model_only else settings.mode
-        is_plain = storage.on_first_rank(lambda: _is_plain(source), group=group)
+        is_plain = storage.on_first_rank(lambda: is_plain_dcp(source), group=group)
         if intention == "finetune":
             return _start_from_weights(settings, source, is_plain=is_plain)
         if is_plain:
@@ -222,7 +221,7 @@ def _own_checkpoint(
 ) -> Path | None:
     wanted, verify = settings.load_step, settings.verify_on_load
     if wanted == -1:
-        return _newest(folder, verify=verify, group=group, finish=True)
+        return newest_step(folder, verify=verify, group=group, finish=True)
     steps = storage.on_first_rank(lambda: _finish_and_find(folder), group=group)
     if wanted not in steps:
         raise CheckpointError(
@@ -234,7 +233,7 @@ def _own_checkpoint(
         if newest is not None:
             logger.info("%s is of this job, which went back to step %d before", newest, wanted)
             return newest
-    return _checked(folder / f"step-{wanted}", verify=verify, group=group)
+    return checked_step(folder / f"step-{wanted}", verify=verify, group=group)
 
 
 def _finish_and_find(folder: Path) -> list[int]:
@@ -280,70 +279,3 @@ def leave_later_steps(source: Path, *, group: dist.ProcessGroup) -> None:
             source.parent,
             ", ".join(path.name for path in aside),
         )
-
-
-def _newest(
-    folder: Path, *, verify: bool, group: dist.ProcessGroup, finish: bool = False
-) -> Path | None:
-    step = storage.newest_whole(folder, group=group, verify=verify, finish=finish)
-    return None if step is None else folder / f"step-{step}"
-
-
-def _checked(source: Path, *, verify: bool, group: dist.ProcessGroup) -> Path:
-    """Return a checkpoint that was asked for by name, which no other may replace."""
-    mistakes = storage.verify(source, group=group) if verify else []
-    if mistakes:
-        raise CheckpointError(
-            f"{source}, asked for by name, is damaged: {storage.summary(mistakes)}; name another, "
-            f"or load it as it is by checkpoint.verify_on_load = false"
-        )
-    return source
-
-
-def _is_plain(path: Path) -> bool:
-    return (path / METADATA).is_file() and not (path / storage.MANIFEST).is_file()
-
-
-def _plain_steps(folder: Path) -> list[str]:
-    """Return the newest step folders of another writer, where there is none of ours."""
-    steps = storage.list_steps(folder)
-    if any(has_manifest for _, has_manifest in steps):
-        return []
-    paths = [folder / f"step-{step}" for step, _ in reversed(steps)]
-    return [str(path) for path in paths if _is_plain(path)][:3]
-
-
-def find_source(path: Path, *, settings: CheckpointConfig, group: dist.ProcessGroup) -> Path:
-    """Return the folder that `path` means: a step's, which is itself, the newest in it or the run's
-    newest, or a DCP folder of another writer.
-
-    Raises:
-        CheckpointError: There is no whole checkpoint, or the step that was named is damaged.
-    """
-    verify = settings.verify_on_load
-    for step in (path, path.parent) if path.name == "model" else (path,):
-        if storage.on_first_rank((step / storage.MANIFEST).is_file, group=group):
-            return _checked(step, verify=verify, group=group)
-    if storage.on_first_rank(lambda: _is_plain(path), group=group):
-        logger.info("%s cannot be verified: it has no checksums", path)
-        return path
-    if storage.on_first_rank(lambda: is_hf_folder(path), group=group):
-        raise CheckpointError(
-            f"checkpoint.initial_load_path {path} is a folder of Hugging Face; to start from its "
-            f"weights write checkpoint.initial_load_in_hf = true"
-        )
-    for folder in (path, path / settings.folder):
-        plain = storage.on_first_rank(partial(_plain_steps, folder), group=group)
-        if plain:
-            raise CheckpointError(
-                f"checkpoint.initial_load_path {path} holds steps of another writer, without "
-                f"checksums to find the newest whole one by; name one: {', '.join(plain)}"
-            )
-        newest = _newest(folder, verify=verify, group=group)
-        if newest is not None:
-            return newest
-    there = "is a file: name its folder" if path.exists() else "does not exist"
-    raise CheckpointError(
-        f"checkpoint.initial_load_path must be the folder of a step, of checkpoints or of a run, "
-        f"got {path}, which {'holds no whole checkpoint' if path.is_dir() else there}"
-    )
