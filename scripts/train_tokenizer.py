@@ -36,7 +36,7 @@ def train(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
     except ImportError as error:
         raise DataError(
             "training a tokenizer needs the package 'tokenizers'; "
-            "install it with: pip install 'torchtitan[hf]'"
+            "install it, in the repository, with: pip install -e '.[hf]'"
         ) from error
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE())

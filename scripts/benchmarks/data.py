@@ -223,7 +223,7 @@ def _compare(job: _Job, *, num_workers: int, amount: int) -> Comparison:
 def _stream(folder: Path, args: argparse.Namespace) -> tuple[list[Comparison], str]:
     """Compare with Hugging Face's stream of the same lines, or say why not."""
     if importlib.util.find_spec("datasets") is None:
-        return [], "datasets is left out: it is not installed (pip install '.[bench]')"
+        return [], "datasets is left out: it is not installed (pip install -e '.[bench]')"
     import datasets
 
     job = _Job("JSONL", [folder / "text.jsonl"], args, folder)

@@ -180,7 +180,7 @@ def _find_others(args: argparse.Namespace) -> tuple[list[str], list[str]]:
         if name in args.others
     }
     left_out = [
-        f"{name} is left out: {' and '.join(modules)} not installed (pip install '.[bench]')"
+        f"{name} is left out: {' and '.join(modules)} not installed (pip install -e '.[bench]')"
         for name, modules in missing.items()
         if modules
     ]

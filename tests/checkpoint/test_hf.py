@@ -495,6 +495,23 @@ def test_another_flavor_is_named_with_each_size_that_differs(tmp_path: Path) -> 
     assert remedy == 'write model.flavor = "tiny8"'
 
 
+@pytest.mark.parametrize(
+    ("job", "stored", "remedy"),
+    [
+        ("tiny", 200, "model.vocab_size = 200; or checkpoint.grow_vocab = true"),
+        ("tiny", 300, "model.vocab_size = 300"),
+        ("tiny8", 300, 'model.flavor = "tiny", model.vocab_size = 300'),
+    ],
+)
+def test_another_vocabulary_is_a_setting_beside_the_flavor(
+    job: str, stored: int, remedy: str, tmp_path: Path
+) -> None:
+    folder = theirs(tmp_path, dataclasses.replace(LLAMA.flavors["tiny"], vocab_size=stored))
+    with pytest.raises(CheckpointError) as error:
+        open_folder(folder, spec=LLAMA, architecture=LLAMA.flavors[job], group=None)
+    assert str(error.value).splitlines()[-1].split(":")[0] == f"write {remedy}"
+
+
 def test_a_file_is_refused_with_its_folder(tmp_path: Path) -> None:
     file = theirs(tmp_path) / "model.safetensors"
     with pytest.raises(CheckpointError, match="which is a file: name its folder"):

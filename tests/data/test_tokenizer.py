@@ -228,7 +228,7 @@ def test_hugging_face_damaged(tmp_path: Path, content: bytes) -> None:
 
 def test_hugging_face_without_the_library(hf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"pip install 'torchtitan\[hf\]'"):
+    with pytest.raises(DataError, match=r"pip install -e '\.\[hf\]'"):
         build_tokenizer(str(hf_folder))
 
 

@@ -357,7 +357,7 @@ def test_data_that_are_missing_or_trained_on(ranks: RankPool, tmp_path: Path) ->
     job = validated(tmp_path, jobs.TINY)
     path = write_held_out(tmp_path)
     [message] = ranks.run(jobs.refusal, [*job, "--validation.dataset_path=no/*.txt"], world=1)
-    assert message == "[validation] validation.dataset_path: no file matches 'no/*.txt'"
+    assert message.startswith("[validation] validation.dataset_path: no file matches 'no/*.txt'")
     [message] = ranks.run(jobs.refusal, [*job, "--validation.seq_len=512"], world=1)
     assert "at least validation.seq_len + 1 = 513 tokens" in message
     trained_on = ["--training.dataset=files", f"--training.dataset_path={path}"]

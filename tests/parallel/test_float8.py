@@ -111,7 +111,7 @@ def test_a_device_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(ConfigError, match=r"pip install 'torchtitan\[float8\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[float8\]'"):
         check_float8(EMULATED, device_type="cpu")
 
 

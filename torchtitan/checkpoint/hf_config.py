@@ -120,7 +120,7 @@ def check_config(
     `seen_elsewhere` names sizes that may differ.
 
     Raises:
-        CheckpointError: Names all that differs, and the flavor that does not where there is one.
+        CheckpointError: Names all that differs, and the flavor and settings that fit, if any do.
     """
     check_family(config, names=spec.hf)
     stored, ours = stored_sizes(config), sizes_of(architecture)
@@ -130,22 +130,32 @@ def check_config(
     raise CheckpointError(
         f"{config.path} must have the sizes of model.flavor, got others:\n  "
         + "\n  ".join(f"{k}: {stored[k]} there, {ours[k]} in this job" for k in different)
-        + f"\n{_remedy(config, spec=spec, needs_flavor=not set(different) <= set(ROTATION))}"
+        + f"\n{_remedy(config, spec=spec, different=different, rows=architecture.vocab_size)}"
     )
 
 
-def _remedy(config: Content, *, spec: ModelSpec, needs_flavor: bool) -> str:
-    flavors = fitting_flavors(config, spec=spec)
-    if flavors:
-        return f'write model.flavor = "{flavors[0]}"'
-    close = fitting_flavors(config, spec=spec, passed_over=ROTATION)
-    if needs_flavor and not close:
-        return (
-            f"no flavor of {spec.name} has these sizes ({', '.join(spec.flavors)}): add one to "
-            f"torchtitan/models/{spec.name}.py"
+def _remedy(config: Content, *, spec: ModelSpec, different: list[str], rows: int) -> str:
+    beside = (*ROTATION, "vocab_size")  # what a job may set beside its flavor
+    settings = {name for name in different if name in beside}
+    flavor = []
+    if len(settings) < len(different):
+        fitting = (
+            fitting_flavors(config, spec=spec, passed_over=p) for p in ((), ROTATION, beside)
         )
-    flavor = [f'model.flavor = "{close[0]}"'] if needs_flavor else []
-    return "write " + ", ".join([*flavor, *rotation_settings(config)])
+        best = next((names[0] for names in fitting if names), None)
+        if best is None:
+            return (
+                f"no flavor of {spec.name} has these sizes ({', '.join(spec.flavors)}): add one to "
+                f"torchtitan/models/{spec.name}.py"
+            )
+        stored, named = stored_sizes(config), sizes_of(spec.flavors[best])
+        settings = {name for name in beside if stored[name] != named[name]}
+        flavor = [f'model.flavor = "{best}"']
+    vocabulary = [f"model.vocab_size = {config['vocab_size']}"] if "vocab_size" in settings else []
+    rotation = rotation_settings(config) if settings.intersection(ROTATION) else []
+    grows = "vocab_size" in different and not flavor and config["vocab_size"] < rows
+    grow = "; or checkpoint.grow_vocab = true: the rows behind the stored ones begin anew"
+    return "write " + ", ".join([*flavor, *vocabulary, *rotation]) + (grow if grows else "")
 
 
 def rotation_settings(config: Content) -> list[str]:

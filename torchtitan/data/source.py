@@ -124,7 +124,10 @@ def find_files(pattern: str) -> list[Path]:
             "%d of %d files of %s are empty and left out", len(empty), len(files), pattern
         )
     if not files:
-        raise DataError(f"training.dataset_path: no file matches {pattern!r}")
+        raise DataError(
+            f"training.dataset_path: no file matches {pattern!r}; "
+            f"relative paths begin at {Path.cwd()}"
+        )
     return [file for file in files if file not in empty]
 
 

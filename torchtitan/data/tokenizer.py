@@ -119,5 +119,6 @@ def check_vocabulary(tokenizer: Tokenizer, *, model_vocab_size: int) -> None:
         raise ConfigError(
             f"the tokenizer's vocabulary must fit the model's: model.tokenizer_path has "
             f"{tokenizer.vocab_size} ids, the model {model_vocab_size}; "
-            f"choose a larger model.flavor or a smaller tokenizer"
+            f"set model.vocab_size to as many rows or more (docs/adapt.md), or choose another "
+            f"model.flavor or tokenizer"
         )

@@ -31,7 +31,7 @@ class HuggingFaceTokenizer:
         except ImportError as error:
             raise DataError(
                 f"reading {path} needs the package 'tokenizers'; "
-                f"install it with: pip install 'torchtitan[hf]'"
+                f"install it, in the repository, with: pip install -e '.[hf]'"
             ) from error
         file = path / "tokenizer.json" if path.is_dir() else path
         text = read_bytes(file)

@@ -36,7 +36,7 @@ def load_torchao() -> Any:
     except ImportError as error:
         raise ConfigError(
             "[model] converters: float8 needs the package torchao, which is not installed; "
-            "pip install 'torchtitan[float8]'"
+            "in the repository: pip install -e '.[float8]'"
         ) from error
     return torchao.float8
 
