@@ -8,5 +8,5 @@ use_python dev
 python -m ruff format --check .
 python -m ruff check .
 python -m mypy
-# two at a time: tests with ranks mostly wait for each other; a file's tests stay together
-python -m pytest -n 2 --dist loadfile "$@"
+# two at a time: tests with ranks mostly wait for each other; whoever is done takes of the rest
+python -m pytest -n 2 --dist worksteal "$@"

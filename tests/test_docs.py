@@ -1,8 +1,8 @@
 """Every command in a ```bash block of README.md and docs/ runs, in the order of its page.
 
-They run in a folder that links to the repository, so what they write is thrown away, and with a
-home of its own, so that data is tokenised anew. Training commands get a small batch on top, for
-time's sake. `run_tests.sh` is what runs this test, and is left out.
+They run in a folder for each page that links to the repository, so what they write is thrown away,
+and with a home of their own, so that data is tokenised anew. Training commands get a small batch on
+top, for time's sake. `run_tests.sh` is what runs this test, and is left out.
 """
 
 from __future__ import annotations
@@ -28,19 +28,23 @@ def commands(page: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("workplace")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
     for name in ("torchtitan", "scripts", "train_configs", "run_train.sh", "pyproject.toml"):
-        (folder / name).symlink_to(ROOT / name)
-    return folder
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_run(page: Path, workplace: Path) -> None:
+def test_commands_run(page: Path, workplace: Path, home: Path) -> None:
     environ = {
         **os.environ,
-        "HOME": str(workplace / "home"),
+        "HOME": str(home),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "WANDB_MODE": "offline",
     }
