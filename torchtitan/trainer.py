@@ -216,7 +216,9 @@ class Trainer:
             norm_on_host=HostCopy(grad_norm.reshape(1)),
             notes=notes,
         )
-        if not skips_by_itself(run.optimizer, device=run.device):
+        # the same on all ranks, also on those that have nothing to train
+        offloads = run.training.enable_cpu_offload
+        if offloads or not skips_by_itself(run.optimizer, device=run.device):
             self._settle()
         clip_gradients(self._parameters, norm=grad_norm, max_norm=run.training.max_norm)
         take_step(run.optimizer, norm=grad_norm)
