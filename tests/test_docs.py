@@ -2,7 +2,8 @@
 
 They run in a folder for each page that links to the repository, so what they write is thrown away,
 and with a home of their own, so that data is tokenised anew. Training commands get a small batch on
-top, for time's sake. `run_tests.sh` is what runs this test, and is left out.
+top, and few steps where they ask for none, for time's sake. `run_tests.sh` is what runs this test,
+and is left out.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SMALL = " --training.seq_len 32 --training.local_batch_size 2"
+FEW = " --training.steps 20"
 NOT_RUN = ("./scripts/run_tests.sh",)
 
 
@@ -51,9 +53,10 @@ def test_commands_run(page: Path, workplace: Path, home: Path) -> None:
     for command in commands(page):
         if command.startswith(NOT_RUN):
             continue
-        trains = "run_train.sh" in command and "--help" not in command
+        if "run_train.sh" in command and "--help" not in command:
+            command += SMALL if "--training.steps" in command else SMALL + FEW
         done = subprocess.run(
-            ["bash", "-c", command + SMALL if trains else command],
+            ["bash", "-c", command],
             cwd=workplace,
             env=environ,
             capture_output=True,
