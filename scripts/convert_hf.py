@@ -29,14 +29,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 from torchtitan.assemble import CONFIG_FILE
 from torchtitan.assemble.hf import describe_export
 from torchtitan.assemble.steps import find_step
+from torchtitan.assemble.writer import DTYPES
 from torchtitan.base.errors import CheckpointError, UserError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.hf_convert import to_dcp
 from torchtitan.checkpoint.hf_write import export
 from torchtitan.config.load import load_config
 from torchtitan.models import MODELS
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def to_hf(
