@@ -149,7 +149,9 @@ def _run_job(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.unfreeze()
         gc.collect()  # cycles hold process groups
+        gc.freeze()  # the next job's collections look at what is its own
         _clear_sharding_prop_cache()  # it remembers meshes, and with them another job's ranks
         torch.manual_seed(0)
         torch.use_deterministic_algorithms(False)
