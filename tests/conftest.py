@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.distributed.rank_pool import RankPool
+from tests import warm_python as warm
+from tests.distributed.rank_pool import RankPool, start_server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_ranks(request: pytest.FixtureRequest) -> None:
+    if any("ranks" in item.fixturenames for item in request.session.items):
+        start_server()
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +24,21 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool(8)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The path of a `python` that has torch imported already, for commands of which many run."""
+    python, server = warm.start(tmp_path_factory.mktemp("warm"))
+    yield python
+    assert server.stdin is not None
+    server.stdin.close()
+    server.wait()
+
+
+@pytest.fixture(scope="module")
+def warm_starts(warm_python: Path) -> Iterator[None]:
+    """All that a file starts by `sys.executable` starts warm."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(warm_python))
+        yield

@@ -14,6 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.distributed.jobs import TINY, read_rows, write_job
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 ROOT = Path(__file__).parent.parent
 
 

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from typing import Any
 JOBS_OF_A_RANK = 30
 """New ranks are started after so many jobs: torch's caches of DTensor layouts hold on to process
 groups, and each has threads that wake a hundred times a second."""
+PRELOADED = ["torchtitan.train"]
+"""What ranks have imported when they start: they are forks of a server that has it."""
 
 
 class RankError(AssertionError):
@@ -88,8 +91,14 @@ class RankPool:
         self._ranks.clear()
 
 
+def start_server() -> None:
+    """Start the server of which ranks are forks, before a data loader starts one with less."""
+    mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+
+
 def _start(index: int) -> tuple[mp.process.BaseProcess, Connection]:
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), name=f"rank-{index}", daemon=False)
     process.start()
@@ -98,9 +107,9 @@ def _start(index: int) -> tuple[mp.process.BaseProcess, Connection]:
 
 
 def _serve(pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that a job starts
     torch.set_num_threads(1)
     while True:
         try:
@@ -140,7 +149,9 @@ def _run_job(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.unfreeze()
         gc.collect()  # cycles hold process groups
+        gc.freeze()  # the next job's collections look at what is its own
         _clear_sharding_prop_cache()  # it remembers meshes, and with them another job's ranks
         torch.manual_seed(0)
         torch.use_deterministic_algorithms(False)

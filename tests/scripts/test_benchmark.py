@@ -24,6 +24,8 @@ from tests.models.reference import TINY, random_decoder
 from torchtitan.config.load import load_config
 from torchtitan.models.spec import DecoderConfig, Llama3Scaling
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark.py"
 TINY_TRAINING = ("--flavor", "tiny", "--batch", "2", "--seq_len", "16", "--steps", "4")
 

@@ -23,6 +23,8 @@ from scripts.layouts.words import fit_local_batch, parse_layout
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import load_config
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 TOML = Path(__file__).parents[2] / "train_configs" / "compare_layouts.toml"
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from scripts import memory_curve
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 CONFIG = Path(__file__).parents[2] / "train_configs" / "long_context_128k.toml"
 
 

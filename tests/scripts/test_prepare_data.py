@@ -15,6 +15,8 @@ from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.data.tokenizer_tiktoken import read_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 ROOT = Path(__file__).parents[2]
 
 
