@@ -89,9 +89,12 @@ def _exact(row: Row, tolerance: float) -> Row:
 
 
 def _gap(x: float | None, y: float | None, *, tolerance: float) -> tuple[float, str]:
+    """Compare two figures, None where a row has none."""
+    if x == y:
+        return 0.0, ""
     if x is None or y is None:
         return 0.0, f"only in {'B' if x is None else 'A'}"
-    if x == y or (math.isnan(x) and math.isnan(y)):
+    if math.isnan(x) and math.isnan(y):
         return 0.0, ""
     gap = abs(x - y)
     if gap <= tolerance * max(abs(x), abs(y)):

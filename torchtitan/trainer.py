@@ -248,8 +248,9 @@ class Trainer:
         self.last_row = run.meter.report(
             step,
             figures={
-                "loss": loss_sums.sum() / num_valid.sum().clamp(min=1),
-                "max_loss": (loss_sums / num_valid.clamp(min=1)).max(),
+                # a step without labels has no loss: neither of these two is finite
+                "loss": loss_sums.sum() / num_valid.sum(),
+                "max_loss": torch.where(num_valid > 0, loss_sums / num_valid, -torch.inf).max(),
                 "grad_norm": figures.grad_norm,
                 "lr": run.schedule(step),
                 "num_tokens": run.progress.tokens_seen,

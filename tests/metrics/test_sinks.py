@@ -113,6 +113,7 @@ def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path, line
     assert path.read_text() == text
 
 
+NO_FIGURE = {"loss": None, "max_loss": None, "mfu": None}
 VALIDATION = {
     "validation_loss": 2.5,
     "validation_perplexity": 12.18249,
@@ -130,6 +131,12 @@ def test_console_line(caplog: pytest.LogCaptureFixture) -> None:
         "step: 3 loss: 1.11111 grad_norm: 1.2500 lr: 3.00e-04 tokens/s: 40,000 "
         "mfu: 12.50% memory: 1.50GiB"
     )
+    ConsoleSink(color=False).write(_row(5) | NO_FIGURE)
+    line, told = caplog.messages[-2:]
+    assert " ".join(line.split()) == (
+        "step: 5 loss: - grad_norm: 1.2500 lr: 3.00e-04 tokens/s: 40,000 memory: 1.50GiB"
+    )
+    assert "Step 5 has no loss" in told
     assert "\x1b" not in plain
     assert "\x1b[32mloss:  1.11111\x1b[0m" in colored
     assert " ".join(short.split()) == "step: 4 loss: 2.00000"
@@ -153,6 +160,8 @@ def test_tensorboard_has_torchtitans_tags_and_hides_what_is_trained_again(tmp_pa
         sink = TensorBoardSink(tmp_path / "tb", resume_step=resume_step)
         for step in steps:
             sink.write(_row(step, loss=loss) | (VALIDATION if step == 4 else {}))
+        if step == 4:
+            sink.write(_row(5) | NO_FIGURE)
         sink.close()
     scalars = _scalars(tmp_path / "tb")
     assert scalars["loss_metrics/global_avg_loss"] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
@@ -176,7 +185,10 @@ def test_tensorboard_has_torchtitans_tags_and_hides_what_is_trained_again(tmp_pa
     }
     assert set(scalars) == {*expected, "loss_metrics/global_avg_loss"}
     for tag, value in expected.items():
-        assert scalars[tag][-1] == (4, pytest.approx(value)), tag
+        assert dict(scalars[tag])[4] == pytest.approx(value), tag
+    assert scalars["grad_norm"][-1][0] == 5
+    for tag in ("loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "mfu(%)"):
+        assert scalars[tag][-1][0] == 4  # a step without a figure has no point, not even 0
 
 
 def _python(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

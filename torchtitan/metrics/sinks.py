@@ -1,6 +1,6 @@
 """Where the figures of a logged step go: a file, the console, TensorBoard, Weights & Biases.
 
-A row is a flat dictionary of numbers, and a sink is anything that can `write` a row and `close`.
+A row is a flat dictionary of numbers, None where there is no figure, and a sink is anything that can `write` a row and `close`.
 Which of them exist is decided once, by `build_sinks`; the step loop writes to each in a list and
 knows none, so a switched-off sink costs nothing. `metrics.jsonl` is always written: it is the
 record of the run, one JSON object a line with every digit, and scripts and tests read it. The
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, float]
+Row = dict[str, Any]
 RECORD, TRIAL = "metrics", "load_only"
 
 # torchtitan's tags, so that runs of both can be laid over each other. A figure without one goes by
@@ -112,13 +112,21 @@ class ConsoleSink:
         self._color = color
 
     def write(self, row: Row) -> None:
-        """Log the row."""
+        """Log the row; a figure that it lacks is left out, a missing loss is a dash, and told."""
+        has_no_loss = "loss" in row and row["loss"] is None
         parts = [
             paint(f"{label}: {layout.format(row[name])}", style, color=self._color)
             for name, (label, layout, style) in _CONSOLE.items()
-            if name in row
+            if row.get(name) is not None
         ]
+        if has_no_loss:
+            parts.insert(1, paint(f"loss: {'-':>8}", "green", color=self._color))
         logger.info("  ".join(parts))
+        if has_no_loss:
+            logger.warning(
+                "Step %d has no loss: none of its tokens has a label, so its gradients are zero",
+                row["step"],
+            )
 
     def close(self) -> None:
         """Do nothing: the log outlives the run."""
@@ -216,8 +224,12 @@ def build_sinks(
 
 
 def tagged(row: Row) -> dict[str, float]:
-    """Return the figures of a row under torchtitan's tags, without its step."""
-    figures = {TAGS.get(name, name): value for name, value in row.items() if name != "step"}
+    """Return the figures that a row has under torchtitan's tags, without its step."""
+    figures = {
+        TAGS.get(name, name): value
+        for name, value in row.items()
+        if name != "step" and value is not None
+    }
     if row.get("step_time_s"):
         figures["time_metrics/data_loading(%)"] = 100 * row["data_time_s"] / row["step_time_s"]
     return figures
