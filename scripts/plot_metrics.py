@@ -66,7 +66,9 @@ def draw(runs: Mapping[str, Sequence[Row]]) -> Figure:
     panels = figure.subplots(2, 2, sharex=True)
     for axes, (name, label) in zip(panels.flat, PANELS.items(), strict=True):
         for run, rows in runs.items():
-            _draw_line(axes, rows=[row for row in rows if row.get(name) is not None], name=name, run=run)
+            _draw_line(
+                axes, rows=[row for row in rows if row.get(name) is not None], name=name, run=run
+            )
         _dress(axes, label=label)
     for axes in panels[1]:
         axes.set_xlabel("step")

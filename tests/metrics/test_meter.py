@@ -217,7 +217,9 @@ def test_a_step_without_labels_has_no_loss(
         assert all(row["mfu"] is None for row in rows)  # a CPU
         assert len(told) == 1
         assert "Step 2 " in told[0]
-    assert [row["loss"] for row in jobs.read_rows(tmp_path / "run")] == [row["loss"] for row in rows]
+    assert [row["loss"] for row in jobs.read_rows(tmp_path / "run")] == [
+        row["loss"] for row in rows
+    ]
 
 
 def mfu_of_unequal_devices(job: list[str]) -> tuple[float, float]:

@@ -290,9 +290,9 @@ built = sinks.build_sinks(
     MetricsConfig(), folder=Path(sys.argv[1]), rank=0, resume_step=0, color=False,
     job_config={}, description="",
 )
-with progress.progress_bar(done_steps=0, total_steps=1, show=False, color=False) as advance:
+with progress.ProgressBar(done_steps=0, total_steps=1, show=False, color=False) as bar:
     built[0].write({"step": 1})
-    advance(1)
+    bar.advance(1)
 for name in ("wandb", "tensorboard", "torch.utils.tensorboard", "matplotlib", "tensorflow"):
     assert name not in sys.modules, name
 """

@@ -1,10 +1,11 @@
 """Where the figures of a logged step go: a file, the console, TensorBoard, Weights & Biases.
 
-A row is a flat dictionary of numbers, None where there is no figure, and a sink is anything that can `write` a row and `close`.
-Which of them exist is decided once, by `build_sinks`; the step loop writes to each in a list and
-knows none, so a switched-off sink costs nothing. `metrics.jsonl` is always written: it is the
-record of the run, one JSON object a line with every digit, and scripts and tests read it. The
-others show the same figures. Their packages load only when they are switched on.
+A row is a flat dictionary of numbers, None where there is no figure, and a sink is anything that
+can `write` a row and `close`. Which of them exist is decided once, by `build_sinks`; the step loop
+writes to each in a list and knows none, so a switched-off sink costs nothing. `metrics.jsonl` is
+always written: it is the record of the run, one JSON object a line with every digit, and scripts
+and tests read it. The others show the same figures. Their packages load only when they are switched
+on.
 """
 
 from __future__ import annotations
