@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,6 +205,8 @@ def main(argv: Sequence[str]) -> int:
         "--tolerance", type=float, default=0.0, help="relative difference that counts as equal"
     )
     options = parser.parse_args(argv)
+    # one process is what is meant here
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
         found = compare_runs(
             options.a, options.b, folder=options.folder, tolerance=options.tolerance

@@ -83,7 +83,7 @@ def test_a_pipeline_shows_its_loss_on_every_rank_wherever_the_last_stage_is(
     for rank, name in enumerate(("metrics.jsonl", "metrics.rank_1.jsonl")):
         lines = (tmp_path / "run" / name).read_text().splitlines()
         assert [json.loads(line)["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
-        events = EventAccumulator(str(tmp_path / "run" / "tb" / f"rank_{rank}"))
+        events = EventAccumulator(str(tmp_path / "run" / "tb" / "run" / f"rank_{rank}"))
         events.Reload()
         for tag in ("global_avg_loss", "global_max_loss"):
             values = [event.value for event in events.Scalars(f"loss_metrics/{tag}")]

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.config.schema import MetricsConfig
@@ -146,23 +148,33 @@ def test_console_line(caplog: pytest.LogCaptureFixture) -> None:
     assert " ".join(line.split()) == "step: 4 validation loss: 2.50000 perplexity: 12.182"
 
 
-def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+def _events(folder: Path) -> EventAccumulator:
     events = EventAccumulator(str(folder))
     events.Reload()
+    return events
+
+
+def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = _events(folder)
     tags = events.Tags()["scalars"]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
 def test_tensorboard_has_torchtitans_tags_and_hides_what_is_trained_again(tmp_path: Path) -> None:
     for resume_step, steps, loss in ((0, (1, 2, 3), 1.0), (2, (3, 4), 2.0)):
-        sink = TensorBoardSink(tmp_path / "tb", resume_step=resume_step)
+        settings = {"training": {"steps": 3, "loader": {"names": ("*", None)}}}
+        sink = TensorBoardSink(tmp_path / "tb", resume_step=resume_step, settings=settings)
         for step in steps:
             sink.write(_row(step, loss=loss) | (VALIDATION if step == 4 else {}))
         if step == 4:
             sink.write(_row(5) | NO_FIGURE)
         sink.close()
+    texts = _events(tmp_path / "tb").Tensors("settings/text_summary")
+    text = '    training.steps = 3\n    training.loader.names = ["*", null]\n'
+    assert [(event.step, event.tensor_proto.string_val[0].decode()) for event in texts] == [
+        (0, text),
+        (2, text),
+    ]
     scalars = _scalars(tmp_path / "tb")
     assert scalars["loss_metrics/global_avg_loss"] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
     expected = {
@@ -263,19 +275,32 @@ def _build(folder: Path, metrics: MetricsConfig, *, rank: int = 0) -> list[str]:
     return [type(sink).__name__ for sink in sinks]
 
 
+def _runs(logdir: Path) -> list[str]:
+    """Return the runs that TensorBoard finds, by the names it gives them."""
+    return sorted(EventMultiplexer().AddRunsFromDirectory(str(logdir)).Runs())
+
+
+def test_tensorboard_tells_runs_apart(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        _build(tmp_path / name, MetricsConfig(enable_tensorboard=True))
+    assert _runs(tmp_path) == ["a/tb/a", "b/tb/b"]
+    assert _runs(tmp_path / "a" / "tb") == ["a"]
+
+
 def test_rank_0_writes_files_and_every_rank_has_a_console(tmp_path: Path) -> None:
     metrics = MetricsConfig(enable_tensorboard=True, save_tb_folder="boards")
     assert _build(tmp_path, metrics) == ["JsonlSink", "TensorBoardSink", "ConsoleSink"]
     assert _build(tmp_path, metrics, rank=3) == ["ConsoleSink"]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["boards", "metrics.jsonl"]
-    assert "mfu(%)" in _scalars(tmp_path / "boards")
+    assert _runs(tmp_path / "boards") == [tmp_path.name]
+    assert "mfu(%)" in _scalars(tmp_path / "boards" / tmp_path.name)
 
 
 def test_all_ranks_can_write_files_of_their_own(tmp_path: Path) -> None:
     metrics = MetricsConfig(enable_tensorboard=True, save_for_all_ranks=True)
     for rank in (0, 2):
         _build(tmp_path, metrics, rank=rank)
-        assert "lr" in _scalars(tmp_path / "tb" / f"rank_{rank}")
+        assert "lr" in _scalars(tmp_path / "tb" / tmp_path.name / f"rank_{rank}")
     names = sorted(entry.name for entry in tmp_path.iterdir())
     assert names == ["metrics.jsonl", "metrics.rank_2.jsonl", "tb"]
 

@@ -14,7 +14,7 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -134,13 +134,19 @@ class ConsoleSink:
 
 
 class TensorBoardSink:
-    """Write event files; what an earlier start wrote beyond `resume_step` is hidden."""
+    """Write event files; what an earlier start wrote beyond `resume_step` is hidden.
 
-    def __init__(self, folder: Path, *, resume_step: int) -> None:
+    `settings` are the job's, shown as a text. TensorBoard calls a run by its path below --logdir.
+    """
+
+    def __init__(self, folder: Path, *, resume_step: int, settings: Mapping[str, Any]) -> None:
         tensorboard = _load("torch.utils.tensorboard", setting="metrics.enable_tensorboard")
         self._writer = tensorboard.SummaryWriter(
             str(folder), purge_step=resume_step + 1, flush_secs=10
         )
+        # indented: Markdown leaves it as it is
+        lines = (f"    {key} = {json.dumps(value)}\n" for key, value in _flat(settings))
+        self._writer.add_text("settings", "".join(lines), global_step=resume_step)
 
     def write(self, row: Row) -> None:
         """Write the row under torchtitan's tags."""
@@ -211,13 +217,11 @@ def build_sinks(
         file = folder / (f"{name}.rank_{rank}.jsonl" if rank else f"{name}.jsonl")
         sinks.append(JsonlSink(file, resume_step=0 if is_trial else resume_step))
         if metrics.enable_tensorboard:
-            tb_folder = folder / metrics.save_tb_folder
+            # the run's own name once more: files right in tb/ would be a run named "tb" or "."
+            tb_folder = folder / metrics.save_tb_folder / folder.resolve().name
             tb_folder = tb_folder / TRIAL if is_trial else tb_folder
-            sinks.append(
-                TensorBoardSink(
-                    tb_folder / f"rank_{rank}" if everyone else tb_folder, resume_step=resume_step
-                )
-            )
+            tb_folder = tb_folder / f"rank_{rank}" if everyone else tb_folder
+            sinks.append(TensorBoardSink(tb_folder, resume_step=resume_step, settings=job_config))
         if metrics.enable_wandb:
             name = f"{description} rank {rank}" if everyone else description
             sinks.append(WandbSink(folder, name=name, settings=job_config))
@@ -234,6 +238,15 @@ def tagged(row: Row) -> dict[str, float]:
     if row.get("step_time_s"):
         figures["time_metrics/data_loading(%)"] = 100 * row["data_time_s"] / row["step_time_s"]
     return figures
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each setting by its whole key: training.dataloader.num_workers."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def read_rows(path: Path) -> list[Row]:

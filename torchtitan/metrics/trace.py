@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torchtitan.config.schema import ProfilingConfig
 
 logger = logging.getLogger(__name__)
+_KINETO_SILENT = "6"
 
 
 class Profiler:
@@ -36,6 +38,11 @@ class Profiler:
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
+        else:
+            # torch's recorder writes two lines a trace to the console; on a GPU its errors matter
+            os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_SILENT)
+        # each trace is written before the next begins, and the settings say how long to warm up
+        warnings.filterwarnings("ignore", message=".*Profiler (clears events|won't be using)")
         recorded = settings.profiler_warmup + settings.profiler_active
         self._profile = profile(
             activities=activities,
