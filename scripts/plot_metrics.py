@@ -4,9 +4,10 @@
 
 The suffix of --out says the format: png, svg, pdf or jpg. A run is its folder (or its
 metrics.jsonl). Validation losses are dashed. --smooth W draws the running average in which each
-step weighs W times what the next one does, as TensorBoard does, over the figures themselves, which
-turn pale; the learning rate and validation losses are never smoothed. TensorBoard shows the same, and more; a picture is what one puts into a report, and
-it needs no server and works where only a shell does.
+step weighs W times what the next one does, as TensorBoard's does, over the figures themselves,
+which turn pale; learning rates and validation losses are never smoothed. TensorBoard shows the
+same, and more; a picture is what one puts into a report, and it needs no server and works where
+only a shell does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from torchtitan.base.errors import ConfigError, DataError, UserError
+from torchtitan.base.log import amount
 from torchtitan.metrics.sinks import Row, read_rows
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
-    counts = (f"{label} ({len(rows)} row{'s' * (len(rows) != 1)})" for label, rows in runs.items())
+    counts = (f"{label} ({amount(len(rows), 'row')})" for label, rows in runs.items())
     print(f"{options.out}: {', '.join(counts)}")
     return 0
 

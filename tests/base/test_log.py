@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.log import init_logging, paint, reset_logging, shown_ranks, use_color
+from torchtitan.base.log import (
+    amount,
+    find_option,
+    init_logging,
+    paint,
+    reset_logging,
+    shown_ranks,
+    use_color,
+)
 
 logger = logging.getLogger("torchtitan.some.module")
 
@@ -187,3 +195,16 @@ def test_importing_has_no_effect() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_amounts() -> None:
+    assert [amount(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+    assert [amount(n, "batch") for n in (1, 2)] == ["1 batch", "2 batches"]
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [([], None), (["--n", "2"], "2"), (["--n=2", "--n", "3"], "3"), (["--n"], ""), (["n"], None)],
+)
+def test_an_option_is_found_as_a_command_line_gives_it(words: list[str], value: str | None) -> None:
+    assert find_option(["-m", *words], "--n", "--num") == value

@@ -140,6 +140,12 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
+def amount(number: int, noun: str) -> str:
+    """Return "1 batch" or "2 batches"."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else ending}"
+
+
 def erase_line(stream: TextIO) -> str:
     """Return what clears the line of a terminal where another rank's bar may stand."""
     return "\r\x1b[2K" if is_terminal(stream) else ""

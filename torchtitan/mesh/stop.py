@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torchtitan.base.errors import StoppedError
-from torchtitan.base.log import erase_line, is_terminal
+from torchtitan.base.log import amount, erase_line, is_terminal
 
 logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -92,7 +92,7 @@ def describe(votes: Sequence[int]) -> str | None:
     """Say why the run stops, from the votes summed over all ranks; None where it goes on."""
     num_signalled, num_late = votes
     if num_signalled:
-        return f"a signal (to {num_signalled} rank{'s' * (num_signalled > 1)})"
+        return f"a signal (to {amount(num_signalled, 'rank')})"
     return "its deadline, checkpoint.save_before_seconds" if num_late else None
 
 
