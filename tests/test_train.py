@@ -151,6 +151,7 @@ LAUNCH = ["torchtitan.launch", "--standalone", "--nproc_per_node"]
     ("arguments", "environ", "said"),
     [
         (TRAIN, {}, "Starting 1 rank on this machine: a.toml "),
+        (TRAIN[:1], {}, "Starting 1 rank on this machine "),
         ([*LAUNCH, "4", "-m", *TRAIN], {}, "Starting 4 ranks on this machine: a.toml "),
         (TRAIN, {"RANK": "0", "WORLD_SIZE": "2"}, "Starting 2 ranks on this machine: a.toml "),
         (TRAIN, {"RANK": "1", "WORLD_SIZE": "2"}, ""),
@@ -166,6 +167,11 @@ def test_a_start_is_said_once_before_torch_is_imported_and_ctrl_c_ends_it(
     assert "Traceback" not in done.stderr
     assert done.stderr.count("\n") == (1 if said else 0)
     assert said in done.stderr
+
+
+def test_a_console_that_is_closed_is_no_fault(slow_torch: dict[str, str]) -> None:
+    command = f"exec {sys.executable} -m torchtitan.train 2>&-"
+    assert run(["bash", "-c", command], **slow_torch).returncode == -signal.SIGINT
 
 
 def test_an_error_of_another_rank_does_not_leave_the_bar(

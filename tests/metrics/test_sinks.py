@@ -94,6 +94,21 @@ def test_a_full_disk_is_said_and_not_traced(tmp_path: Path) -> None:
         sink.write(_row(1))
 
 
+def test_event_files_that_cannot_be_written_are_said_and_not_traced(tmp_path: Path) -> None:
+    (tmp_path / "tb").touch()
+    with pytest.raises(DataError, match=r"tb/\S+ must be writable .*Not a directory"):
+        _build(tmp_path, MetricsConfig(enable_tensorboard=True))
+    sink = TensorBoardSink(tmp_path / "boards", resume_step=0, settings={})
+
+    def fail(*arguments: object, **keys: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    sink._writer.add_scalar = fail
+    with pytest.raises(DataError, match=r"boards must be writable .*No space left"):
+        sink.write(_row(1))
+    sink.close()
+
+
 def test_jsonl_survives_every_place_of_a_torn_last_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     _write(path, [1, 2], resume_step=0)

@@ -47,6 +47,8 @@ def begin_process(argv: Sequence[str], *, num_ranks: str | None) -> None:
     end the import without a traceback.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.stderr is None:  # started with 2>&-
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for good
     if num_ranks is None or not {"-h", "--help"}.isdisjoint(argv):
         return
     file = find_option(argv, "--job.config_file")
@@ -61,7 +63,7 @@ def begin_process(argv: Sequence[str], *, num_ranks: str | None) -> None:
 def find_option(argv: Sequence[str], *names: str) -> str | None:
     """Return the last value that a command line gives to an option, as "--x 1" or "--x=1"."""
     value = None
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, given = word.partition("=")
         if name in names:
             value = given if equals else following
@@ -172,6 +174,20 @@ class _ConsoleHandler(logging.StreamHandler):
         super().emit(record)
 
 
+class _FileHandler(logging.FileHandler):
+    """Say once that the disk does not take the log, instead of a traceback for each line."""
+
+    is_told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.is_told:
+            self.is_told = True
+            sys.stderr.write(f"{self.baseFilename} lacks lines from now on: {error.strerror}\n")
+
+
 class _ConsoleFormatter(logging.Formatter):
     """One short line: time, rank if several are shown, level and origin unless all is well."""
 
@@ -219,7 +235,7 @@ def _console_handler(*, rank: int, shown: frozenset[int], color: bool) -> loggin
 def _file_handler(path: Path) -> logging.Handler:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = _FileHandler(path, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"job.dump_folder must be a folder this job can write to, got {path.parent.parent} "

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -92,14 +93,9 @@ class JsonlSink:
 
     def write(self, row: Row) -> None:
         """Append the row; raises DataError when the disk does not take it."""
-        try:
+        with _writing(self._file.name):
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise DataError(
-                f"{self._file.name} must be writable all along, got: {error.strerror}; make room "
-                f"and start again, checkpoints are untouched"
-            ) from error
 
     def close(self) -> None:
         """Close the file."""
@@ -141,21 +137,28 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path, *, resume_step: int, settings: Mapping[str, Any]) -> None:
         tensorboard = _load("torch.utils.tensorboard", setting="metrics.enable_tensorboard")
-        self._writer = tensorboard.SummaryWriter(
-            str(folder), purge_step=resume_step + 1, flush_secs=10
-        )
+        self._folder = str(folder)
         # indented: Markdown leaves it as it is
         lines = (f"    {key} = {json.dumps(value)}\n" for key, value in _flat(settings))
-        self._writer.add_text("settings", "".join(lines), global_step=resume_step)
+        with _writing(self._folder):
+            self._writer = tensorboard.SummaryWriter(
+                self._folder, purge_step=resume_step + 1, flush_secs=10
+            )
+            self._writer.add_text("settings", "".join(lines), global_step=resume_step)
 
     def write(self, row: Row) -> None:
-        """Write the row under torchtitan's tags."""
-        for tag, value in tagged(row).items():
-            self._writer.add_scalar(tag, value, global_step=int(row["step"]))
+        """Write the row under torchtitan's tags.
+
+        Raises DataError when the disk does not take it.
+        """
+        with _writing(self._folder):  # by a thread: what fails now is told with a later row
+            for tag, value in tagged(row).items():
+                self._writer.add_scalar(tag, value, global_step=int(row["step"]))
 
     def close(self) -> None:
         """Flush and close the event file."""
-        self._writer.close()
+        with _writing(self._folder):
+            self._writer.close()
 
 
 class WandbSink:
@@ -274,6 +277,17 @@ def _parse(line: str) -> Row | None:
     except json.JSONDecodeError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{path} must be writable all along, got: {error.strerror}; make room or mend it, and "
+            f"start again, checkpoints are untouched"
+        ) from error
 
 
 def _set_aside(path: Path) -> None:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from torchtitan.base.errors import DataError
+
 if TYPE_CHECKING:
     from torchtitan.config.schema import ProfilingConfig
 
@@ -75,11 +77,17 @@ class Profiler:
         if self._step is None:  # stopped in the middle of it
             return
         folder = self._folder / f"step-{self._step}"
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank_{self._rank}.json"
         beside = path.with_suffix(".json.tmp")
-        trace.export_chrome_trace(str(beside))
-        os.replace(beside, path)  # whoever looks for traces finds whole ones
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(beside))
+            os.replace(beside, path)  # whoever looks for traces finds whole ones
+        except OSError as error:
+            raise DataError(
+                f"profiling.save_traces_folder must be writable, {path} could not be written "
+                f"({error.strerror}); make room, or set profiling.enable_profiling to false"
+            ) from error
         self._num_written += 1
         logger.info("Wrote the trace of step %d to %s", self._step, path)
 
