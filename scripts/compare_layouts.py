@@ -178,8 +178,12 @@ def compare(
     if reference is not None and not reference.problem:
         moved = compare_weights(reference.initial_weights(), reference.final_weights())
         clipped = sum(row["grad_norm"] > max_norm for row in reference.rows)
+        first, last = (
+            "-" if row["loss"] is None else f"{row['loss']:.5f}"
+            for row in (reference.rows[0], reference.rows[-1])
+        )
         print(
-            f"reference: loss {reference.rows[0]['loss']:.5f} to {reference.rows[-1]['loss']:.5f}, "
+            f"reference: loss {first} to {last}, "
             f"weights moved by up to {moved.largest:.2g}, {clipped} of {len(reference.rows)} steps "
             f"clipped (max_norm {max_norm:g})"
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,9 +90,12 @@ def _exact(row: Row, tolerance: float) -> Row:
 
 
 def _gap(x: float | None, y: float | None, *, tolerance: float) -> tuple[float, str]:
+    """Compare two figures, None where a row has none."""
+    if x == y:
+        return 0.0, ""
     if x is None or y is None:
         return 0.0, f"only in {'B' if x is None else 'A'}"
-    if x == y or (math.isnan(x) and math.isnan(y)):
+    if math.isnan(x) and math.isnan(y):
         return 0.0, ""
     gap = abs(x - y)
     if gap <= tolerance * max(abs(x), abs(y)):
@@ -201,6 +205,8 @@ def main(argv: Sequence[str]) -> int:
         "--tolerance", type=float, default=0.0, help="relative difference that counts as equal"
     )
     options = parser.parse_args(argv)
+    # one process is what is meant here
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
         found = compare_runs(
             options.a, options.b, folder=options.folder, tolerance=options.tolerance

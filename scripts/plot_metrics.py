@@ -1,10 +1,13 @@
 """Draw the figures of one or more runs side by side: loss, learning rate, gradient norm, speed.
 
-    python scripts/plot_metrics.py outputs/a outputs/b --out metrics.png
+    python scripts/plot_metrics.py outputs/a outputs/b --out metrics.png --smooth 0.9
 
 The suffix of --out says the format: png, svg, pdf or jpg. A run is its folder (or its
-metrics.jsonl). TensorBoard shows the same, and more; a picture is what one puts into a report, and
-it needs no server and works where only a shell does.
+metrics.jsonl). Validation losses are dashed. --smooth W draws the running average in which each
+step weighs W times what the next one does, as TensorBoard's does, over the figures themselves,
+which turn pale; learning rates and validation losses are never smoothed. TensorBoard shows the
+same, and more; a picture is what one puts into a report, and it needs no server and works where
+only a shell does.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from torchtitan.base.errors import ConfigError, DataError, UserError
+from torchtitan.base.log import amount
 from torchtitan.metrics.sinks import Row, read_rows
 
 if TYPE_CHECKING:
@@ -32,6 +36,8 @@ PANELS: Mapping[str, str] = {
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens / s, all devices",
 }
+UNSMOOTHED = ("lr",)
+PALE = 0.25
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,21 +47,25 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, default=Path("metrics.png"), help="picture to write")
+    parser.add_argument(
+        "--smooth", type=_weight, default=0.0, metavar="W", help="0 (as it is) to below 1"
+    )
     options = parser.parse_args(argv)
     try:
         _check_format(options.out)
         runs = {label: _rows(run) for label, run in _labels(options.runs).items()}
-        figure = draw(runs)
+        figure = draw(runs, smooth=options.smooth)
         _save(figure, out=options.out)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
-    print(f"{options.out}: {', '.join(f'{label} ({len(runs[label])} rows)' for label in runs)}")
+    counts = (f"{label} ({amount(len(rows), 'row')})" for label, rows in runs.items())
+    print(f"{options.out}: {', '.join(counts)}")
     return 0
 
 
-def draw(runs: Mapping[str, Sequence[Row]]) -> Figure:
-    """Return a figure with one panel a quantity and one line a run."""
+def draw(runs: Mapping[str, Sequence[Row]], *, smooth: float = 0.0) -> Figure:
+    """Return a figure with one panel a quantity and one line a run, two where it was validated."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -65,8 +75,19 @@ def draw(runs: Mapping[str, Sequence[Row]]) -> Figure:
     figure = Figure(figsize=(11, 7), dpi=150, layout="constrained")
     panels = figure.subplots(2, 2, sharex=True)
     for axes, (name, label) in zip(panels.flat, PANELS.items(), strict=True):
-        for run, rows in runs.items():
-            _draw_line(axes, rows=[row for row in rows if name in row], name=name, run=run)
+        weight = 0.0 if name in UNSMOOTHED else smooth
+        for number, (run, rows) in enumerate(runs.items()):
+            _draw_line(axes, *_points(rows, name), label=run, color=f"C{number}", smooth=weight)
+            steps, losses = _points(rows, "validation_loss")
+            if name == "loss" and steps:
+                axes.plot(
+                    steps,
+                    losses,
+                    "--o",
+                    color=f"C{number}",
+                    markersize=3,
+                    label=f"{run}, validation",
+                )
         _dress(axes, label=label)
     for axes in panels[1]:
         axes.set_xlabel("step")
@@ -75,17 +96,41 @@ def draw(runs: Mapping[str, Sequence[Row]]) -> Figure:
     return figure
 
 
-def _draw_line(axes: Axes, *, rows: Sequence[Row], name: str, run: str) -> None:
+def _points(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
+    """Return steps and figures of the rows that have one: a step without labels has no loss."""
+    having = [row for row in rows if row.get(name) is not None]
+    return [row["step"] for row in having], [row[name] for row in having]
+
+
+def _draw_line(
+    axes: Axes, steps: list[int], figures: list[float], *, label: str, color: str, smooth: float
+) -> None:
     # markers: a run of few rows would else be a line hard to see, or none
-    marker = "o" if len(rows) < 30 else None
-    axes.plot(
-        [row["step"] for row in rows],
-        [row[name] for row in rows],
-        label=run,
-        linewidth=1.4,
-        marker=marker,
-        markersize=3,
-    )
+    marker = "o" if len(steps) < 30 else None
+    style: dict[str, Any] = {"color": color, "linewidth": 1.4, "marker": marker, "markersize": 3}
+    if smooth:
+        axes.plot(steps, figures, **style, alpha=PALE)
+        figures = smoothed(figures, weight=smooth)
+    axes.plot(steps, figures, **style, label=label)
+
+
+def smoothed(figures: Sequence[float], *, weight: float) -> list[float]:
+    """Return the running average in which each figure weighs `weight` times what the next one does.
+
+    Divided by the sum of the weights, so that it begins at the first figure.
+    """
+    averages, total, weights = [], 0.0, 0.0
+    for figure in figures:
+        total, weights = weight * total + figure, weight * weights + 1
+        averages.append(total / weights)
+    return averages
+
+
+def _weight(text: str) -> float:
+    weight = float(text)
+    if not 0 <= weight < 1:
+        raise argparse.ArgumentTypeError(f"at least 0 and below 1, got {text}; try 0.9")
+    return weight
 
 
 def _dress(axes: Axes, *, label: str) -> None:

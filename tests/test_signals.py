@@ -157,6 +157,7 @@ def test_a_second_signal_ends_a_rank_that_hangs(tmp_path: Path) -> None:
     _, errors = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 128 + signal.SIGTERM
     assert "SIGTERM again: quitting" in errors
+    assert "\x1b" not in errors  # no terminal
 
 
 def test_nothing_is_saved_where_checkpoints_are_off_and_it_says_so(tmp_path: Path) -> None:

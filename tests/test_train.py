@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.distributed.jobs import TINY, read_rows, write_job
+from torchtitan import train as train_module
+from torchtitan.base.errors import StoppedError
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -82,7 +85,7 @@ def test_a_pipeline_shows_its_loss_on_every_rank_wherever_the_last_stage_is(
     for rank, name in enumerate(("metrics.jsonl", "metrics.rank_1.jsonl")):
         lines = (tmp_path / "run" / name).read_text().splitlines()
         assert [json.loads(line)["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
-        events = EventAccumulator(str(tmp_path / "run" / "tb" / f"rank_{rank}"))
+        events = EventAccumulator(str(tmp_path / "run" / "tb" / "run" / f"rank_{rank}"))
         events.Reload()
         for tag in ("global_avg_loss", "global_max_loss"):
             values = [event.value for event in events.Scalars(f"loss_metrics/{tag}")]
@@ -132,6 +135,56 @@ def test_a_loss_that_is_not_finite_ends_in_code_3(tmp_path: Path) -> None:
         log = (tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text()
         assert log.count("must have a finite loss and gradient norm") == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def slow_torch(tmp_path: Path) -> dict[str, str]:
+    """An environment in which whoever imports torch gets Ctrl-C."""
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    (tmp_path / "torch.py").write_text(code)
+    return {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+
+
+TRAIN = ["torchtitan.train", "--job.config_file=a.toml"]
+LAUNCH = ["torchtitan.launch", "--standalone", "--nproc_per_node"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "said"),
+    [
+        (TRAIN, {}, "Starting 1 rank on this machine: a.toml "),
+        (TRAIN[:1], {}, "Starting 1 rank on this machine "),
+        ([*LAUNCH, "4", "-m", *TRAIN], {}, "Starting 4 ranks on this machine: a.toml "),
+        (TRAIN, {"RANK": "0", "WORLD_SIZE": "2"}, "Starting 2 ranks on this machine: a.toml "),
+        (TRAIN, {"RANK": "1", "WORLD_SIZE": "2"}, ""),
+        (TRAIN, {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}, ""),
+        ([*TRAIN, "--help"], {}, ""),
+    ],
+)
+def test_a_start_is_said_once_before_torch_is_imported_and_ctrl_c_ends_it(
+    arguments: list[str], environ: dict[str, str], said: str, slow_torch: dict[str, str]
+) -> None:
+    done = run([sys.executable, "-m", *arguments], **slow_torch, **environ)
+    assert done.returncode == -signal.SIGINT
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == (1 if said else 0)
+    assert said in done.stderr
+
+
+def test_a_console_that_is_closed_is_no_fault(slow_torch: dict[str, str]) -> None:
+    command = f"exec {sys.executable} -m torchtitan.train 2>&-"
+    assert run(["bash", "-c", command], **slow_torch).returncode == -signal.SIGINT
+
+
+def test_an_error_of_another_rank_does_not_leave_the_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train_module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(train_module, "is_first_to", lambda action: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    train_module._report(StoppedError("stopped after step 3"))
+    assert capsys.readouterr().err == "\r\x1b[2Kstopped after step 3\n"
 
 
 @pytest.mark.parametrize("ngpu", ["0", "two", "-1"])

@@ -12,10 +12,17 @@ torch's place, since torch has no setting for this.
 
 from __future__ import annotations
 
+import sys
+
+from torchtitan.base.log import begin_process, find_option
+
+if __name__ == "__main__":
+    num_ranks = find_option(sys.argv, "--nproc_per_node", "--nproc-per-node") or "1"
+    begin_process(sys.argv[1:], num_ranks=num_ranks)
+
 import logging
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
@@ -108,7 +115,7 @@ def _exit_code(error: ChildFailedError, *, signalled: bool) -> int:
     for code in codes:
         if code in EXPECTED_EXIT_CODES:
             return code
-    if signalled and failure.exitcode == -signal.SIGTERM:
+    if signalled and failure.exitcode in (-signal.SIGTERM, -signal.SIGINT):
         return STOPPED  # while it was importing
     if not signalled:
         sys.stderr.write(f"rank {rank} ended with code {failure.exitcode}; see its log above\n")

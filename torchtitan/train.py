@@ -8,15 +8,21 @@ checkpoints are on; 128 + n a second signal n; anything else is a fault of ours,
 from __future__ import annotations
 
 import gc
+import os
+import sys
+
+from torchtitan.base.log import begin_process
 
 if __name__ == "__main__":
+    # a launcher has said it already, and of ranks that were started by hand the first one says it
+    is_told = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("RANK", "0") != "0"
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    begin_process(sys.argv[1:], num_ranks=None if is_told else world_size)
     # until `train_and_leave`: imports make half a million objects and no garbage, and to look
     # through them again and again would be a tenth of the time to the first step
     gc.disable()
 
 import logging
-import os
-import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -28,7 +34,14 @@ import torch.distributed as dist
 from torchtitan.assemble import assemble
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import CheckpointError, NonFiniteError, StoppedError, UserError
-from torchtitan.base.log import init_logging, is_terminal, note_in_file, shown_ranks, use_color
+from torchtitan.base.log import (
+    erase_line,
+    init_logging,
+    is_terminal,
+    note_in_file,
+    shown_ranks,
+    use_color,
+)
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
 from torchtitan.mesh.process_group import (
@@ -38,7 +51,7 @@ from torchtitan.mesh.process_group import (
     read_launch,
 )
 from torchtitan.mesh.stop import StopRequest, watch_signals
-from torchtitan.metrics.progress import Summary, progress_bar, show_summary, shows_bar
+from torchtitan.metrics.progress import ProgressBar, Summary, show_summary, shows_bar
 from torchtitan.metrics.sinks import RECORD, TRIAL
 from torchtitan.trainer import Trainer
 
@@ -64,25 +77,27 @@ def train(argv: Sequence[str], *, stop: StopRequest) -> None:
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
     started = time.monotonic()
     run = assemble(config, launch=launch, color=color)
-    trainer = Trainer(run, stop=stop)
-    begin_together(stop)
-    with progress_bar(
+    bar = ProgressBar(
         done_steps=run.progress.step,
         total_steps=run.training.steps,
         show=shows_bar(launch.rank, shown=shown),
         color=color,
-    ) as on_step:
+    )
+    trainer = Trainer(run, stop=stop, doing=bar.doing)
+    begin_together(stop)
+    with bar:
         try:
-            reason = trainer.train(on_step=on_step)
+            reason = trainer.train(on_step=bar.advance)
         except NonFiniteError as error:
             try:
                 trainer.close()  # all ranks are here: the save in flight is worth waiting for
             except CheckpointError as failed:
                 raise NonFiniteError(f"{error}\nThe save in flight failed: {failed}") from failed
             raise
-    if reason is None and trainer.last_row is None and run.checkpoints is not None:
-        run.checkpoints.complete()
-    trainer.close()
+        with bar.doing("saving"):
+            if reason is None and trainer.last_row is None and run.checkpoints is not None:
+                run.checkpoints.complete()
+            trainer.close()
     if reason is not None:
         raise StoppedError(tell_stop(trainer, reason=reason, saved=saves(config)))
     if trainer.last_row is None:
@@ -194,7 +209,7 @@ def _report(error: UserError) -> None:
     note_in_file(str(error))
     if dist.is_initialized():
         if is_first_to("report an error"):
-            sys.stderr.write(f"{error}\n")
+            sys.stderr.write(f"{erase_line(sys.stderr)}{error}\n")
         return
     if os.environ.get("RANK", "0") != "0":
         # the launcher ends all ranks when one ends: only a mistake that rank 0 has not met is said

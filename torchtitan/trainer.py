@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -93,10 +93,18 @@ class StepFigures:
 class Trainer:
     """Takes a run from where it is to its last step."""
 
-    def __init__(self, run: Run, *, stop: StopRequest | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        *,
+        stop: StopRequest | None = None,
+        doing: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """`doing` shows, while it is open, what is done instead of training."""
         self.run = run
         self.last_row: Row | None = None
         self._stop = stop or StopRequest()
+        self._doing = doing
         # once: walking through all modules takes a millisecond, and the optimizer has these too
         self._parameters = [p for p in run.model.parameters() if p.requires_grad]
         self._unread: StepFigures | None = None
@@ -173,9 +181,9 @@ class Trainer:
         return checkpoints is not None and checkpoints.is_due(last=last, now=now)
 
     def _save(self, *, last: bool) -> bool:
-        if self.run.checkpoints is None:
+        if self.run.checkpoints is None or not self._is_save_due(last=last):
             return False
-        with self.run.meter.paused():
+        with self.run.meter.paused(), self._doing("saving"):
             return self.run.checkpoints.save_if_due(
                 last=last, now=self._stopped is not None, validation_loss=self._validation_loss()
             )
@@ -248,8 +256,9 @@ class Trainer:
         self.last_row = run.meter.report(
             step,
             figures={
-                "loss": loss_sums.sum() / num_valid.sum().clamp(min=1),
-                "max_loss": (loss_sums / num_valid.clamp(min=1)).max(),
+                # a step without labels has no loss: neither of these two is finite
+                "loss": loss_sums.sum() / num_valid.sum(),
+                "max_loss": torch.where(num_valid > 0, loss_sums / num_valid, -torch.inf).max(),
                 "grad_norm": figures.grad_norm,
                 "lr": run.schedule(step),
                 "num_tokens": run.progress.tokens_seen,
@@ -258,7 +267,7 @@ class Trainer:
             },
         )
         if validates and run.validator is not None:
-            with run.meter.paused():
+            with run.meter.paused(), self._doing("validating"):
                 self.last_row |= run.validator.measure(step)
         for sink in run.sinks:
             sink.write(self.last_row)

@@ -210,19 +210,21 @@ def _run_job(name: str, *, sizes: Sizes, folder: Path) -> dict[str, float]:
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, float]:
-    """Return medians over the rows that count, and the highest peak of all."""
+    """Return medians over the rows that count, MFU where they have one, and the highest peak."""
     counted = rows[NOT_COUNTED:]
     medians = {
         key: statistics.median(row[key] for row in counted)
         for key in ("tokens_per_second", "step_time_s", "mfu")
+        if all(row[key] is not None for row in counted)
     }
     return medians | {"memory_peak_gib": max(row["memory_peak_gib"] for row in rows)}
 
 
 def _say(figures: Mapping[str, float]) -> str:
+    utilisation = f"MFU {figures['mfu']:.1f} %, " if "mfu" in figures else ""
     return (
         f"{figures['tokens_per_second']:,.0f} tokens/s, step {figures['step_time_s']:.4f} s, "
-        f"MFU {figures['mfu']:.1f} %, peak memory {figures['memory_peak_gib']:.2f} GiB"
+        f"{utilisation}peak memory {figures['memory_peak_gib']:.2f} GiB"
     )
 
 

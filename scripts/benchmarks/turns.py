@@ -32,7 +32,7 @@ from scripts.benchmarks.pairs import check_close, synchronize
 from torchtitan.assemble import assemble, find_model
 from torchtitan.assemble.layout import find_layout
 from torchtitan.assemble.run import build_loader
-from torchtitan.base.device import device_name, local_device, peak_flops
+from torchtitan.base.device import device_name, local_device, peak_flops, timed_peak
 from torchtitan.checkpoint.state import Progress
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import ModelConfig
@@ -249,7 +249,8 @@ def _rows_before(rows: Sequence[Row], step: int) -> list[Row]:
 
 def _about(settings: dict[str, Any], *, device: torch.device) -> dict[str, Any]:
     _, architecture = find_model(ModelConfig(flavor=settings["flavor"]))
-    peak = peak_flops(device, dtype=getattr(torch, settings["dtype"]))
+    dtype = getattr(torch, settings["dtype"])
+    peak = peak_flops(device, dtype=dtype) or timed_peak(device, dtype=dtype)
     return {
         "device": device_name(device),
         "device_type": device.type,

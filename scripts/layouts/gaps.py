@@ -86,11 +86,11 @@ class WeightGap:
 
 
 def relative(a: float | None, b: float | None) -> float:
-    """Return |a - b| / max(|a|, |b|), inf where one is missing or not finite."""
-    if a is None or b is None:
-        return math.inf
+    """Return |a - b| / max(|a|, |b|), inf where one alone is None or one is not finite."""
     if a == b:
         return 0.0
+    if a is None or b is None:
+        return math.inf
     size = abs(a - b) / max(abs(a), abs(b))
     return size if math.isfinite(size) else math.inf
 
@@ -108,7 +108,8 @@ def compare_rows(
     gaps = {}
     for figure, tolerance in tolerances.items():
         sizes = [
-            (step, relative(theirs[step].get(figure), ours[step].get(figure))) for step in shared
+            (step, relative(*(rows[step].get(figure, math.nan) for rows in (theirs, ours))))
+            for step in shared
         ]
         gaps[figure] = Gap(
             figure=figure,

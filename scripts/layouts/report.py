@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -91,8 +92,9 @@ def show_steps(name: str, rows: Sequence[Row], *, reference_rows: Sequence[Row])
         step = int(row["step"])
         cells = f"{step:>6}"
         for figure in ("loss", "grad_norm"):
-            gap = relative(theirs.get(step, {}).get(figure), row[figure])
-            cells += f"{row[figure]:>18.10g}{gap:>10.1e}"
+            gap = relative(theirs.get(step, {}).get(figure, math.nan), row[figure])
+            shown = "-" if row[figure] is None else f"{row[figure]:.10g}"
+            cells += f"{shown:>18}{gap:>10.1e}"
         print(cells)
 
 

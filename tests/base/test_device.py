@@ -16,6 +16,7 @@ from torchtitan.base.device import (
     measure_matmul_flops,
     peak_flops,
     table_peaks,
+    timed_peak,
 )
 from torchtitan.base.errors import ConfigError
 
@@ -114,12 +115,13 @@ def test_unknown_gpu_is_measured_and_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(device_module, "measure_matmul_flops", lambda device, dtype: 5e12)
     peak = peak_flops(CUDA, dtype=torch.bfloat16)
     assert peak.value == 5e12
-    assert peak.source == "measured bfloat16 matmul on NVIDIA Z9000"
+    assert peak.source == "timed bfloat16 matmul on NVIDIA Z9000"
 
 
-def test_cpu_peak_is_measured_and_says_so() -> None:
-    peak = peak_flops(CPU, dtype=torch.float32)
-    assert peak.source == f"measured float32 matmul on {device_name(CPU)}"
+def test_a_cpu_has_no_peak_but_what_is_timed() -> None:
+    assert peak_flops(CPU, dtype=torch.float32) is None
+    peak = timed_peak(CPU, dtype=torch.float32)
+    assert peak.source == f"timed float32 matmul on {device_name(CPU)}"
     assert f"threads: {torch.get_num_threads()}" in peak.source
     assert 1e8 < peak.value < 1e15
 

@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.log import init_logging, paint, reset_logging, shown_ranks, use_color
+from torchtitan.base.log import (
+    _FileHandler,
+    amount,
+    find_option,
+    init_logging,
+    paint,
+    reset_logging,
+    shown_ranks,
+    use_color,
+)
 
 logger = logging.getLogger("torchtitan.some.module")
 
@@ -187,3 +196,37 @@ def test_importing_has_no_effect() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_amounts() -> None:
+    assert [amount(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+    assert [amount(n, "batch") for n in (1, 2)] == ["1 batch", "2 batches"]
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [([], None), (["--n", "2"], "2"), (["--n=2", "--n", "3"], "3"), (["--n"], ""), (["n"], None)],
+)
+def test_an_option_is_found_as_a_command_line_gives_it(words: list[str], value: str | None) -> None:
+    assert find_option(words, "--n", "--num") == value
+
+
+def test_a_full_disk_under_the_log_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init_logging(rank=0, world_size=1, log_rank=None, folder=tmp_path, color=False)
+    (handler,) = (h for h in logging.getLogger().handlers if type(h) is _FileHandler)
+
+    class FullDisk(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    before = handler.stream
+    handler.stream = FullDisk()
+    logger.info("first")
+    logger.info("second")
+    handler.stream = before
+    said = capsys.readouterr().err
+    assert [line[9:] for line in said.splitlines() if line[2] == ":"] == ["first", "second"]
+    assert said.count("rank_0.log lacks lines from now on: No space left on device") == 1
+    assert "Traceback" not in said

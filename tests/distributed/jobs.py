@@ -114,8 +114,9 @@ def train(arguments: list[str]) -> Result:
     )
 
 
-def logged(job: list[str]) -> list[str]:
-    """Begin a job, and return what it logged."""
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Collect what is logged inside."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -124,10 +125,16 @@ def logged(job: list[str]) -> list[str]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        start(job)
+        yield lines
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+def logged(job: list[str]) -> list[str]:
+    """Begin a job, and return what it logged."""
+    with listening() as lines:
+        start(job)
     return lines
 
 

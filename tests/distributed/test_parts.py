@@ -100,8 +100,8 @@ def test_a_new_head_by_pattern(saved: Path, job: list[str], ranks: RankPool) -> 
             replaced = name in ("output.weight", "tok_embeddings.weight")
             assert value.equal((fresh if replaced else old).model[name]), name
     [lines] = ranks.run(resized, logged, sizes, by_pattern, world=1)
-    assert "Not loaded, as 'output.*' asks: 1 parameters: output.weight" in lines
-    assert "Not loaded, as 'tok_*' asks: 1 parameters: tok_embeddings.weight" in lines
+    assert "Not loaded, as 'output.*' asks: 1 parameter: output.weight" in lines
+    assert "Not loaded, as 'tok_*' asks: 1 parameter: tok_embeddings.weight" in lines
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])

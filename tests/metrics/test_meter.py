@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+import math
 import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from torchtitan.assemble import run as assembling
+from torchtitan.base.device import PeakFlops
 from torchtitan.metrics import meter as meter_module
 from torchtitan.metrics.meter import Meter
 
@@ -159,3 +168,73 @@ def test_memory_peak_is_read_then_reset(
 def test_a_report_without_a_step_is_our_mistake(meter: Meter) -> None:
     with pytest.raises(AssertionError):
         meter.report(1, figures={})
+
+
+def test_what_is_no_figure_is_none(clock: Clock) -> None:
+    meter = Meter(flops_per_token=3e6, peak_flops=None, world_size=4, device=CPU, clock=clock)
+    _step(meter, clock, data=0, compute=1, num_tokens=100)
+    figures = {"loss": torch.tensor(math.nan), "max_loss": torch.tensor(-math.inf)}
+    row = meter.report(1, figures=figures)
+    assert [row[name] for name in ("loss", "max_loss", "mfu")] == [None, None, None]
+    assert row["tflops_per_device"] == 25 * 3e6 / 1e12
+
+
+def train_with_a_blank_step(job: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Train with no label in step 2; return the rows that reach a sink, and the warnings."""
+    run, rows = jobs.start(job), list[dict[str, Any]]()
+    draw = type(run.loader).__next__
+
+    class Rows:
+        def write(self, row: dict[str, Any]) -> None:
+            rows.append(row)
+
+        def close(self) -> None: ...
+
+    def blank(loader: object) -> list[dict[str, torch.Tensor]]:
+        microbatches = draw(loader)
+        for samples in microbatches if run.progress.step == 1 else ():
+            samples["labels"].fill_(-100)
+        return microbatches
+
+    with pytest.MonkeyPatch.context() as patch, jobs.listening() as lines:
+        patch.setattr(type(run.loader), "__next__", blank)
+        trainer = jobs.Trainer(replace(run, sinks=[*run.sinks, Rows()]))
+        trainer.train()
+        trainer.close()
+    return rows, [line for line in lines if "has no loss" in line]
+
+
+@pytest.mark.parametrize("layout", [(), ("--parallelism.pipeline_parallel_degree=2",)])
+def test_a_step_without_labels_has_no_loss(
+    layout: tuple[str, ...], ranks: RankPool, tmp_path: Path
+) -> None:
+    job = [*jobs.write_job(tmp_path), "--training.steps=3", "--checkpoint.enable=false", *layout]
+    for rows, told in ranks.run(train_with_a_blank_step, job, world=2):
+        assert [row["loss"] is None for row in rows] == [False, True, False]
+        assert [row["max_loss"] is None for row in rows] == [False, True, False]
+        assert all(row["max_loss"] >= row["loss"] > 1 for row in (rows[0], rows[2]))
+        assert (rows[1]["grad_norm"], rows[1]["valid_token_fraction"]) == (0.0, 0.0)
+        assert all(row["mfu"] is None for row in rows)  # a CPU
+        assert len(told) == 1
+        assert "Step 2 " in told[0]
+    assert [row["loss"] for row in jobs.read_rows(tmp_path / "run")] == [
+        row["loss"] for row in rows
+    ]
+
+
+def mfu_of_unequal_devices(job: list[str]) -> tuple[float, float]:
+    """Train on devices whose peaks differ; return this rank's MFU and its TFLOP/s."""
+    peak = PeakFlops(value=[1e12, 3e12][dist.get_rank()], source="a test")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembling, "peak_flops", lambda device, dtype: peak)
+        trainer = jobs.Trainer(jobs.start(job))
+        trainer.train()
+        trainer.close()
+    assert trainer.last_row is not None
+    return trainer.last_row["mfu"], trainer.last_row["tflops_per_device"]
+
+
+def test_mfu_is_of_the_peaks_of_all_devices(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*jobs.write_job(tmp_path), "--training.steps=1", "--checkpoint.enable=false"]
+    for mfu, tflops in ranks.run(mfu_of_unequal_devices, job, world=2):
+        assert mfu == pytest.approx(100 * tflops / 2)

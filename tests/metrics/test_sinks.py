@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.config.schema import MetricsConfig
@@ -92,6 +94,21 @@ def test_a_full_disk_is_said_and_not_traced(tmp_path: Path) -> None:
         sink.write(_row(1))
 
 
+def test_event_files_that_cannot_be_written_are_said_and_not_traced(tmp_path: Path) -> None:
+    (tmp_path / "tb").touch()
+    with pytest.raises(DataError, match=r"tb/\S+ must be writable .*Not a directory"):
+        _build(tmp_path, MetricsConfig(enable_tensorboard=True))
+    sink = TensorBoardSink(tmp_path / "boards", resume_step=0, settings={})
+
+    def fail(*arguments: object, **keys: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    sink._writer.add_scalar = fail
+    with pytest.raises(DataError, match=r"boards must be writable .*No space left"):
+        sink.write(_row(1))
+    sink.close()
+
+
 def test_jsonl_survives_every_place_of_a_torn_last_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     _write(path, [1, 2], resume_step=0)
@@ -113,6 +130,7 @@ def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path, line
     assert path.read_text() == text
 
 
+NO_FIGURE = {"loss": None, "max_loss": None, "mfu": None}
 VALIDATION = {
     "validation_loss": 2.5,
     "validation_perplexity": 12.18249,
@@ -130,6 +148,12 @@ def test_console_line(caplog: pytest.LogCaptureFixture) -> None:
         "step: 3 loss: 1.11111 grad_norm: 1.2500 lr: 3.00e-04 tokens/s: 40,000 "
         "mfu: 12.50% memory: 1.50GiB"
     )
+    ConsoleSink(color=False).write(_row(5) | NO_FIGURE)
+    line, told = caplog.messages[-2:]
+    assert " ".join(line.split()) == (
+        "step: 5 loss: - grad_norm: 1.2500 lr: 3.00e-04 tokens/s: 40,000 memory: 1.50GiB"
+    )
+    assert "Step 5 has no loss" in told
     assert "\x1b" not in plain
     assert "\x1b[32mloss:  1.11111\x1b[0m" in colored
     assert " ".join(short.split()) == "step: 4 loss: 2.00000"
@@ -139,21 +163,33 @@ def test_console_line(caplog: pytest.LogCaptureFixture) -> None:
     assert " ".join(line.split()) == "step: 4 validation loss: 2.50000 perplexity: 12.182"
 
 
-def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+def _events(folder: Path) -> EventAccumulator:
     events = EventAccumulator(str(folder))
     events.Reload()
+    return events
+
+
+def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = _events(folder)
     tags = events.Tags()["scalars"]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
 def test_tensorboard_has_torchtitans_tags_and_hides_what_is_trained_again(tmp_path: Path) -> None:
     for resume_step, steps, loss in ((0, (1, 2, 3), 1.0), (2, (3, 4), 2.0)):
-        sink = TensorBoardSink(tmp_path / "tb", resume_step=resume_step)
+        settings = {"training": {"steps": 3, "loader": {"names": ("*", None)}}}
+        sink = TensorBoardSink(tmp_path / "tb", resume_step=resume_step, settings=settings)
         for step in steps:
             sink.write(_row(step, loss=loss) | (VALIDATION if step == 4 else {}))
+        if step == 4:
+            sink.write(_row(5) | NO_FIGURE)
         sink.close()
+    texts = _events(tmp_path / "tb").Tensors("settings/text_summary")
+    text = '    training.steps = 3\n    training.loader.names = ["*", null]\n'
+    assert [(event.step, event.tensor_proto.string_val[0].decode()) for event in texts] == [
+        (0, text),
+        (2, text),
+    ]
     scalars = _scalars(tmp_path / "tb")
     assert scalars["loss_metrics/global_avg_loss"] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
     expected = {
@@ -176,7 +212,10 @@ def test_tensorboard_has_torchtitans_tags_and_hides_what_is_trained_again(tmp_pa
     }
     assert set(scalars) == {*expected, "loss_metrics/global_avg_loss"}
     for tag, value in expected.items():
-        assert scalars[tag][-1] == (4, pytest.approx(value)), tag
+        assert dict(scalars[tag])[4] == pytest.approx(value), tag
+    assert scalars["grad_norm"][-1][0] == 5
+    for tag in ("loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "mfu(%)"):
+        assert scalars[tag][-1][0] == 4  # a step without a figure has no point, not even 0
 
 
 def _python(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -251,19 +290,32 @@ def _build(folder: Path, metrics: MetricsConfig, *, rank: int = 0) -> list[str]:
     return [type(sink).__name__ for sink in sinks]
 
 
+def _runs(logdir: Path) -> list[str]:
+    """Return the runs that TensorBoard finds, by the names it gives them."""
+    return sorted(EventMultiplexer().AddRunsFromDirectory(str(logdir)).Runs())
+
+
+def test_tensorboard_tells_runs_apart(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        _build(tmp_path / name, MetricsConfig(enable_tensorboard=True))
+    assert _runs(tmp_path) == ["a/tb/a", "b/tb/b"]
+    assert _runs(tmp_path / "a" / "tb") == ["a"]
+
+
 def test_rank_0_writes_files_and_every_rank_has_a_console(tmp_path: Path) -> None:
     metrics = MetricsConfig(enable_tensorboard=True, save_tb_folder="boards")
     assert _build(tmp_path, metrics) == ["JsonlSink", "TensorBoardSink", "ConsoleSink"]
     assert _build(tmp_path, metrics, rank=3) == ["ConsoleSink"]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["boards", "metrics.jsonl"]
-    assert "mfu(%)" in _scalars(tmp_path / "boards")
+    assert _runs(tmp_path / "boards") == [tmp_path.name]
+    assert "mfu(%)" in _scalars(tmp_path / "boards" / tmp_path.name)
 
 
 def test_all_ranks_can_write_files_of_their_own(tmp_path: Path) -> None:
     metrics = MetricsConfig(enable_tensorboard=True, save_for_all_ranks=True)
     for rank in (0, 2):
         _build(tmp_path, metrics, rank=rank)
-        assert "lr" in _scalars(tmp_path / "tb" / f"rank_{rank}")
+        assert "lr" in _scalars(tmp_path / "tb" / tmp_path.name / f"rank_{rank}")
     names = sorted(entry.name for entry in tmp_path.iterdir())
     assert names == ["metrics.jsonl", "metrics.rank_2.jsonl", "tb"]
 
@@ -278,9 +330,9 @@ built = sinks.build_sinks(
     MetricsConfig(), folder=Path(sys.argv[1]), rank=0, resume_step=0, color=False,
     job_config={}, description="",
 )
-with progress.progress_bar(done_steps=0, total_steps=1, show=False, color=False) as advance:
+with progress.ProgressBar(done_steps=0, total_steps=1, show=False, color=False) as bar:
     built[0].write({"step": 1})
-    advance(1)
+    bar.advance(1)
 for name in ("wandb", "tensorboard", "torch.utils.tensorboard", "matplotlib", "tensorflow"):
     assert name not in sys.modules, name
 """

@@ -23,7 +23,7 @@ RUN = """
 import logging, os, sys, time
 from pathlib import Path
 from torchtitan.base.log import init_logging, shown_ranks, use_color
-from torchtitan.metrics.progress import Summary, progress_bar, show_summary, shows_bar
+from torchtitan.metrics.progress import ProgressBar, Summary, show_summary, shows_bar
 from torchtitan.metrics.sinks import ConsoleSink
 
 rank, log_rank, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
@@ -31,11 +31,13 @@ color = use_color(sys.stderr, disabled="plain" in sys.argv)
 init_logging(rank=rank, world_size=4, log_rank=log_rank, folder=folder, color=color)
 show = shows_bar(rank, shown=shown_ranks(log_rank, world_size=4))
 sink = ConsoleSink(color=color)
-with progress_bar(done_steps=2, total_steps=6, show=show, color=color) as advance:
+with ProgressBar(done_steps=2, total_steps=6, show=show, color=color) as bar:
     for step in range(3, 7):
         sink.write({"step": step, "loss": 8.0 / step})
-        advance(step)
+        bar.advance(step)
         time.sleep(0.15)
+    with bar.doing("saving"):
+        pass  # it is drawn at once, and again when it is over
     logging.getLogger("torchtitan.x").warning("last words of rank %d", rank)
     if "freeze" in sys.argv:
         (folder / f"done_{rank}").touch()
@@ -74,10 +76,10 @@ def _screen(text: str) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _in_terminal(commands: list[list[str]], **env: str) -> str:
+def _in_terminal(commands: list[list[str]], *, width: int = WIDTH, **env: str) -> str:
     """Run processes on one new terminal; return all bytes that reached it."""
     leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 50, WIDTH, 0, 0))
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "FORCE_COLOR")}
     processes = [
         subprocess.Popen(
@@ -119,7 +121,6 @@ def test_bar_stays_below_whole_log_lines(tmp_path: Path) -> None:
     assert screen[: len(lines)] == lines
     (bar,) = [line for line in screen[len(lines) :] if line]
     assert re.match(r"training .* 6/6 elapsed 0:00:0\d left 0:00:00", bar)
-    assert len(bar) <= WIDTH
     assert "2/6" in written  # it began behind what an earlier start had done
     assert "\x1b[32mloss:  2.66667\x1b[0m" in written
 
@@ -141,6 +142,37 @@ def test_bar_vanishes_and_the_summary_is_a_table(tmp_path: Path) -> None:
     assert "\x1b" not in text
     assert "step:      6  loss:  1.33333" in text
     assert "│ final loss │ 1.33333" in text
+
+
+def _drawn(written: str) -> list[str]:
+    """Return the bar each time that it was drawn."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
+    return [part for part in re.split(r"[\r\n]+", plain) if re.match(r"\w+ .*\d/6", part)]
+
+
+@pytest.mark.parametrize("width", [28, 50, 80, 200])
+def test_a_bar_of_any_width_is_whole_and_leaves_room_for_an_echoed_key(
+    width: int, tmp_path: Path
+) -> None:
+    """A terminal writes ^C behind the bar; on a full line it would begin another, and the bar would
+    stay."""
+    written = _in_terminal([["0", "0", str(tmp_path)]], width=width)
+    bars = _drawn(written)
+    assert {bar.split()[0] for bar in bars} == {"training", "saving"}
+    assert all(len(bar) <= width - len("^C") for bar in bars)
+    assert not any("…" in bar for bar in bars)
+    assert all(("left" in bar) == (width >= 50) for bar in bars)
+    assert "step:      3  loss:  2.66667" in re.sub(r"\x1b\[\d*m", "", written)  # not cut
+    screen = _screen(written)
+    table = width >= 50
+    assert any("│" in line for line in screen) == table
+    assert any(line.startswith("  metrics     out/[x]/metrics.jsonl") for line in screen) != table
+
+
+def test_letters_for_a_table_are_not_in_every_locale(tmp_path: Path) -> None:
+    written = _in_terminal([["0", "0", str(tmp_path)]], PYTHONIOENCODING="ascii")
+    assert "  metrics     out/[x]/metrics.jsonl" in written
+    assert not set("│\\") & set(written)
 
 
 def test_lines_of_other_picked_ranks_do_not_run_into_the_bar(tmp_path: Path) -> None:

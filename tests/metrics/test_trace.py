@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from torchtitan.base.errors import DataError
 from torchtitan.config.schema import ProfilingConfig
 from torchtitan.metrics.trace import build_profiler
 
@@ -36,7 +38,10 @@ def test_off_means_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_records_the_last_steps_of_each_interval(tmp_path: Path) -> None:
+def test_records_the_last_steps_of_each_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
     keys = {"profile_freq": 4, "profiler_warmup": 1, "profiler_active": 2}
     profiler = build_profiler(settings(**keys), folder=tmp_path, rank=3, device=CPU)
     assert profiler is not None
@@ -52,6 +57,17 @@ def test_records_the_last_steps_of_each_interval(tmp_path: Path) -> None:
         steps = {name for name in names if name.startswith("training step")}
         assert steps == {f"training step {last - 1}", f"training step {last}"}
         assert "aten::sum" in names
+    assert not list(recwarn)  # nor does torch's recorder, in C++, talk on the console
+    assert os.environ["KINETO_LOG_LEVEL"] == "6"
+
+
+def test_a_trace_that_cannot_be_written_is_said_and_not_traced(tmp_path: Path) -> None:
+    (tmp_path / "traces").touch()
+    keys = {"profile_freq": 1, "profiler_warmup": 0, "profiler_active": 1}
+    profiler = build_profiler(settings(**keys), folder=tmp_path, rank=0, device=CPU)
+    assert profiler is not None
+    with pytest.raises(DataError, match=r"profiling\.save_traces_folder .*Not a directory"):
+        profiler.step(1)
 
 
 def test_a_run_too_short_to_be_profiled_is_told(

@@ -216,6 +216,13 @@ def test_the_figures_of_a_job_are_those_after_its_first_steps() -> None:
     }
 
 
+def test_a_job_without_mfu_has_figures_too() -> None:
+    row = {"step": 1, "tokens_per_second": 6, "step_time_s": 1, "mfu": None, "memory_peak_gib": 3.0}
+    figures = gpu.summarize([row] * 3)
+    assert "mfu" not in figures
+    assert "MFU" not in gpu._say(figures)
+
+
 def test_a_trace_tells_where_the_time_went(tmp_path: Path) -> None:
     """On a CPU mm's 5 of block's 10 are its own, and the other thread's 3 are add's; on a GPU only
     kernels count."""

@@ -148,6 +148,13 @@ def test_the_figure_that_parts_first_comes_first() -> None:
     assert str(found).index("grad_norm") < str(found).index("loss")
 
 
+def test_a_step_without_labels_in_both_is_no_divergence() -> None:
+    both = rows([4.0, 3.0])
+    both[1]["loss"] = None  # type: ignore[assignment]
+    assert not gaps.compare_rows(both, [dict(row) for row in both], tolerances=BOTH).is_found
+    assert gaps.compare_rows([{"step": 1}], [{"step": 1}], tolerances=BOTH).is_found
+
+
 @pytest.mark.parametrize("loss", [-1.0, math.nan, math.inf, None])
 def test_a_placeholder_or_no_number_is_a_divergence(loss: float | None) -> None:
     other = rows([4.0, 3.0])

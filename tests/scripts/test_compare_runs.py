@@ -43,9 +43,13 @@ def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def test_equal_runs(
-    compare: ModuleType, runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    compare: ModuleType,
+    runs: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
 ) -> None:
     assert compare.main([str(runs["a"]), str(runs["b"])]) == 0
+    assert not list(recwarn)
     said = capsys.readouterr().out
     assert "equal, bit for bit" in said
     assert [line.split()[0] for line in said.splitlines() if line.startswith("step-")] == [
@@ -105,6 +109,15 @@ def test_a_figure_is_named(
     said = capsys.readouterr().out
     assert f"first: step 3, grad_norm: {rows[2]['grad_norm'] - 0.5!r} and" in said
     assert ", by 0.5" in said
+
+
+def test_a_step_without_labels_is_equal_where_both_have_none(compare: ModuleType) -> None:
+    loss, none = ([{"step": 1, "loss": loss}] for loss in (2.5, None))
+    found = compare.Comparison()
+    found.compare_rows(none, none)
+    assert found.differences == []
+    found.compare_rows(none, loss)
+    assert found.differences == ["step 1, loss: only in B"]
 
 
 def test_a_step_or_component_that_one_of_them_lacks(

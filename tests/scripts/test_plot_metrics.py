@@ -59,6 +59,42 @@ def test_panels_show_the_rows(plot: ModuleType, tmp_path: Path) -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
 
 
+def test_validation_is_dashed_and_a_step_without_a_loss_is_left_out(plot: ModuleType) -> None:
+    pytest.importorskip("matplotlib")
+    figures = [(5.0, None), (None, 4.5), (3.0, 4.0)]
+    rows = [
+        {"step": step, "loss": loss, "lr": 1.0, "grad_norm": 1.0, "tokens_per_second": 9.0}
+        | ({} if validation is None else {"validation_loss": validation})
+        for step, (loss, validation) in enumerate(figures, start=1)
+    ]
+    figure = plot.draw({"a": rows, "b": [{**row, "validation_loss": None} for row in rows]})
+    loss, validation, other = figure.axes[0].get_lines()
+    assert [list(loss.get_xdata()), list(loss.get_ydata())] == [[1, 3], [5.0, 3.0]]
+    assert [list(validation.get_xdata()), list(validation.get_ydata())] == [[2, 3], [4.5, 4.0]]
+    assert (loss.get_linestyle(), validation.get_linestyle()) == ("-", "--")
+    assert loss.get_color() == validation.get_color() != other.get_color()
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["a", "a, validation", "b"]
+
+
+def test_smoothing(plot: ModuleType, tmp_path: Path) -> None:
+    """An average of weights 1, w, w^2 ... backwards; the learning rate is no measurement."""
+    pytest.importorskip("matplotlib")
+    assert plot.smoothed([3.0] * 4, weight=0.9) == pytest.approx([3.0] * 4)
+    expected = [4.0, (2 + 0.5 * 4) / 1.5, (8 + 0.5 * 2 + 0.25 * 4) / 1.75]
+    assert plot.smoothed([4.0, 2.0, 8.0], weight=0.5) == pytest.approx(expected)
+    figure = plot.draw({"a": plot._rows(_run(tmp_path / "a"))}, smooth=0.5)
+    loss, lr = figure.axes[:2]
+    pale, line = loss.get_lines()
+    assert list(pale.get_ydata()) == [5.0, 5.0 / 2, 5.0 / 3]
+    assert list(line.get_ydata()) == plot.smoothed([5.0, 5.0 / 2, 5.0 / 3], weight=0.5)
+    assert pale.get_alpha() < 1
+    assert len(lr.get_lines()) == 1
+    with pytest.raises(SystemExit) as refused:
+        plot.main([str(tmp_path / "a"), "--smooth", "1"])
+    assert refused.value.code == 2
+
+
 def test_writes_a_png(plot: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "new" / "picture.png"
@@ -66,7 +102,7 @@ def test_writes_a_png(plot: ModuleType, tmp_path: Path, capsys: pytest.CaptureFi
     # a run may be given by its file as well
     assert plot.main([str(runs[0]), str(runs[1] / "metrics.jsonl"), "--out", str(out)]) == 0
     assert out.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert "a (3 rows), b (1 rows)" in capsys.readouterr().out
+    assert "a (3 rows), b (1 row)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def log_job(
     if config.model.converters:
         float8 = config.quantize.linear.float8
         logger.info(
-            "Linear layers of blocks multiply in float8 (%s%s); MFU is measured in bfloat16",
+            "Linear layers of blocks multiply in float8 (%s%s); MFU is still of bfloat16's peak",
             float8.recipe_name or "tensorwise",
             ", emulated" if float8.emulate else "",
         )

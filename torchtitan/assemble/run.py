@@ -32,7 +32,7 @@ from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.config.schema import Config, DebugConfig
 from torchtitan.data.loader import Loader
 from torchtitan.mesh.dims import Mesh, build_mesh
-from torchtitan.mesh.process_group import Launch, set_timeout
+from torchtitan.mesh.process_group import Launch, gather, set_timeout
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.metrics.trace import Profiler, build_profiler
@@ -194,12 +194,15 @@ def find_profiler(config: Config, *, rank: int, device: torch.device) -> Profile
 
 
 def build_meter(config: Config, *, layout: Layout, device: torch.device) -> Meter:
-    """Build the meter, and say what its MFU is measured against."""
-    peak = peak_flops(device, dtype=getattr(torch, config.training.mixed_precision_param))
-    logger.info("MFU is measured against %s", peak.source)
+    """Build the meter, and say what MFU is a percentage of."""
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    peak, peaks = peak_flops(device, dtype=dtype), None
+    if peak is not None:
+        peaks = gather(torch.tensor(peak.value, dtype=torch.float64, device=device)).mean().item()
+        logger.info("MFU: percent of %.4g TFLOP/s per device (%s)", peaks / 1e12, peak.source)
     return Meter(
         flops_per_token=flops_per_token(layout.architecture, config.training.seq_len),
-        peak_flops=peak.value,
+        peak_flops=peaks,
         world_size=layout.dims.world_size,
         device=device,
     )

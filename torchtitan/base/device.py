@@ -1,10 +1,10 @@
 """What this process computes on: its device, how fast that is at best, and how full it got.
 
 Model FLOP/s utilisation needs the peak of the device. For GPUs that is the vendor's *dense* figure
-(data sheets like to print the one with sparsity, twice as high); for CPUs no such figure exists
-that would hold for any build of torch, so a short matrix product is timed instead, with the threads
-this process really has. A GPU missing in the table is timed in the same way. Either way the source
-is returned with the number, for the log to say.
+(data sheets like to print the one with sparsity, twice as high); a GPU missing in the table is
+timed with a short matrix product. A CPU has neither a figure that holds for any build of torch nor
+a clock to itself: timed while a neighbour was busy, its peak was a quarter of what training then
+reached. So a CPU has no peak here, and a run on it no MFU.
 """
 
 from __future__ import annotations
@@ -125,21 +125,27 @@ def has_bfloat16(device_type: str) -> bool:
     return torch.backends.mkldnn.is_available() and bool(BF16_FLAGS & _cpu_flags())
 
 
-def peak_flops(device: torch.device, *, dtype: torch.dtype) -> PeakFlops:
-    """Return the dense matrix-product peak of one device for operands of `dtype`.
+def peak_flops(device: torch.device, *, dtype: torch.dtype) -> PeakFlops | None:
+    """Return the dense matrix-product peak of one GPU for operands of `dtype`; None for a CPU.
 
-    float32 on a GPU means TF32 where `torch.set_float32_matmul_precision` allows it. Timing takes
-    about 0.05 s.
+    float32 means TF32 where `torch.set_float32_matmul_precision` allows it.
     """
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float32):
+    if device.type == "cpu":
+        return None
+    if dtype in (torch.bfloat16, torch.float32):
         name = device_name(device)
         peaks = table_peaks(name)
         if peaks is not None:
             column, teraflops = _column(peaks, dtype=dtype)
             return PeakFlops(value=teraflops * 1e12, source=f"data sheet of {name}, dense {column}")
+    return timed_peak(device, dtype=dtype)
+
+
+def timed_peak(device: torch.device, *, dtype: torch.dtype) -> PeakFlops:
+    """Return what a matrix product of `dtype` reaches right now, timed for about 0.05 s."""
     rate = measure_matmul_flops(device, dtype=dtype)
     kind = str(dtype).removeprefix("torch.")
-    return PeakFlops(value=rate, source=f"measured {kind} matmul on {device_name(device)}")
+    return PeakFlops(value=rate, source=f"timed {kind} matmul on {device_name(device)}")
 
 
 def table_peaks(name: str) -> GpuPeaks | None:

@@ -15,8 +15,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -34,8 +36,38 @@ _CODES: Mapping[Style, int] = {
     "cyan": 36,
 }
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_ERASE_LINE = "\r\x1b[2K"
+_TIME = "%H:%M:%S"
 _HANDLER_PREFIX = "torchtitan."
+
+
+def begin_process(argv: Sequence[str], *, num_ranks: str | None) -> None:
+    """Do what cannot wait until torch is imported, which takes seconds.
+
+    Say on the console that `num_ranks` are starting (None: another process says it), and let Ctrl-C
+    end the import without a traceback.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.stderr is None:  # started with 2>&-
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for good
+    if num_ranks is None or not {"-h", "--help"}.isdisjoint(argv):
+        return
+    file = find_option(argv, "--job.config_file")
+    ranks = {"1": "1 rank"}.get(num_ranks, f"{num_ranks} ranks")
+    sys.stderr.write(
+        f"{time.strftime(_TIME)} Starting {ranks} on this machine{f': {file}' if file else ''} "
+        "(importing PyTorch takes a few seconds)\n"
+    )
+    sys.stderr.flush()
+
+
+def find_option(argv: Sequence[str], *names: str) -> str | None:
+    """Return the last value that a command line gives to an option, as "--x 1" or "--x=1"."""
+    value = None
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
+        name, equals, given = word.partition("=")
+        if name in names:
+            value = given if equals else following
+    return value
 
 
 def init_logging(
@@ -110,6 +142,17 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
+def amount(number: int, noun: str) -> str:
+    """Return "1 batch" or "2 batches"."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else ending}"
+
+
+def erase_line(stream: TextIO) -> str:
+    """Return what clears the line of a terminal where another rank's bar may stand."""
+    return "\r\x1b[2K" if is_terminal(stream) else ""
+
+
 def use_color(stream: TextIO, *, disabled: bool) -> bool:
     """Tell whether to write colours to `stream`: a terminal, and neither NO_COLOR nor `disabled`.
 
@@ -131,11 +174,25 @@ class _ConsoleHandler(logging.StreamHandler):
         super().emit(record)
 
 
+class _FileHandler(logging.FileHandler):
+    """Say once that the disk does not take the log, instead of a traceback for each line."""
+
+    is_told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.is_told:
+            self.is_told = True
+            sys.stderr.write(f"{self.baseFilename} lacks lines from now on: {error.strerror}\n")
+
+
 class _ConsoleFormatter(logging.Formatter):
     """One short line: time, rank if several are shown, level and origin unless all is well."""
 
     def __init__(self, *, rank_label: str, before: str, color: bool) -> None:
-        super().__init__(datefmt="%H:%M:%S")
+        super().__init__(datefmt=_TIME)
         self.rank_label = rank_label
         self.before = before
         self.color = color
@@ -165,11 +222,10 @@ def _console_handler(*, rank: int, shown: frozenset[int], color: bool) -> loggin
     handler = _ConsoleHandler(sys.stderr)
     # The first picked rank may draw a progress bar. The others are other processes that know
     # nothing of it, so they clear the line they find themselves on; the bar redraws itself below.
-    erase = rank != min(shown) and is_terminal(sys.stderr)
     handler.setFormatter(
         _ConsoleFormatter(
             rank_label=f"[rank {rank}] " if len(shown) > 1 else "",
-            before=_ERASE_LINE if erase else "",
+            before=erase_line(sys.stderr) if rank != min(shown) else "",
             color=color,
         )
     )
@@ -179,7 +235,7 @@ def _console_handler(*, rank: int, shown: frozenset[int], color: bool) -> loggin
 def _file_handler(path: Path) -> logging.Handler:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = _FileHandler(path, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"job.dump_folder must be a folder this job can write to, got {path.parent.parent} "

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError, DataError
+from torchtitan.base.log import amount
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import checked_kinds
 from torchtitan.checkpoint.hf_folder import HFFolder
@@ -79,7 +80,8 @@ class Patterns:
                     f"the checkpoint; correct or remove it"
                 )
             shown = ", ".join(sorted(names)[:8]) + (" ..." if len(names) > 8 else "")
-            logger.info("Not loaded, as '%s' asks: %d parameters: %s", pattern, len(names), shown)
+            count = amount(len(names), "parameter")
+            logger.info("Not loaded, as '%s' asks: %s: %s", pattern, count, shown)
 
 
 def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:

@@ -17,12 +17,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torchtitan.base.errors import StoppedError
+from torchtitan.base.log import amount, erase_line, is_terminal
 
 logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -80,7 +82,9 @@ class StopRequest:
                 logger.warning("%s: stopping after this step, or the next; again to quit", name)
             elif now - first >= SECONDS_OF_ONE_REQUEST:
                 # no logging: the thread that hangs may hold its lock
-                os.write(2, f"\x1b[?25h{name} again: quitting\n".encode())
+                cursor = "\x1b[?25h" if is_terminal(sys.stderr) else ""  # a bar hides it
+                line = f"{erase_line(sys.stderr)}{cursor}{name} again: quitting\n"
+                os.write(2, line.encode())
                 self._leave(128 + number)
 
 
@@ -88,7 +92,7 @@ def describe(votes: Sequence[int]) -> str | None:
     """Say why the run stops, from the votes summed over all ranks; None where it goes on."""
     num_signalled, num_late = votes
     if num_signalled:
-        return f"a signal (to {num_signalled} rank{'s' * (num_signalled > 1)})"
+        return f"a signal (to {amount(num_signalled, 'rank')})"
     return "its deadline, checkpoint.save_before_seconds" if num_late else None
 
 

@@ -11,6 +11,7 @@ first one usually is step 1 alone, start-up and compilation included; no average
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,15 +36,15 @@ class _Interval:
 class Meter:
     """Count steps, tokens and time; turn them into one row of figures a report.
 
-    `flops_per_token`: forward and backward, of the whole model. `peak_flops`: of one device.
-    `world_size`: devices that share the work. `clock`: seconds, for tests.
+    `flops_per_token`: forward and backward, of the whole model. `peak_flops`: of one device, None
+    where none is known. `world_size`: devices that share the work. `clock`: seconds, for tests.
     """
 
     def __init__(
         self,
         *,
         flops_per_token: float,
-        peak_flops: float,
+        peak_flops: float | None,
         world_size: int,
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
@@ -89,10 +90,11 @@ class Meter:
     def report(self, step: int, *, figures: Mapping[str, torch.Tensor | float]) -> Row:
         """Return the row of `step`: `figures` on the host, and the speed since the last report.
 
-        `figures`: scalars, on the device or not, already reduced over the ranks. Added to them are
-        tokens_per_second (all devices), tokens_per_second_per_device, tflops_per_device, mfu
-        (percent of the peak of all devices), step_time_s and data_time_s (means over the interval)
-        and memory_peak_gib (of this rank).
+        `figures`: scalars, on the device or not, already reduced over the ranks; one that is not
+        finite, a mean of nothing, becomes None. Added to them are tokens_per_second (all devices),
+        tokens_per_second_per_device, tflops_per_device, mfu (percent of the peak of all devices;
+        None without one), step_time_s and data_time_s (means over the interval) and memory_peak_gib
+        (of this rank).
         """
         assert self._interval.num_steps > 0, "a report needs a step since the last one"
         values = _to_host(figures, device=self._device)
@@ -101,6 +103,7 @@ class Meter:
         seconds = now - interval.started
         self._add_to_average(interval.num_tokens, seconds=seconds)
         per_device = interval.num_tokens / seconds / self._world_size
+        flops = per_device * self._flops_per_token
         memory_gib = memory_peak_gib(self._device)
         reset_memory_peak(self._device)
         return {
@@ -108,8 +111,8 @@ class Meter:
             **values,
             "tokens_per_second": interval.num_tokens / seconds,
             "tokens_per_second_per_device": per_device,
-            "tflops_per_device": per_device * self._flops_per_token / 1e12,
-            "mfu": 100 * per_device * self._flops_per_token / self._peak_flops,
+            "tflops_per_device": flops / 1e12,
+            "mfu": None if self._peak_flops is None else 100 * flops / self._peak_flops,
             "step_time_s": seconds / interval.num_steps,
             "data_time_s": interval.waited_for_data / interval.num_steps,
             "memory_peak_gib": memory_gib,
@@ -125,16 +128,18 @@ class Meter:
 
 def _to_host(
     figures: Mapping[str, torch.Tensor | float], *, device: torch.device
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Copy all tensors in one transfer; integers stay integers, float32 is exact in float64."""
     tensors = [value for value in figures.values() if isinstance(value, torch.Tensor)]
     scalars = [tensor.detach().reshape(()).to(device, torch.float64) for tensor in tensors]
     copied = iter(torch.stack(scalars).tolist() if scalars else [])
-    values: dict[str, float] = {}
+    values: dict[str, float | None] = {}
     for name, value in figures.items():
         if isinstance(value, torch.Tensor):
             number = next(copied)
-            values[name] = number if value.is_floating_point() else int(number)
+            if not value.is_floating_point():
+                number = int(number)
+            values[name] = number if math.isfinite(number) else None
         else:
             values[name] = value
     return values

@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import io
 import logging
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torchtitan.base.log import is_terminal
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
 logger = logging.getLogger(__name__)
+_TRAINING = "training"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,40 +47,78 @@ def shows_bar(rank: int, *, shown: frozenset[int]) -> bool:
     return rank == min(shown) and is_terminal(sys.stderr)
 
 
-@contextmanager
-def progress_bar(
-    *, done_steps: int, total_steps: int, show: bool, color: bool
-) -> Iterator[Callable[[int], None]]:
-    """Draw a bar of steps and time left while inside; yield a function to call with each step done.
+class ProgressBar:
+    """Steps done, what is going on, and the time left: drawn while inside `with`.
 
     `done_steps`: those of earlier starts. Without `show` nothing is drawn.
     """
-    if not show:
-        yield lambda step: None
-        return
-    from rich import progress
-    from rich.console import Console
 
-    with progress.Progress(
-        progress.TextColumn("training"),
-        progress.BarColumn(bar_width=None),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("elapsed"),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("left"),
-        progress.TimeRemainingColumn(),
-        console=Console(stderr=True, no_color=not color),
+    def __init__(self, *, done_steps: int, total_steps: int, show: bool, color: bool) -> None:
+        self._bar = _fitting_bar(color=color) if show else None
+        if self._bar is not None:
+            self._bar.add_task(_TRAINING, total=total_steps, completed=done_steps)
+
+    def __enter__(self) -> ProgressBar:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, step: int) -> None:
+        """Show that training step number `step` is done."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step)
+
+    @contextmanager
+    def doing(self, activity: str) -> Iterator[None]:
+        """Show inside what is done instead of training: "saving", "validating"."""
+        self._name(activity)
+        try:
+            yield
+        finally:
+            self._name(_TRAINING)
+
+    def _name(self, activity: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], description=activity, refresh=True)
+
+
+def _fitting_bar(*, color: bool) -> Progress:
+    """Return a bar that leaves out what a narrow terminal has no room for."""
+    from rich import progress
+    from rich.console import Console, RenderableType
+    from rich.constrain import Constrain
+
+    activity, steps = progress.TextColumn("{task.description:<10}"), progress.MofNCompleteColumn()
+    elapsed = progress.TextColumn("elapsed"), progress.TimeElapsedColumn()
+    left = progress.TextColumn("left"), progress.TimeRemainingColumn()
+    wide = activity, progress.BarColumn(bar_width=None), steps, *elapsed, *left
+    # soft: the terminal wraps long lines itself, and gives them back whole when they are copied
+    console = Console(stderr=True, no_color=not color, soft_wrap=True)
+
+    class FittingBar(progress.Progress):
+        def get_renderable(self) -> RenderableType:
+            # a terminal writes ^C behind the bar: on a full line that would begin the next one,
+            # and the bar above it would never be erased
+            room = console.width - len("^C") - 1
+            self.expand = room >= 60
+            narrow = (activity, steps, *left) if room >= 40 else (activity, steps)
+            self.columns = wide if self.expand else narrow
+            return Constrain(super().get_renderable(), room)
+
+    return FittingBar(
+        console=console,
         refresh_per_second=2,
         transient=True,
         redirect_stdout=is_terminal(sys.stdout),  # else what is piped away would turn up here
-        expand=True,
-    ) as bar:
-        task = bar.add_task("training", total=total_steps, completed=done_steps)
-        yield lambda step: bar.update(task, completed=step)
+    )
 
 
 def show_summary(summary: Summary, *, terminal: bool, color: bool) -> None:
-    """Log the summary once: a table on a terminal, plain aligned lines elsewhere."""
+    """Log the summary once: a table on a terminal that can show it, else plain aligned lines."""
     figures = {
         "steps": f"{summary.num_steps:,}",
         "tokens": f"{summary.num_tokens:,}",
@@ -86,8 +130,15 @@ def show_summary(summary: Summary, *, terminal: bool, color: bool) -> None:
         "time": _duration(summary.seconds),
     }
     entries = {name: text for name, text in {**figures, **summary.places}.items() if text}
-    text = _table(entries, color=color) if terminal else _aligned(entries)
+    text = _table(entries, color=color) if terminal and _fits(entries) else _aligned(entries)
     logger.info("training finished\n%s", text)
+
+
+def _fits(entries: Mapping[str, str]) -> bool:
+    """Tell whether the terminal is wide enough for the table, and has letters for its lines."""
+    widths = [max(map(len, column)) for column in (entries.keys(), entries.values())]
+    room = shutil.get_terminal_size().columns
+    return sum(widths) + len("│  │  │") <= room and "utf" in (sys.stderr.encoding or "").lower()
 
 
 def _table(entries: Mapping[str, str], *, color: bool) -> str:
@@ -98,12 +149,12 @@ def _table(entries: Mapping[str, str], *, color: bool) -> str:
 
     table = Table(box=ROUNDED, show_header=False)
     table.add_column(style="bold cyan" if color else "", no_wrap=True)
-    table.add_column(overflow="fold")
+    table.add_column(no_wrap=True)
     for name, value in entries.items():
         table.add_row(name, Text(value))  # Text: a path may hold [brackets]
     written = io.StringIO()
-    width = Console(stderr=True).width
-    Console(file=written, force_terminal=color, no_color=not color, width=width).print(table)
+    # wide enough for any: it was measured before
+    Console(file=written, force_terminal=color, no_color=not color, width=10_000).print(table)
     return written.getvalue().rstrip("\n")
 
 

@@ -1,10 +1,11 @@
 """Where the figures of a logged step go: a file, the console, TensorBoard, Weights & Biases.
 
-A row is a flat dictionary of numbers, and a sink is anything that can `write` a row and `close`.
-Which of them exist is decided once, by `build_sinks`; the step loop writes to each in a list and
-knows none, so a switched-off sink costs nothing. `metrics.jsonl` is always written: it is the
-record of the run, one JSON object a line with every digit, and scripts and tests read it. The
-others show the same figures. Their packages load only when they are switched on.
+A row is a flat dictionary of numbers, None where there is no figure, and a sink is anything that
+can `write` a row and `close`. Which of them exist is decided once, by `build_sinks`; the step loop
+writes to each in a list and knows none, so a switched-off sink costs nothing. `metrics.jsonl` is
+always written: it is the record of the run, one JSON object a line with every digit, and scripts
+and tests read it. The others show the same figures. Their packages load only when they are switched
+on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, float]
+Row = dict[str, Any]
 RECORD, TRIAL = "metrics", "load_only"
 
 # torchtitan's tags, so that runs of both can be laid over each other. A figure without one goes by
@@ -91,14 +93,9 @@ class JsonlSink:
 
     def write(self, row: Row) -> None:
         """Append the row; raises DataError when the disk does not take it."""
-        try:
+        with _writing(self._file.name):
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise DataError(
-                f"{self._file.name} must be writable all along, got: {error.strerror}; make room "
-                f"and start again, checkpoints are untouched"
-            ) from error
 
     def close(self) -> None:
         """Close the file."""
@@ -112,35 +109,56 @@ class ConsoleSink:
         self._color = color
 
     def write(self, row: Row) -> None:
-        """Log the row."""
+        """Log the row; a figure that it lacks is left out, a missing loss is a dash, and told."""
+        has_no_loss = "loss" in row and row["loss"] is None
         parts = [
             paint(f"{label}: {layout.format(row[name])}", style, color=self._color)
             for name, (label, layout, style) in _CONSOLE.items()
-            if name in row
+            if row.get(name) is not None
         ]
+        if has_no_loss:
+            parts.insert(1, paint(f"loss: {'-':>8}", "green", color=self._color))
         logger.info("  ".join(parts))
+        if has_no_loss:
+            logger.warning(
+                "Step %d has no loss: none of its tokens has a label, so its gradients are zero",
+                row["step"],
+            )
 
     def close(self) -> None:
         """Do nothing: the log outlives the run."""
 
 
 class TensorBoardSink:
-    """Write event files; what an earlier start wrote beyond `resume_step` is hidden."""
+    """Write event files; what an earlier start wrote beyond `resume_step` is hidden.
 
-    def __init__(self, folder: Path, *, resume_step: int) -> None:
+    `settings` are the job's, shown as a text. TensorBoard calls a run by its path below --logdir.
+    """
+
+    def __init__(self, folder: Path, *, resume_step: int, settings: Mapping[str, Any]) -> None:
         tensorboard = _load("torch.utils.tensorboard", setting="metrics.enable_tensorboard")
-        self._writer = tensorboard.SummaryWriter(
-            str(folder), purge_step=resume_step + 1, flush_secs=10
-        )
+        self._folder = str(folder)
+        # indented: Markdown leaves it as it is
+        lines = (f"    {key} = {json.dumps(value)}\n" for key, value in _flat(settings))
+        with _writing(self._folder):
+            self._writer = tensorboard.SummaryWriter(
+                self._folder, purge_step=resume_step + 1, flush_secs=10
+            )
+            self._writer.add_text("settings", "".join(lines), global_step=resume_step)
 
     def write(self, row: Row) -> None:
-        """Write the row under torchtitan's tags."""
-        for tag, value in tagged(row).items():
-            self._writer.add_scalar(tag, value, global_step=int(row["step"]))
+        """Write the row under torchtitan's tags.
+
+        Raises DataError when the disk does not take it.
+        """
+        with _writing(self._folder):  # by a thread: what fails now is told with a later row
+            for tag, value in tagged(row).items():
+                self._writer.add_scalar(tag, value, global_step=int(row["step"]))
 
     def close(self) -> None:
         """Flush and close the event file."""
-        self._writer.close()
+        with _writing(self._folder):
+            self._writer.close()
 
 
 class WandbSink:
@@ -202,13 +220,11 @@ def build_sinks(
         file = folder / (f"{name}.rank_{rank}.jsonl" if rank else f"{name}.jsonl")
         sinks.append(JsonlSink(file, resume_step=0 if is_trial else resume_step))
         if metrics.enable_tensorboard:
-            tb_folder = folder / metrics.save_tb_folder
+            # the run's own name once more: files right in tb/ would be a run named "tb" or "."
+            tb_folder = folder / metrics.save_tb_folder / folder.resolve().name
             tb_folder = tb_folder / TRIAL if is_trial else tb_folder
-            sinks.append(
-                TensorBoardSink(
-                    tb_folder / f"rank_{rank}" if everyone else tb_folder, resume_step=resume_step
-                )
-            )
+            tb_folder = tb_folder / f"rank_{rank}" if everyone else tb_folder
+            sinks.append(TensorBoardSink(tb_folder, resume_step=resume_step, settings=job_config))
         if metrics.enable_wandb:
             name = f"{description} rank {rank}" if everyone else description
             sinks.append(WandbSink(folder, name=name, settings=job_config))
@@ -216,11 +232,24 @@ def build_sinks(
 
 
 def tagged(row: Row) -> dict[str, float]:
-    """Return the figures of a row under torchtitan's tags, without its step."""
-    figures = {TAGS.get(name, name): value for name, value in row.items() if name != "step"}
+    """Return the figures that a row has under torchtitan's tags, without its step."""
+    figures = {
+        TAGS.get(name, name): value
+        for name, value in row.items()
+        if name != "step" and value is not None
+    }
     if row.get("step_time_s"):
         figures["time_metrics/data_loading(%)"] = 100 * row["data_time_s"] / row["step_time_s"]
     return figures
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each setting by its whole key: training.dataloader.num_workers."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -248,6 +277,17 @@ def _parse(line: str) -> Row | None:
     except json.JSONDecodeError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{path} must be writable all along, got: {error.strerror}; make room or mend it, and "
+            f"start again, checkpoints are untouched"
+        ) from error
 
 
 def _set_aside(path: Path) -> None:

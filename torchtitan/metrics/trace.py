@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from torchtitan.base.errors import DataError
+
 if TYPE_CHECKING:
     from torchtitan.config.schema import ProfilingConfig
 
 logger = logging.getLogger(__name__)
+_KINETO_SILENT = "6"
 
 
 class Profiler:
@@ -36,6 +40,11 @@ class Profiler:
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
+        else:
+            # torch's recorder writes two lines a trace to the console; on a GPU its errors matter
+            os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_SILENT)
+        # each trace is written before the next begins, and the settings say how long to warm up
+        warnings.filterwarnings("ignore", message=".*Profiler (clears events|won't be using)")
         recorded = settings.profiler_warmup + settings.profiler_active
         self._profile = profile(
             activities=activities,
@@ -68,11 +77,17 @@ class Profiler:
         if self._step is None:  # stopped in the middle of it
             return
         folder = self._folder / f"step-{self._step}"
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank_{self._rank}.json"
         beside = path.with_suffix(".json.tmp")
-        trace.export_chrome_trace(str(beside))
-        os.replace(beside, path)  # whoever looks for traces finds whole ones
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(beside))
+            os.replace(beside, path)  # whoever looks for traces finds whole ones
+        except OSError as error:
+            raise DataError(
+                f"profiling.save_traces_folder must be writable, {path} could not be written "
+                f"({error.strerror}); make room, or set profiling.enable_profiling to false"
+            ) from error
         self._num_written += 1
         logger.info("Wrote the trace of step %d to %s", self._step, path)
 

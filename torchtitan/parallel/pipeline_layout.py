@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass
 
 from torchtitan.base.errors import ConfigError
+from torchtitan.base.log import amount
 from torchtitan.config.schema import ParallelismConfig, TrainingConfig
 from torchtitan.models.spec import DecoderConfig
 from torchtitan.parallel.schedule_csv import read_csv
@@ -97,7 +98,7 @@ def plan_pipeline(
         costs = find_costs(settings, architecture=architecture, seq_len=training.seq_len)
         modules = name_modules(cut(architecture.num_layers, num_stages=len(ranks), costs=costs))
     layout = PipelineLayout(modules=modules, ranks=ranks, table=table, microbatch_size=size)
-    logger.info("Pipeline of %d microbatches of %d: %s", num_microbatches, size, layout)
+    logger.info("Pipeline of %s of %d: %s", amount(num_microbatches, "microbatch"), size, layout)
     return layout
 
 
