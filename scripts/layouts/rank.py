@@ -26,8 +26,8 @@ def leave_pid(argv: list[str]) -> None:
     (pids / str(os.getpid())).touch()
 
 
-def main(argv: list[str]) -> int:
-    """Train, and return the exit code."""
+def main(argv: list[str]) -> None:
+    """Train, and end this process."""
     from torchtitan import train
     from torchtitan.trainer import Run
 
@@ -40,12 +40,9 @@ def main(argv: list[str]) -> int:
         return run
 
     train.assemble = assemble_and_save
-    return train.main(argv)
+    train.train_and_leave(argv)
 
 
 if __name__ == "__main__":
     leave_pid(sys.argv[1:])  # before torch is imported, which takes seconds
-
-    from torchtitan.mesh.process_group import leave
-
-    leave(main(sys.argv[1:]))
+    main(sys.argv[1:])
