@@ -6,8 +6,9 @@
 A layout is words with numbers of ranks joined by commas (fsdpN, ddpN, hsdpNxN, tpN, ppN, cpN; 1 or
 single is one device) and options of the trainer behind them. Each is a real launch with the same
 global batch; the first one is the reference, and single goes before a layout that is given alone.
-Initial weights must be equal bit for bit, losses, gradient norms before clipping and final weights
-within the tolerances. Options of the trainer outside quotes count for all layouts.
+Initial weights must be equal bit for bit; losses, gradient norms before clipping, the gradient of
+every parameter in the first steps and final weights within the tolerances. Options of the trainer
+outside quotes count for all layouts.
 
 Exit code 0 the same training in all of them, 1 a layout diverges or fails, 2 a mistake.
 """
@@ -28,11 +29,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from scripts.layouts.gaps import (
+    GRADIENTS_TOLERANCE,
     TOLERANCES,
     WEIGHTS_TOLERANCE,
+    compare_gradients,
     compare_rows,
     compare_weights,
     first_unequal,
+    largest_move,
 )
 from scripts.layouts.launch import Outcome, launch, settings_of_all
 from scripts.layouts.report import Verdict, show_steps, show_table, write_json
@@ -43,6 +47,7 @@ from torchtitan.config.load import load_config
 SET_HERE = ("training.steps", "training.max_norm", "training.global_batch_size")
 SET_HERE_SECTIONS = ("job.", "metrics.", "checkpoint.")
 LOCAL_BATCH = "training.local_batch_size"
+GRADIENT_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +125,7 @@ def run_plan(plan: Plan, *, label: str, folder: Path, options: argparse.Namespac
         folder=folder,
         timeout_s=options.timeout,
         on_wait=progress(head, num_steps=options.steps),
+        gradient_steps=options.gradient_steps,
     )
     clear = "\r\x1b[K" if sys.stderr.isatty() else ""
     say(f"{clear}{head}: {'failed' if outcome.problem else 'trained'}, {outcome.seconds:.0f} s")
@@ -150,7 +156,14 @@ def judge(plan: Plan, outcome: Outcome, reference: Outcome, options: argparse.Na
                 "grad_norm": options.grad_norm_tolerance,
             },
         ),
-        weights=compare_weights(reference.final_weights(), outcome.final_weights()),
+        gradients=tuple(
+            compare_gradients(reference.gradients(step), outcome.gradients(step))
+            for step in range(1, min(options.gradient_steps, options.steps) + 1)
+        ),
+        gradients_tolerance=options.gradients_tolerance,
+        weights=compare_weights(
+            reference.initial_weights(), reference.final_weights(), outcome.final_weights()
+        ),
         weights_tolerance=options.weights_tolerance,
     )
 
@@ -176,7 +189,7 @@ def compare(
         if options.verbose and outcome.rows:
             show_steps(plan.layout.name, outcome.rows, reference_rows=reference.rows)
     if reference is not None and not reference.problem:
-        moved = compare_weights(reference.initial_weights(), reference.final_weights())
+        moved = largest_move(reference.initial_weights(), reference.final_weights())
         clipped = sum(row["grad_norm"] > max_norm for row in reference.rows)
         first, last = (
             "-" if row["loss"] is None else f"{row['loss']:.5f}"
@@ -184,7 +197,7 @@ def compare(
         )
         print(
             f"reference: loss {first} to {last}, "
-            f"weights moved by up to {moved.largest:.2g}, {clipped} of {len(reference.rows)} steps "
+            f"weights moved by up to {moved:.2g}, {clipped} of {len(reference.rows)} steps "
             f"clipped (max_norm {max_norm:g})"
         )
     show_table(verdicts)
@@ -257,7 +270,25 @@ def _parser() -> argparse.ArgumentParser:
         **tolerance,
         help="relative (1e-4)",
     )
-    add("--weights_tolerance", default=WEIGHTS_TOLERANCE, **tolerance, help="of the largest (1e-4)")
+    add(
+        "--gradients_tolerance",
+        default=GRADIENTS_TOLERANCE,
+        **tolerance,
+        help="of each tensor's norm (1e-4)",
+    )
+    add(
+        "--weights_tolerance",
+        default=WEIGHTS_TOLERANCE,
+        **tolerance,
+        help="of how far each tensor moved (1e-2)",
+    )
+    add(
+        "--gradient_steps",
+        type=int,
+        default=GRADIENT_STEPS,
+        metavar="N",
+        help="first steps whose gradients are compared (default 3)",
+    )
     return parser
 
 
@@ -267,9 +298,10 @@ def _check(options: argparse.Namespace, common: Sequence[str]) -> None:
             raise ConfigError(f"unknown option {word}; the trainer's are --section.key=value")
         if option_key(word) in ("training.steps", "job.dump_folder", "job.config_file"):
             raise ConfigError(f"{option_key(word)} is given as --steps, --out or TOML here")
-    if options.steps < 1 or options.timeout <= 0:
+    if options.steps < 1 or options.timeout <= 0 or options.gradient_steps < 0:
         raise ConfigError(
-            f"--steps and --timeout must be positive, got {options.steps} and {options.timeout:g}"
+            f"--steps and --timeout must be positive and --gradient_steps not negative, got "
+            f"{options.steps}, {options.timeout:g} and {options.gradient_steps}"
         )
     if options.out is not None and options.out.exists() and any(options.out.iterdir()):
         raise ConfigError(f"--out must be a new folder or an empty one, got {options.out}")

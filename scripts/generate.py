@@ -39,7 +39,13 @@ from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.config.schema import CommConfig
 from torchtitan.data.examples import Conversation, Encoder
 from torchtitan.data.source import check_characters
-from torchtitan.mesh.process_group import init_process_group, is_first_to, leave, read_launch
+from torchtitan.mesh.process_group import (
+    await_reports,
+    init_process_group,
+    is_first_to_report,
+    leave,
+    read_launch,
+)
 from torchtitan.models.generate import generate
 
 
@@ -50,8 +56,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         texts = write(args)
     except UserError as error:
-        if not dist.is_initialized() or is_first_to("report an error"):
+        if not dist.is_initialized() or is_first_to_report():
             sys.stderr.write(f"error: {error}\n")
+        await_reports()
         return error.exit_code
     if not dist.is_initialized() or dist.get_rank() == 0:
         for number, text in enumerate(texts, start=1):

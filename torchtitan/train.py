@@ -25,28 +25,34 @@ if __name__ == "__main__":
 import logging
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from torchtitan.assemble import assemble
+from torchtitan.base.determinism import keep_process_settings
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import CheckpointError, NonFiniteError, StoppedError, UserError
 from torchtitan.base.log import (
     erase_line,
     init_logging,
     is_terminal,
+    keep_logging,
     note_in_file,
     shown_ranks,
     use_color,
 )
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
+from torchtitan.mesh.faults import PeerError
 from torchtitan.mesh.process_group import (
+    await_reports,
+    end_process_group,
     init_process_group,
-    is_first_to,
+    is_first_to_report,
     leave,
     read_launch,
 )
@@ -62,11 +68,29 @@ SECONDS_FOR_RANK_0_TO_SPEAK = 5
 def train(argv: Sequence[str], *, stop: StopRequest) -> None:
     """Run the job that the command line describes on this rank, until its end or `stop`.
 
+    The process is left as it was found, after an error too, so that another run may follow: its
+    process group, logging, determinism, random generators, environment and the folder's lock.
+    Ranks of one job must call it equally often.
+
     Raises:
         UserError: Something outside the library has to change, or the run was stopped.
+        PeerError: Another rank hangs; a thread may still wait for it in a save.
+    """
+    with ExitStack() as undo:
+        run_job(argv, stop=stop, undo=undo)
+
+
+def run_job(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack) -> None:
+    """Do as `train`, but leave it to the caller to `undo` what the run has made in the process.
+
+    Raises:
+        UserError: As `train`.
+        PeerError: As `train`.
     """
     launch, log_rank = read_launch(os.environ), os.environ.get("LOG_RANK")
     shown = shown_ranks(log_rank or "0", world_size=launch.world_size)
+    undo.enter_context(keep_process_settings())
+    undo.enter_context(keep_logging())
     log = partial(init_logging, rank=launch.rank, world_size=launch.world_size, log_rank=log_rank)
     log(folder=None, color=False)  # the settings, which name the folder, may give notices already
     config = load_config(argv)
@@ -74,9 +98,10 @@ def train(argv: Sequence[str], *, stop: StopRequest) -> None:
     folder = Path(config.job.dump_folder)
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
     log(folder=folder, color=color)
+    undo.callback(end_process_group)
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
     started = time.monotonic()
-    run = assemble(config, launch=launch, color=color)
+    run = assemble(config, launch=launch, color=color, undo=undo)
     bar = ProgressBar(
         done_steps=run.progress.step,
         total_steps=run.training.steps,
@@ -84,16 +109,10 @@ def train(argv: Sequence[str], *, stop: StopRequest) -> None:
         color=color,
     )
     trainer = Trainer(run, stop=stop, doing=bar.doing)
+    undo.push(trainer.close_after)
     begin_together(stop)
     with bar:
-        try:
-            reason = trainer.train(on_step=bar.advance)
-        except NonFiniteError as error:
-            try:
-                trainer.close()  # all ranks are here: the save in flight is worth waiting for
-            except CheckpointError as failed:
-                raise NonFiniteError(f"{error}\nThe save in flight failed: {failed}") from failed
-            raise
+        reason = train_steps(trainer, on_step=bar.advance)
         with bar.doing("saving"):
             if reason is None and trainer.last_row is None and run.checkpoints is not None:
                 run.checkpoints.complete()
@@ -114,6 +133,29 @@ def train(argv: Sequence[str], *, stop: StopRequest) -> None:
             terminal=is_terminal(sys.stderr),
             color=color,
         )
+
+
+def train_steps(trainer: Trainer, *, on_step: Callable[[int], None]) -> str | None:
+    """Train, and say all that is known of a fault; return why the run was stopped, if it was.
+
+    Raises:
+        NonFiniteError: As `Trainer.train`, with what became of the save in flight.
+        PeerError: Another rank hangs, by the save in flight.
+    """
+    checkpoints = trainer.run.checkpoints
+    try:
+        return trainer.train(on_step=on_step)
+    except NonFiniteError as error:
+        try:
+            trainer.close()  # all ranks are here: the save in flight is worth waiting for
+        except CheckpointError as failed:
+            raise NonFiniteError(f"{error}\nThe save in flight failed: {failed}") from failed
+        raise
+    except RuntimeError as error:  # of a collective, say, which does not know who is missing
+        suspicion = "" if checkpoints is None else checkpoints.suspicion()
+        if suspicion and not isinstance(error, PeerError):
+            raise PeerError(suspicion) from error
+        raise
 
 
 def begin_together(stop: StopRequest) -> None:
@@ -175,9 +217,15 @@ def find_places(config: Config) -> dict[str, str]:
 
 def main(argv: Sequence[str]) -> int:
     """Train, and return the exit code; from the main thread, which alone may take signals."""
+    with ExitStack() as undo:
+        return train_and_report(argv, undo=undo)
+
+
+def train_and_report(argv: Sequence[str], *, undo: ExitStack) -> int:
+    """Do as `main`, but leave it to the caller to `undo` what the run has made in the process."""
     with watch_signals() as stop:
         try:
-            train(argv, stop=stop)
+            run_job(argv, stop=stop, undo=undo)
         except UserError as error:
             _report(error)
             return error.exit_code
@@ -190,13 +238,14 @@ def main(argv: Sequence[str]) -> int:
 def train_and_leave(argv: Sequence[str]) -> None:
     """Train, and end this process, after a fault too.
 
-    Nothing is joined: the interpreter's own end would wait for the thread that saves, and that one
-    for a peer that hangs, for as long as a save may take.
+    Nothing is joined and nothing undone: the interpreter's own end would wait for threads, and
+    groups that are taken down for what is in flight in them, maybe with a peer that hangs.
     """
     gc.freeze()  # what is imported stays: no later collection looks at it
     gc.enable()
+    undo = ExitStack()
     try:
-        exit_code = main(argv)
+        exit_code = train_and_report(argv, undo=undo)
     except Exception:
         traceback.print_exc()
         leave(1)
@@ -208,8 +257,9 @@ def _report(error: UserError) -> None:
     """Say what is wrong once a job, though every rank may have met the same mistake."""
     note_in_file(str(error))
     if dist.is_initialized():
-        if is_first_to("report an error"):
+        if is_first_to_report():
             sys.stderr.write(f"{erase_line(sys.stderr)}{error}\n")
+        await_reports()
         return
     if os.environ.get("RANK", "0") != "0":
         # the launcher ends all ranks when one ends: only a mistake that rank 0 has not met is said

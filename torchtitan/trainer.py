@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -109,6 +109,11 @@ class Trainer:
         self._parameters = [p for p in run.model.parameters() if p.requires_grad]
         self._unread: StepFigures | None = None
         self._stopped: str | None = None
+        self._open = ExitStack()
+        parts = [run.checkpoints, run.profiler, *run.sinks, run.loader, run.validator]
+        for part in reversed(parts):  # the last one in is closed first
+            if part is not None:
+                self._open.callback(part.close)
 
     def train(self, *, on_step: Callable[[int], None] = lambda step: None) -> str | None:
         """Train until `num_steps` or the end of the data; the last step is reported and saved.
@@ -273,26 +278,32 @@ class Trainer:
             sink.write(self.last_row)
 
     def close(self) -> None:
-        """Finish what is in flight: the save, the sinks, the loader's workers."""
-        if self.run.checkpoints is not None:
-            self.run.checkpoints.close()
-        if self.run.profiler is not None:
-            self.run.profiler.close()
-        for sink in self.run.sinks:
-            sink.close()
-        self.run.loader.close()
-        if self.run.validator is not None:
-            self.run.validator.close()
+        """Finish what is in flight: the save, the sinks, the loader's workers; each of them, also
+        where another one fails. Done already, it does nothing."""
+        with self._open:
+            pass
+
+    def close_after(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close after `error`, which stays the one that counts."""
+        try:
+            self.close()
+        except Exception as other:
+            if error is None:
+                raise
+            logger.error("closing the run failed too: %s: %s", type(other).__name__, other)
 
 
 @contextmanager
 def _collecting_garbage_by_hand() -> Iterator[Callable[[], int]]:
     # a rank that collects on its own makes all others wait at the next collective
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()  # what is there stays: looking through all modules takes a tenth of a second
     gc.disable()
     try:
         yield gc.collect
     finally:
-        gc.enable()
-        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+        if not was_frozen:
+            gc.unfreeze()

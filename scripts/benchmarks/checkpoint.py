@@ -30,6 +30,7 @@ from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.manager import CheckpointManager, build_group
 from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.config.schema import CheckpointConfig
+from torchtitan.mesh.faults import Pulse
 
 SUMMARY = "save, load, and time the loop is blocked"
 NUM_TENSORS = 16
@@ -133,7 +134,12 @@ def _measure_blocked(
     settings = CheckpointConfig(enable=True, interval=1, keep_latest_k=1, async_mode=mode)
 
     manager = CheckpointManager(
-        state, settings=settings, folder=folder, manifest={}, group=build_group()
+        state,
+        settings=settings,
+        folder=folder,
+        manifest={},
+        group=build_group(),
+        pulse=Pulse(None, rank=0, world_size=1, limit_seconds=100),
     )
 
     def run() -> float:

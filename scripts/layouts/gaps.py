@@ -1,14 +1,35 @@
-"""How far two trainings of the same job are apart: by figures of steps, and by weights.
+"""How far two trainings of the same job are apart: by figures, by gradients and by weights.
 
-All differences are relative, |a - b| / max(|a|, |b|): layouts add in another order, so that digits
-differ, and in float32 about 1e-7 of a figure is one digit. What was read from the data, or computed
+Layouts add in another order, so that digits differ, and in float32 about 1e-7 of a figure is one
+digit. Figures are compared by |a - b| / max(|a|, |b|). What was read from the data, or computed
 from the step alone, has no sum in it and must be equal: a difference there is no rounding.
+
+Gradients say most, and are compared tensor by tensor in the first steps, by |a - b| / |a| in the
+2-norm. A factor of 1.001 in one tensor is 1e-3 there, where neither loss nor global norm shows it,
+and where Adam makes the same update of both. The first step starts from equal weights: what differs
+is the layout's own doing, by 3e-7. Later ones inherit what the optimizer made of it.
+
+Adam makes much of it. Its update of an element is lr u, u = m / (sqrt(v) + eps), where m and v
+average g and g^2 with weights a_i and b_i; by Cauchy and Schwarz |u| <= r = sqrt(sum a_i^2 / b_i),
+1 in the first step and about 1.2 later with betas 0.9 and 0.95, however small g is. So where |g| is
+below the error d of rounding, two right layouts may step in opposite directions, 2 r lr apart, and
+no bound for single elements is less than twice the path that they went: each pair of trainings
+would pass. But such elements are few. If rounding is a fraction t of the tensor's typical gradient,
+u changes by min(2, t/x) at an element x times the typical one; with a density of about 0.8 near
+x = 0 (that of |N(0, 1)|) its mean square is
+
+    0.8 (integral of 4 up to t/2, and of (t/x)^2 from there) = 0.8 (2t + 2t) = 3.2 t
+
+So over a whole tensor the updates differ by up to 1.8 sqrt(t) of themselves: 6e-4 for t = 1e-7 and
+1e-2 for t = 3e-5. (The first step is the worst, 1.1 sqrt(t); later v averages over several g.) Weights are therefore compared by |a - b| / |a - start|, both in the 2-norm: how
+much of its way each tensor went differently. A rate, a decay or a parameter that is wrong changes
+that by more, and a parameter that must not move has no way, and may not differ in a bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +46,11 @@ TOLERANCES: Mapping[str, float] = {
     "valid_token_fraction": 0.0,
 }
 """Relative difference of each figure that rounding in float32 explains."""
-WEIGHTS_TOLERANCE = 1e-4
+GRADIENTS_TOLERANCE = 1e-4
+WEIGHTS_TOLERANCE = 1e-2
+LEAST_SHARE = 1e-4
+"""Of the global norm: a gradient smaller than that is compared as if it were so large, since where
+terms cancel to nothing only their rounding is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +103,8 @@ class Divergence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightGap:
-    """The tensor by which two sets of weights differ most."""
+class TensorGap:
+    """The tensor by which two sets of tensors differ most."""
 
     largest: float
     name: str
@@ -120,30 +145,68 @@ def compare_rows(
     return Divergence(gaps=gaps, unmatched_steps=tuple(sorted(theirs.keys() ^ ours.keys())))
 
 
-def compare_weights(reference: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> WeightGap:
-    """Return the largest difference of any tensor, relative to that tensor's largest element.
+def compare_gradients(
+    reference: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+) -> TensorGap:
+    """Return the largest difference of any gradient, relative to its own norm.
+
+    A gradient that only one side has, or has in another shape, differs by inf.
+    """
+    least = LEAST_SHARE * math.hypot(*(_norm(reference[name]) for name in reference))
+    return _largest(
+        (name, _gap(a, b, size=max(_norm(a), least))) for name, a, b in _pairs(reference, gradients)
+    )
+
+
+def compare_weights(
+    start: Mapping[str, Tensor], reference: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+) -> TensorGap:
+    """Return the largest difference of any tensor, relative to how far the reference's went from
+    `start`.
 
     A tensor that only one side has, or has in another shape, differs by inf.
     """
-    gaps = [
-        WeightGap(largest=_tensor_gap(reference[name], weights[name]), name=name)
-        if name in reference and name in weights
-        else WeightGap(largest=math.inf, name=name)
-        for name in sorted({*reference, *weights})
-    ]
-    assert gaps, "no weights agree with everything"
+    return _largest(
+        (name, _gap(a, b, size=_norm(a - start[name]) if name in start else 0.0))
+        for name, a, b in _pairs(reference, weights)
+    )
+
+
+def largest_move(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> float:
+    """Return how far any weight moved, relative to the largest of its tensor."""
+    return max(
+        (end[name] - start[name]).abs().max().item() / (largest or 1.0)
+        for name in end
+        for largest in [torch.stack([start[name], end[name]]).abs().max().item()]
+    )
+
+
+def _pairs(
+    reference: Mapping[str, Tensor], others: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield tensors of one name, one pair at a time; for one that is missing, an empty one."""
+    nothing = torch.empty(0)
+    for name in sorted({*reference, *others}):
+        yield name, reference.get(name, nothing), others.get(name, nothing)
+
+
+def _largest(sizes: Iterator[tuple[str, float]]) -> TensorGap:
+    gaps = [TensorGap(name=name, largest=size) for name, size in sizes]
+    assert gaps, "no tensors agree with everything"
     return max(gaps, key=lambda gap: gap.largest)
 
 
-def _tensor_gap(a: Tensor, b: Tensor) -> float:
+def _gap(a: Tensor, b: Tensor, *, size: float) -> float:
     if a.shape != b.shape or a.dtype != b.dtype:
         return math.inf
     if torch.equal(a, b):
         return 0.0
-    wide_a, wide_b = a.double(), b.double()
-    largest = max(wide_a.abs().max().item(), wide_b.abs().max().item())
-    gap = (wide_a - wide_b).abs().max().item() / largest
+    gap = _norm(a - b) / size if size else math.inf
     return gap if math.isfinite(gap) else math.inf
+
+
+def _norm(tensor: Tensor) -> float:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
 
 
 def first_unequal(reference: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.compare_runs import StoredTensors
-from scripts.layouts.rank import PIDS
+from scripts.layouts.rank import GRADIENTS, NUM_STEPS, PIDS
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.metrics.sinks import Row, read_rows
 
@@ -46,6 +46,10 @@ class Outcome:
     def final_weights(self) -> StoredTensors:
         """The weights after the last one."""
         return self._weights(max)
+
+    def gradients(self, step: int) -> StoredTensors:
+        """The gradients of one of the first steps."""
+        return StoredTensors(self.folder / GRADIENTS / f"step-{step}", GRADIENTS, skip=())
 
     def _weights(self, choose: Callable[[Iterable[int]], int]) -> StoredTensors:
         folder = self.folder / CHECKPOINTS
@@ -76,6 +80,7 @@ def launch(
     folder: Path,
     timeout_s: float,
     on_wait: Callable[[int, float], None],
+    gradient_steps: int = 0,
 ) -> Outcome:
     """Train with the trainer's `arguments`; `on_wait` is told steps done and seconds passed."""
     folder.mkdir(parents=True)
@@ -84,7 +89,7 @@ def launch(
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*_command(world_size), *arguments, f"--job.dump_folder={folder / 'run'}"],
-            env=_environment(world_size),
+            env={**_environment(world_size), NUM_STEPS: str(gradient_steps)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -1,35 +1,76 @@
-"""One rank of a layout that is compared: the trainer's own command, its initial weights saved.
+"""One rank of a layout that is compared: the trainer's own command, with more of it saved.
 
-Started in the place of `torchtitan.train`, so that one launch shows both ends of the training. The
-weights go into a checkpoint of step 0 by the run's own manager, which knows them by name in every
-layout. The trainer has no setting for that, hence the function put in the place of its `assemble`.
+Started in the place of `torchtitan.train`, so that one launch shows both ends of the training, and
+the gradients of its first steps. The initial weights go into a checkpoint of step 0 by the run's
+own manager, which knows them by name in every layout. Gradients are written in the same way, once
+they are summed over all ranks and before they are clipped. The trainer has no setting for either,
+hence the function put in the place of its `assemble`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # works without being installed
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchtitan.parallel.batch import Batch
+    from torchtitan.trainer import Run
+
 PIDS = "pids"
+GRADIENTS = "gradients"
+NUM_STEPS = "GRADIENT_STEPS"
 
 
 def leave_pid(argv: list[str]) -> None:
     """Write down this process, so that a hanging rank can be ended: it is in no one's session."""
-    option = "--job.dump_folder="
-    [folder] = [word.removeprefix(option) for word in argv if word.startswith(option)]
-    pids = Path(folder) / PIDS
+    pids = _folder(argv) / PIDS
     pids.mkdir(parents=True, exist_ok=True)
     (pids / str(os.getpid())).touch()
 
 
-def main(argv: list[str]) -> int:
-    """Train, and return the exit code."""
+def _folder(argv: list[str]) -> Path:
+    option = "--job.dump_folder="
+    [folder] = [word.removeprefix(option) for word in argv if word.startswith(option)]
+    return Path(folder)
+
+
+def record_gradients(run: Run, *, folder: Path, num_steps: int) -> Run:
+    """Return the run, which writes the gradients of its first steps to `folder`/step-N: those of
+    every parameter that trains, by name."""
+    from torchtitan.checkpoint.manager import build_group
+    from torchtitan.checkpoint.storage import Component, write
+
+    group = build_group()
+
+    class Recording:
+        owns_loss = run.execution.owns_loss
+        evaluate = run.execution.evaluate
+        after_update = run.execution.after_update
+
+        def forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
+            loss_sum = run.execution.forward_backward(batches, divisor=divisor)
+            step = run.progress.step
+            if step <= num_steps:
+                named = run.model.named_parameters()
+                gradients = {name: p.grad for name, p in named if p.grad is not None}
+                content = {GRADIENTS: Component(tensors=gradients)}
+                write(folder / f"step-{step}", content, manifest={"step": step}, group=group)
+            return loss_sum
+
+    return replace(run, execution=Recording())
+
+
+def main(argv: list[str]) -> None:
+    """Train, and end this process."""
     from torchtitan import train
-    from torchtitan.trainer import Run
 
     assemble = train.assemble
 
@@ -37,15 +78,13 @@ def main(argv: list[str]) -> int:
         run = assemble(*args, **kwargs)
         assert run.checkpoints is not None, "compare_layouts.py switches checkpoints on"
         run.checkpoints.save_if_due(last=False, now=True)
-        return run
+        folder, num_steps = _folder(argv) / GRADIENTS, int(os.environ[NUM_STEPS])
+        return record_gradients(run, folder=folder, num_steps=num_steps)
 
     train.assemble = assemble_and_save
-    return train.main(argv)
+    train.train_and_leave(argv)
 
 
 if __name__ == "__main__":
     leave_pid(sys.argv[1:])  # before torch is imported, which takes seconds
-
-    from torchtitan.mesh.process_group import leave
-
-    leave(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -8,12 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from scripts.layouts.gaps import WEIGHTS_TOLERANCE, Divergence, WeightGap, relative
+from scripts.layouts.gaps import (
+    GRADIENTS_TOLERANCE,
+    WEIGHTS_TOLERANCE,
+    Divergence,
+    TensorGap,
+    relative,
+)
 from torchtitan.metrics.sinks import Row
 
 EXPLANATION = (
-    "Largest relative differences: loss and grad_norm (before clipping) of any step, final weights "
-    "of any tensor against its largest element."
+    "Largest relative differences: loss and grad_norm (before clipping) of any step, gradient of "
+    "any tensor in the first steps, final weights of any tensor against how far it moved."
 )
 
 
@@ -30,7 +36,10 @@ class Verdict:
     unequal: str = ""
     """The first initial weight that is not equal bit for bit."""
     steps: Divergence | None = None
-    weights: WeightGap | None = None
+    gradients: tuple[TensorGap, ...] = ()
+    """Of the first steps, one after the other."""
+    gradients_tolerance: float = GRADIENTS_TOLERANCE
+    weights: TensorGap | None = None
     weights_tolerance: float = WEIGHTS_TOLERANCE
     rows: list[Row] = field(default_factory=list)
 
@@ -40,14 +49,29 @@ class Verdict:
         found = [self.problem] if self.problem else []
         if self.unequal:
             found.append(f"initial weights: {self.unequal}")
+        if (apart := self._first_gradient) is not None:
+            step, gap = apart
+            found.append(
+                f"gradients from step {step}, most of all {gap.name}, there by {gap.largest:.2g} "
+                f"(tolerance {self.gradients_tolerance:g})"
+            )
         if self.steps is not None and self.steps.is_found:
             found.append(str(self.steps))
         if self.weights is not None and self.weights.largest > self.weights_tolerance:
             found.append(
-                f"final weights, most of all {self.weights.name}, by {self.weights.largest:.2g} "
-                f"(tolerance {self.weights_tolerance:g})"
+                f"final weights, most of all {self.weights.name}, by {self.weights.largest:.2g} of "
+                f"how far it moved (tolerance {self.weights_tolerance:g})"
             )
         return found
+
+    @property
+    def _first_gradient(self) -> tuple[int, TensorGap] | None:
+        apart = [
+            (step, gap)
+            for step, gap in enumerate(self.gradients, start=1)
+            if gap.largest > self.gradients_tolerance
+        ]
+        return apart[0] if apart else None
 
     @property
     def summary(self) -> str:
@@ -59,6 +83,11 @@ class Verdict:
         first = self.steps.first if self.steps is not None else None
         if self.unequal:
             return "DIVERGES at the initial weights"
+        gradient = self._first_gradient
+        # an unequal figure of the same step, as the loss, comes before it in the step
+        if gradient is not None and (first is None or gradient[0] < first.beyond[0][0]):
+            step, gap = gradient
+            return f"DIVERGES at step {step}: gradient of {gap.name} by {gap.largest:.2g}"
         if first is not None:
             step, size = first.beyond[0]
             return f"DIVERGES at step {step}: {first.figure} by {size:.2g}"
@@ -68,15 +97,20 @@ class Verdict:
 def show_table(verdicts: Sequence[Verdict]) -> None:
     """Print a line for each layout, and below what is wrong with it."""
     width = max(len("layout"), *(len(each.layout) for each in verdicts))
-    head = f"{'ranks':>7}{'seconds':>9}{'loss':>10}{'grad_norm':>11}{'weights':>10}"
+    head = (
+        f"{'ranks':>7}{'seconds':>9}{'loss':>10}{'grad_norm':>11}{'gradients':>11}{'weights':>10}"
+    )
     print(f"{'layout':<{width}}{head}  verdict")
     for each in verdicts:
-        loss = norm = weights = "-"
+        loss = norm = gradients = weights = "-"
         if each.steps is not None:
             loss, norm = (f"{each.steps.gaps[key].largest:.1e}" for key in ("loss", "grad_norm"))
+        if each.gradients:
+            gradients = f"{max(gap.largest for gap in each.gradients):.1e}"
         if each.weights is not None:
             weights = f"{each.weights.largest:.1e}"
-        cells = f"{each.world_size:>7}{each.seconds:>9.0f}{loss:>10}{norm:>11}{weights:>10}"
+        figures = f"{loss:>10}{norm:>11}{gradients:>11}{weights:>10}"
+        cells = f"{each.world_size:>7}{each.seconds:>9.0f}{figures}"
         print(f"{each.layout:<{width}}{cells}  {each.summary}")
     print(EXPLANATION)
     for each in verdicts:

@@ -8,20 +8,27 @@ import json
 import math
 import os
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from scripts import compare_layouts
+from scripts.compare_runs import StoredTensors
 from scripts.layouts import gaps
 from scripts.layouts.launch import launch, settings_of_all
+from scripts.layouts.rank import GRADIENTS, record_gradients
 from scripts.layouts.words import fit_local_batch, parse_layout
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import load_config
+from torchtitan.parallel.batch import Batch
+from torchtitan.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -179,13 +186,24 @@ def test_a_step_that_one_run_lacks() -> None:
     assert "only one of the runs has steps [2]" in str(found)
 
 
-def test_weights_are_compared_against_the_largest_element() -> None:
-    a = {"small": torch.tensor([1e-6, 2.0]), "w": torch.tensor([4.0, 1.0])}
-    b = {"small": torch.tensor([2e-6, 2.0]), "w": torch.tensor([4.0, 1.1])}
-    gap = gaps.compare_weights(a, b)
-    assert (gap.name, gap.largest) == ("w", pytest.approx(0.1 / 4.0))
-    assert gaps.compare_weights(a, {**a, "small": b["small"]}).largest < 1e-6
-    assert gaps.compare_weights(a, a).largest == 0
+def test_weights_are_compared_with_how_far_they_moved() -> None:
+    start = {"w": torch.tensor([3.0, 4.0]), "v": torch.tensor([1e3, 1e3])}
+    a = {"w": torch.tensor([4.0, 4.0]), "v": torch.tensor([1e3, 1e3 + 1])}
+    b = {"w": torch.tensor([4.0, 4.1]), "v": torch.tensor([1e3, 1e3 + 1])}
+    gap = gaps.compare_weights(start, a, b)
+    assert (gap.name, gap.largest) == ("w", pytest.approx(0.1))
+    assert gaps.compare_weights(start, a, a).largest == 0
+    still = {**a, "v": start["v"]}  # no rounding explains that it moves
+    assert gaps.compare_weights(start, still, a) == gaps.TensorGap(largest=math.inf, name="v")
+
+
+def test_gradients_are_compared_with_their_norms() -> None:
+    a = {"w": torch.tensor([3.0, 4.0]), "tiny": torch.tensor([1e-9, 0.0])}
+    b = {"w": torch.tensor([3.0, 4.01]), "tiny": torch.tensor([0.0, 1e-9])}
+    gap = gaps.compare_gradients(a, b)
+    assert (gap.name, gap.largest) == ("w", pytest.approx(0.01 / 5, rel=1e-4))
+    # where all terms cancel only rounding is left: it is compared with LEAST_SHARE of the whole
+    assert gaps.compare_gradients(a, {**b, "w": a["w"]}).largest == pytest.approx(2**0.5 * 2e-6)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +211,99 @@ def test_weights_are_compared_against_the_largest_element() -> None:
     [{}, {"w": torch.ones(3)}, {"w": torch.ones(2), "v": torch.ones(1)}]
     + [{"w": torch.tensor([1.0, bad])} for bad in (math.nan, math.inf)],
 )
-def test_weights_that_cannot_be_compared_differ(other: dict[str, torch.Tensor]) -> None:
-    assert gaps.compare_weights({"w": torch.ones(2)}, other).largest == math.inf
+def test_tensors_that_cannot_be_compared_differ(other: dict[str, torch.Tensor]) -> None:
+    ones, zeros = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
+    assert gaps.compare_weights(zeros, ones, other).largest == math.inf
+    assert gaps.compare_gradients(ones, other).largest == math.inf
+
+
+def test_two_adams_are_as_far_apart_as_the_analysis_says() -> None:
+    """In the first step Adam takes the sign: one of two errors t apart flips t / pi of them."""
+    for t in (1e-4, 1e-3):
+        ends = []
+        for error in (0.0, t):
+            w = torch.zeros(300_000, dtype=torch.float64)
+            adam = torch.optim.Adam([w.requires_grad_()], lr=1.0, eps=1e-12)
+            generator = torch.Generator().manual_seed(1)
+            g = torch.randn(w.shape, dtype=w.dtype, generator=generator)
+            w.grad = g + error * torch.randn(w.shape, dtype=w.dtype, generator=generator)
+            adam.step()
+            ends.append({"w": w.detach()})
+        gap = gaps.compare_weights({"w": torch.zeros_like(ends[0]["w"])}, *ends).largest
+        assert gap == pytest.approx(2 * (t / math.pi) ** 0.5, rel=0.3)
+        assert gap < 1.8 * t**0.5
+    assert (ends[0]["w"] - ends[1]["w"]).abs().max() > 1
+
+
+PLANTS = ("none", "wrong divisor", "missing sum", "label shift", "scaled tensor")
+PLANTS += ("frozen that trains",)
+NORM = "layers.1.ffn_norm.weight"
+
+
+def recorded(job: list[str], plant: str) -> None:
+    """Train, with a mistake; what it must not train is frozen."""
+    run = jobs.start(job)
+    right, named = run.execution, dict(run.model.named_parameters())
+    if plant != "frozen that trains":
+        named["norm.weight"].requires_grad_(False)
+
+    class Planted:
+        owns_loss, evaluate, after_update = right.owns_loss, right.evaluate, right.after_update
+
+        def forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
+            if plant == "wrong divisor":
+                divisor = divisor * 1.001
+            if plant == "label shift":
+                batches = [replace(batch, labels=batch.labels.roll(1, 1)) for batch in batches]
+            if plant != "missing sum":
+                loss = right.forward_backward(batches, divisor=divisor)
+            else:  # of one parameter, over all microbatches but the last
+                loss = right.forward_backward(batches[:-1], divisor=divisor)
+                named[NORM].grad = None
+                loss = loss + right.forward_backward(batches[-1:], divisor=divisor)
+            if plant == "scaled tensor":
+                grad = named[NORM].grad
+                assert grad is not None
+                grad *= 1.001
+            return loss
+
+    folder = Path(load_config(job).job.dump_folder)
+    run = record_gradients(replace(run, execution=Planted()), folder=folder / "g", num_steps=1)
+    trainer = Trainer(run)
+    trainer.train()
+    trainer.close()
+
+
+@pytest.fixture(scope="module")
+def right(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("right")
+    job = [*jobs.write_job(folder), "--training.steps=1", "--training.local_batch_size=8"]
+    ranks.run(recorded, job, "none", world=1)
+    return folder / "run"
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_gradient_is_found(
+    plant: str, right: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """In another layout; a mistake in one tensor is seen in neither loss nor norm."""
+    job = [*jobs.write_job(tmp_path, cache=right.parent / "cache"), "--training.steps=1"]
+    ranks.run(recorded, [*job, "--training.local_batch_size=2"], plant, world=2)
+    stored = [StoredTensors(p / "g" / "step-1", GRADIENTS, skip=()) for p in (right, job_run(job))]
+    gap = gaps.compare_gradients(*stored)
+    found = gaps.compare_rows(*(jobs.read_rows(p) for p in (right, job_run(job)))).first
+    assert (gap.largest > gaps.GRADIENTS_TOLERANCE) == (plant != "none"), gap
+    if plant in ("scaled tensor", "missing sum"):
+        assert gap.name == NORM
+    if plant == "scaled tensor":
+        assert found is None
+        assert gap.largest == pytest.approx(1e-3, rel=0.01)
+    if plant == "frozen that trains":
+        assert (gap.name, gap.largest) == ("norm.weight", math.inf)
+
+
+def job_run(job: list[str]) -> Path:
+    return Path(load_config(job).job.dump_folder)
 
 
 def test_initial_weights_are_compared_by_their_bits() -> None:
@@ -243,6 +352,8 @@ def test_two_layouts_that_train_the_same_unclipped_and_clipped(tmp_path: Path) -
         assert f"{name}, {world} rank" in said.err
         assert f"{name}\n  step" in said.out
     assert said.runs[1]["weights"]["largest"] < 1e-5
+    assert len(said.runs[1]["gradients"]) == 3
+    assert all(gap["largest"] < 1e-5 for gap in said.runs[1]["gradients"])
     config = (tmp_path / "out" / "clipped" / "2" / "run" / "config.toml").read_text()
     assert "data_parallel_shard_degree = 2" in config
     assert "global_batch_size = 16" in config

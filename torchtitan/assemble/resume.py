@@ -7,6 +7,7 @@ which: a job whose settings shape another one is refused before it writes there.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -39,14 +40,20 @@ from torchtitan.config.load import to_toml
 from torchtitan.config.schema import Config
 from torchtitan.config.trajectory import Job, trajectory_differences
 from torchtitan.mesh.dims import ParallelDims
+from torchtitan.mesh.faults import Pulse
+from torchtitan.mesh.process_group import job_store
 
 CONFIG_FILE = "config.toml"
 TRIAL_CONFIG_FILE = "config.load_only.toml"
 """Settings of a start that only loads: the folder's results are not its own."""
 
 
-def find_start(config: Config, *, layout: Layout, group: dist.ProcessGroup | None) -> Start | None:
+def find_start(
+    config: Config, *, layout: Layout, group: dist.ProcessGroup | None, undo: ExitStack | None
+) -> Start | None:
     """Take the folder, find what the run starts from (None: nothing); refuse another job's results.
+
+    `undo` gives the folder back.
 
     Raises:
         CheckpointError: Another run writes there; or settings differ from those of the checkpoint,
@@ -55,7 +62,7 @@ def find_start(config: Config, *, layout: Layout, group: dist.ProcessGroup | Non
     check_staging(config.checkpoint, device_type=device_type())
     now = Job(config=config, dp=layout.dims.dp)
     root = Path(config.job.dump_folder)
-    lock_folder(root)
+    lock_folder(root, undo=undo)
     folder = root / config.checkpoint.folder
     start = None
     if group is not None:
@@ -132,6 +139,12 @@ def build_checkpoints(
         folder=Path(config.job.dump_folder) / config.checkpoint.folder,
         manifest={"layout": asdict(dims), "config": to_toml(config)},
         group=group,
+        pulse=Pulse(
+            job_store(),
+            rank=dist.get_rank(),
+            world_size=dims.world_size,
+            limit_seconds=config.comm.train_timeout_seconds,
+        ),
         export=build_export(config, group=group),
         validation_data=validation_data,
     )

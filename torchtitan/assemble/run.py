@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -49,8 +50,9 @@ from torchtitan.trainer import Run
 logger = logging.getLogger(__name__)
 
 
-def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
-    """Build the run, resumed where there is a checkpoint; the process group must exist.
+def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | None = None) -> Run:
+    """Build the run, resumed where there is a checkpoint; the process group must exist. The folder
+    is locked until `undo`, or the end of the process.
 
     Raises:
         UserError: Degrees, sizes, files or a checkpoint do not fit this job.
@@ -60,7 +62,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
     training = config.training
     dims = layout.dims
     group = build_group() if config.checkpoint.enable else None
-    start = find_start(config, layout=layout, group=group)
+    start = find_start(config, layout=layout, group=group, undo=undo)
     device = prepare_device(config.debug, local_rank=launch.local_rank)
     log_job(config, layout=layout, device=device, precision=precision)
     mesh = build_mesh(dims, device_type=device.type)

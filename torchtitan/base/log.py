@@ -18,7 +18,9 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -118,6 +120,30 @@ def reset_logging() -> None:
             root.removeHandler(handler)
             handler.close()
     logging.captureWarnings(False)
+
+
+@contextmanager
+def keep_logging() -> Iterator[None]:
+    """Take back what `init_logging` changes inside."""
+    level = logging.getLogger("torchtitan").level
+    captured = getattr(warnings.showwarning, "__module__", "") == "logging"
+    loggers = [each for each in _known_loggers() if each.handlers]
+    before = [(each, list(each.handlers), each.propagate) for each in loggers]
+    try:
+        yield
+    finally:
+        reset_logging()
+        logging.getLogger("torchtitan").setLevel(level)
+        logging.captureWarnings(captured)
+        for each, handlers, propagate in before:
+            for handler in handlers:
+                each.addHandler(handler)  # again: it is there once
+            each.propagate = propagate
+
+
+def _known_loggers() -> list[logging.Logger]:
+    known = logging.Logger.manager.loggerDict.values()
+    return [each for each in known if isinstance(each, logging.Logger)]
 
 
 def shown_ranks(spec: str, *, world_size: int) -> frozenset[int]:
@@ -251,9 +277,7 @@ def _adopt_library_loggers() -> None:
     torch gives dozens of its loggers a handler of their own, on every rank. TORCH_LOGS asks for
     exactly those, so with it they stay.
     """
-    for logger in logging.Logger.manager.loggerDict.values():
-        if not isinstance(logger, logging.Logger):
-            continue
+    for logger in _known_loggers():
         for handler in list(logger.handlers):
             # exactly this class: a subclass (a file, a trace) does something of its own
             if type(handler) is logging.StreamHandler and handler.stream in _standard_streams():

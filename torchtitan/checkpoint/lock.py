@@ -19,6 +19,7 @@ import logging
 import os
 import platform
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch.distributed as dist
@@ -32,17 +33,20 @@ SECONDS_TO_END = 5
 """How long a run that was just killed may take to be gone."""
 
 
-def lock_folder(folder: Path) -> None:
-    """Take `folder` for this job until rank 0's process ends; called by all ranks together.
+def lock_folder(folder: Path, *, undo: ExitStack | None) -> None:
+    """Take `folder` for this job, until `undo` or the end of rank 0's process; called by all ranks
+    together.
 
     Raises:
         CheckpointError: Another run is writing to it, or it cannot be written to.
     """
-    on_first_rank(lambda: hold(folder), group=dist.group.WORLD)
+    file = on_first_rank(lambda: hold(folder), group=dist.group.WORLD)
+    if dist.get_rank() == 0 and undo is not None:
+        undo.callback(os.close, file)  # which gives the lock back
 
 
-def hold(folder: Path) -> None:
-    """Take `folder` for this process until it ends.
+def hold(folder: Path) -> int:
+    """Take `folder` for this process until it ends, or closes the file that is returned.
 
     Raises:
         CheckpointError: Another process has it.
@@ -62,7 +66,7 @@ def hold(folder: Path) -> None:
         time.sleep(0.1)
     os.ftruncate(file, 0)
     os.pwrite(file, f"process {os.getpid()} on host {platform.node()}\n".encode(), 0)
-    # never closed: that would give the lock back
+    return file
 
 
 def _try_lock(file: int, *, folder: Path) -> bool:

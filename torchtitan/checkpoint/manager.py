@@ -1,19 +1,27 @@
 """When to save, and what to keep.
 
-A save runs in the loop (`disabled`) or, once a copy of the state is made, in a thread (`async`, and
-`async_with_pinned_mem` by another way of copying) that talks over a process group of its own. One
-save is in flight at most, and older checkpoints are removed only after the new one is committed.
+A save runs in a thread that talks over a process group of its own. The loop waits for it at once
+(`disabled`), or goes on when a copy of the state is made (`async`, and `async_with_pinned_mem` by
+another way of copying). One save is in flight at most, and older checkpoints are removed only after
+the new one is committed.
+
+How long a save takes is up to the storage, so its group waits for an hour. A rank that hangs is
+found much sooner: ranks show each other that they live while they save (`mesh.faults.Pulse`), and
+whoever waits for a save looks at that. Hence the thread: what blocks in a collective cannot look.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from torchtitan.base.errors import ConfigError
@@ -24,9 +32,11 @@ from torchtitan.checkpoint.staging import Staging
 from torchtitan.checkpoint.state import RunState
 from torchtitan.checkpoint.storage import Component
 from torchtitan.config.schema import CheckpointConfig
+from torchtitan.mesh.faults import Pulse
 
 logger = logging.getLogger(__name__)
 SAVE_TIMEOUT = timedelta(hours=1)
+"""Longest wait within a save for a rank that lives."""
 PINNED = "async_with_pinned_mem"
 EXPORT = "export"  # inside the folder, where no name of a step can meet it
 Export = Callable[[Path, Path], None]
@@ -54,7 +64,8 @@ class CheckpointManager:
     """Saves one run's checkpoints.
 
     `state` is the run; `folder` holds the `step-N` folders; `manifest` is written into each of
-    them; `group` is this manager's own. `export`, where the weights go to Hugging Face at the end,
+    them; `group` is this manager's own; a rank that gives `pulse` no sign of life ends a save.
+    `export`, where the weights go to Hugging Face at the end,
     takes the last step's folder and that of the export. `validation_data` tells the data of the
     validation, if there is one, from others."""
 
@@ -66,6 +77,7 @@ class CheckpointManager:
         folder: Path,
         manifest: Mapping[str, Any],
         group: dist.ProcessGroup,
+        pulse: Pulse,
         export: Export | None = None,
         validation_data: str | None = None,
     ) -> None:
@@ -74,11 +86,10 @@ class CheckpointManager:
         self._settings = settings
         self._manifest = manifest
         self._group = group
+        self._pulse = pulse
         self._export = export
         self._validation_data = validation_data
-        self._thread: ThreadPoolExecutor | None = None
-        if settings.async_mode != "disabled":
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._in_background = settings.async_mode != "disabled"
         self._pending: Future[None] | None = None
         self._staging = Staging(pinned=settings.async_mode == PINNED)
 
@@ -98,21 +109,41 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: This save, or an earlier one in the background, failed.
+            PeerError: Another rank hangs.
         """
         if not self.is_due(last=last, now=now):
             return False
         step = self._state.progress.step
         self.wait()
         components = self._state.components()
-        if self._thread is None:
-            self._save(step, components, validation_loss)
-        else:
-            copy = self._staging.copy(components)
-            self._pending = self._thread.submit(self._save, step, copy, validation_loss)
-        if last:
+        saved = self._staging.copy(components) if self._in_background else components
+        self._start(partial(self._save, step, saved, validation_loss))
+        if last or not self._in_background:
             self.wait()
-            self._take_away(step, components)
+        if last:
+            self._start(partial(self._take_away, step, components))
+            self.wait()
         return True
+
+    def _start(self, action: Callable[[], None]) -> None:
+        """Run `action`, which all ranks take part in, in a thread; `wait` tells how it ended."""
+        pending: Future[None] = Future()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+        def run() -> None:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)  # each thread has its own
+                with self._pulse.beating():
+                    action()
+            except BaseException as error:  # noqa: BLE001 - DCP raises such; `wait` raises it
+                pending.set_exception(error)
+            else:
+                pending.set_result(None)
+
+        self._pending = pending
+        # a daemon: one that waits for a rank that hangs keeps no process from ending
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
     def complete(self) -> None:
         """Write the export of a run that is at its end already, where it is asked for and not
@@ -132,8 +163,10 @@ class CheckpointManager:
             return
         components = self._state.components()
         if not storage.on_first_rank(saved.is_file, group=self._group):
-            self._save(step, components, None)  # it came from another folder
-        self._take_away(step, components)
+            self._start(partial(self._save, step, components, None))  # it came from another folder
+            self.wait()
+        self._start(partial(self._take_away, step, components))
+        self.wait()
 
     def _take_away(self, step: int, components: Mapping[str, Component]) -> None:
         if self._export is not None:
@@ -191,13 +224,20 @@ class CheckpointManager:
         return pending is not None and pending.done() and pending.exception() is not None
 
     def wait(self) -> None:
-        """Wait for the save in flight, and raise what it raised."""
+        """Wait for the save in flight, and raise what it raised.
+
+        Raises:
+            PeerError: Another rank hangs.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
+            self._pulse.watch(pending)
             pending.result()
 
+    def suspicion(self) -> str:
+        """Say which ranks seem to hang, by a save in flight; "" if none does."""
+        return self._pulse.suspicion()
+
     def close(self) -> None:
-        """Wait for the save in flight, raise what it raised, and end the thread."""
+        """Wait for the save in flight, and raise what it raised."""
         self.wait()
-        if self._thread is not None:
-            self._thread.shutdown()

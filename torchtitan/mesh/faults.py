@@ -2,16 +2,117 @@
 
 A step whose loss or gradient norm is not finite is found on every rank alike, since both enter one
 reduced figure (`optim.clip.global_norm`), and no optimizer touches a weight for it. Only then is
-the time spent to ask every rank what it saw."""
+the time spent to ask every rank what it saw.
+
+A rank that hangs in a step is found by the timeout of the step's collectives. A save has no such
+limit, since storage may be slow: there each rank counts in the job's store while it works, and a
+count that stands still is a rank that hangs. Rank 0 watches all others, and they watch rank 0, so
+that the store gets a few requests a second from any number of ranks.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.base.errors import NonFiniteError
+
+logger = logging.getLogger(__name__)
+BEATS = 10
+"""Signs of life in the time after which a rank is taken for dead."""
+
+
+class PeerError(RuntimeError):
+    """Another rank hangs; started again, the run resumes."""
+
+
+class Pulse:
+    """This rank's sign of life and what is known of the others', in `store`.
+
+    A rank hangs if it gives none for `limit_seconds`. The count is made by a thread of its own: it
+    goes on while a rank writes to slow storage, and stops with the process.
+    """
+
+    def __init__(
+        self, store: dist.Store | None, *, rank: int, world_size: int, limit_seconds: float
+    ) -> None:
+        self._store, self._rank, self._limit = store, rank, limit_seconds
+        self._peers = range(1, world_size) if rank == 0 else range(1)
+        self._seen: dict[int, float] = {}
+        """When each rank that is watched last counted on."""
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Show that this rank lives, and watch others, while inside."""
+        if self._store is None or not self._peers:
+            yield
+            return
+        self._seen = dict.fromkeys(self._peers, time.monotonic())
+        ended = threading.Event()
+        threading.Thread(
+            target=self._beat, args=(self._store, ended), name="pulse", daemon=True
+        ).start()
+        try:
+            yield
+        finally:
+            self._seen = {}
+            ended.set()
+
+    def _beat(self, store: dist.Store, ended: threading.Event) -> None:
+        counts: dict[int, int] = {}
+        while not ended.is_set():
+            try:
+                store.add(f"pulse/{self._rank}", 1)
+                for peer in self._peers:
+                    count = store.add(f"pulse/{peer}", 0)
+                    if counts.get(peer) != count and not ended.is_set():
+                        counts[peer], self._seen[peer] = count, time.monotonic()
+            except RuntimeError as error:
+                # whoever holds it is gone or hangs: rank 0 or the launcher, found by the silence
+                logger.warning("the job's store gives no answer: %s", error)
+                return
+            ended.wait(self._limit / BEATS)
+
+    def complaint(self, *, seconds: float, awake_since: float = 0.0) -> str:
+        """Say which ranks were silent for so long, not counting the time before `awake_since`;
+        "" if none was."""
+        limit = time.monotonic() - seconds
+        silent = [str(rank) for rank, seen in self._seen.items() if max(seen, awake_since) < limit]
+        if not silent:
+            return ""
+        return (
+            f"no sign of life from rank{'s' * (len(silent) > 1)} {', '.join(silent)} for "
+            f"{seconds:g} s while a checkpoint was saved (comm.train_timeout_seconds is "
+            f"{self._limit:g}): hung, stopped or cut off; start again to resume from the last "
+            f"checkpoint"
+        )
+
+    def suspicion(self) -> str:
+        """Say which ranks have been silent for long enough to be why something else failed."""
+        return self.complaint(seconds=self._limit / 2)
+
+    def watch(self, save: Future[None]) -> None:
+        """Wait until `save` is done, which is `beating`.
+
+        Raises:
+            PeerError: Names the ranks that hang.
+        """
+        interval = self._limit / BEATS
+        awake_since = now = time.monotonic()
+        while wait([save], timeout=interval).not_done:
+            before, now = now, time.monotonic()
+            if now - before > 3 * interval:
+                awake_since = now  # this rank was stopped itself, and maybe the whole job
+            if complaint := self.complaint(seconds=self._limit, awake_since=awake_since):
+                raise PeerError(complaint)
 
 
 def raise_if_nonfinite(norm: float, *, loss: Tensor, step: int) -> None:

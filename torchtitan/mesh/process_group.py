@@ -9,21 +9,28 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.schema import CommConfig
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
+REPORTS = "reports"
+SECONDS_TO_REPORT = 2.0
+"""How long other ranks may take to ask who reports an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +77,39 @@ def init_process_group(
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda" and settings.trace_buf_size > 0:
         _enable_flight_recorder(settings, dump_folder=dump_folder)
-    store = dist.HashStore() if launch.world_size == 1 else None
+    timeout = timedelta(seconds=settings.init_timeout_seconds)
     dist.init_process_group(
         backend,
-        store=store,
+        store=_store_of_run(launch, timeout=timeout),
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout=timedelta(seconds=settings.init_timeout_seconds),
+        timeout=timeout,
     )
+
+
+def _store_of_run(launch: Launch, *, timeout: timedelta) -> dist.Store:
+    """Return a store that no earlier run of these processes has written to."""
+    if launch.world_size == 1:
+        return dist.HashStore()
+    store = _store_of_job(launch, *(os.environ[name] for name in MEETING_POINT))
+    store.set_timeout(timeout)
+    # where the last run's groups met, this one's would find the addresses of the dead
+    number = store.add(f"runs of rank {launch.rank}", 1)
+    return dist.PrefixStore(f"run {number}", store)
+
+
+@cache  # as long as the process: whoever is first at the next run would meet a store that closes
+def _store_of_job(launch: Launch, *meeting_point: str) -> dist.Store:
+    place = {"rank": launch.rank, "world_size": launch.world_size}
+    store: dist.Store = next(rendezvous("env://", **place))[0]
+    return store
+
+
+def end_process_group() -> None:
+    """Leave the job's group, if this process is in one, so that it may join another."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _clear_sharding_prop_cache()  # it remembers meshes, and an equal mesh has other groups next
 
 
 def _enable_flight_recorder(settings: CommConfig, *, dump_folder: Path) -> None:
@@ -115,9 +147,28 @@ def gather(tensor: Tensor) -> Tensor:
     return torch.stack(gathered)
 
 
-def is_first_to(action: str) -> bool:
-    """Tell whether this rank is the first of the job to ask for `action`, without waiting."""
-    return _get_default_store().add(action, 1) == 1
+def job_store() -> dist.Store:
+    """Return what all ranks of the job share, without waiting for each other."""
+    return _get_default_store()
+
+
+def is_first_to_report() -> bool:
+    """Tell whether this rank is the first of the job to report an error, without waiting."""
+    try:
+        return job_store().add(REPORTS, 1) == 1
+    except dist.DistError:  # the store went with rank 0: better said twice than never
+        return True
+
+
+def await_reports() -> None:
+    """Let others ask `is_first_to_report`, where this process holds the store; not for long."""
+    if not dist.is_initialized() or dist.get_rank() != 0:
+        return
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    deadline = time.monotonic() + SECONDS_TO_REPORT
+    while job_store().add(REPORTS, 0) < dist.get_world_size() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def leave(exit_code: int) -> None:
