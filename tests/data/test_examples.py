@@ -110,9 +110,10 @@ def test_hugging_face_tokenizers_divide_at_special_tokens_only_when_asked(tmp_pa
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{", r"must be one JSON object: Expecting [^:]* at column 2$"),
-        ("[", r"must be .*: Expecting value at column 2; files hold one JSON object a line, not"),
-        ("[1]", r"must be {\"messages\".* or {\"prompt\".*, got an array; write one JSON object a"),
+        ("{", r"must be one JSON object: this one ends after '{'; .*jq -c \."),
+        ("[", r"must be .*: this one ends after '\['; .*jq -c '\.\[\]'"),
+        ("[1]", r"must be one JSON object: it is an array; .*jq -c '\.\[\]'"),
+        ("5", r"must be {\"messages\".* or {\"prompt\".*, got a number, 5"),
         ("{}", r"must be .*, got neither"),
         ('{"text": "a"}', r"must be .*, got keys 'text'"),
         ('{"messages": [], "prompt": "a"}', r"must be .*, got keys 'messages', 'prompt'"),

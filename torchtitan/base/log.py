@@ -207,3 +207,8 @@ def _adopt_library_loggers() -> None:
 
 def _standard_streams() -> tuple[TextIO | None, ...]:
     return (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 document, 2 documents."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

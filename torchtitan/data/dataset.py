@@ -24,10 +24,11 @@ import torch
 
 from torchtitan.base.errors import DataError
 from torchtitan.data.builtin import StdlibCorpus, SyntheticCorpus
+from torchtitan.data.files import STORE, find_files
 from torchtitan.data.prepare import cached_store
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.sampler import Mixture, Permutation
-from torchtitan.data.source import STORE, Corpus, FileCorpus, find_files
+from torchtitan.data.source import Corpus, FileCorpus
 from torchtitan.data.store import TokenStore
 
 if TYPE_CHECKING:

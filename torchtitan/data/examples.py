@@ -28,7 +28,8 @@ import numpy.typing as npt
 
 from torchtitan.base.errors import DataError
 from torchtitan.data.chat import BEGIN_MARK, END_MARK, ChatTemplate, Message
-from torchtitan.data.source import JSON_LINES, check_characters, parse_line, read_lines
+from torchtitan.data.files import kind_of
+from torchtitan.data.source import check_characters, parse_line, read_lines, type_name
 from torchtitan.data.text import any_of
 from torchtitan.data.tokenizer import Tokenizer
 
@@ -60,10 +61,9 @@ Example = Conversation | Continuation
 
 def read_examples(file: Path) -> Iterator[Example]:
     """Yield the examples of a JSON Lines file; raise DataError for what is none, with its place."""
-    kind = Path(file.stem).suffix if file.suffix in (".gz", ".zst") else file.suffix
-    if kind not in JSON_LINES:
+    if kind_of(file) != "lines":
         raise DataError(
-            f"examples must be JSON Lines ({', '.join(sorted(JSON_LINES))}), got {file}; "
+            f"examples must be JSON Lines (.jsonl, .ndjson, .json), got {file}; "
             f'text is read with training.dataset = "files"'
         )
     for line, where in read_lines(file):
@@ -75,8 +75,8 @@ def parse_example(value: object, *, where: str) -> Example:
     keys = value.keys() if isinstance(value, dict) else set()
     if not isinstance(value, dict) or ("messages" in keys) == bool({"prompt", "completion"} & keys):
         got = f"keys {', '.join(map(repr, keys))}" if keys else "neither"
-        if isinstance(value, list):
-            got = "an array; write one JSON object a line"
+        if not isinstance(value, dict):
+            got = type_name(value)
         raise DataError(f"{where} must be {SHAPES}, got {got}")
     for text in _strings(value):
         check_characters(text, where=where)

@@ -31,11 +31,12 @@ from torchtitan.data.chat import ChatTemplate
 from torchtitan.data.chat_files import find_template
 from torchtitan.data.dataset import IGNORED
 from torchtitan.data.examples import Encoder, Example, parse_example, read_examples
+from torchtitan.data.files import find_files
 from torchtitan.data.packing import pack
 from torchtitan.data.prepare import cached
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.sampler import Permutation
-from torchtitan.data.source import file_identity, find_files
+from torchtitan.data.source import check_heads, file_identity
 from torchtitan.data.store import StoreWriter, TokenStore
 from torchtitan.data.tokenizer import Tokenizer
 
@@ -75,7 +76,8 @@ class FileExamples:
         return [*map(file_identity, self._files)]
 
     def examples(self) -> Iterator[Example]:
-        """Yield the examples of each file."""
+        """Yield the examples of each file, once it is known that none is binary."""
+        check_heads(self._files)
         for file in self._files:
             yield from read_examples(file)
 

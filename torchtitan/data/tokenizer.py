@@ -90,8 +90,8 @@ class ByteTokenizer:
         return b"".join(parts).decode(errors="replace")
 
 
-def build_tokenizer(path: str) -> Tokenizer:
-    """Return the tokenizer that `model.tokenizer_path` names.
+def build_tokenizer(path: str, *, key: str = "model.tokenizer_path") -> Tokenizer:
+    """Return the tokenizer that the setting `key` names.
 
     `byte` and `bpe_2048` are built in; a folder or a `.json` file is read as Hugging Face's, any
     other file as tiktoken's. Raises DataError when it is missing, damaged or has no end token.
@@ -101,7 +101,7 @@ def build_tokenizer(path: str) -> Tokenizer:
     file = BUILT_IN.get(path, Path(path).expanduser())
     if not file.exists():
         raise DataError(
-            f"model.tokenizer_path must be a file, a folder with tokenizer.json, or one of "
+            f"{key} must be a file, a folder with tokenizer.json, or one of "
             f"{', '.join(['byte', *BUILT_IN])}; found nothing at {path!r}"
         )
     if file.is_dir() or file.suffix == ".json":
