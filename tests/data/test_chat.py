@@ -247,7 +247,7 @@ def test_answers_that_are_not_learnt(source: str) -> None:
 def test_whose_a_marked_part_is_must_be_clear() -> None:
     one = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
     assert len(learnt_of(one, CHAT)) == 1
-    with pytest.raises(DataError, match=r"f line 1: an answer .* marks 1 parts for 2 answers; put"):
+    with pytest.raises(DataError, match=r"f line 1: an answer .* marks 1 part for 2 answers; put"):
         learnt_of(one, [*CHAT[:3], {**CHAT[3], "weight": 0}])
 
 

@@ -145,7 +145,7 @@ def put(offset: int, data: bytes):  # type: ignore[no-untyped-def]
         (put(17, b"\x07"), "type 7"),
         (put(17, b"\x05"), "sequence 1, .* begins at byte 6, the one before ends at 24"),
         (put(18, b"\xff" * 8), "must be .* bytes"),
-        (put(34 + 12 * 4 + 8 * 4, b"\x09"), "documents do not cover"),
+        (put(34 + 12 * 4 + 8 * 3, b"\x09"), "documents do not cover"),
         # lengths 3, 1, 2, 2; sequences 2 and 3 are of document 2
         (put(34, struct.pack("<i", -3)), "sequence 0, of document 0 .* has -3 tokens; write"),
         (put(34 + 4 * 2, struct.pack("<2i", 5, -1)), "sequence 3, of document 2 .* has -1 tokens"),

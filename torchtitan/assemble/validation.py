@@ -11,6 +11,7 @@ import torch
 
 from torchtitan.assemble.data import build_samples
 from torchtitan.base.errors import DataError
+from torchtitan.base.log import counted
 from torchtitan.config.schema import Config, TrainingConfig
 from torchtitan.data.loader import Loader, Numbered
 from torchtitan.data.tokenizer import build_tokenizer
@@ -57,11 +58,11 @@ def build_validator(
         num_batches=None if validation.steps == -1 else validation.steps,
     )
     logger.info(
-        "Validation on %d samples of %d tokens in %d batches, every %d steps",
-        batches.num_drawn,
-        source.seq_len,
-        batches.num_batches,
-        validation.freq,
+        "Validation on %s of %s in %s, every %s",
+        counted(batches.num_drawn, "sample"),
+        counted(source.seq_len, "token"),
+        f"{batches.num_batches} {'batch' if batches.num_batches == 1 else 'batches'}",
+        "step" if validation.freq == 1 else f"{validation.freq} steps",
     )
     return Validator(
         loader=Loader(

@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 
 from torchtitan.base.errors import DataError
+from torchtitan.base.log import counted
 from torchtitan.data.builtin import SyntheticExamples
 from torchtitan.data.chat import ChatTemplate
 from torchtitan.data.chat_files import find_template
@@ -244,9 +245,9 @@ def _encode(source: ExampleSource, encoder: Encoder, *, writer: StoreWriter) -> 
             writer.add(row, ends_document=True)
     if not writer.num_documents:
         raise DataError(
-            f"there must be an example with an answer to learn, {source.name} has {num_skipped} "
-            f"examples, and no assistant's words or completion in any; if there are such, see "
-            f"what the {{% generation %}} marks of the chat template hold"
+            f"there must be an example with an answer to learn, {source.name} has "
+            f"{counted(num_skipped, 'example')}, and no assistant's words or completion in any; "
+            f"if there are such, see what the {{% generation %}} marks of the chat template hold"
         )
     return {
         "source": source.name,
@@ -288,7 +289,7 @@ def _plan(examples: Rows, plan: Plan, *, writer: StoreWriter) -> dict[str, Any]:
     if not numbers:
         raise DataError(
             f"there must be an example with an answer within training.seq_len = {plan.seq_len} "
-            f"tokens, all of {len(examples)} are longer; raise training.seq_len"
+            f"tokens, found none in {counted(len(examples), 'example')}; raise training.seq_len"
         )
     groups: Iterable[list[int]] = ([place] for place in range(len(lengths)))
     if plan.packing == "packed":
@@ -308,31 +309,31 @@ def _report(found: Mapping[str, Any], planned: Mapping[str, Any], *, plan: Plan)
     seq_len = plan.seq_len
     capacity = planned["num_samples"] * seq_len
     logger.info(
-        "%s: %d of %d examples in %d samples of %d tokens, %.1f %% padding, loss on %.1f %%",
+        "%s: %d of %s in %s of %s, %.1f %% padding, loss on %.1f %%",
         found["source"],
         planned["num_used"],
-        found["num_examples"],
-        planned["num_samples"],
-        seq_len,
+        counted(found["num_examples"], "example"),
+        counted(planned["num_samples"], "sample"),
+        counted(seq_len, "token"),
         100 - 100 * planned["num_places"] / capacity,
         100 * planned["num_labels"] / capacity,
     )
     long, cut_off = planned.get("too_long", 0), planned.get("answer_cut_off", 0)
     if long or cut_off or found["without_answer"]:
         logger.warning(
-            "%s: %d examples are longer than training.seq_len = %d (long_examples: %s); left out "
-            "are %d without an answer, and %d without one in their first %d tokens",
+            "%s: longer than training.seq_len = %d: %s (long_examples: %s); left out: %s without "
+            "an answer, and %d without one in the first %s",
             found["source"],
-            long,
             seq_len,
+            counted(long, "example"),
             plan.long_examples,
-            found["without_answer"],
+            counted(found["without_answer"], "example"),
             cut_off,
-            seq_len,
+            counted(seq_len, "token"),
         )
     if found["without_end"]:
         logger.warning(
             "the chat template's {%% generation %%} marks leave out the token that ends the turn "
-            "in %d examples: the model will not learn to end; move {%% endgeneration %%} behind it",
-            found["without_end"],
+            "in %s: the model will not learn to end; move {%% endgeneration %%} behind it",
+            counted(found["without_end"], "example"),
         )
