@@ -22,6 +22,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
+from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
@@ -46,6 +47,22 @@ SAYS = ("content", "tool_calls", "reasoning_content", "thinking")
 # a conversation takes about a millisecond
 LIMITS = Limits(seconds=10, gib=1)
 MAX_CHARS = 1 << 26
+
+
+class Conversation(NamedTuple):
+    """Messages in turn, the tools that they speak of, and file and line for messages of ours."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None
+    where: str
+
+
+class _Part(NamedTuple):
+    """The first messages of a conversation, and whether an answer is asked for behind them."""
+
+    conversation: Conversation
+    num_messages: int
+    asks: bool
 
 
 class Rendered(NamedTuple):
@@ -154,16 +171,10 @@ class ChatTemplate:
         self._special = re.compile(rf"\s*(?:{any_of(special)})")
         self._ending = re.compile(rf"(?:{any_of(special)})(?=\s*\Z)")
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        where: str,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-    ) -> str:
+    def render(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
         """Return the text, as the model is to read it; raise DataError for what goes wrong."""
-        (marked,) = self._run([(messages, add_generation_prompt)], tools, where)
+        part = _Part(conversation, len(conversation.messages), add_generation_prompt)
+        (marked,) = self._run([part])
         return marked.replace(BEGIN_MARK, "").replace(END_MARK, "")
 
     def end_of_turn(self) -> str | None:
@@ -172,66 +183,75 @@ class ChatTemplate:
         Raises DataError where it fails on a question and an answer.
         """
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
-        text = self.render(turns, where="to find the token that ends an answer")
+        text = self.render(Conversation(turns, None, "to find the token that ends an answer"))
         found = self._special.match(text.rpartition(PROBE)[2])
         return found[0].strip() if found else None
 
-    def _run(
-        self,
-        parts: Sequence[tuple[Sequence[Message], bool]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        where: str,
-    ) -> list[str]:
-        """Return the text of each part: its messages, and whether it asks for an answer."""
+    def conversations(self, conversations: Sequence[Conversation]) -> list[Rendered]:
+        """Return their texts and what of each is to be learnt; raise DataError if that is unclear.
+
+        Parts end with the special token that ends the turn. White space behind it, which some
+        templates write, is nothing that the model will be asked for. Many at once cost less.
+        """
+        # the whole, and before each answer to be learnt what asks for it, and the text with it
+        parts = [
+            [
+                _Part(conversation, len(conversation.messages), False),
+                *(
+                    _Part(conversation, i + answered, not answered)
+                    for i, message in enumerate(conversation.messages)
+                    if is_due(message) and not self._program.about
+                    for answered in (0, 1)
+                ),
+            ]
+            for conversation in conversations
+        ]
+        texts = iter(self._run([part for each in parts for part in each]))
+        return [
+            self._divide(conversation, [*islice(texts, len(each))])
+            for conversation, each in zip(conversations, parts, strict=True)
+        ]
+
+    def _run(self, parts: Sequence[_Part]) -> list[str]:
         jobs = [
             {
-                "messages": messages,
-                "tools": tools,
+                "messages": part.conversation.messages[: part.num_messages],
+                "tools": part.conversation.tools,
                 "documents": None,
-                "add_generation_prompt": asks,
+                "add_generation_prompt": part.asks,
                 **self.variables,
             }
-            for messages, asks in parts
+            for part in parts
         ]
         try:
             return self._program.run(jobs)
         except ForeignError as error:
-            messages, asks = parts[error.index]
-            if asks and len(parts) > 1:
+            (messages, _, where), number, asks = parts[error.index]
+            if number < len(messages):
+                asked = f"the answer of message {number + asks} {'begins' if asks else 'ends'}"
                 raise DataError(
-                    f"{where}: to tell where the answer of message {len(messages) + 1} begins, the "
-                    f"{counted(len(messages), 'message')} before it are rendered alone, and on "
-                    f"them the chat template {self.origin} fails: {error}; put a message before it "
-                    f"that the template needs, or {MARKS} around the assistant's part in the "
-                    f"template"
+                    f"{where}: to tell where {asked}, the first {counted(number, 'message')} "
+                    f"must be rendered alone, and there the chat template {self.origin} fails: "
+                    f"{error}; put a message before it that the template needs, or {MARKS} around "
+                    f"the assistant's part in the template"
                 ) from error
             raise DataError(
                 f"{where}: the chat template {self.origin} fails: {error}; "
                 f"mend the messages or the template"
             ) from error
 
-    def conversation(
-        self,
-        messages: Sequence[Message],
-        *,
-        where: str,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Rendered:
-        """Return the text and what of it is to be learnt; raise DataError if that is unclear.
-
-        Parts end with the special token that ends the turn. White space behind it, which some
-        templates write, is nothing that the model will be asked for.
-        """
+    def _divide(self, conversation: Conversation, texts: Sequence[str]) -> Rendered:
+        """Return a conversation, given the texts of its parts."""
+        messages, _, where = conversation
+        whole, *texts = texts
         if self._program.about:
-            marked = _unmarked(*self._run([(messages, False)], tools, where))
+            marked = _unmarked(whole)
             return Rendered(marked.text, self._due(marked.spans, messages, where=where))
         due = [i for i, message in enumerate(messages) if is_due(message)]
-        parts = [(messages[: i + answered], not answered) for i in due for answered in (0, 1)]
-        whole, *texts = self._run([(messages, False), *parts], tools, where)
         spans = []
         for i, given, answered in zip(due, texts[::2], texts[1::2], strict=True):
             if not (answered.startswith(given) and whole.startswith(answered)):
-                plain = self.render(messages[:i], where=where, tools=tools) if i else ""
+                plain = self.render(conversation._replace(messages=messages[:i])) if i else ""
                 why = _difference(plain, given, answered)
                 raise DataError(
                     f"{where}: it cannot be told where the answer of message {i + 1} begins and "

@@ -18,6 +18,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 # part of the fingerprints: raise them when the same examples would become other numbers or samples
 FORMAT, ORDER = "examples 2", "1"
 WINDOW = 1 << 14
+EXAMPLES_AT_ONCE = 64
 
 
 class ExampleSource(Protocol):
@@ -237,12 +239,13 @@ def _hash(template: ChatTemplate | None) -> str:
 def _encode(source: ExampleSource, encoder: Encoder, *, writer: StoreWriter) -> dict[str, Any]:
     """Write the rows of all examples in which there is something to learn."""
     num_skipped = 0
-    for example in source.examples():
-        row = encoder.encode(example)
-        if row is None:
-            num_skipped += 1
-        else:
-            writer.add(row, ends_document=True)
+    examples = source.examples()
+    while batch := [*islice(examples, EXAMPLES_AT_ONCE)]:
+        for row in encoder.encode(batch):
+            if row is None:
+                num_skipped += 1
+            else:
+                writer.add(row, ends_document=True)
     if not writer.num_documents:
         raise DataError(
             f"there must be an example with an answer to learn, {source.name} has "

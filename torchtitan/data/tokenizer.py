@@ -51,8 +51,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without begin or end token."""
 
-    def encode_special(self, text: str) -> Encoded:
-        """Return the ids of `text` in which the names of special tokens stand for these."""
+    def encode_special(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return the ids of each text, in which the names of special tokens stand for these."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text; other threads run meanwhile where the library allows."""
@@ -73,11 +73,14 @@ class ByteTokenizer:
         """Return the bytes of `text`."""
         return list(text.encode())
 
-    def encode_special(self, text: str) -> Encoded:
-        """Return the bytes of `text`, and 256 and 257 where it names them."""
-        return encode_around(
-            text, special=self.special_tokens, encode=self.encode, num_bytes=lambda _: 1
-        )
+    def encode_special(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return the bytes of each text, and 256 and 257 where it names them."""
+        return [
+            encode_around(
+                text, special=self.special_tokens, encode=self.encode, num_bytes=lambda _: 1
+            )
+            for text in texts
+        ]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the bytes of each text."""

@@ -44,14 +44,14 @@ def load_tokenizer(source: bytes) -> Loaded:
         encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
-    def encode_special(text: str) -> Encoded:
+    def encode_special(texts: list[str]) -> list[Encoded]:
         tokenizer.encode_special_tokens = False
         try:
-            encoding = tokenizer.encode(text, add_special_tokens=False)
+            encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
         finally:
             tokenizer.encode_special_tokens = True
         # where they begin is not taken: byte-level tokenizers leave leading spaces out of it
-        return Encoded(encoding.ids, [end for _, end in encoding.offsets])
+        return [Encoded(each.ids, [end for _, end in each.offsets]) for each in encodings]
 
     def decode(ids: list[int]) -> str:
         known = [i for i in ids if tokenizer.id_to_token(i) is not None]
@@ -95,9 +95,9 @@ class HuggingFaceTokenizer:
         ids: list[int] = self.encode_batch([text])[0].tolist()
         return ids
 
-    def encode_special(self, text: str) -> Encoded:
-        """Return the ids of `text` in which the names of special tokens stand for these."""
-        encoded: Encoded = self._call("encode_special", text, [text])
+    def encode_special(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return the ids of each text, in which the names of special tokens stand for these."""
+        encoded: list[Encoded] = self._call("encode_special", list(texts), texts)
         return encoded
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
