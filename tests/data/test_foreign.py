@@ -99,7 +99,7 @@ def tokenizer_file(folder: Path, **parts: object) -> str:
     return str(folder)
 
 
-EXPONENTIAL, SQUARE = Regex(r"(a+)+b"), Regex("a*b")
+EXPONENTIAL, SQUARE = Regex(r"(a+)+b"), Regex(r"\w*\d")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +82,8 @@ class HuggingFaceTokenizer:
                 f"reading {path} needs the package 'tokenizers'; "
                 f"install it, in the repository, with: pip install -e '.[hf]'"
             )
+        self._turn = threading.Lock()
+        self._waiting: deque[tuple[Sequence[str], Future[list[Ids]]]] = deque()
         self._file = file = path / "tokenizer.json" if path.is_dir() else path
         text = read_bytes(file)
         try:
@@ -101,9 +107,26 @@ class HuggingFaceTokenizer:
         return encoded
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of each text, encoded by the library's own threads."""
-        ids: list[Ids] = self._call("encode_batch", list(texts), texts)
-        return ids
+        """Return the ids of each text, encoded by the library's own threads.
+
+        There is one child, so texts of threads that wait for it are sent together: the library
+        divides them among cores, which it cannot do with a single long one.
+        """
+        mine: Future[list[Ids]] = Future()
+        self._waiting.append((texts, mine))
+        with self._turn:
+            if not mine.done():
+                jobs = [self._waiting.popleft() for _ in range(len(self._waiting))]
+                together = [text for each, _ in jobs for text in each]
+                try:
+                    ids = iter(self._call("encode_batch", together, together))
+                except BaseException as error:
+                    for _, job in jobs:
+                        job.set_exception(error)
+                    raise
+                for each, job in jobs:
+                    job.set_result([*islice(ids, len(each))])
+        return mine.result()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`; cut characters become U+FFFD, unknown ids are left out."""
