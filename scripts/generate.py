@@ -105,7 +105,8 @@ def write(args: argparse.Namespace) -> list[str]:
 def go_on(writer: Writer, prompts: Sequence[str], args: argparse.Namespace) -> list[str]:
     """Return each prompt with its continuation."""
     tokenizer = writer.tokenizer
-    encode = (lambda p: list(tokenizer.encode_special(p).ids)) if args.special else tokenizer.encode
+    special = tokenizer.encode_special
+    encode = (lambda p: list(special([p])[0].ids)) if args.special else tokenizer.encode
     ids = [encode(prompt) or [tokenizer.eos_id] for prompt in prompts]
     # decoded together: a character may have begun in the prompt's last token
     return [

@@ -18,22 +18,26 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from torchtitan.base.errors import DataError, UserError
+from torchtitan.base.log import amount
+from torchtitan.data.files import STORE, find_files
 from torchtitan.data.prepare import tokenize
-from torchtitan.data.source import STORE, FileCorpus, find_files
+from torchtitan.data.source import FileCorpus
 from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import build_tokenizer
 
 
 def prepare(patterns: Sequence[str], *, prefix: str, tokenizer_path: str, text_key: str) -> str:
     """Write the store `prefix` from the files of all patterns; return a line about it."""
-    files = tuple(file for pattern in patterns for file in find_files(pattern))
+    files = tuple(file for pattern in patterns for file in find_files(pattern, key="files"))
     stores = [file for file in files if file.suffix in STORE]
     if stores:
         raise DataError(f"{stores[0]} is a token store already; name text files")
-    tokenizer = build_tokenizer(tokenizer_path)
+    tokenizer = build_tokenizer(tokenizer_path, key="--tokenizer")
     with open_writer(prefix, vocab_size=tokenizer.vocab_size) as writer:
-        tokenize(FileCorpus(files, text_key), tokenizer=tokenizer, writer=writer)
-    return f"{prefix}.bin, .idx: {writer.num_documents} documents, {writer.num_tokens} tokens"
+        corpus = FileCorpus(files, text_key, setting="--text_key")
+        tokenize(corpus, tokenizer=tokenizer, writer=writer)
+    documents = amount(writer.num_documents, "document")
+    return f"{prefix}.bin, .idx: {documents}, {amount(writer.num_tokens, 'token')}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

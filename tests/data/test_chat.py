@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from tests.data.chats import CHAT, CHATML, MARKED, TEMPLATES, write_tokenizer
 from torchtitan.base.errors import DataError
-from torchtitan.data.chat import ChatTemplate
+from torchtitan.data.chat import ChatTemplate, Rendered
 from torchtitan.data.chat_files import find_template
 from torchtitan.data.examples import Conversation, Encoder
 from torchtitan.data.tokenizer import build_tokenizer
@@ -27,6 +27,10 @@ CALL = [
 
 def template_of(source: str, **variables: str) -> ChatTemplate:
     return ChatTemplate(source, origin="x.jinja", variables=variables, special=["<|im_end|>"])
+
+
+def divided(template: ChatTemplate, messages: list[dict[str, object]], where: str) -> Rendered:
+    return template.conversations([Conversation(messages, None, where)])[0]
 
 
 def found(folder: Path, setting: str | None = None) -> ChatTemplate:
@@ -47,7 +51,7 @@ def test_the_text_of_transformers(tmp_path: Path, name: str) -> None:
             expected = oracle.apply_chat_template(
                 chat, tools=TOOLS, tokenize=False, add_generation_prompt=prompt
             )
-            got = template.render(chat, tools=TOOLS, where="here", add_generation_prompt=prompt)
+            got = template.render(Conversation(chat, TOOLS, "here"), add_generation_prompt=prompt)
             assert got == expected
 
 
@@ -70,7 +74,7 @@ def test_an_answer_may_have_no_end() -> None:
 def test_the_ids_of_transformers(tmp_path: Path, name: str) -> None:
     folder = write_tokenizer(tmp_path, template=TEMPLATES[name])
     tokenizer, oracle = build_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
-    row = Encoder(tokenizer, found(folder)).encode(Conversation(CHAT, None, "here"))
+    row = Encoder(tokenizer, found(folder)).encode([Conversation(CHAT, None, "here")])[0]
     assert row is not None
     assert (row >> 1).tolist() == oracle.apply_chat_template(CHAT, return_dict=False)
     learnt = oracle.decode((row >> 1)[(row & 1).astype(bool)])
@@ -90,7 +94,7 @@ def test_the_marked_tokens_of_transformers(tmp_path: Path) -> None:
     # the header's last line end and the answer's first ones are a token, which counts as the answer
     chat += [CHAT[0], {"role": "assistant", "content": "\n\nSo."}]
     encoder = Encoder(build_tokenizer(str(folder)), found(folder))
-    row = encoder.encode(Conversation(chat, None, "here"))
+    row = encoder.encode([Conversation(chat, None, "here")])[0]
     expected = oracle.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
     assert row is not None
     assert (row >> 1).tolist() == expected["input_ids"]
@@ -104,7 +108,7 @@ def test_prefixes_find_what_marks_say(tmp_path: Path) -> None:
     (tmp_path / "plain.jinja").write_text(unmarked)
     tokenizer = build_tokenizer(str(folder))
     rows = [
-        Encoder(tokenizer, found(folder, setting)).encode(Conversation(CHAT, None, "here"))
+        Encoder(tokenizer, found(folder, setting)).encode([Conversation(CHAT, None, "here")])[0]
         for setting in (None, str(tmp_path / "plain.jinja"))
     ]
     assert rows[0] is not None
@@ -115,7 +119,7 @@ def test_prefixes_find_what_marks_say(tmp_path: Path) -> None:
 def test_built_in_tokenizers_have_a_template(name: str) -> None:
     tokenizer = build_tokenizer(name)
     template = find_template(None, tokenizer=tokenizer, tokenizer_path=name)
-    row = Encoder(tokenizer, template).encode(Conversation(CHAT, None, "here"))
+    row = Encoder(tokenizer, template).encode([Conversation(CHAT, None, "here")])[0]
     assert row is not None
     text = "".join(f"{m['role']}<|begin_of_text|>{m['content']}<|end_of_text|>" for m in CHAT)
     assert tokenizer.decode((row >> 1).tolist()) == text
@@ -123,8 +127,8 @@ def test_built_in_tokenizers_have_a_template(name: str) -> None:
     assert learnt == "".join(f"{m['content']}<|end_of_text|>" for m in CHAT[1::2])
     # what the model is given when it answers are the very tokens before the answer
     assert template is not None
-    given = template.render(CHAT[:1], where="here", add_generation_prompt=True)
-    ids = list(tokenizer.encode_special(given).ids)
+    given = template.render(Conversation(CHAT[:1], None, "here"), add_generation_prompt=True)
+    ids = list(tokenizer.encode_special([given])[0].ids)
     assert (row >> 1)[: len(ids)].tolist() == ids
     assert not (row & 1)[: len(ids)].any()
     assert (row & 1)[len(ids)]
@@ -132,14 +136,17 @@ def test_built_in_tokenizers_have_a_template(name: str) -> None:
 
 def test_where_templates_are_found(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "a", template="stored {{ bos_token }}{{ unk_token }}")
-    assert found(folder).render(CHAT, where="here") == "stored <|begin|>"
-    assert found(folder / "tokenizer.json").render(CHAT, where="here") == "stored <|begin|>"
+    assert found(folder).render(Conversation(CHAT, None, "here")) == "stored <|begin|>"
+    assert (
+        found(folder / "tokenizer.json").render(Conversation(CHAT, None, "here"))
+        == "stored <|begin|>"
+    )
     named = [{"name": "rag", "template": "other"}, {"name": "default", "template": "named"}]
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
     assert found(folder).source == "named"
     (folder / "chat_template.jinja").write_text("beside {{ eos_token }}")
-    assert found(folder).render(CHAT, where="here") == "beside <|end|>"
+    assert found(folder).render(Conversation(CHAT, None, "here")) == "beside <|end|>"
     (tmp_path / "mine.jinja").write_text("mine")
     assert found(folder, str(tmp_path / "mine.jinja")).source == "mine"
     with pytest.raises(DataError, match=r"cannot read .*none\.jinja: No such file"):
@@ -183,7 +190,7 @@ def test_templates_that_fail(source: str, complaint: str) -> None:
     with pytest.raises(
         DataError, match=rf"f.jsonl line 7: .*x.jinja fails: .*({complaint}).*; mend"
     ):
-        template_of(source).conversation(chat, where="f.jsonl line 7")
+        divided(template_of(source), chat, "f.jsonl line 7")
     assert chat == CHAT
 
 
@@ -194,7 +201,7 @@ def test_what_templates_may_ask_for() -> None:
         "{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}{{ {'a': 'é<'} | tojson }}"
         "{% endif %}"
     )
-    assert template_of(source).render(CHAT, where="here") == '42{"a": "é<"}'
+    assert template_of(source).render(Conversation(CHAT, None, "here")) == '42{"a": "é<"}'
 
 
 def test_an_answer_that_changes_later_is_refused() -> None:
@@ -206,28 +213,28 @@ def test_an_answer_that_changes_later_is_refused() -> None:
     with pytest.raises(
         DataError, match=r"f line 1: it cannot be .* the answer of message 2 .* in another way once"
     ):
-        template_of(drops).conversation(CHAT, where="f line 1")
+        divided(template_of(drops), CHAT, "f line 1")
     prompts = CHATML.replace("assistant\\n' }}", "assistant\\n<think>' }}")
     with pytest.raises(
         DataError,
         match=r"prompt writes '<think>', with .* begin so, or put {% generation %} and {% endgen",
     ):
-        template_of(prompts).conversation(CHAT, where="f line 1")
+        divided(template_of(prompts), CHAT, "f line 1")
     # one answer, the last: nothing changes after it
-    assert len(template_of(drops).conversation(CHAT[:2], where="f line 1").spans) == 1
+    assert len(divided(template_of(drops), CHAT[:2], "f line 1").spans) == 1
 
 
 def test_a_template_that_fails_on_the_messages_before_an_answer() -> None:
     with pytest.raises(
         DataError,
-        match=r"f line 1: .* message 1 begins, the 0 messages before it are rendered alone, and on "
-        r"them the chat template x.jinja fails: list object has no element 0; put a message",
+        match=r"f line 1: .* message 1 begins, the first 0 messages must be rendered alone, and "
+        r"there the chat template x.jinja fails: list object has no element 0; put a message",
     ):
-        template_of(CHATML).conversation(CHAT[1:], where="f line 1")
+        divided(template_of(CHATML), CHAT[1:], "f line 1")
 
 
 def learnt_of(source: str, messages: list[dict[str, object]]) -> list[str]:
-    rendered = template_of(source).conversation(messages, where="f line 1")
+    rendered = divided(template_of(source), messages, "f line 1")
     return [rendered.text[start:stop] for start, stop in rendered.spans]
 
 
@@ -247,7 +254,7 @@ def test_answers_that_are_not_learnt(source: str) -> None:
 def test_whose_a_marked_part_is_must_be_clear() -> None:
     one = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
     assert len(learnt_of(one, CHAT)) == 1
-    with pytest.raises(DataError, match=r"f line 1: an answer .* marks 1 parts for 2 answers; put"):
+    with pytest.raises(DataError, match=r"f line 1: an answer .* marks 1 part for 2 answers; put"):
         learnt_of(one, [*CHAT[:3], {**CHAT[3], "weight": 0}])
 
 
@@ -256,9 +263,9 @@ def test_marks_without_the_end_of_the_turn_are_noticed() -> None:
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
         "<|im_end|>{% endfor %}"
     )
-    assert marked.leaves_out_end(marked.conversation(CHAT, where="here"))
+    assert marked.leaves_out_end(divided(marked, CHAT, "here"))
     whole = template_of(
         "{% for m in messages %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
         "<|im_end|>{% endfor %}"
     )
-    assert not whole.leaves_out_end(whole.conversation(CHAT, where="here"))
+    assert not whole.leaves_out_end(divided(whole, CHAT, "here"))

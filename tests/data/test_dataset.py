@@ -58,7 +58,9 @@ def test_the_last_whole_sample_is_used(tmp_path: Path, num_tokens: int) -> None:
 
 def test_too_few_tokens(tmp_path: Path) -> None:
     paths = write_texts(tmp_path / "texts", {"a.txt": "x" * (SEQ_LEN - 1)})
-    with pytest.raises(DataError, match=r"\+ 1 = 17 tokens, .* has 16; .*lower training.seq_len"):
+    with pytest.raises(
+        DataError, match=r"\+ 1 = 17 tokens, .*texts/a\.txt has 16; .*lower training"
+    ):
         dataset_of(tmp_path, dataset_path=paths)
 
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.data.helpers import SEQ_LEN, dataset_of, loader_of, write_texts
-from tests.data.test_store import put, write_by_hand
-from torchtitan.base.errors import DataError
+from tests.data.test_store import write_by_hand
 from torchtitan.data import store as store_module
 from torchtitan.data.dataset import Dataset
 from torchtitan.data.store import TokenStore, open_writer
@@ -57,13 +56,6 @@ def test_a_store_of_megatrons(tmp_path: Path, code: int) -> None:
     documents = [[[1, 2, 3], [4]], [], [[5]], [[], []], [[6, 7], [8, 9, 10]], []]
     write_by_hand(tmp_path / "theirs", documents, code=code)
     assert_boundaries(TokenStore(tmp_path / "theirs"), [sum(map(len, d)) for d in documents])
-
-
-def test_a_damaged_index_is_named(tmp_path: Path) -> None:
-    write_by_hand(tmp_path / "s", [[[1, 2]], [[3, 4]], [[5, 6]], [[7]]], code=8)
-    put(34 + 12 * 4 + 8 * 3, b"\x01")(tmp_path)  # the fourth document begins with the second
-    with pytest.raises(DataError, match=r"s\.idx is damaged: its documents are not in order"):
-        TokenStore(tmp_path / "s").boundaries(1, 7)
 
 
 def test_few_places_of_the_index_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_lines_become_examples(tmp_path: Path) -> None:
 
 
 def test_a_completion_is_learnt_with_its_end() -> None:
-    row = encoder().encode(Continuation("ab", "<|end_of_text|>", "here"))
+    row = encoder().encode([Continuation("ab", "<|end_of_text|>", "here")])[0]
     assert row is not None
     assert (row >> 1).tolist() == [*b"ab<|end_of_text|>", 257]
     assert (row & 1).tolist() == [0, 0, *[1] * 16]
@@ -65,7 +65,7 @@ def test_a_completion_is_learnt_with_its_end() -> None:
     ],
 )
 def test_nothing_to_learn(example: Conversation | Continuation) -> None:
-    assert encoder().encode(example) is None
+    assert encoder().encode([example]) == [None]
 
 
 def test_a_token_of_two_is_the_answers() -> None:
@@ -79,13 +79,13 @@ def test_a_token_of_two_is_the_answers() -> None:
 
 def test_where_tokens_end() -> None:
     text = "né\U0001f600<|end_of_text|>b"
-    encoded = BYTE.encode_special(text)
+    encoded = BYTE.encode_special([text])[0]
     assert list(encoded.ids) == [*"né\U0001f600".encode(), 257, ord("b")]
     assert list(encoded.ends) == [1, 2, 2, 3, 3, 3, 3, 18, 19]
     for name in ("byte", "bpe_2048"):
         tokenizer = build_tokenizer(name)
-        assert tokenizer.encode_special("").ends == []
-        whole = tokenizer.encode_special(text)
+        assert tokenizer.encode_special([""])[0].ends == []
+        whole = tokenizer.encode_special([text])[0]
         assert whole.ends[-1] == len(text)
         assert tokenizer.decode(whole.ids) == text
     longest = encode_around(
@@ -99,7 +99,7 @@ def test_hugging_face_tokenizers_divide_at_special_tokens_only_when_asked(tmp_pa
     tokenizer = build_tokenizer(str(folder))
     text = "a<|im_end|> b<think>"
     oracle = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert list(tokenizer.encode_special(text).ids) == oracle.encode(text).ids
+    assert list(tokenizer.encode_special([text])[0].ids) == oracle.encode(text).ids
     plain = tokenizer.encode(text)
     assert tokenizer.special_tokens["<|im_end|>"] not in plain
     assert "<think>" not in tokenizer.special_tokens
@@ -110,9 +110,10 @@ def test_hugging_face_tokenizers_divide_at_special_tokens_only_when_asked(tmp_pa
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{", r"must be one JSON object: Expecting [^:]* at column 2$"),
-        ("[", r"must be .*: Expecting value at column 2; files hold one JSON object a line, not"),
-        ("[1]", r"must be {\"messages\".* or {\"prompt\".*, got an array; write one JSON object a"),
+        ("{", r"must be one JSON object: this one ends after '{'; .*jq -c \."),
+        ("[", r"must be .*: this one ends after '\['; .*jq -c '\.\[\]'"),
+        ("[1]", r"must be one JSON object: it is an array; .*jq -c '\.\[\]'"),
+        ("5", r"must be {\"messages\".* or {\"prompt\".*, got a number, 5"),
         ("{}", r"must be .*, got neither"),
         ('{"text": "a"}', r"must be .*, got keys 'text'"),
         ('{"messages": [], "prompt": "a"}', r"must be .*, got keys 'messages', 'prompt'"),
@@ -167,10 +168,10 @@ def test_a_call_of_a_tool_needs_no_content(tmp_path: Path) -> None:
 def test_messages_that_spell_special_tokens(name: str) -> None:
     injected = [say("user", f"a{name}assistant"), say("assistant", "b")]
     with pytest.raises(DataError, match=r"here: no message may spell a special token.*found '"):
-        encoder().encode(Conversation(injected, None, "here"))
+        encoder().encode([Conversation(injected, None, "here")])
     tools = [{"description": f"a {name} b"}]
     with pytest.raises(DataError, match=r"here: no message may spell a special token"):
-        encoder().encode(Conversation(CHAT, tools, "here"))
+        encoder().encode([Conversation(CHAT, tools, "here")])
 
 
 def test_files_of_another_kind(tmp_path: Path) -> None:
@@ -182,4 +183,4 @@ def test_files_of_another_kind(tmp_path: Path) -> None:
 
 def test_messages_without_a_template() -> None:
     with pytest.raises(DataError, match=r"here has messages, which need a chat template"):
-        Encoder(BYTE, None).encode(Conversation(CHAT, None, "here"))
+        Encoder(BYTE, None).encode([Conversation(CHAT, None, "here")])

@@ -19,7 +19,7 @@ import zstandard
 from torchtitan.base.errors import DataError
 from torchtitan.data import source
 from torchtitan.data.builtin import StdlibCorpus, SyntheticCorpus
-from torchtitan.data.source import Corpus, FileCorpus, find_files, read_pieces
+from torchtitan.data.source import Corpus, FileCorpus, read_pieces
 
 
 def documents(corpus: Corpus) -> list[str]:
@@ -121,10 +121,16 @@ def test_json_lines_that_are_no_utf8(tmp_path: Path, suffix: str) -> None:
     [
         ("{", "line 2 must be one JSON object"),
         ('{"text": "a"} x', "line 2 must be one JSON object"),
-        ("[1]", "line 2 .* 'text'.* got no object"),
-        ('"text"', "line 2 .* got no object"),
+        ("[1]", r"line 2 .* is an array; .*jq -c '\.\[\]'"),
+        ("[", r"line 2 .* ends after '\['; .*jq -c '\.\[\]'"),
+        ("{\n", r"line 2 .* ends after '\{'; .*jq -c \."),
+        ('"text"', "line 2 must be a JSON object, got text, 'text'"),
         ('{"body": "a", "id": 1}', "line 2 .* got keys 'body', 'id'.*dataset_text_key"),
-        ('{"text": null}', "line 2 .* 'text'"),
+        ("{}", "line 2 .* got no keys.*dataset_text_key"),
+        ('{"text": null}', "line 2 must have text under the key 'text', got null"),
+        ('{"text": 5}', "line 2 must have text under the key 'text', got a number, 5;"),
+        ('{"text": true}', "line 2 .* got true or false, True;"),
+        ('{"text": ["a"]}', "line 2 .* got an array;"),
         ("[" * 100_000, "line 2 must be one JSON object"),
         (r'{"text": "ab\ud800"}', "line 2 .* character 2 .* surrogate"),
     ],
@@ -162,32 +168,6 @@ def test_unreadable_file(tmp_path: Path) -> None:
         documents_of(tmp_path / "gone.txt")
 
 
-def test_find_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("b.txt", "a.txt", "c.md", "s.bin", "s.idx", "[x].txt", "deep/d.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("text")
-    (tmp_path / "empty.txt").touch()
-
-    def names(pattern: str) -> list[str]:
-        return [p.relative_to(tmp_path).as_posix() for p in find_files(str(tmp_path / pattern))]
-
-    assert names("*.txt") == ["[x].txt", "a.txt", "b.txt"]
-    assert "1 of 4 files" in caplog.text
-    assert names("**/*.txt") == ["[x].txt", "a.txt", "b.txt", "deep/d.txt"]
-    assert names("[x].txt") == ["[x].txt"]
-    # a store is one thing, by any of its names
-    for store in ("s", "s.bin", "s.idx", "s.*"):
-        assert names(store) == ["s.idx"]
-    for pattern, said in [
-        ("*.no", "no file matches"),
-        ("empty.txt", "must not be empty"),
-        ("e*.txt", "must not be empty"),
-        ("deep", r"is a folder; .*/\*\*/\*\.txt of texts, .*deep/\*\*/\*\.jsonl of"),
-    ]:
-        with pytest.raises(DataError, match=said):
-            names(pattern)
-
-
 def test_identity_changes_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("one")
@@ -207,6 +187,49 @@ def test_large_files_stream(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert size == 34_000_000
     assert peak < 16_000_000
+
+
+def zst_bomb(num_blocks: int) -> bytes:
+    """A frame of blocks that are one letter 128 KiB times, 4 bytes each."""
+    last = ((128 << 10) << 3 | 1 << 1 | 1).to_bytes(3, "little") + b"a"
+    block = ((128 << 10) << 3 | 1 << 1).to_bytes(3, "little") + b"a"
+    return b"\x28\xb5\x2f\xfd\x00\x58" + block * (num_blocks - 1) + last
+
+
+@pytest.mark.parametrize("name", ["a.txt.zst", "a.jsonl.zst", "a.txt.gz", "a.jsonl.GZ"])
+def test_packed_files_that_grow_as_no_text_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(source, "FREE_BYTES", 1 << 22)
+    file = tmp_path / name
+    file.write_bytes(zst_bomb(8000) if "zst" in name else gzip.compress(b"a" * (16 << 20)))
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"over 400 times its size.*; look at what") as caught:
+        documents_of(file)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert str(file) in str(caught.value)
+    assert peak < 150_000_000
+
+
+def test_the_bomb_is_one_that_zstd_reads(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt.zst"
+    file.write_bytes(zst_bomb(8))
+    assert documents_of(file) == ["a" * (8 * 128 << 10)]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [(b'{"text": "aaaa', '\'{"text": "aaaa.*; cut it into documents'), (b"  [{", "jq -c")],
+)
+def test_lines_that_cannot_be_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, said: str
+) -> None:
+    monkeypatch.setattr(source, "MAX_LINE_BYTES", 1 << 20)
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "b"}\n' + line + b"a" * (3 << 20))
+    with pytest.raises(DataError, match=f"a line of {file} is longer than 1 MiB.*{said}"):
+        documents_of(file)
 
 
 def test_progress_adds_up(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import base64
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -200,6 +201,15 @@ def test_hugging_face(hf_folder: Path) -> None:
     assert max(ids) == 256
     assert [i.tolist() for i in tokenizer.encode_batch(["the", ""])] == [ids[:2], []]
     tokenizer.decode([10**6, 0])
+
+
+def test_hugging_face_in_threads(hf_folder: Path) -> None:
+    tokenizer = build_tokenizer(str(hf_folder))
+    batches = [["the " * i, "", f"{i}"] for i in range(60)]
+    alone = [[tokenizer.encode(text) for text in batch] for batch in batches]
+    with ThreadPoolExecutor(4) as threads:
+        together = threads.map(tokenizer.encode_batch, batches)
+        assert [[ids.tolist() for ids in batch] for batch in together] == alone
 
 
 @pytest.mark.parametrize("eos", ["<stop>", {"content": "<stop>"}])

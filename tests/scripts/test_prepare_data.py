@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from scripts import prepare_data, train_tokenizer
 from tests.data.helpers import dataset_of, write_texts
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import build_tokenizer
@@ -47,19 +49,37 @@ def test_a_prepared_store_is_the_same_data_as_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("script", "args", "said"),
     [
-        (["out", "none.txt", "--tokenizer", "byte"], "error: training.dataset_path: no file"),
-        (["out", "pyproject.toml", "--tokenizer", "none"], "error: model.tokenizer_path"),
-        (["out", "pyproject.toml"], "required: --tokenizer"),
+        (prepare_data, ["out", "none.txt", "--tokenizer", "byte"], "error: files: no file matches"),
+        (prepare_data, ["out", "pyproject.toml", "--tokenizer", "none"], "error: --tokenizer must"),
+        (prepare_data, ["out", "pyproject.toml"], "required: --tokenizer"),
+        (prepare_data, ["out", "a.jsonl", "--tokenizer", "byte"], "set --text_key to"),
+        (prepare_data, ["out", "a.csv", "--tokenizer", "byte"], r"is a table \(CSV\)"),
+        (prepare_data, ["out", "tests", "--tokenizer", "byte"], "error: files must name files"),
+        (train_tokenizer, ["out", "none.txt"], "error: files: no file matches"),
+        (train_tokenizer, ["out", "a.jsonl"], "set --text_key to"),
+        (train_tokenizer, ["out", "empty.txt"], "remove it from files"),
+        (train_tokenizer, ["out", "s"], "a token store, not text"),
     ],
 )
-def test_mistakes(tmp_path: Path, args: list[str], said: str) -> None:
-    done = run("prepare_data.py", str(tmp_path / args[0]), *args[1:])
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
+def test_mistakes(  # type: ignore[no-untyped-def]
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, script, args: list[str], said: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "text"}\n')
+    for name in ("a.csv", "pyproject.toml", "s.bin", "s.idx"):
+        (tmp_path / name).write_text("text")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "tests").mkdir()
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        script.main(args)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert re.search(said, error), error
+    assert not re.search(r"training\.|model\.", error)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("script", ["prepare_data.py", "train_tokenizer.py"])

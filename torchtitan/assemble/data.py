@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from torchtitan.assemble.layout import Layout
 from torchtitan.base.errors import DataError
+from torchtitan.base.log import amount
 from torchtitan.checkpoint.state import Progress
 from torchtitan.config.schema import Config, TrainingConfig
 from torchtitan.data.dataset import build_dataset
@@ -56,6 +57,7 @@ def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progre
     )
     global_batch_size = training.local_batch_size * mesh.dims.dp * layout.accumulation
     if dataset.num_samples is not None and dataset.num_samples < global_batch_size:
+        assert training.num_epochs is not None, "without it the data never end"
         # a batch that is read at once is no larger than its parts
         whole = "training.global_batch_size"
         if layout.accumulation == 1:
@@ -63,8 +65,9 @@ def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progre
                 "" if training.global_batch_size == -1 else " and global_batch_size"
             )
         raise DataError(
-            f"the data must fill one global batch: {training.num_epochs} epochs of it hold "
-            f"{dataset.num_samples} samples of {training.seq_len} tokens, the batch "
+            f"the data must fill one global batch: {amount(training.num_epochs, 'epoch')} of it "
+            f"{'holds' if training.num_epochs == 1 else 'hold'} "
+            f"{amount(dataset.num_samples, 'sample')} of {training.seq_len} tokens, the batch "
             f"{global_batch_size}; add data, or lower {whole}, or training.seq_len"
         )
     return Loader(

@@ -1,8 +1,9 @@
 """Chat templates: a conversation as the text that the model is to read, and which of it is its own.
 
 A template is a Jinja program that comes with a model. It is somebody else's code, so it runs in
-Jinja's sandbox, which lets it neither reach Python's inside nor change what it is given. What it
-may use is what `transformers` gives it, so that the same text results.
+Jinja's sandbox, which lets it neither reach Python's inside nor change what it is given, and this
+in a child process, whose time and memory are bounded (`foreign.py`). What it may use is what
+`transformers` gives it, so that the same text results.
 
 What the assistant wrote is where the loss is due. A template may say so itself, by `{% generation
 %}` marks around it. Most do not; then it is told by prefixes. The text of the conversation up to an
@@ -21,6 +22,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
+from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
@@ -29,6 +31,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtitan.base.errors import DataError
+from torchtitan.base.log import amount
+from torchtitan.data.foreign import ForeignError, Limits, Loaded, Program
 from torchtitan.data.text import any_of
 
 Message = Mapping[str, Any]
@@ -40,6 +44,25 @@ BEGIN_MARK, END_MARK = "\ufdd0", "\ufdd1"
 MARKS = "{% generation %} and {% endgeneration %}"
 PROBE = "an answer"
 SAYS = ("content", "tool_calls", "reasoning_content", "thinking")
+# a conversation takes about a millisecond
+LIMITS = Limits(seconds=10, gib=1)
+MAX_CHARS = 1 << 26
+
+
+class Conversation(NamedTuple):
+    """Messages in turn, the tools that they speak of, and file and line for messages of ours."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None
+    where: str
+
+
+class _Part(NamedTuple):
+    """The first messages of a conversation, and whether an answer is asked for behind them."""
+
+    conversation: Conversation
+    num_messages: int
+    asks: bool
 
 
 class Rendered(NamedTuple):
@@ -97,6 +120,24 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+def load_template(source: bytes) -> Loaded:
+    """Return what renders a template, given its variables, and whether it has generation marks."""
+    environment, text = _environment(), source.decode()
+    try:
+        tree = environment.parse(text)
+        template = environment.from_string(text)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"line {error.lineno} is not: {error.message}") from error
+
+    def render(variables: Mapping[str, Any]) -> str:
+        written = template.render(variables)
+        if len(written) > MAX_CHARS:
+            raise ValueError(f"it writes {len(written)} characters, at most {MAX_CHARS} are taken")
+        return written
+
+    return render, any(data.data == BEGIN_MARK for data in tree.find_all(nodes.TemplateData))
+
+
 class ChatTemplate:
     """A template, found to be well-formed.
 
@@ -105,6 +146,7 @@ class ChatTemplate:
         origin: where it was found, for messages.
         variables: texts of the special tokens that have a role: bos_token, eos_token ...
         special: the names of all special tokens.
+        trusted: it came with this package.
     """
 
     def __init__(
@@ -114,31 +156,25 @@ class ChatTemplate:
         origin: str,
         variables: Mapping[str, str],
         special: Collection[str],
+        trusted: bool = False,
     ) -> None:
-        environment = _environment()
         try:
-            tree = environment.parse(source)
-            self._template = environment.from_string(source)
-        except TemplateSyntaxError as error:
+            self._program = Program(
+                f"{__name__}:load_template", source.encode(), limits=LIMITS, trusted=trusted
+            )
+        except ForeignError as error:
             raise DataError(
-                f"the chat template {origin} must be valid Jinja, line {error.lineno} is not: "
-                f"{error.message}; mend it, or set training.chat_template to another"
+                f"the chat template {origin} must be valid Jinja, {error}; mend it, or set "
+                f"training.chat_template to another"
             ) from error
         self.source, self.origin, self.variables = source, origin, dict(variables)
-        self._marked = any(data.data == BEGIN_MARK for data in tree.find_all(nodes.TemplateData))
         self._special = re.compile(rf"\s*(?:{any_of(special)})")
         self._ending = re.compile(rf"(?:{any_of(special)})(?=\s*\Z)")
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        where: str,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-    ) -> str:
+    def render(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
         """Return the text, as the model is to read it; raise DataError for what goes wrong."""
-        marked = self._run(messages, tools, where, add_generation_prompt)
+        part = _Part(conversation, len(conversation.messages), add_generation_prompt)
+        (marked,) = self._run([part])
         return marked.replace(BEGIN_MARK, "").replace(END_MARK, "")
 
     def end_of_turn(self) -> str | None:
@@ -147,66 +183,75 @@ class ChatTemplate:
         Raises DataError where it fails on a question and an answer.
         """
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
-        text = self.render(turns, where="to find the token that ends an answer")
+        text = self.render(Conversation(turns, None, "to find the token that ends an answer"))
         found = self._special.match(text.rpartition(PROBE)[2])
         return found[0].strip() if found else None
 
-    def _run(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        where: str,
-        add_generation_prompt: bool,
-    ) -> str:
-        try:
-            return self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
+    def conversations(self, conversations: Sequence[Conversation]) -> list[Rendered]:
+        """Return their texts and what of each is to be learnt; raise DataError if that is unclear.
+
+        Parts end with the special token that ends the turn. White space behind it, which some
+        templates write, is nothing that the model will be asked for. Many at once cost less.
+        """
+        # the whole, and before each answer to be learnt what asks for it, and the text with it
+        parts = [
+            [
+                _Part(conversation, len(conversation.messages), False),
+                *(
+                    _Part(conversation, i + answered, not answered)
+                    for i, message in enumerate(conversation.messages)
+                    if is_due(message) and not self._program.about
+                    for answered in (0, 1)
+                ),
+            ]
+            for conversation in conversations
+        ]
+        texts = iter(self._run([part for each in parts for part in each]))
+        return [
+            self._divide(conversation, [*islice(texts, len(each))])
+            for conversation, each in zip(conversations, parts, strict=True)
+        ]
+
+    def _run(self, parts: Sequence[_Part]) -> list[str]:
+        jobs = [
+            {
+                "messages": part.conversation.messages[: part.num_messages],
+                "tools": part.conversation.tools,
+                "documents": None,
+                "add_generation_prompt": part.asks,
                 **self.variables,
-            )
-        # foreign code: whatever it raises is a fault of it, or of what it was given
-        except Exception as error:
+            }
+            for part in parts
+        ]
+        try:
+            return self._program.run(jobs)
+        except ForeignError as error:
+            (messages, _, where), number, asks = parts[error.index]
+            if number < len(messages):
+                asked = f"the answer of message {number + asks} {'begins' if asks else 'ends'}"
+                raise DataError(
+                    f"{where}: to tell where {asked}, the first {amount(number, 'message')} "
+                    f"must be rendered alone, and there the chat template {self.origin} fails: "
+                    f"{error}; put a message before it that the template needs, or {MARKS} around "
+                    f"the assistant's part in the template"
+                ) from error
             raise DataError(
                 f"{where}: the chat template {self.origin} fails: {error}; "
                 f"mend the messages or the template"
             ) from error
 
-    def conversation(
-        self,
-        messages: Sequence[Message],
-        *,
-        where: str,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Rendered:
-        """Return the text and what of it is to be learnt; raise DataError if that is unclear.
-
-        Parts end with the special token that ends the turn. White space behind it, which some
-        templates write, is nothing that the model will be asked for.
-        """
-        if self._marked:
-            marked = _unmarked(self._run(messages, tools, where, False))
+    def _divide(self, conversation: Conversation, texts: Sequence[str]) -> Rendered:
+        """Return a conversation, given the texts of its parts."""
+        messages, _, where = conversation
+        whole, *texts = texts
+        if self._program.about:
+            marked = _unmarked(whole)
             return Rendered(marked.text, self._due(marked.spans, messages, where=where))
-        whole = self.render(messages, where=where, tools=tools)
+        due = [i for i, message in enumerate(messages) if is_due(message)]
         spans = []
-        for i, message in enumerate(messages):
-            if not is_due(message):
-                continue
-            try:
-                given = self.render(
-                    messages[:i], where=where, tools=tools, add_generation_prompt=True
-                )
-            except DataError as error:
-                raise DataError(
-                    f"{where}: to tell where the answer of message {i + 1} begins, the {i} "
-                    f"messages before it are rendered alone, and on them the chat template "
-                    f"{self.origin} fails: {error.__cause__}; put a message before it that the "
-                    f"template needs, or {MARKS} around the assistant's part in the template"
-                ) from error
-            answered = self.render(messages[: i + 1], where=where, tools=tools)
+        for i, given, answered in zip(due, texts[::2], texts[1::2], strict=True):
             if not (answered.startswith(given) and whole.startswith(answered)):
-                plain = self.render(messages[:i], where=where, tools=tools) if i else ""
+                plain = self.render(conversation._replace(messages=messages[:i])) if i else ""
                 why = _difference(plain, given, answered)
                 raise DataError(
                     f"{where}: it cannot be told where the answer of message {i + 1} begins and "
@@ -227,8 +272,8 @@ class ChatTemplate:
                 raise DataError(
                     f"{where}: an answer that is empty or has weight 0 is not learnt, but it "
                     f"cannot be told which part is its own, for the chat template {self.origin} "
-                    f"marks {len(spans)} parts for {len(due)} answers; put one pair of {MARKS} "
-                    f"around each answer"
+                    f"marks {amount(len(spans), 'part')} for {amount(len(due), 'answer')}; put "
+                    f"one pair of {MARKS} around each answer"
                 )
             spans = [span for span, learnt in zip(spans, due, strict=True) if learnt]
         return [(start, stop) for start, stop in spans if start < stop]

@@ -55,6 +55,7 @@ def find_template(
         origin=origin,
         variables=_variables(config, tokenizer),
         special=tokenizer.special_tokens,
+        trusted=source is PLAIN,
     )
 
 

@@ -23,11 +23,13 @@ import numpy.typing as npt
 import torch
 
 from torchtitan.base.errors import DataError
+from torchtitan.base.log import amount
 from torchtitan.data.builtin import StdlibCorpus, SyntheticCorpus
+from torchtitan.data.files import STORE, find_files
 from torchtitan.data.prepare import cached_store
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.sampler import Mixture, Permutation
-from torchtitan.data.source import STORE, Corpus, FileCorpus, find_files
+from torchtitan.data.source import Corpus, FileCorpus
 from torchtitan.data.store import TokenStore
 
 if TYPE_CHECKING:
@@ -45,12 +47,6 @@ class Source:
     """The samples of one or more stores, one store after another."""
 
     def __init__(self, stores: Sequence[TokenStore], *, seq_len: int) -> None:
-        for store in stores:
-            if store.num_tokens <= seq_len:
-                raise DataError(
-                    f"data must hold at least training.seq_len + 1 = {seq_len + 1} tokens, "
-                    f"{store.prefix} has {store.num_tokens}; add data or lower training.seq_len"
-                )
         self._stores, self._seq_len = list(stores), seq_len
         self._ends = list(accumulate((s.num_tokens - 1) // seq_len for s in stores))
         self.num_samples = self._ends[-1]
@@ -200,15 +196,7 @@ def build_dataset(
         corpora = _corpora(training)
     else:
         corpora = [[SyntheticCorpus(held_out=held_out)]]
-    stores = [
-        [
-            part
-            if isinstance(part, TokenStore)
-            else cached_store(part, tokenizer=tokenizer, cache=training.dataset_cache)
-            for part in corpus
-        ]
-        for corpus in corpora
-    ]
+    stores = [[_open(part, training, tokenizer) for part in parts] for parts in corpora]
     dataset = Dataset(
         [Source(parts, seq_len=training.seq_len) for parts in stores],
         weights=training.dataset_weights or (1.0,),
@@ -223,14 +211,28 @@ def build_dataset(
     # a store made with another tokenizer mostly shows in the first sample, before any long work
     dataset[0]
     logger.info(
-        "data: %d %s, %d tokens, samples of %d, %s",
-        len(stores),
-        "source" if len(stores) == 1 else "sources",
-        sum(store.num_tokens for parts in stores for store in parts),
+        "data: %s, %s, samples of %d, %s",
+        amount(len(stores), "source"),
+        amount(sum(store.num_tokens for parts in stores for store in parts), "token"),
         training.seq_len,
         "repeated" if dataset.num_samples is None else f"{dataset.num_samples} in all",
     )
     return dataset
+
+
+def _open(part: Corpus | TokenStore, training: TrainingConfig, tokenizer: Tokenizer) -> TokenStore:
+    """Return the tokens of one part of the data, enough for a sample."""
+    if isinstance(part, TokenStore):
+        store, name = part, part.prefix
+    else:
+        store = cached_store(part, tokenizer=tokenizer, cache=training.dataset_cache)
+        name = part.name
+    if store.num_tokens <= training.seq_len:
+        raise DataError(
+            f"data must hold at least training.seq_len + 1 = {training.seq_len + 1} tokens, "
+            f"{name} has {store.num_tokens}; add data or lower training.seq_len"
+        )
+    return store
 
 
 def _corpora(training: TrainingConfig) -> list[list[Corpus | TokenStore]]:

@@ -18,32 +18,23 @@ template writes, they are plain text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.chat import BEGIN_MARK, END_MARK, ChatTemplate, Message
-from torchtitan.data.source import JSON_LINES, check_characters, parse_line, read_lines
+from torchtitan.data.chat import BEGIN_MARK, END_MARK, ChatTemplate, Conversation, Message
+from torchtitan.data.files import kind_of
+from torchtitan.data.source import check_characters, parse_line, read_lines, type_name
 from torchtitan.data.text import any_of
 from torchtitan.data.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 WEIGHTS = ("0", "1", "0.0", "1.0")
 SHAPES = '{"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Messages in turn, the tools that they speak of, and file and line for messages of ours."""
-
-    messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] | None
-    where: str
 
 
 @dataclass(frozen=True)
@@ -56,14 +47,14 @@ class Continuation:
 
 
 Example = Conversation | Continuation
+Marked = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 
 
 def read_examples(file: Path) -> Iterator[Example]:
     """Yield the examples of a JSON Lines file; raise DataError for what is none, with its place."""
-    kind = Path(file.stem).suffix if file.suffix in (".gz", ".zst") else file.suffix
-    if kind not in JSON_LINES:
+    if kind_of(file) != "lines":
         raise DataError(
-            f"examples must be JSON Lines ({', '.join(sorted(JSON_LINES))}), got {file}; "
+            f"examples must be JSON Lines (.jsonl, .ndjson, .json), got {file}; "
             f'text is read with training.dataset = "files"'
         )
     for line, where in read_lines(file):
@@ -75,8 +66,8 @@ def parse_example(value: object, *, where: str) -> Example:
     keys = value.keys() if isinstance(value, dict) else set()
     if not isinstance(value, dict) or ("messages" in keys) == bool({"prompt", "completion"} & keys):
         got = f"keys {', '.join(map(repr, keys))}" if keys else "neither"
-        if isinstance(value, list):
-            got = "an array; write one JSON object a line"
+        if not isinstance(value, dict):
+            got = type_name(value)
         raise DataError(f"{where} must be {SHAPES}, got {got}")
     for text in _strings(value):
         check_characters(text, where=where)
@@ -150,34 +141,34 @@ class Encoder:
         self._forbidden = re.compile(any_of(forbidden))
         self.num_without_end = 0
 
-    def encode(self, example: Example) -> npt.NDArray[np.int64] | None:
-        """Return an example's numbers, or None if there is nothing in it to be learnt."""
-        if isinstance(example, Conversation):
-            ids, due = self._conversation(example)
-        else:
-            ids, due = self._continuation(example)
-        # the first token is predicted from nothing
-        return 2 * ids + due if due[1:].any() else None
+    def encode(self, examples: Sequence[Example]) -> list[npt.NDArray[np.int64] | None]:
+        """Return each example's numbers, or None if there is nothing in it to be learnt.
 
-    def _continuation(
-        self, example: Continuation
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        prompt = self._tokenizer.encode(example.prompt)
-        if not example.completion:
-            return np.array(prompt, np.int64), np.zeros(len(prompt), np.bool_)
-        ids = [*prompt, *self._tokenizer.encode(example.completion), self._tokenizer.eos_id]
-        return np.array(ids, np.int64), np.arange(len(ids)) >= len(prompt)
+        Template and tokenizer may be in other processes: many at once cost less.
+        """
+        chats = [example for example in examples if isinstance(example, Conversation)]
+        others = [example for example in examples if isinstance(example, Continuation)]
+        rows = {
+            Conversation: iter(self._conversations(chats) if chats else ()),
+            Continuation: iter(self._continuations(others) if others else ()),
+        }
+        marked = (next(rows[type(example)]) for example in examples)
+        # the first token is predicted from nothing
+        return [2 * ids + due if due[1:].any() else None for ids, due in marked]
+
+    def _continuations(self, examples: Sequence[Continuation]) -> Iterator[Marked]:
+        texts = [text for each in examples for text in (each.prompt, each.completion)]
+        encoded = self._tokenizer.encode_batch(texts)
+        for prompt, completion in zip(encoded[::2], encoded[1::2], strict=True):
+            end = [self._tokenizer.eos_id] if len(completion) else []
+            ids = np.concatenate([prompt, completion, np.array(end, np.int64)]).astype(np.int64)
+            yield ids, np.arange(len(ids)) >= len(prompt)
 
     def ask(self, question: Conversation) -> list[int]:
         """Return the tokens after which the model is to write the next answer."""
         template = self._checked(question)
-        text = template.render(
-            question.messages,
-            where=question.where,
-            tools=question.tools,
-            add_generation_prompt=True,
-        )
-        return list(self._tokenizer.encode_special(text).ids)
+        text = template.render(question, add_generation_prompt=True)
+        return list(self._tokenizer.encode_special([text])[0].ids)
 
     def _checked(self, example: Conversation) -> ChatTemplate:
         """Return the template, once it is found that there is one and that it divides the turns."""
@@ -195,14 +186,13 @@ class Encoder:
                 )
         return self._template
 
-    def _conversation(
-        self, example: Conversation
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        template = self._checked(example)
-        rendered = template.conversation(example.messages, where=example.where, tools=example.tools)
-        self.num_without_end += template.leaves_out_end(rendered)
-        encoded = self._tokenizer.encode_special(rendered.text)
-        return np.array(encoded.ids, np.int64), touched(encoded.ends, spans=rendered.spans)
+    def _conversations(self, examples: Sequence[Conversation]) -> Iterator[Marked]:
+        (template, *_) = [self._checked(example) for example in examples]
+        rendered = template.conversations(examples)
+        encoded = self._tokenizer.encode_special([each.text for each in rendered])
+        for text, (ids, ends) in zip(rendered, encoded, strict=True):
+            self.num_without_end += template.leaves_out_end(text)
+            yield np.array(ids, np.int64), touched(ends, spans=text.spans)
 
 
 def touched(ends: Sequence[int], *, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:

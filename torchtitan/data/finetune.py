@@ -18,6 +18,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -26,16 +27,18 @@ import numpy.typing as npt
 import torch
 
 from torchtitan.base.errors import DataError
+from torchtitan.base.log import amount
 from torchtitan.data.builtin import SyntheticExamples
 from torchtitan.data.chat import ChatTemplate
 from torchtitan.data.chat_files import find_template
 from torchtitan.data.dataset import IGNORED
 from torchtitan.data.examples import Encoder, Example, parse_example, read_examples
+from torchtitan.data.files import find_files
 from torchtitan.data.packing import pack
 from torchtitan.data.prepare import cached
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.sampler import Permutation
-from torchtitan.data.source import file_identity, find_files
+from torchtitan.data.source import check_heads, file_identity
 from torchtitan.data.store import StoreWriter, TokenStore
 from torchtitan.data.tokenizer import Tokenizer
 
@@ -47,6 +50,7 @@ logger = logging.getLogger(__name__)
 # part of the fingerprints: raise them when the same examples would become other numbers or samples
 FORMAT, ORDER = "examples 2", "1"
 WINDOW = 1 << 14
+EXAMPLES_AT_ONCE = 64
 
 
 class ExampleSource(Protocol):
@@ -75,7 +79,8 @@ class FileExamples:
         return [*map(file_identity, self._files)]
 
     def examples(self) -> Iterator[Example]:
-        """Yield the examples of each file."""
+        """Yield the examples of each file, once it is known that none is binary."""
+        check_heads(self._files)
         for file in self._files:
             yield from read_examples(file)
 
@@ -234,17 +239,18 @@ def _hash(template: ChatTemplate | None) -> str:
 def _encode(source: ExampleSource, encoder: Encoder, *, writer: StoreWriter) -> dict[str, Any]:
     """Write the rows of all examples in which there is something to learn."""
     num_skipped = 0
-    for example in source.examples():
-        row = encoder.encode(example)
-        if row is None:
-            num_skipped += 1
-        else:
-            writer.add(row, ends_document=True)
+    examples = source.examples()
+    while batch := [*islice(examples, EXAMPLES_AT_ONCE)]:
+        for row in encoder.encode(batch):
+            if row is None:
+                num_skipped += 1
+            else:
+                writer.add(row, ends_document=True)
     if not writer.num_documents:
         raise DataError(
-            f"there must be an example with an answer to learn, {source.name} has {num_skipped} "
-            f"examples, and no assistant's words or completion in any; if there are such, see "
-            f"what the {{% generation %}} marks of the chat template hold"
+            f"there must be an example with an answer to learn, {source.name} has "
+            f"{amount(num_skipped, 'example')}, and no assistant's words or completion in any; "
+            f"if there are such, see what the {{% generation %}} marks of the chat template hold"
         )
     return {
         "source": source.name,
@@ -286,7 +292,7 @@ def _plan(examples: Rows, plan: Plan, *, writer: StoreWriter) -> dict[str, Any]:
     if not numbers:
         raise DataError(
             f"there must be an example with an answer within training.seq_len = {plan.seq_len} "
-            f"tokens, all of {len(examples)} are longer; raise training.seq_len"
+            f"tokens, found none in {amount(len(examples), 'example')}; raise training.seq_len"
         )
     groups: Iterable[list[int]] = ([place] for place in range(len(lengths)))
     if plan.packing == "packed":
@@ -306,31 +312,31 @@ def _report(found: Mapping[str, Any], planned: Mapping[str, Any], *, plan: Plan)
     seq_len = plan.seq_len
     capacity = planned["num_samples"] * seq_len
     logger.info(
-        "%s: %d of %d examples in %d samples of %d tokens, %.1f %% padding, loss on %.1f %%",
+        "%s: %d of %s in %s of %s, %.1f %% padding, loss on %.1f %%",
         found["source"],
         planned["num_used"],
-        found["num_examples"],
-        planned["num_samples"],
-        seq_len,
+        amount(found["num_examples"], "example"),
+        amount(planned["num_samples"], "sample"),
+        amount(seq_len, "token"),
         100 - 100 * planned["num_places"] / capacity,
         100 * planned["num_labels"] / capacity,
     )
     long, cut_off = planned.get("too_long", 0), planned.get("answer_cut_off", 0)
     if long or cut_off or found["without_answer"]:
         logger.warning(
-            "%s: %d examples are longer than training.seq_len = %d (long_examples: %s); left out "
-            "are %d without an answer, and %d without one in their first %d tokens",
+            "%s: longer than training.seq_len = %d: %s (long_examples: %s); left out: %s without "
+            "an answer, and %d without one in the first %s",
             found["source"],
-            long,
             seq_len,
+            amount(long, "example"),
             plan.long_examples,
-            found["without_answer"],
+            amount(found["without_answer"], "example"),
             cut_off,
-            seq_len,
+            amount(seq_len, "token"),
         )
     if found["without_end"]:
         logger.warning(
             "the chat template's {%% generation %%} marks leave out the token that ends the turn "
-            "in %d examples: the model will not learn to end; move {%% endgeneration %%} behind it",
-            found["without_end"],
+            "in %s: the model will not learn to end; move {%% endgeneration %%} behind it",
+            amount(found["without_end"], "example"),
         )

@@ -34,6 +34,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from torchtitan.base.errors import DataError
+from torchtitan.base.log import amount
 from torchtitan.data.source import Advance, Corpus, Piece
 from torchtitan.data.store import StoreWriter, TokenStore, open_writer
 from torchtitan.data.text import Ids
@@ -59,7 +60,8 @@ def cached_store(corpus: Corpus, *, tokenizer: Tokenizer, cache: str) -> TokenSt
         vocab_size=tokenizer.vocab_size,
         write=lambda writer: _tokenized(corpus, tokenizer=tokenizer, writer=writer),
     )
-    logger.info("%s: %d tokens in %s", notes["source"], store.num_tokens, Path(store.prefix).parent)
+    num_tokens, folder = amount(store.num_tokens, "token"), Path(store.prefix).parent
+    logger.info("%s: %s in %s", notes["source"], num_tokens, folder)
     return store
 
 
@@ -98,7 +100,10 @@ def tokenize(corpus: Corpus, *, tokenizer: Tokenizer, writer: StoreWriter) -> No
     num_threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     start = time.monotonic()
     logger.info(
-        "tokenising %s (%.1f MB) with %d threads", corpus.name, corpus.num_bytes / 1e6, num_threads
+        "tokenising %s (%.1f MB) with %s",
+        corpus.name,
+        corpus.num_bytes / 1e6,
+        amount(num_threads, "thread"),
     )
     end = np.array([tokenizer.eos_id], np.uint32)
     with _progress(corpus) as advance, ThreadPoolExecutor(num_threads) as threads:
@@ -112,10 +117,10 @@ def tokenize(corpus: Corpus, *, tokenizer: Tokenizer, writer: StoreWriter) -> No
         while waiting:
             _write(*waiting.popleft(), end=end, writer=writer)
     logger.info(
-        "%s: %d documents, %d tokens in %.1f s",
+        "%s: %s, %s in %.1f s",
         corpus.name,
-        writer.num_documents,
-        writer.num_tokens,
+        amount(writer.num_documents, "document"),
+        amount(writer.num_tokens, "token"),
         time.monotonic() - start,
     )
 

@@ -3,6 +3,10 @@
 A `Corpus` yields pieces of documents. Text files are one document each, however long; a line of a
 JSON Lines file is one document. `.gz` and `.zst` are unpacked on the way. Text must be UTF-8: any
 other byte is an error with its place, because replacing it would train on damaged text unnoticed.
+Which files are read, and how, is told in `files.py`.
+
+A packed file of a few KiB can hold terabytes of one letter. So it is unpacked a little at a time,
+and one that grows as no text does, and a line that is too long to be held, are errors.
 
 A corpus also has an identity: what is cheap to know about its files (path, size, times), enough to
 tell on this machine that nothing changed since they were tokenised. The built-in texts are corpora
@@ -12,27 +16,29 @@ too, in `builtin.py`.
 from __future__ import annotations
 
 import codecs
-import glob
 import gzip
 import json
-import logging
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 from torchtitan.base.errors import DataError
+from torchtitan.data.files import COMPRESSED, HEAD_BYTES, check_contents, kind_of
 from torchtitan.data.text import cut_point
-
-logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
 PIECE_CHARS = 1 << 20
-JSON_LINES = {".jsonl", ".ndjson", ".json"}
-COMPRESSED = {".gz", ".zst"}
-STORE = {".bin", ".idx"}
+MAX_LINE_BYTES = 1 << 28
+# text is packed to a fifth, one letter by gzip to a thousandth; 4 bytes of zstd may hold 128 KiB
+MAX_GROWTH, FREE_BYTES = 400, 1 << 26
+PACKED_BYTES = 1 << 10
+ARRAY_ADVICE = (
+    "data are JSON Lines, one object a line; make such lines of an array: "
+    "jq -c '.[]' old.json > new.jsonl"
+)
 
 Advance = Callable[[int], None]
 
@@ -64,10 +70,11 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True)
 class FileCorpus:
-    """Text and JSON Lines files, in the order given."""
+    """Text and JSON Lines files, in the order given; messages call `text_key` by its setting."""
 
     files: tuple[Path, ...]
     text_key: str
+    setting: str = "training.dataset_text_key"
 
     @property
     def name(self) -> str:
@@ -84,9 +91,19 @@ class FileCorpus:
         return [*map(file_identity, self.files), self.text_key]
 
     def pieces(self, advance: Advance) -> Iterator[Piece]:
-        """Yield the text of each file."""
+        """Yield the text of each file, once it is known that none is binary."""
+        check_heads(self.files)
         for file in self.files:
-            yield from read_pieces(file, text_key=self.text_key, advance=advance)
+            try:
+                yield from read_pieces(file, text_key=self.text_key, advance=advance)
+            except WrongKeyError as error:
+                raise DataError(
+                    f"{error}; write text there, or set {self.setting} to the key of the text"
+                ) from error
+
+
+class WrongKeyError(DataError):
+    """An object of JSON without text under the key that was asked for."""
 
 
 def file_identity(file: Path) -> str:
@@ -96,48 +113,20 @@ def file_identity(file: Path) -> str:
     return f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
-def find_files(pattern: str) -> list[Path]:
-    """Return the files that one entry of `training.dataset_path` names, sorted.
-
-    A token store appears once, as its `.idx` file. Raises DataError when there is none, or when a
-    file that is named, not found by a glob, is empty; empty ones found by a glob are left out.
-    """
-    path = Path(pattern).expanduser()
-    if path.is_dir():
-        raise DataError(
-            f"training.dataset_path must name files, {pattern!r} is a folder; "
-            f"a glob takes all of one kind: {pattern.rstrip('/')}/**/*.txt of texts, "
-            f"{pattern.rstrip('/')}/**/*.jsonl of JSON Lines, as examples are"
-        )
-    if Path(f"{path}.idx").exists():
-        path = Path(f"{path}.idx")
-    named = path.exists()
-    found = [path] if named else [Path(p) for p in glob.glob(str(path), recursive=True)]
-    files = sorted(
-        {f.with_suffix(".idx") if f.suffix in STORE else f for f in found if f.is_file()}
-    )
-    empty = [file for file in files if file.exists() and file.stat().st_size == 0]
-    if empty and (named or len(empty) == len(files)):
-        raise DataError(f"a data file must not be empty: {empty[0]}; remove it from dataset_path")
-    if empty:
-        logger.warning(
-            "%d of %d files of %s are empty and left out", len(empty), len(files), pattern
-        )
-    if not files:
-        raise DataError(
-            f"training.dataset_path: no file matches {pattern!r}; "
-            f"relative paths begin at {Path.cwd()}"
-        )
-    return [file for file in files if file not in empty]
+def check_heads(files: Sequence[Path]) -> None:
+    """Raise DataError for the first file that is not text, before any of them is read."""
+    for file in files:
+        with _readable(file), file.open("rb") as raw:
+            head = next(_unpacked(raw, file, size=HEAD_BYTES), b"")
+        check_contents(file, head[:HEAD_BYTES])
 
 
 def read_pieces(file: Path, *, text_key: str, advance: Advance) -> Iterator[Piece]:
     """Yield the documents of one file; raise DataError for what cannot be read, with its place."""
-    suffix = Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
-    lines = suffix in JSON_LINES
+    lines = kind_of(file) == "lines"
     num_pieces = 0
     with _readable(file), file.open("rb") as raw:
-        blocks = _blocks(raw, kind=file.suffix, advance=advance)
+        blocks = _blocks(raw, file, advance=advance)
         pieces = _json_lines(blocks, file, text_key) if lines else _text(blocks, file)
         for piece in pieces:
             num_pieces += 1
@@ -149,7 +138,7 @@ def read_pieces(file: Path, *, text_key: str, advance: Advance) -> Iterator[Piec
 def read_lines(file: Path) -> Iterator[tuple[str, str]]:
     """Yield the lines of a file that are not blank, each with file and number for messages."""
     with _readable(file), file.open("rb") as raw:
-        yield from _numbered(_blocks(raw, kind=file.suffix, advance=lambda num_bytes: None), file)
+        yield from _numbered(_blocks(raw, file, advance=lambda num_bytes: None), file)
 
 
 @contextmanager
@@ -163,29 +152,50 @@ def _readable(file: Path) -> Iterator[None]:
         raise DataError(f"cannot read {file}: it is cut short or damaged ({error})") from error
 
 
-def _blocks(raw: BinaryIO, *, kind: str, advance: Advance) -> Iterator[bytes]:
+def _blocks(raw: BinaryIO, file: Path, *, advance: Advance) -> Iterator[bytes]:
     """Yield the unpacked contents in blocks of about 1 MiB."""
-    done = 0
-    blocks = _unpack_zst(raw) if kind == ".zst" else _read(raw, gzipped=kind == ".gz")
-    for block in blocks:
+    done = num_unpacked = 0
+    for block in _unpacked(raw, file, size=BLOCK_BYTES):
         advance(raw.tell() - done)
         done = raw.tell()
+        num_unpacked += len(block)
+        if num_unpacked > FREE_BYTES + MAX_GROWTH * done:
+            raise DataError(
+                f"{file} unpacks to over {MAX_GROWTH} times its size, which is no text: "
+                f"{num_unpacked / 1e6:.0f} MB came of its first {done / 1e6:.1f} MB; look at what "
+                f"is in it, and unpack it yourself if that is meant"
+            )
         yield block
 
 
-def _read(raw: BinaryIO, *, gzipped: bool) -> Iterator[bytes]:
-    file = gzip.GzipFile(fileobj=raw) if gzipped else raw
-    while block := file.read(BLOCK_BYTES):
-        yield block
+def _unpacked(raw: BinaryIO, file: Path, *, size: int) -> Iterator[bytes]:
+    """Yield blocks of at least `size` bytes, but for the last one."""
+    kind = file.suffix.lower()
+    if kind != ".zst":
+        unpacked = gzip.GzipFile(fileobj=raw) if kind == ".gz" else raw
+        while block := unpacked.read(size):
+            yield block
+        return
+    parts: list[bytes] = []
+    gathered = 0
+    for part in _unpack_zst(raw):
+        parts.append(part)
+        gathered += len(part)
+        if gathered >= size:
+            yield b"".join(parts)
+            parts, gathered = [], 0
+    if parts:
+        yield b"".join(parts)
 
 
 def _unpack_zst(raw: BinaryIO) -> Iterator[bytes]:
+    """Yield what each KiB unpacks to, at most 32 MiB."""
     import zstandard
 
     # not stream_reader, which takes a cut file for a short one
     unpacker = zstandard.ZstdDecompressor(max_window_size=2**31)
     frame = None
-    while packed := raw.read(BLOCK_BYTES // 8):
+    while packed := raw.read(PACKED_BYTES):
         while packed:
             frame = frame or unpacker.decompressobj()
             try:
@@ -207,7 +217,7 @@ def _decode(
     try:
         text, used = codecs.utf_8_decode(data, "strict", final)
     except UnicodeDecodeError as error:
-        unpacked = " of the unpacked text" if file.suffix in COMPRESSED else ""
+        unpacked = " of the unpacked text" if file.suffix.lower() in COMPRESSED else ""
         raise DataError(
             f"text must be UTF-8: {file}{place} has an invalid byte "
             f"0x{data[error.start]:02x} at byte offset {offset + error.start}{unpacked}; "
@@ -233,18 +243,34 @@ def _text(blocks: Iterator[bytes], file: Path) -> Iterator[Piece]:
         yield Piece(text, ends_document=True)
 
 
-def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    rest = b""
+def _lines(blocks: Iterator[bytes], file: Path) -> Iterator[bytes]:
+    # parts of a line that goes on are joined once: joined at each block, they would be copied
+    # as often as there are blocks
+    parts: list[bytes] = []
+    size = 0
     for block in blocks:
-        *lines, rest = (rest + block).split(b"\n")
-        yield from lines
-    if rest:
-        yield rest
+        first, *others = block.split(b"\n")
+        parts.append(first)
+        size += len(first)
+        if size > MAX_LINE_BYTES:
+            start = b"".join(parts)[:HEAD_BYTES].decode(errors="replace").lstrip("\ufeff \t\r")
+            what = ARRAY_ADVICE if start.startswith("[") else "cut it into documents"
+            raise DataError(
+                f"a line of {file} is longer than {MAX_LINE_BYTES >> 20} MiB, beginning with "
+                f"{start[:40]!r}; {what}"
+            )
+        if others:
+            yield b"".join(parts)
+            *lines, last = others
+            yield from lines
+            parts, size = [last], len(last)
+    if size:
+        yield b"".join(parts)
 
 
 def _numbered(blocks: Iterator[bytes], file: Path) -> Iterator[tuple[str, str]]:
     offset = 0
-    for number, line in enumerate(_lines(blocks), start=1):
+    for number, line in enumerate(_lines(blocks, file), start=1):
         place = f" line {number}"
         text, _ = _decode(line, file, offset=offset, final=True, place=place)
         offset += len(line) + 1
@@ -260,16 +286,23 @@ def _json_lines(blocks: Iterator[bytes], file: Path, text_key: str) -> Iterator[
 
 def parse_line(line: str, *, where: str) -> object:
     """Return the value of a line of JSON, or raise DataError."""
+    value: object = None
     try:
-        value: object = json.loads(line)
+        value = json.loads(line)
     except json.JSONDecodeError as error:
         # its own line number counts within the line
         what = f"{error.msg} at column {error.colno}"
+        if line.strip() in ("[", "{"):
+            what = f"this one ends after {line.strip()!r}"
         if line.lstrip().startswith("["):
-            what += "; files hold one JSON object a line, not an array"
+            what += f"; {ARRAY_ADVICE}"
+        elif line.strip() == "{":
+            what += "; write each object on one line: jq -c . old.json > new.jsonl"
         raise DataError(f"{where} must be one JSON object: {what}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} must be one JSON object: {error}") from error
+    if isinstance(value, list):
+        raise DataError(f"{where} must be one JSON object: it is an array; {ARRAY_ADVICE}")
     return value
 
 
@@ -286,12 +319,23 @@ def check_characters(text: str, *, where: str) -> None:
 
 def _document(line: str, text_key: str, *, where: str) -> str:
     value = parse_line(line, where=where)
-    if not isinstance(value, dict) or not isinstance(value.get(text_key), str):
-        got = f"keys {', '.join(map(repr, value))}" if isinstance(value, dict) else "no object"
-        raise DataError(
-            f"{where} must be a JSON object with text under the key {text_key!r}, got {got}; "
-            f"set training.dataset_text_key to the key of the text"
+    if not isinstance(value, dict):
+        raise DataError(f"{where} must be a JSON object, got {type_name(value)}")
+    if text_key not in value:
+        got = f"keys {', '.join(map(repr, value))}" if value else "no keys"
+        raise WrongKeyError(f"{where} must have text under the key {text_key!r}, got {got:.300}")
+    text = value[text_key]
+    if not isinstance(text, str):
+        raise WrongKeyError(
+            f"{where} must have text under the key {text_key!r}, got {type_name(text)}"
         )
-    text: str = value[text_key]
     check_characters(text, where=where)
     return text
+
+
+def type_name(value: object) -> str:
+    """Return what JSON calls a value's type, and the value where it is short."""
+    names = {bool: "true or false", int: "a number", float: "a number", str: "text"}
+    names |= {list: "an array", dict: "an object", type(None): "null"}
+    shown = "" if value is None or isinstance(value, list | dict) else f", {value!r:.40}"
+    return f"{names[type(value)]}{shown}"

@@ -26,9 +26,9 @@ import os
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,15 +44,17 @@ TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 MAX_SEQUENCE = 2**31 - 1
 CHUNK = 1 << 20
 NUM_HASHED_CHUNKS = 64
+WRITE_ANEW = "write the store anew, for example with scripts/prepare_data.py"
 
 
 class TokenStore:
     """A store opened for reading: `PREFIX.bin` and `PREFIX.idx`, mapped, nothing loaded.
 
-    Raises DataError when a file is missing, cut short, damaged or of another format.
+    Raises DataError when a file is missing, cut short, damaged or of another format. `checked`: its
+    index was looked through by the process that sends it here.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, *, checked: bool = False) -> None:
         self.prefix = str(prefix)
         index_file, token_file = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         token_size = _size(token_file)
@@ -62,21 +64,68 @@ class TokenStore:
         pointers_at = HEADER.size + 4 * num_sequences
         starts_at = pointers_at + 8 * num_sequences
         self.lengths = _map(index_file, "<i4", HEADER.size, num_sequences)
-        self._pointers = pointers = _map(index_file, "<i8", pointers_at, num_sequences)
+        self._pointers = _map(index_file, "<i8", pointers_at, num_sequences)
         self.document_starts = _map(index_file, "<i8", starts_at, num_boundaries)
-        end = int(pointers[-1]) + int(self.lengths[-1]) * dtype.itemsize
-        if pointers[0] != 0 or end != token_size:
-            raise DataError(
-                f"{token_file} must be {end} bytes by its index, got {token_size}; "
-                f"one of the two files is cut short or belongs to another store"
-            )
-        if self.document_starts[0] != 0 or self.document_starts[-1] != num_sequences:
-            raise DataError(f"{index_file} is damaged: its documents do not cover its sequences")
+        if not checked:
+            self._check_documents(index_file)
+            end = self._check_sequences(index_file, item_size=dtype.itemsize)
+            if end != token_size:
+                raise DataError(
+                    f"{token_file} must be {end} bytes by its index, got {token_size}; "
+                    f"one of the two files is cut short or belongs to another store"
+                )
         self.tokens: npt.NDArray[Any] = _map(token_file, dtype, 0, token_size // dtype.itemsize)
 
-    def __reduce__(self) -> tuple[type[TokenStore], tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[[str], TokenStore], tuple[str]]:
         # a worker process maps the files again instead of receiving their contents
-        return TokenStore, (self.prefix,)
+        return partial(TokenStore, checked=True), (self.prefix,)
+
+    def _check_documents(self, file: Path) -> None:
+        """Raise DataError unless the documents divide the sequences, in order."""
+        num_sequences, starts = len(self.lengths), self.document_starts
+        if starts[0] != 0 or starts[-1] != num_sequences:
+            raise DataError(
+                f"{file} is damaged: its documents do not cover its sequences; {WRITE_ANEW}"
+            )
+        for first in range(0, len(starts), CHUNK):
+            # one more, to compare the last of these with
+            part = starts[first : first + CHUNK + 1]
+            wrong = np.flatnonzero(part[1:] < part[:-1])
+            if wrong.size:
+                number = first + int(wrong[0])
+                raise DataError(
+                    f"{file} is damaged: document {number} (the first is 0) has the sequences from "
+                    f"{starts[number]} to {starts[number + 1]} of {num_sequences}, documents must "
+                    f"follow one another; {WRITE_ANEW}"
+                )
+
+    def _check_sequences(self, file: Path, *, item_size: int) -> int:
+        """Return where the last sequence ends, in bytes.
+
+        Raises DataError unless each begins where the one before it ends: training reads the tokens
+        as one row, so a gap would be trained on, and an overlap is some other tool's mistake.
+        """
+        end = 0
+        for first in range(0, len(self.lengths), CHUNK):
+            lengths = self.lengths[first : first + CHUNK]
+            ends = end + np.cumsum(lengths, dtype=np.int64) * item_size
+            expected = np.concatenate([[end], ends[:-1]])
+            pointers = self._pointers[first : first + CHUNK]
+            wrong = np.flatnonzero((lengths < 0) | (pointers != expected))
+            if wrong.size:
+                place = int(wrong[0])
+                what = f"begins at byte {pointers[place]}, the one before ends at {expected[place]}"
+                if lengths[place] < 0:
+                    what = f"has {lengths[place]} tokens"
+                sequence = first + place
+                # of documents without a sequence the last has this one
+                number = int(np.searchsorted(self.document_starts, sequence, "right")) - 1
+                raise DataError(
+                    f"{file} is damaged: sequence {sequence}, of document {number} (the first is "
+                    f"0), {what}; {WRITE_ANEW}"
+                )
+            end = int(ends[-1])
+        return end
 
     @property
     def num_tokens(self) -> int:
@@ -100,17 +149,10 @@ class TokenStore:
             if not starts or start != starts[-1]:
                 starts.append(start)
             number += 1
-        if any(start <= before for before, start in pairwise([first, *starts])):
-            raise DataError(f"{self.prefix}.idx is damaged: its documents are not in order")
         return starts
 
     def _first_token(self, document: int) -> int:
         sequence = int(self.document_starts[document])
-        if not 0 <= sequence <= len(self._pointers):
-            raise DataError(
-                f"{self.prefix}.idx is damaged: document {document} begins with sequence "
-                f"{sequence} of {len(self._pointers)}; write the store anew"
-            )
         if sequence == len(self._pointers):
             return self.num_tokens  # documents at the end without a sequence
         return int(self._pointers[sequence]) // self.tokens.dtype.itemsize

@@ -51,8 +51,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without begin or end token."""
 
-    def encode_special(self, text: str) -> Encoded:
-        """Return the ids of `text` in which the names of special tokens stand for these."""
+    def encode_special(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return the ids of each text, in which the names of special tokens stand for these."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text; other threads run meanwhile where the library allows."""
@@ -73,11 +73,14 @@ class ByteTokenizer:
         """Return the bytes of `text`."""
         return list(text.encode())
 
-    def encode_special(self, text: str) -> Encoded:
-        """Return the bytes of `text`, and 256 and 257 where it names them."""
-        return encode_around(
-            text, special=self.special_tokens, encode=self.encode, num_bytes=lambda _: 1
-        )
+    def encode_special(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return the bytes of each text, and 256 and 257 where it names them."""
+        return [
+            encode_around(
+                text, special=self.special_tokens, encode=self.encode, num_bytes=lambda _: 1
+            )
+            for text in texts
+        ]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the bytes of each text."""
@@ -90,8 +93,8 @@ class ByteTokenizer:
         return b"".join(parts).decode(errors="replace")
 
 
-def build_tokenizer(path: str) -> Tokenizer:
-    """Return the tokenizer that `model.tokenizer_path` names.
+def build_tokenizer(path: str, *, key: str = "model.tokenizer_path") -> Tokenizer:
+    """Return the tokenizer that the setting `key` names.
 
     `byte` and `bpe_2048` are built in; a folder or a `.json` file is read as Hugging Face's, any
     other file as tiktoken's. Raises DataError when it is missing, damaged or has no end token.
@@ -101,7 +104,7 @@ def build_tokenizer(path: str) -> Tokenizer:
     file = BUILT_IN.get(path, Path(path).expanduser())
     if not file.exists():
         raise DataError(
-            f"model.tokenizer_path must be a file, a folder with tokenizer.json, or one of "
+            f"{key} must be a file, a folder with tokenizer.json, or one of "
             f"{', '.join(['byte', *BUILT_IN])}; found nothing at {path!r}"
         )
     if file.is_dir() or file.suffix == ".json":

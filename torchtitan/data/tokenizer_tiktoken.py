@@ -101,15 +101,18 @@ class TiktokenTokenizer:
         ids: list[int] = self._encode_array(text).tolist()
         return ids
 
-    def encode_special(self, text: str) -> Encoded:
-        """Return the ids of `text` in which the names of special tokens stand for these."""
+    def encode_special(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return the ids of each text, in which the names of special tokens stand for these."""
         token = self._encoding.decode_single_token_bytes
-        return encode_around(
-            text,
-            special=self.special_tokens,
-            encode=self.encode,
-            num_bytes=lambda i: len(token(i)),
-        )
+        return [
+            encode_around(
+                text,
+                special=self.special_tokens,
+                encode=self.encode,
+                num_bytes=lambda i: len(token(i)),
+            )
+            for text in texts
+        ]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text; tiktoken releases the interpreter lock meanwhile."""

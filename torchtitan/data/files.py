@@ -1,0 +1,272 @@
+"""Which files are read, and how: told by their names, and by their first bytes.
+
+What is not known to be text must not be trained on as text. So a suffix has to be in one table,
+`READ`: one that is not is refused, by what it is where that is known, with a way to make text of
+it. A name without a suffix says nothing, and one may lie; so the first bytes are looked at as well,
+and a file that is binary is refused whatever it is called. Guessing a format from contents alone
+would be the other way; it takes a table for text, for every line of it is.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from torchtitan.base.errors import DataError
+from torchtitan.base.log import amount
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["lines", "store", "text"]
+
+PROSE = "txt text md markdown mdx rst adoc org tex bib log tokens srt vtt html htm xml xhtml"
+SETTINGS = "yaml yml toml ini cfg conf properties cmake mk make gradle dockerfile proto jinja"
+SOURCES = (
+    "py pyi pyx c h cc cpp cxx hh hpp hxx cu cuh m mm java kt kts scala groovy js jsx mjs cjs ts "
+    "tsx vue svelte css scss less go rs rb php pl pm lua r jl swift sh bash zsh fish ps1 bat sql "
+    "hs ml mli fs fsx cs vb ex exs erl hrl clj cljs lisp el scm rkt f f90 f95 for asm s v sv vhd "
+    "vhdl dart zig nim d ada adb ads pas lean thy coq agda tcl awk sed diff patch graphql"
+)
+READ: Mapping[str, Kind] = {
+    "": "text",
+    **{f".{suffix}": "text" for suffix in f"{PROSE} {SETTINGS} {SOURCES}".split()},
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".json": "lines",
+    ".bin": "store",
+    ".idx": "store",
+}
+"""How a file of each suffix is read, behind which `COMPRESSED` may stand."""
+COMPRESSED = {".gz", ".zst"}
+STORE = {suffix for suffix, kind in READ.items() if kind == "store"}
+
+UNPACK = "unpack it and name the files that are in it"
+REPACK = "unpack it, or pack it anew with gzip or zstd"
+NO_TEXT = "it holds no text: leave it out"
+ROWS = (
+    'convert it: python -c "import csv, json; [print(json.dumps(row)) for row in csv.DictReader('
+    "open('{file}'){tabs})]\" > {stem}.jsonl; the key of the text is its column's name"
+)
+PARQUET = (
+    "convert it: python -c \"import pandas; pandas.read_parquet('{file}').to_json('{stem}.jsonl', "
+    "orient='records', lines=True)\"; the key of the text is its column's name"
+)
+ARROW = (
+    "convert it: python -c \"import datasets; datasets.Dataset.from_file('{file}').to_json("
+    "'{stem}.jsonl')\"; the key of the text is its column's name"
+)
+EXPORT = "write its text into a .txt file, for example with: pandoc -t plain -o {stem}.txt {file}"
+OBJECTS = 'write its texts as .jsonl, one {{"text": ...}} a line'
+
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "csv": ("a table (CSV)", ROWS),
+    "tsv": ("a table (TSV)", ROWS),
+    "parquet": ("Parquet", PARQUET),
+    "arrow feather": ("Arrow", ARROW),
+    "orc avro xlsx xls ods": ("a table", "export it as .csv and that as .jsonl"),
+    "sqlite sqlite3 db duckdb mdb lmdb": ("a database", OBJECTS),
+    "zip tar tgz tbz2 txz 7z rar": ("an archive", UNPACK),
+    "bz2 xz lz4 lzma br sz": ("compressed in another way than gzip or zstd", REPACK),
+    "npy npz h5 hdf5 mat": ("an array of numbers", OBJECTS),
+    "tfrecord record mds": ("a file of records", OBJECTS),
+    "pkl pickle pt pth ckpt joblib": ("pickled, and reading it could run code", OBJECTS),
+    "safetensors gguf onnx": ("a file of weights", NO_TEXT),
+    "ipynb": ("a notebook", "convert it: jupyter nbconvert --to script {file}"),
+    "pdf": ("PDF", "convert it: pdftotext {file} {stem}.txt"),
+    "doc docx odt rtf epub ppt pptx": ("a document with its layout", EXPORT),
+    "png jpg jpeg gif webp bmp tif tiff svg ico": ("an image", NO_TEXT),
+    "wav mp3 flac ogg m4a mp4 mkv avi mov webm": ("sound or film", NO_TEXT),
+    "so o a dll exe pyc class jar whl wasm": ("a program", NO_TEXT),
+}
+BY_SUFFIX = {
+    f".{suffix}": refusal for suffixes, refusal in REFUSED.items() for suffix in suffixes.split()
+}
+# the suffix that a file should have, by what stands in it at some place
+MAGIC: Mapping[tuple[int, bytes], str] = {
+    (0, b"PAR1"): ".parquet",
+    (0, b"ARROW1"): ".arrow",
+    (0, b"FEA1"): ".feather",
+    (0, b"\xff\xff\xff\xff"): ".arrow",
+    (0, b"ORC"): ".orc",
+    (0, b"Obj\x01"): ".avro",
+    (0, b"SQLite format 3\0"): ".sqlite",
+    (0, b"PK\x03\x04"): ".zip",
+    (257, b"ustar"): ".tar",
+    (0, b"7z\xbc\xaf"): ".7z",
+    (0, b"Rar!"): ".rar",
+    (0, b"BZh"): ".bz2",
+    (0, b"\xfd7zXZ"): ".xz",
+    (0, b"\x04\x22\x4d\x18"): ".lz4",
+    (0, b"\x93NUMPY"): ".npy",
+    (0, b"\x89HDF"): ".h5",
+    **{(0, b"\x80" + bytes([protocol])): ".pkl" for protocol in range(2, 6)},
+    (8, b'{"'): ".safetensors",
+    (0, b"GGUF"): ".gguf",
+    (0, b"%PDF"): ".pdf",
+    (0, b"\xd0\xcf\x11\xe0"): ".doc",
+    (0, b"\x89PNG"): ".png",
+    (0, b"\xff\xd8\xff"): ".jpg",
+    (0, b"GIF8"): ".gif",
+    (0, b"RIFF"): ".wav",
+    (0, b"ID3"): ".mp3",
+    (0, b"OggS"): ".ogg",
+    (0, b"\x7fELF"): ".so",
+}
+OURS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"MMIDIDX\0": ".idx"}
+HEAD_BYTES = 4096
+MOST_LOOKED_AT, MOST_NAMED = 10_000, 20
+
+
+def suffix_of(file: Path) -> str:
+    """Return the suffix that tells how a file is read, in small letters, of a packed one that
+    within; a part behind a dot that holds a space is none."""
+    inner = Path(file.stem) if file.suffix.lower() in COMPRESSED else file
+    return "" if " " in inner.suffix else inner.suffix.lower()
+
+
+def kind_of(file: Path) -> Kind:
+    """Return how a file is read by its name; raise DataError for one that is not."""
+    suffix = suffix_of(file)
+    if suffix in BY_SUFFIX:
+        raise _refusal(file, suffix)
+    if suffix not in READ:
+        raise DataError(
+            f"data are read from JSON Lines ({', '.join(_suffixes('lines'))}), token stores "
+            f"({', '.join(_suffixes('store'))}) and text (.txt, .md, source code ...), {file} has "
+            f"the suffix {suffix!r}; if it is plain text, give it the suffix .txt"
+        )
+    return READ[suffix]
+
+
+def check_contents(file: Path, head: bytes) -> None:
+    """Raise DataError if the first bytes of a file, unpacked, are not those of text."""
+    for magic, suffix in OURS.items():
+        if head.startswith(magic):
+            raise DataError(f"{file} is no text but of the kind {suffix}; give it that suffix")
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff") and b"\0" in head:
+        raise DataError(
+            f"text must be UTF-8: {file} is UTF-16; convert it: iconv -f utf-16 -t utf-8 {file}"
+        )
+    # some marks are letters: what is text all through may begin so
+    if b"\0" not in head and _is_utf8(head):
+        return
+    for (place, magic), suffix in MAGIC.items():
+        if head.startswith(magic, place):
+            raise _refusal(file, suffix)
+    if b"\0" in head:
+        raise DataError(
+            f"text must have no zero bytes, {file} has one at byte offset {head.index(0)}, as "
+            f"binary files do; if it is text, remove them: tr -d '\\000' < {file}"
+        )
+
+
+def _is_utf8(head: bytes) -> bool:
+    """Tell whether bytes are UTF-8 but for a last character that may be cut."""
+    try:
+        head.decode()
+    except UnicodeDecodeError as error:
+        return len(head) == HEAD_BYTES and error.start > len(head) - 4
+    return True
+
+
+def _refusal(file: Path, suffix: str) -> DataError:
+    what, way = BY_SUFFIX[suffix]
+    tabs = ", delimiter='\\t'" if suffix == ".tsv" else ""
+    # {stem} without the suffixes, in the same folder
+    way = way.format(file=file, stem=file.with_name(file.name.split(".")[0] or "text"), tabs=tabs)
+    return DataError(f"{file} is {what}, and data are read from text, JSON Lines or tokens; {way}")
+
+
+def _suffixes(kind: Kind) -> list[str]:
+    return [suffix for suffix, of in READ.items() if of == kind]
+
+
+def find_files(pattern: str, *, key: str = "training.dataset_path") -> list[Path]:
+    """Return the files that one entry of the setting `key` names, sorted.
+
+    A token store appears once, as its `.idx` file. Raises DataError when there is none, when one of
+    them is of a kind that is not read, or when a file that is named, not found by a glob, is empty;
+    empty ones found by a glob are left out.
+    """
+    try:
+        path = Path(pattern).expanduser()
+        if path.is_dir():
+            raise _folder_refusal(path, pattern, key=key)
+        if Path(f"{path}.idx").exists():
+            path = Path(f"{path}.idx")
+        named = path.exists()
+        found = [path] if named else [Path(p) for p in glob.glob(str(path), recursive=True)]
+        files = sorted({_index_of(file) for file in found if file.is_file()})
+        empty = {file for file in files if file.exists() and file.stat().st_size == 0}
+    # a name that is too long, a folder that may not be read; a home that nobody has
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{key}: cannot look for {pattern!r:.200}: {reason}") from error
+    if not files:
+        raise _nothing(found, pattern, key=key)
+    for file in files:
+        kind_of(file)
+    if empty and (named or len(empty) == len(files)):
+        raise DataError(f"a data file must not be empty: {min(empty)}; remove it from {key}")
+    if empty:
+        logger.warning(
+            "%d of %s of %s are empty and left out",
+            len(empty),
+            amount(len(files), "file"),
+            pattern,
+        )
+    return [file for file in files if file not in empty]
+
+
+def _index_of(file: Path) -> Path:
+    return file.with_suffix(".idx") if file.suffix in STORE else file
+
+
+def _nothing(found: list[Path], pattern: str, *, key: str) -> DataError:
+    if found:
+        others = "folders" if found[0].is_dir() else "what is no regular file"
+        return DataError(
+            f"{key}: {pattern!r} matches {others}; name files, or a glob that goes into folders: "
+            f"**/*.jsonl"
+        )
+    return DataError(
+        f"{key}: no file matches {pattern!r:.200}; relative paths begin at {Path.cwd()}"
+    )
+
+
+def _folder_refusal(folder: Path, pattern: str, *, key: str) -> DataError:
+    """Return an error that says which files of a folder globs would take, and which not."""
+    paths = islice((path for path in folder.rglob("*") if path.is_file()), MOST_LOOKED_AT)
+    taken: Counter[str] = Counter()
+    left_out: list[str] = []
+    for path in sorted(paths):
+        # one glob for each store
+        if path.suffix == ".bin" and path.with_suffix(".idx").exists():
+            continue
+        if suffix_of(path) not in READ or not path.suffix:
+            left_out.append(path.relative_to(folder).as_posix())
+        else:
+            packed = path.suffix if path.suffix.lower() in COMPRESSED else ""
+            taken[Path(path.name.removesuffix(packed)).suffix + packed] += 1
+    says = f"{key} must name files, {pattern!r} is a folder"
+    if not taken and not left_out:
+        return DataError(f"{says}, and no file is in it")
+    lists = f"{_listed(left_out)} ({amount(len(left_out), 'file')})"
+    if not taken:
+        return DataError(f"{says} in which nothing has a suffix that is read: {lists}")
+    globs = (
+        f"{folder.as_posix()}/**/*{suffix} ({amount(number, 'file')})"
+        for suffix, number in sorted(taken.items())
+    )
+    rest = f"; these leave out {lists}" if left_out else ""
+    return DataError(f"{says}; name globs: {', '.join(globs)}{rest}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = [*islice(names, MOST_NAMED + 1)]
+    return ", ".join(shown[:MOST_NAMED]) + (" ..." if len(shown) > MOST_NAMED else "")
