@@ -36,6 +36,7 @@ from torchtitan.data.prepare import cached
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.sampler import Permutation
 from torchtitan.data.source import file_identity, find_files
+from torchtitan.data.split import Side
 from torchtitan.data.store import StoreWriter, TokenStore
 from torchtitan.data.tokenizer import Tokenizer
 
@@ -94,18 +95,18 @@ class Rows:
 
     def __init__(self, store: TokenStore) -> None:
         assert len(store.lengths) == store.num_documents, "none is so long that it was cut"
-        self._store = store
+        self.store = store
         self._ends = np.cumsum(store.lengths, dtype=np.int64)
 
     def __reduce__(self) -> tuple[type[Rows], tuple[TokenStore]]:
-        return Rows, (self._store,)
+        return Rows, (self.store,)
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def __getitem__(self, i: int) -> npt.NDArray[Any]:
         """Return the numbers of document i, as they are stored."""
-        return self._store.tokens[self._ends[i] - self._store.lengths[i] : self._ends[i]]
+        return self.store.tokens[self._ends[i] - self.store.lengths[i] : self._ends[i]]
 
 
 class ExampleDataset:
@@ -136,6 +137,7 @@ class ExampleDataset:
         fingerprint: dict[str, str],
     ) -> None:
         self._examples, self._samples = examples, samples
+        self.stores = [examples.store]
         self._seq_len, self._seed, self._pad_id = seq_len, seed, pad_id
         self._tells_documents = tells_documents
         self.num_samples = None if num_epochs is None else num_epochs * len(samples)
@@ -174,11 +176,13 @@ def build_examples(
     tokenizer_path: str,
     seed: int,
     held_out: bool = False,
+    side: Side | None = None,
 ) -> ExampleDataset:
     """Return the samples that `[training]` describes; examples are tokenised unless that was done.
 
-    `held_out`: of generated examples the part that is never trained on. Raises DataError for
-    examples or a template that are missing or wrong, and when none is usable.
+    `held_out`: of generated examples the part that is never trained on. `side`: of all examples
+    those that are held out by their hash, or the others. Raises DataError for examples or a
+    template that are missing or wrong, and when none is usable.
     """
     template = find_template(
         training.chat_template, tokenizer=tokenizer, tokenizer_path=tokenizer_path
@@ -195,13 +199,14 @@ def build_examples(
         write=lambda writer: _encode(source, Encoder(tokenizer, template), writer=writer),
     )
     content, examples = tokens.content_hash(), Rows(tokens)
+    divided = side.fingerprint() if side else {}
     plan = Plan(training.seq_len, seed, training.packing, training.long_examples)
     groups, planned = cached(
-        [FORMAT, ORDER, content, *plan],
+        [FORMAT, ORDER, content, *plan, *divided.items()],
         what=f"the samples of {source.name}",
         cache=training.dataset_cache,
         vocab_size=len(examples),
-        write=lambda writer: _plan(examples, plan, writer=writer),
+        write=lambda writer: _plan(examples, plan, side, writer=writer),
     )
     _report(found, planned, plan=plan)
     return ExampleDataset(
@@ -220,6 +225,7 @@ def build_examples(
             "packing": training.packing,
             "long examples": training.long_examples,
             "order": f"{ORDER} of examples",
+            **divided,
         },
     )
 
@@ -263,7 +269,7 @@ class Plan(NamedTuple):
     long_examples: Literal["truncate", "skip"]
 
 
-def _plan(examples: Rows, plan: Plan, *, writer: StoreWriter) -> dict[str, Any]:
+def _plan(examples: Rows, plan: Plan, side: Side | None, *, writer: StoreWriter) -> dict[str, Any]:
     """Write the numbers of the examples of each sample."""
     # neighbours in a file are alike; this order is not that of the samples, source 0
     order = Permutation(len(examples), seed=plan.seed, epoch=0, source=1)
@@ -272,6 +278,9 @@ def _plan(examples: Rows, plan: Plan, *, writer: StoreWriter) -> dict[str, Any]:
     lengths: list[int] = []
     for number in (order[i] for i in range(len(examples))):
         row = examples[number]
+        if side is not None and not side.has(row):
+            counts["other_side"] += 1
+            continue
         if len(row) > plan.seq_len + 1:
             counts["too_long"] += 1
             if plan.long_examples == "skip":
@@ -283,10 +292,13 @@ def _plan(examples: Rows, plan: Plan, *, writer: StoreWriter) -> dict[str, Any]:
         counts["num_labels"] += num_due
         numbers.append(number)
         lengths.append(len(row) - 1)
+    ours = len(examples) - counts["other_side"]
+    if side is not None and not ours:
+        raise side.refuse(needed="one example", found=f"none of {len(examples)}")
     if not numbers:
         raise DataError(
             f"there must be an example with an answer within training.seq_len = {plan.seq_len} "
-            f"tokens, all of {len(examples)} are longer; raise training.seq_len"
+            f"tokens, all of {ours} are longer; raise training.seq_len"
         )
     groups: Iterable[list[int]] = ([place] for place in range(len(lengths)))
     if plan.packing == "packed":
@@ -309,7 +321,7 @@ def _report(found: Mapping[str, Any], planned: Mapping[str, Any], *, plan: Plan)
         "%s: %d of %d examples in %d samples of %d tokens, %.1f %% padding, loss on %.1f %%",
         found["source"],
         planned["num_used"],
-        found["num_examples"],
+        found["num_examples"] - planned.get("other_side", 0),
         planned["num_samples"],
         seq_len,
         100 - 100 * planned["num_places"] / capacity,
