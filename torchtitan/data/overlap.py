@@ -24,23 +24,25 @@ from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import Tokenizer
 
 NUM_DOCUMENTS = 1 << 14
-NUM_TOKENS = 512
+NUM_TOKENS = 128
 NUM_NAMED, NUM_CHARACTERS = 2, 40
 
 
 class Documents:
     """The documents of some stores, numbered from 0 through all of them.
 
-    `end`: the token that may close a document; stores differ in that.
+    `end`: the token that may close a document, stores differ in that; it is left out.
     """
 
-    def __init__(self, stores: Sequence[TokenStore], *, end: int | None) -> None:
+    def __init__(self, stores: Sequence[TokenStore], *, end: int) -> None:
         self._stores, self._end = stores, end
         self._ends = list(accumulate(store.num_documents for store in stores))
 
     def __getitem__(self, number: int) -> npt.NDArray[Any]:
         store = bisect_right(self._ends, number)
-        return self._stores[store].document(number - (self._ends[store - 1] if store else 0))
+        first = self._ends[store - 1] if store else 0
+        tokens = self._stores[store].document(number - first)
+        return tokens[:-1] if len(tokens) and tokens[-1] == self._end else tokens
 
     def keys(self) -> dict[int, tuple[int, int]]:
         """Return the numbers of the documents to look at, and for each what tells it from others.
@@ -52,8 +54,6 @@ class Documents:
         keys = {}
         for number in (i * total // count for i in range(count)):
             tokens = self[number]
-            if len(tokens) and tokens[-1] == self._end:
-                tokens = tokens[:-1]
             if len(tokens):
                 both_ends = np.concatenate([tokens[:NUM_TOKENS], tokens[-NUM_TOKENS:]])
                 keys[number] = (len(tokens), content_number(both_ends))
@@ -84,9 +84,9 @@ def describe_shared_documents(
 ) -> str | None:
     """Say how many documents of `ours` are in `theirs` too, and how two of them begin; None: none.
 
-    `shift`: the bits of a stored number below the token's id, as those of examples have.
+    `shift`: the bits of a stored number below the token's id: 1 for examples, 0 for text.
     """
-    end = None if shift else tokenizer.eos_id
+    end = (tokenizer.eos_id << shift) | shift
     held, trained = Documents(ours, end=end), Documents(theirs, end=end)
     known = set(trained.keys().values())
     shared = [number for number, key in held.keys().items() if key in known]
