@@ -7,6 +7,7 @@ import json
 import logging
 import pickle
 import struct
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -256,13 +257,16 @@ def test_a_table_of_more_tokens_than_32_bits_count(tmp_path: Path) -> None:
     assert TokenStore(tmp_path / "t").tokens.tolist() == [2**31, 5]
 
 
-def test_nothing_of_the_stores_is_held_in_memory(tmp_path: Path) -> None:
+def test_what_is_mapped_and_how_much(tmp_path: Path) -> None:
+    """Two numbers a run of documents of one side, and nothing in memory."""
     job = job_of(tmp_path / "cache", [write(tmp_path / "a.jsonl", TEXTS)])
     [source] = build(job, TRAINED)._sources
     [view] = source.stores
     assert isinstance(view, View)
     for mapped in (*view._firsts, *view._places):
         assert isinstance(mapped.base.base, np.memmap)
+    num_runs = len([1 for held_out, _ in groupby(TEXTS, is_held_out) if not held_out])
+    assert [len(view._firsts[0]), len(view._places[0])] == [num_runs + 1, num_runs]
 
 
 def test_the_generated_data_are_divided(tmp_path: Path) -> None:
@@ -315,6 +319,7 @@ def test_examples_are_divided(tmp_path: Path, side: Side, packing: str) -> None:
     assert examples_in(ours) == examples_in(examples_of(tmp_path / "cache", alone, **how))
     assert 20 < len(examples_in(ours)) < 180
     undivided = examples_of(tmp_path / "cache", whole, **how)
+    assert len(examples_in(undivided)) == len([v for v in values if v["completion"]])
     assert len({str(d.fingerprint) for d in (ours, undivided)}) == 2
 
 

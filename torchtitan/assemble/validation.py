@@ -94,7 +94,7 @@ def warn_of_overlap(config: Config, *, dataset: Numbered, trained_on: Numbered) 
     else:
         if files := shared_files(validation.dataset_path, training.dataset_path):
             named = ", ".join(map(str, files[:2]))
-            found.append(f"{len(files)} files that are trained on, as {named}")
+            found.append(f"{len(files)} of the files of the training, as {named}")
         supervised, other = (
             kind in SUPERVISED
             for kind in (validation.dataset or training.dataset, training.dataset)

@@ -201,8 +201,6 @@ def _divide(
     at, last = 0, None
     for number in range(store.num_documents):
         document = store.document(number)
-        if not len(document):
-            continue  # it ends no run
         side = held_out.has(document, end=end)
         if side != last:
             firsts[side].append(num_tokens[side])
