@@ -16,7 +16,7 @@ from torchtitan.config.fields import fields, values_of
 from torchtitan.config.layers import Path, literal, section
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
-from torchtitan.config.unbuilt import UNBUILT, UNBUILT_VALUES
+from torchtitan.config.unbuilt import SWITCHES, UNBUILT, UNBUILT_VALUES
 
 ALL = [
     ((*section.split("."), key), default)
@@ -83,7 +83,7 @@ def test_any_other_value_arrives_or_is_refused_by_name(
     target = RENAMED.get(path, path)
     try:
         values = settings_of(jobs.load(f"{header}\n{path[-1]} = {literal(value)}"))
-        if target in UNBUILT and UNBUILT[target].switch:
+        if (target in UNBUILT and UNBUILT[target].switch) or target in SWITCHES:
             assert values == settings_of(DEFAULTS)
             return
     except ConfigError as error:
@@ -246,15 +246,19 @@ def test_one_notice_a_feature_that_is_off(jobs: Jobs, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("switch", ["", "enable = false\n"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("c4_validation", "is not downloaded here"), ("my_own", "must be 'python_stdlib', 'synth")],
+)
 def test_data_that_are_not_here_load_where_nothing_reads_them(
-    jobs: Jobs, caplog: pytest.LogCaptureFixture, switch: str
+    jobs: Jobs, caplog: pytest.LogCaptureFixture, switch: str, name: str, reason: str
 ) -> None:
-    line = 'dataset = "c4_validation"'
+    line = f'dataset = "{name}"'
     assert jobs.load(f"[validation]\n{switch}{line}").validation == DEFAULTS.validation
     [notice] = caplog.messages
     assert notice.startswith(f"job.toml: [validation] {line}: has no effect, validation.enable is")
     [mistake] = jobs.mistakes(f"[validation]\nenable = true\n{line}")
-    assert mistake.startswith(f"job.toml: [validation] {line}: is not downloaded here")
+    assert mistake.startswith(f"job.toml: [validation] {line}: {reason}")
 
 
 def test_the_switches_themselves_are_refused() -> None:

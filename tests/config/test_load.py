@@ -226,7 +226,11 @@ def random_config(seed: int) -> Config:
         ("validation", "enable"): True,
         ("validation", "dataset"): "files" if values["validation", "dataset_path"] else "synthetic",
         ("validation", "steps"): rng.choice([-1, 7]),
+        ("validation", "split"): None,
     }
+    if rng.random() < 0.5:
+        values |= {("validation", "dataset"): None, ("validation", "dataset_path"): ()}
+        values["validation", "split"] = rng.uniform(0.001, 0.999)
     if paths and rng.random() < 0.5:
         values |= {("training", "dataset"): "examples", ("training", "dataset_weights"): ()}
         values["training", "document_attention"] = "within"

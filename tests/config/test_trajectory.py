@@ -8,7 +8,7 @@ from tests.config.jobs import Jobs
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.fields import fields, sections
 from torchtitan.config.load import to_toml
-from torchtitan.config.trajectory import IGNORED, Job, trajectory_differences
+from torchtitan.config.trajectory import COUNTS, IGNORED, Job, trajectory_differences
 
 BEFORE = """
 [training]
@@ -80,6 +80,7 @@ def test_settings_that_do_not_count(jobs: Jobs, options: list[str]) -> None:
         (["--training.max_norm=inf"], "training.max_norm: stored 1.0, now inf"),
         (["--lr_scheduler.decay_ratio=0.5"], "stored none, now 0.5"),
         (["--training.mixed_precision_param=float32"], 'stored "auto", now "float32"'),
+        (["--validation.split=0.1"], "validation.split: stored none, now 0.1"),
     ],
 )
 def test_settings_that_count(jobs: Jobs, options: list[str], difference: str) -> None:
@@ -126,6 +127,7 @@ def test_stored_settings_that_cannot_be_read_are_an_error() -> None:
 
 def test_the_table_names_what_exists() -> None:
     assert fields().keys() | sections().keys() >= IGNORED.keys()
+    assert fields().keys() >= COUNTS.keys()
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,27 @@ PIPELINE = "\n[parallelism]\npipeline_parallel_degree = 2\n"
         (
             ON,
             '[validation] enable = true: needs data of its own: training reads all of "python_'
-            'stdlib"; write "files" with dataset_path, or to try things out "synthetic"',
+            'stdlib"; hold out a part of it with validation.split = 0.05, or write "files" with',
         ),
         (
             f'{ON}dataset = "files"',
             '[validation] dataset = "files": "files" needs validation.dataset_path, the files to '
-            "read",
+            "read; or hold out a part of the training's documents with validation.split = 0.05",
         ),
+        # they are held out without enable too
+        (
+            '[validation]\nsplit = 0.1\ndataset = "synthetic"',
+            "[validation] split = 0.1: holds out documents of the training's data, and cannot be "
+            "given together with dataset or dataset_path; remove either",
+        ),
+        (
+            f'{ON}split = 0.1\ndataset_path = "x"',
+            "[validation] split = 0.1: holds out documents of the training's data, and cannot be",
+        ),
+        ("[validation]\nsplit = 0", "[validation] split = 0: must be greater than 0"),
+        ("[validation]\nsplit = 1.0", "[validation] split = 1.0: must be less than 1"),
+        ("[validation]\nsplit = nan", "[validation] split = nan: must be less than 1"),
+        ('[validation]\nsplit = "5%"', '[validation] split = "5%": must be a number'),
         (
             f'{ON}\n[training]\ndataset = "examples"\ndataset_path = "x"',
             '[validation] enable = true: "examples" needs validation.dataset_path, the files',
@@ -84,6 +98,9 @@ def test_broken_rules(jobs: Jobs, text: str, message: str) -> None:
         f"{ON}{SYNTHETIC}",
         f'{ON}dataset = "synthetic"\nsteps = 1',
         f'{ON}dataset = "python_stdlib"{SYNTHETIC}',
+        f"{ON}split = 0.05",
+        f"{ON}split = 0.999{SYNTHETIC}",
+        "[validation]\nsplit = 1e-9",
         f'{ON}dataset_path = "x"\n[training]\ndataset = "files"\ndataset_path = "y"',
         f"{ON}seq_len = 8{SYNTHETIC}[parallelism]\ncontext_parallel_degree = 2",
         f"{ON}seq_len = 9{SYNTHETIC}[parallelism]\ntensor_parallel_degree = 2\n"

@@ -198,7 +198,7 @@ def test_other_data_is_refused(tmp_path: Path, dataset: Dataset) -> None:
         other.load_state_dict(state)
     assert other.position == 5
     del state["fingerprint"]["seed"]
-    with pytest.raises(DataError, match="seed: was unknown, is 0;"):
+    with pytest.raises(DataError, match="seed: was none, is 0;"):
         loader_of(dataset).load_state_dict(state)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.data.test_split import is_held_out
 from tests.distributed import jobs
 from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
@@ -366,11 +368,31 @@ def test_data_that_are_missing_or_trained_on(ranks: RankPool, tmp_path: Path) ->
     warning = "validation reads the very data that are trained on"
     assert any(warning in line for line in lines)
     assert "Validation on 13 samples of 32 tokens in 7 batches, every 2 steps" in lines
+    # a file of the training and one of its own; a copy of some of its lines under another name
+    texts = [path.read_text(), "\n".join(path.read_text().splitlines()[:3]) + "\n"]
+    own, copy = (tmp_path / f"{name}.jsonl" for name in ("own", "copy"))
+    own.write_text(texts[0].replace('"text": "', '"text": "its own '))
+    copy.write_text(texts[1] + own.read_text())
+    documents = (
+        "3 of 18 documents that are among the 15 documents trained on, as document 1 ('0 1')"
+    )
+    cases = [
+        (copy, f"validation reads {documents} and document 2 ("),
+        (
+            f'["{path}", "{own}"]',
+            f"validation reads 1 of the files of the training, as {path}, and 15 of 30 docum",
+        ),
+    ]
+    for paths, expected in cases:
+        held_out = f"--validation.dataset_path={paths}"
+        [lines] = ranks.run(jobs.logged, [*job, *trained_on, *few, held_out], world=1)
+        [found] = [line for line in lines if line.startswith("validation reads")]
+        assert found.startswith(expected)
     for kind in ("synthetic_masked", "synthetic_examples"):
         arguments = ["--validation.enable", f"--training.dataset={kind}", "--training.seq_len=128"]
         held_out = [*jobs.write_job(tmp_path, name=kind), *arguments]
         [lines] = ranks.run(jobs.logged, held_out, world=1)
-        assert not any(warning in line for line in lines)
+        assert not any(line.startswith("validation reads") for line in lines)
 
 
 def test_held_out_examples_are_learnt(ranks: RankPool, tmp_path: Path) -> None:
@@ -389,3 +411,81 @@ def test_held_out_examples_are_learnt(ranks: RankPool, tmp_path: Path) -> None:
     losses = [row["validation_loss"] for row in result.rows if "validation_loss" in row]
     assert len(losses) == 2
     assert losses[1] < 0.8 * losses[0]
+
+
+def split_job(folder: Path, name: str, cache: Path, *arguments: str) -> list[str]:
+    """A job that holds a third of its documents out, and validates on them after each step."""
+    path = write_held_out(folder)
+    return [
+        *jobs.write_job(folder, name=name, cache=cache),
+        "--training.dataset=files",
+        f"--training.dataset_path={path}",
+        "--training.document_attention=within",
+        "--training.seq_len=16",
+        "--training.global_batch_size=4",
+        "--training.steps=4",
+        "--validation.enable",
+        "--validation.split=0.3",
+        "--validation.freq=1",
+        *arguments,
+    ]
+
+
+def test_held_out_documents_are_as_if_in_files_of_their_own(
+    ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    """All figures, those of the training too; and resumed, on more ranks and with it off."""
+    texts = [json.loads(line)["text"] for line in write_held_out(tmp_path).open()]
+    for name, held_out in (("kept", False), ("held", True)):
+        lines = [json.dumps({"text": t}) for t in texts if is_held_out(t) == held_out]
+        assert len(lines) > 3
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    [ours] = ranks.run(jobs.train, split_job(tmp_path, "split", cache), world=1)
+    by_files = split_job(
+        tmp_path,
+        "files",
+        cache,
+        f"--training.dataset_path={tmp_path / 'kept.jsonl'}",
+        "--validation.split=none",
+        f"--validation.dataset_path={tmp_path / 'held.jsonl'}",
+    )
+    [theirs] = ranks.run(jobs.train, by_files, world=1)
+    losses = [row["validation_loss"] for row in ours.rows]
+    assert exact(ours.rows) == exact(theirs.rows)
+    assert losses == [row["validation_loss"] for row in theirs.rows]
+    first = split_job(tmp_path, "resumed", cache, "--training.steps=2", "--validation.enable=false")
+    ranks.run(jobs.train, first, world=1)
+    shutil.copytree(tmp_path / "resumed", tmp_path / "on 2")
+    for world, name in ((1, "resumed"), (2, "on 2")):
+        [result, *_] = ranks.run(jobs.train, split_job(tmp_path, name, cache), world=world)
+        resumed = [row["validation_loss"] for row in result.rows[2:]]
+        if world == 1:
+            assert exact(result.rows) == exact(ours.rows)
+            assert result.state_hash == ours.state_hash
+            assert resumed == losses[2:]
+        else:
+            assert [row["loss"] for row in result.rows] == pytest.approx(
+                [row["loss"] for row in ours.rows], rel=1e-5
+            )
+            assert resumed == pytest.approx(losses[2:], rel=1e-5)
+
+
+def test_another_split_does_not_resume(ranks: RankPool, tmp_path: Path, cache: Path) -> None:
+    def job(*arguments: str) -> list[str]:
+        return split_job(tmp_path, "run", cache, *arguments)
+
+    ranks.run(jobs.train, job("--training.steps=1"), world=1)
+    [message] = ranks.run(jobs.refusal, job("--validation.split=0.2"), world=1)
+    assert "validation.split: stored 0.3, now 0.2" in message
+    other = job("--validation.split=0.2", "--checkpoint.mode=continue")
+    [message] = ranks.run(jobs.refusal, other, world=1)
+    assert "this differs: validation.split: was 0.3, is 0.2;" in message
+    more = tmp_path / "more.jsonl"
+    more.write_text(write_held_out(tmp_path).read_text() + '{"text": "one more"}\n')
+    [message] = ranks.run(jobs.refusal, job(f"--training.dataset_path={more}"), world=1)
+    assert "this differs: data: was" in message
+    tiny = split_job(tmp_path, "tiny", cache, "--validation.split=1e-9")
+    [message] = ranks.run(jobs.refusal, tiny, world=1)
+    assert message.startswith(
+        "[validation] validation.split = 1e-09 must hold out at least validation.seq_len + 1 = 17 "
+    )

@@ -14,6 +14,7 @@ from torchtitan.config.schema import Config, TrainingConfig
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.loader import Loader, Numbered
 from torchtitan.data.sample_log import SampleLog
+from torchtitan.data.split import Side
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
 from torchtitan.mesh.dims import Mesh
 
@@ -24,12 +25,16 @@ def build_samples(
     tokenizer: Tokenizer,
     tokenizer_path: str,
     seed: int,
+    split: float | None,
     held_out: bool = False,
 ) -> Numbered:
     """Build the samples that `source` describes, tokenised first where that is not done yet.
 
-    `held_out`: of generated data the part that is never trained on.
+    `split`: the fraction of documents that `held_out` selects. Without one `held_out` selects, of
+    generated data, the part that is never trained on.
     """
+    side = None if split is None else Side(split, held_out=held_out)
+    held_out = held_out and side is None
     if source.dataset in ("examples", "synthetic_examples"):
         # here: a run on text does not load Jinja
         from torchtitan.data.finetune import build_examples
@@ -40,8 +45,9 @@ def build_samples(
             tokenizer_path=tokenizer_path,
             seed=seed,
             held_out=held_out,
+            side=side,
         )
-    return build_dataset(source, tokenizer=tokenizer, seed=seed, held_out=held_out)
+    return build_dataset(source, tokenizer=tokenizer, seed=seed, held_out=held_out, side=side)
 
 
 def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progress) -> Loader:
@@ -54,6 +60,7 @@ def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progre
         tokenizer=tokenizer,
         tokenizer_path=config.model.tokenizer_path,
         seed=config.debug.seed,
+        split=config.validation.split,
     )
     global_batch_size = training.local_batch_size * mesh.dims.dp * layout.accumulation
     if dataset.num_samples is not None and dataset.num_samples < global_batch_size:

@@ -8,12 +8,14 @@ import logging
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from torchtitan.assemble.data import build_samples
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
 from torchtitan.config.schema import Config, TrainingConfig
 from torchtitan.data.loader import Loader, Numbered
+from torchtitan.data.overlap import describe_shared_documents, shared_files
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.data.validation import WholeBatches
 from torchtitan.mesh.dims import Mesh
@@ -25,6 +27,7 @@ from torchtitan.validate import Validator
 logger = logging.getLogger(__name__)
 SEED = 0  # not the run's: runs with other seeds are measured on the same samples
 OWN_KEYS = ("dataset_path", "seq_len")
+SUPERVISED = ("examples", "synthetic_examples")
 
 
 def build_validator(
@@ -47,11 +50,8 @@ def build_validator(
         return None
     source = describe_source(config)
     dataset = build_held_out(config, source=source)
-    if dataset.fingerprint["data"] == trained_on.fingerprint["data"]:
-        logger.warning(
-            "validation reads the very data that are trained on: its loss does not tell what the "
-            "model makes of others; write another validation.dataset_path"
-        )
+    if validation.split is None and dist.get_rank() == 0:
+        warn_of_overlap(config, dataset=dataset, trained_on=trained_on)
     batches = WholeBatches(
         dataset,
         batch=source.local_batch_size * mesh.dims.dp,
@@ -86,6 +86,39 @@ def build_validator(
     )
 
 
+def warn_of_overlap(config: Config, *, dataset: Numbered, trained_on: Numbered) -> None:
+    """Say if what is validated on is trained on too, as far as a short look at the data tells."""
+    validation, training = config.validation, config.training
+    found = []
+    if dataset.fingerprint["data"] == trained_on.fingerprint["data"]:
+        found.append("the very data that are trained on")
+    else:
+        if files := shared_files(validation.dataset_path, training.dataset_path):
+            named = ", ".join(map(str, files[:2]))
+            found.append(f"{len(files)} of the files of the training, as {named}")
+        supervised, other = (
+            kind in SUPERVISED
+            for kind in (validation.dataset or training.dataset, training.dataset)
+        )
+        # examples and text are never stored as the same numbers
+        if supervised == other and (
+            documents := describe_shared_documents(
+                dataset.stores,
+                trained_on.stores,
+                tokenizer=build_tokenizer(config.model.tokenizer_path),
+                shift=int(supervised),
+            )
+        ):
+            found.append(documents)
+    if found:
+        logger.warning(
+            "validation reads %s: its loss does not tell what the model makes of others; write "
+            "another validation.dataset_path, or, without one, hold out a part of the training's "
+            "documents with validation.split",
+            ", and ".join(found),
+        )
+
+
 def describe_data(batches: WholeBatches, *, source: TrainingConfig) -> str:
     """Return what is another one wherever losses do not compare: other samples, fewer of them, or
     documents that attend and are labelled in another way."""
@@ -101,30 +134,36 @@ def describe_data(batches: WholeBatches, *, source: TrainingConfig) -> str:
 def describe_source(config: Config) -> TrainingConfig:
     """Return [training] with the data of [validation] in the place of its own, read once."""
     training, validation = config.training, config.validation
-    return replace(
+    source = replace(
         training,
-        dataset=validation.dataset or training.dataset,
-        dataset_path=validation.dataset_path,
-        dataset_weights=(),
         local_batch_size=validation.local_batch_size or training.local_batch_size,
         seq_len=validation.seq_len or training.seq_len,
         num_epochs=1,
+    )
+    if validation.split is not None:
+        return source
+    return replace(
+        source,
+        dataset=validation.dataset or training.dataset,
+        dataset_path=validation.dataset_path,
+        dataset_weights=(),
     )
 
 
 def build_held_out(config: Config, *, source: TrainingConfig) -> Numbered:
     """Build the samples of the validation; what is wrong with them names its keys."""
-    path = config.model.tokenizer_path
+    path, split = config.model.tokenizer_path, config.validation.split
     try:
         return build_samples(
             source,
             tokenizer=build_tokenizer(path),
             tokenizer_path=path,
             seed=SEED,
+            split=split,
             held_out=True,
         )
     except DataError as error:
         message = str(error)
-        for key in OWN_KEYS:
+        for key in OWN_KEYS if split is None else OWN_KEYS[1:]:
             message = message.replace(f"training.{key}", f"validation.{key}")
         raise DataError(f"[validation] {message}") from error

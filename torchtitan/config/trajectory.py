@@ -19,7 +19,7 @@ from torchtitan.config.toml_files import parse
 
 _ROUNDING = "changes the order of additions alone: the same training to rounding"
 
-# A section stands for all of its keys.
+# A section stands for all of its keys, but for those below.
 IGNORED: Mapping[Path, str] = {
     ("job",): "names and places",
     ("metrics",): "what is shown",
@@ -42,6 +42,10 @@ IGNORED: Mapping[Path, str] = {
     ("debug", "deterministic"): _ROUNDING,
     ("debug", "deterministic_warn_only"): "what is warned of",
     ("debug", "log_sample_hashes"): "what is written down",
+}
+
+COUNTS: Mapping[Path, str] = {
+    ("validation", "split"): "what is held out is not trained on",
 }
 
 TOTAL_STEPS = ("lr_scheduler", "total_steps")
@@ -115,7 +119,7 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
 
 
 def _is_ignored(path: Path) -> bool:
-    return any(path[:end] in IGNORED for end in range(1, len(path) + 1))
+    return path not in COUNTS and any(path[:end] in IGNORED for end in range(1, len(path) + 1))
 
 
 def _resolved(job: Job) -> dict[Path, object]:

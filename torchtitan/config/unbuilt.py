@@ -212,10 +212,9 @@ def without_unbuilt(settings: Layer) -> tuple[Layer, list[str]]:
     kept: Layer = {}
     mistakes = []
     for path, setting in settings.items():
-        refusal = _refusal(path, setting=setting)
-        if refusal and _is_off(path, settings=settings):
+        if _unread(path, settings=settings):
             continue
-        if refusal:
+        if refusal := _refusal(path, setting=setting):
             mistakes.append(f"{setting.where()}: {refusal}")
         elif path in fields() or path not in UNBUILT:
             kept[path] = setting
@@ -227,9 +226,8 @@ def notices(settings: Layer) -> list[str]:
     without_effect: dict[tuple[str, str], list[str]] = defaultdict(list)
     for path, setting in settings.items():
         known = UNBUILT.get(path)
-        if _refusal(path, setting=setting) and _is_off(path, settings=settings):
-            switch, instead = ".".join(SWITCHES[path]), UNBUILT_VALUES[path][setting.value]
-            without_effect[switch, f"{setting.value} {instead}"].append(setting.where())
+        if unread := _unread(path, settings=settings):
+            without_effect[".".join(SWITCHES[path]), unread].append(setting.where())
         if known and known.switch and not _is_harmless(setting, known):
             without_effect[known.switch, known.instead].append(setting.where())
     return [
@@ -239,10 +237,15 @@ def notices(settings: Layer) -> list[str]:
     ]
 
 
-def _is_off(path: Path, *, settings: Layer) -> bool:
-    """Tell whether a value that is not built belongs to a feature that nobody switched on."""
+def _unread(path: Path, *, settings: Layer) -> str | None:
+    """Say why a name could not be used, where the feature that would read it is off."""
     switch = settings.get(SWITCHES[path]) if path in SWITCHES else None
-    return path in SWITCHES and (switch is None or same(switch.value, False))
+    if path not in SWITCHES or not (switch is None or same(switch.value, False)):
+        return None
+    name, choices = settings[path].value, fields()[path].choices
+    if not isinstance(name, str) or name in choices:
+        return None
+    return f"{name} " + UNBUILT_VALUES[path].get(name, f"is none of {', '.join(choices)}")
 
 
 def _is_harmless(setting: Setting, known: Unbuilt) -> bool:

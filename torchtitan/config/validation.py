@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.training import DataLoaderConfig
-from torchtitan.config.types import STRICT, Strings
+from torchtitan.config.types import STRICT, Share, Strings
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -32,6 +32,9 @@ class ValidationConfig:
     that is never trained on."""
     dataset_path: Strings = ()
     """Files to measure the loss on, of the kinds that training.dataset_path takes."""
+    split: Share | None = None
+    """Part of the training's documents to hold out of the training and measure the loss on, chosen
+    by a hash of their content; instead of dataset. They are held out while enable is false too."""
     local_batch_size: PositiveInt | None = None
     """Samples of one forward pass on one data-parallel rank; training's if not given."""
     seq_len: PositiveInt | None = None

@@ -13,9 +13,18 @@ READS = ("files", "examples")
 
 
 def validation_rules(config: Config) -> Iterator[Broken]:
-    """Check the data and the batch, where there is validation."""
-    if config.validation.enable:
+    """Check the data and the batch, where there is validation; a split holds out without it too."""
+    validation = config.validation
+    if validation.split is not None:
+        if validation.dataset or validation.dataset_path:
+            yield Broken(
+                ("validation.split", "validation.dataset", "validation.dataset_path"),
+                "holds out documents of the training's data, and cannot be given together with "
+                "dataset or dataset_path; remove either",
+            )
+    elif validation.enable:
         yield from _data(config)
+    if validation.enable:
         yield from _batch(config)
         yield from worker_rules(config.validation.dataloader, section="validation.dataloader")
     if config.checkpoint.keep_best and not config.validation.enable:
@@ -38,11 +47,15 @@ def _data(config: Config) -> Iterator[Broken]:
     if kind == training.dataset == "python_stdlib":
         yield Broken(
             ties,
-            'needs data of its own: training reads all of "python_stdlib"; write "files" with '
-            'dataset_path, or to try things out "synthetic"',
+            'needs data of its own: training reads all of "python_stdlib"; hold out a part of it '
+            'with validation.split = 0.05, or write "files" with dataset_path',
         )
     elif kind in READS and not validation.dataset_path:
-        yield Broken(ties, f'"{kind}" needs validation.dataset_path, the files to read')
+        yield Broken(
+            ties,
+            f'"{kind}" needs validation.dataset_path, the files to read; or hold out a part of the '
+            "training's documents with validation.split = 0.05 and no dataset",
+        )
     elif kind not in READS and validation.dataset_path:
         yield Broken(
             (keys[1], keys[0], "training.dataset"),

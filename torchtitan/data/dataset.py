@@ -30,6 +30,7 @@ from torchtitan.data.prepare import cached_store
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.sampler import Mixture, Permutation
 from torchtitan.data.source import Corpus, FileCorpus
+from torchtitan.data.split import Side, View, build_view
 from torchtitan.data.store import TokenStore
 
 if TYPE_CHECKING:
@@ -46,29 +47,30 @@ IGNORED = -100
 class Source:
     """The samples of one or more stores, one store after another."""
 
-    def __init__(self, stores: Sequence[TokenStore], *, seq_len: int) -> None:
-        self._stores, self._seq_len = list(stores), seq_len
+    def __init__(self, stores: Sequence[TokenStore | View], *, seq_len: int) -> None:
+        self.stores, self._seq_len = list(stores), seq_len
         self._ends = list(accumulate((s.num_tokens - 1) // seq_len for s in stores))
         self.num_samples = self._ends[-1]
+        self.num_tokens = sum(store.num_tokens for store in stores)
 
     def __getitem__(self, i: int) -> npt.NDArray[Any]:
         """Return the seq_len + 1 tokens of sample i, as they are stored."""
         store, first = self._find(i)
-        return store.tokens[first : first + self._seq_len + 1]
+        return store.read(first, first + self._seq_len + 1)
 
     def boundaries(self, i: int) -> npt.NDArray[np.int64]:
         """Return the places 1 to seq_len, of the tokens of sample i, at which a document begins."""
         store, first = self._find(i)
         return np.array(store.boundaries(first, first + self._seq_len + 1), np.int64) - first
 
-    def _find(self, i: int) -> tuple[TokenStore, int]:
+    def _find(self, i: int) -> tuple[TokenStore | View, int]:
         """Return the store of sample i, and its first token there."""
         number = bisect(self._ends, i)
-        return self._stores[number], (i - (self._ends[number - 1] if number else 0)) * self._seq_len
+        return self.stores[number], (i - (self._ends[number - 1] if number else 0)) * self._seq_len
 
     def content_hash(self) -> str:
         """Return a SHA-256 of the contents of all stores."""
-        hashes = "".join(store.content_hash() for store in self._stores)
+        hashes = "".join(store.content_hash() for store in self.stores)
         return hashlib.sha256(hashes.encode()).hexdigest()
 
 
@@ -86,10 +88,11 @@ class Dataset:
         masks_labels: label only a pseudo-random run of each sample, the others are -100.
         document_attention: within: no label crosses a document's end either.
         document_positions: restart: the lengths are needed for them.
+        side: which documents of their stores the sources read; None reads all.
 
-    Neither of the last two is in the fingerprint, by which positions in the order of samples are
-    compared: they change no sample's tokens. That they shape the training is the trajectory's
-    concern, so that a run may be continued under other ones where it says so.
+    What documents are to the model is not in the fingerprint, by which positions in the order of
+    samples are compared: it changes no sample's tokens. That it shapes the training is the
+    trajectory's concern, so that a run may be continued under other ones where it says so.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Dataset:
         masks_labels: bool = False,
         document_attention: Literal["across", "within"] = "across",
         document_positions: Literal["continue", "restart"] = "continue",
+        side: Side | None = None,
     ) -> None:
         self._sources, self._mixture = list(sources), Mixture(weights)
         self._seq_len, self._seed, self._masks_labels = seq_len, seed, masks_labels
@@ -124,6 +128,7 @@ class Dataset:
             "weights": ":".join(map(str, self._mixture.weights)),
             "masked labels": str(masks_labels),
             "order": ORDER,
+            **(side.fingerprint() if side else {}),
         }
 
     def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
@@ -145,6 +150,17 @@ class Dataset:
         inside = begins[begins < self._seq_len]
         lengths = torch.from_numpy(np.diff(inside, prepend=0, append=self._seq_len))
         return {"tokens": tokens, "labels": labels, "document_lengths": lengths}
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens of all sources."""
+        return sum(source.num_tokens for source in self._sources)
+
+    @property
+    def stores(self) -> list[TokenStore]:
+        """Return the stores that are read whole."""
+        stores = [store for source in self._sources for store in source.stores]
+        return [store for store in stores if isinstance(store, TokenStore)]
 
     def sample_hash(self, k: int) -> str:
         """Return 16 hexadecimal digits that tell sample k's tokens from others."""
@@ -182,12 +198,18 @@ def labelled_run(k: int, *, seq_len: int, seed: int) -> tuple[int, int]:
 
 
 def build_dataset(
-    training: TrainingConfig, *, tokenizer: Tokenizer, seed: int, held_out: bool = False
+    training: TrainingConfig,
+    *,
+    tokenizer: Tokenizer,
+    seed: int,
+    held_out: bool = False,
+    side: Side | None = None,
 ) -> Dataset:
     """Return the samples that `[training]` describes; text is tokenised unless that was done.
 
-    `held_out`: of generated text the part that is never trained on. Raises DataError for data that
-    is missing, empty, damaged or too short.
+    `held_out`: of generated text the part that is never trained on. `side`: of all documents those
+    that are held out by their hash, or the others. Raises DataError for data that is missing,
+    empty, damaged or too short.
     """
     corpora: list[list[Corpus | TokenStore]]
     if training.dataset == "python_stdlib":
@@ -196,10 +218,15 @@ def build_dataset(
         corpora = _corpora(training)
     else:
         corpora = [[SyntheticCorpus(held_out=held_out)]]
-    stores = [[_open(part, training, tokenizer) for part in parts] for parts in corpora]
+    split = side is not None  # then a view must fill a sample, not each store of it
+    stores = [[_open(part, training, tokenizer, split=split) for part in ps] for ps in corpora]
+    weights = training.dataset_weights or (1.0,)
+    if side is not None and side.held_out:
+        # each is read once, in no proportion; the stores are those of the training all the same
+        stores, weights = [[store for parts in stores for store in parts]], (1.0,)
     dataset = Dataset(
-        [Source(parts, seq_len=training.seq_len) for parts in stores],
-        weights=training.dataset_weights or (1.0,),
+        _sources(stores, training, side=side, end=tokenizer.eos_id),
+        weights=weights,
         seq_len=training.seq_len,
         seed=seed,
         tokenizer=tokenizer,
@@ -207,32 +234,54 @@ def build_dataset(
         masks_labels=training.dataset == "synthetic_masked",
         document_attention=training.document_attention,
         document_positions=training.document_positions,
+        side=side,
     )
     # a store made with another tokenizer mostly shows in the first sample, before any long work
     dataset[0]
     logger.info(
         "data: %s, %s, samples of %d, %s",
         amount(len(stores), "source"),
-        amount(sum(store.num_tokens for parts in stores for store in parts), "token"),
+        amount(dataset.num_tokens, "token"),
         training.seq_len,
         "repeated" if dataset.num_samples is None else f"{dataset.num_samples} in all",
     )
     return dataset
 
 
-def _open(part: Corpus | TokenStore, training: TrainingConfig, tokenizer: Tokenizer) -> TokenStore:
-    """Return the tokens of one part of the data, enough for a sample."""
+def _open(
+    part: Corpus | TokenStore, training: TrainingConfig, tokenizer: Tokenizer, *, split: bool
+) -> TokenStore:
+    """Return the tokens of one part of the data, enough for a sample unless they are split."""
     if isinstance(part, TokenStore):
         store, name = part, part.prefix
     else:
         store = cached_store(part, tokenizer=tokenizer, cache=training.dataset_cache)
         name = part.name
-    if store.num_tokens <= training.seq_len:
+    if store.num_tokens <= training.seq_len and not split:
         raise DataError(
             f"data must hold at least training.seq_len + 1 = {training.seq_len + 1} tokens, "
             f"{name} has {store.num_tokens}; add data or lower training.seq_len"
         )
     return store
+
+
+def _sources(
+    stores: Sequence[Sequence[TokenStore]], training: TrainingConfig, *, side: Side | None, end: int
+) -> list[Source]:
+    seq_len = training.seq_len
+    if side is None:
+        return [Source(parts, seq_len=seq_len) for parts in stores]
+    names = training.dataset_path or (training.dataset,)
+    if len(names) != len(stores):
+        names = (", ".join(names),)
+    cache = training.dataset_cache
+    return [
+        Source(
+            [build_view(parts, side, name=name, seq_len=seq_len, end=end, cache=cache)],
+            seq_len=seq_len,
+        )
+        for parts, name in zip(stores, names, strict=True)
+    ]
 
 
 def _corpora(training: TrainingConfig) -> list[list[Corpus | TokenStore]]:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from torchtitan.base.errors import DataError
@@ -39,6 +38,7 @@ from torchtitan.data.prepare import cached
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.sampler import Permutation
 from torchtitan.data.source import check_heads, file_identity
+from torchtitan.data.split import Side
 from torchtitan.data.store import StoreWriter, TokenStore
 from torchtitan.data.tokenizer import Tokenizer
 
@@ -94,25 +94,6 @@ class BuiltInExamples(SyntheticExamples):
             yield parse_example(value, where=f"{self.name} {number}")
 
 
-class Rows:
-    """The documents of a token store by their number; sent to a worker as a file name."""
-
-    def __init__(self, store: TokenStore) -> None:
-        assert len(store.lengths) == store.num_documents, "none is so long that it was cut"
-        self._store = store
-        self._ends = np.cumsum(store.lengths, dtype=np.int64)
-
-    def __reduce__(self) -> tuple[type[Rows], tuple[TokenStore]]:
-        return Rows, (self._store,)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, i: int) -> npt.NDArray[Any]:
-        """Return the numbers of document i, as they are stored."""
-        return self._store.tokens[self._ends[i] - self._store.lengths[i] : self._ends[i]]
-
-
 class ExampleDataset:
     """All samples of a run in training order; `dataset[k]` is `{"tokens", "labels"}`, int64 [S].
 
@@ -120,7 +101,7 @@ class ExampleDataset:
     the sample, one after another, and those of the padding, if any, as one more document.
 
     Args:
-        examples: numbers of the `Encoder`, a row an example.
+        examples: numbers of the `Encoder`, a document an example.
         samples: the examples of each sample.
         seed: with the data it decides the order.
         pad_id: the token of places that are left.
@@ -130,8 +111,8 @@ class ExampleDataset:
 
     def __init__(
         self,
-        examples: Rows,
-        samples: Rows,
+        examples: TokenStore,
+        samples: TokenStore,
         *,
         seq_len: int,
         seed: int,
@@ -141,20 +122,22 @@ class ExampleDataset:
         fingerprint: dict[str, str],
     ) -> None:
         self._examples, self._samples = examples, samples
+        self.stores = [examples]
         self._seq_len, self._seed, self._pad_id = seq_len, seed, pad_id
         self._tells_documents = tells_documents
-        self.num_samples = None if num_epochs is None else num_epochs * len(samples)
+        self.num_samples = None if num_epochs is None else num_epochs * samples.num_documents
         self.fingerprint = {**fingerprint, "seq_len": str(seq_len), "seed": str(seed)}
 
     def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
-        epoch, index = divmod(k, len(self._samples))
-        order = Permutation(len(self._samples), seed=self._seed, epoch=epoch, source=0)
+        epoch, index = divmod(k, self._samples.num_documents)
+        order = Permutation(self._samples.num_documents, seed=self._seed, epoch=epoch, source=0)
         tokens = torch.full((self._seq_len,), self._pad_id)
         labels = torch.full((self._seq_len,), IGNORED)
         lengths: list[int] = []
         begin = 0
-        for number in self._samples[order[index]]:
-            row = torch.from_numpy(self._examples[number][: self._seq_len + 1].astype(np.int64))
+        for number in self._samples.document(order[index]):
+            row = self._examples.document(number)[: self._seq_len + 1]
+            row = torch.from_numpy(row.astype(np.int64))
             ids, due = row >> 1, (row & 1).bool()
             end = begin + len(row) - 1
             tokens[begin:end] = ids[:-1]
@@ -179,11 +162,13 @@ def build_examples(
     tokenizer_path: str,
     seed: int,
     held_out: bool = False,
+    side: Side | None = None,
 ) -> ExampleDataset:
     """Return the samples that `[training]` describes; examples are tokenised unless that was done.
 
-    `held_out`: of generated examples the part that is never trained on. Raises DataError for
-    examples or a template that are missing or wrong, and when none is usable.
+    `held_out`: of generated examples the part that is never trained on. `side`: of all examples
+    those that are held out by their hash, or the others. Raises DataError for examples or a
+    template that are missing or wrong, and when none is usable.
     """
     template = find_template(
         training.chat_template, tokenizer=tokenizer, tokenizer_path=tokenizer_path
@@ -192,26 +177,27 @@ def build_examples(
     if training.dataset == "examples":
         source = FileExamples([f for entry in training.dataset_path for f in find_files(entry)])
     template_hash = _hash(template)
-    tokens, found = cached(
+    examples, found = cached(
         [FORMAT, tokenizer.fingerprint, template_hash, source.name, source.identity()],
         what=source.name,
         cache=training.dataset_cache,
         vocab_size=2 * tokenizer.vocab_size,
         write=lambda writer: _encode(source, Encoder(tokenizer, template), writer=writer),
     )
-    content, examples = tokens.content_hash(), Rows(tokens)
+    content = examples.content_hash()
+    divided = side.fingerprint() if side else {}
     plan = Plan(training.seq_len, seed, training.packing, training.long_examples)
     groups, planned = cached(
-        [FORMAT, ORDER, content, *plan],
+        [FORMAT, ORDER, content, *plan, *divided.items()],
         what=f"the samples of {source.name}",
         cache=training.dataset_cache,
-        vocab_size=len(examples),
-        write=lambda writer: _plan(examples, plan, writer=writer),
+        vocab_size=examples.num_documents,
+        write=lambda writer: _plan(examples, plan, side, writer=writer),
     )
     _report(found, planned, plan=plan)
     return ExampleDataset(
         examples,
-        Rows(groups),
+        groups,
         seq_len=training.seq_len,
         seed=seed,
         pad_id=tokenizer.eos_id,
@@ -225,6 +211,7 @@ def build_examples(
             "packing": training.packing,
             "long examples": training.long_examples,
             "order": f"{ORDER} of examples",
+            **divided,
         },
     )
 
@@ -269,15 +256,20 @@ class Plan(NamedTuple):
     long_examples: Literal["truncate", "skip"]
 
 
-def _plan(examples: Rows, plan: Plan, *, writer: StoreWriter) -> dict[str, Any]:
+def _plan(
+    examples: TokenStore, plan: Plan, side: Side | None, *, writer: StoreWriter
+) -> dict[str, Any]:
     """Write the numbers of the examples of each sample."""
     # neighbours in a file are alike; this order is not that of the samples, source 0
-    order = Permutation(len(examples), seed=plan.seed, epoch=0, source=1)
+    order = Permutation(examples.num_documents, seed=plan.seed, epoch=0, source=1)
     counts: Counter[str] = Counter()
     numbers: list[int] = []
     lengths: list[int] = []
-    for number in (order[i] for i in range(len(examples))):
-        row = examples[number]
+    for number in (order[i] for i in range(examples.num_documents)):
+        row = examples.document(number)
+        if side is not None and not side.has(row):
+            counts["other_side"] += 1
+            continue
         if len(row) > plan.seq_len + 1:
             counts["too_long"] += 1
             if plan.long_examples == "skip":
@@ -289,10 +281,13 @@ def _plan(examples: Rows, plan: Plan, *, writer: StoreWriter) -> dict[str, Any]:
         counts["num_labels"] += num_due
         numbers.append(number)
         lengths.append(len(row) - 1)
+    ours = examples.num_documents - counts["other_side"]
+    if side is not None and not ours:
+        raise side.refuse(needed="one example", found=f"none of {examples.num_documents}")
     if not numbers:
         raise DataError(
             f"there must be an example with an answer within training.seq_len = {plan.seq_len} "
-            f"tokens, found none in {amount(len(examples), 'example')}; raise training.seq_len"
+            f"tokens, found none in {amount(ours, 'example')}; raise training.seq_len"
         )
     groups: Iterable[list[int]] = ([place] for place in range(len(lengths)))
     if plan.packing == "packed":
@@ -315,7 +310,7 @@ def _report(found: Mapping[str, Any], planned: Mapping[str, Any], *, plan: Plan)
         "%s: %d of %s in %s of %s, %.1f %% padding, loss on %.1f %%",
         found["source"],
         planned["num_used"],
-        amount(found["num_examples"], "example"),
+        amount(found["num_examples"] - planned.get("other_side", 0), "example"),
         amount(planned["num_samples"], "sample"),
         amount(seq_len, "token"),
         100 - 100 * planned["num_places"] / capacity,

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
@@ -33,6 +33,7 @@ from torchtitan.base.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from torchtitan.config.schema import DataLoaderConfig
+    from torchtitan.data.store import TokenStore
 
 Samples = dict[str, torch.Tensor]
 """`tokens` and `labels`, int64 (B, S), of whole sequences; `document_lengths`, int64, of all of
@@ -48,6 +49,10 @@ class Numbered(Protocol):
     """None: they never end."""
     fingerprint: dict[str, str]
     """What the samples and their order depend on, by name."""
+
+    @property
+    def stores(self) -> Sequence[TokenStore]:
+        """Return the token stores of which all documents are read."""
 
     def __getitem__(self, k: int) -> Samples:
         """Return the k-th sample of the run, the same whenever and wherever it is asked for."""
@@ -275,4 +280,4 @@ def _is_alive(process: int) -> bool:
 
 
 def _short(value: str | None) -> str:
-    return "unknown" if value is None else value if len(value) <= 32 else f"{value[:16]}..."
+    return "none" if value is None else value if len(value) <= 32 else f"{value[:16]}..."

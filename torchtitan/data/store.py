@@ -151,6 +151,14 @@ class TokenStore:
             number += 1
         return starts
 
+    def read(self, first: int, stop: int) -> npt.NDArray[Any]:
+        """Return the tokens from `first` to `stop`, as they are stored, mapped."""
+        return self.tokens[first:stop]
+
+    def document(self, number: int) -> npt.NDArray[Any]:
+        """Return the tokens of one document, as they are stored, mapped."""
+        return self.tokens[self._first_token(number) : self._first_token(number + 1)]
+
     def _first_token(self, document: int) -> int:
         sequence = int(self.document_starts[document])
         if sequence == len(self._pointers):
@@ -224,7 +232,7 @@ class StoreWriter:
 
     def __init__(self, file: BinaryIO, *, vocab_size: int) -> None:
         self._file = file
-        self._code = 8 if vocab_size <= 2**16 else 4
+        self._code = 8 if vocab_size <= 2**16 else 4 if vocab_size <= 2**31 else 5
         self._dtype = np.dtype(TYPES[self._code])
         self._lengths, self._starts = array("i"), array("q", [0])
         self._open = 0
@@ -268,7 +276,7 @@ class StoreWriter:
 def open_writer(prefix: str | Path, *, vocab_size: int) -> Iterator[StoreWriter]:
     """Yield a writer; at the end the store is there whole, after an error nothing is.
 
-    Tokens are uint16 where `vocab_size` allows it, else int32.
+    Tokens are uint16 where `vocab_size` allows it, else int32, or int64 for numbers beyond that.
     """
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     tokens, index = (Path(f"{prefix}{suffix}.tmp-{os.getpid()}") for suffix in (".bin", ".idx"))

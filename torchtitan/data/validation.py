@@ -28,7 +28,7 @@ class WholeBatches:
             self.num_drawn = min(self.num_drawn, num_batches * batch)
         self.num_batches = -(-self.num_drawn // batch)
         self.num_samples: int | None = self.num_batches * batch
-        self.fingerprint = dataset.fingerprint
+        self.fingerprint, self.stores = dataset.fingerprint, dataset.stores
 
     def __getitem__(self, k: int) -> Samples:
         if k < self.num_drawn:

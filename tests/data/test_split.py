@@ -1,0 +1,340 @@
+"""Documents held out by their content: against each document looked at by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import pickle
+import struct
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.chats import write_lines
+from tests.data.helpers import loader_of, training, write_texts
+from tests.data.test_store import put, write_by_hand
+from torchtitan.base.errors import DataError
+from torchtitan.config.schema import TrainingConfig
+from torchtitan.data import split
+from torchtitan.data.dataset import Dataset, build_dataset
+from torchtitan.data.finetune import ExampleDataset, build_examples
+from torchtitan.data.split import Side, View
+from torchtitan.data.store import TokenStore, open_writer
+from torchtitan.data.tokenizer import ByteTokenizer
+
+END = 257
+FRACTION = 0.3
+TRAINED, HELD_OUT = Side(FRACTION, held_out=False), Side(FRACTION, held_out=True)
+BOTH = pytest.mark.parametrize("side", [TRAINED, HELD_OUT], ids=["trained", "held out"])
+TEXTS = [f"[{i}]" + "so, " * (i * i % 9) for i in range(150)]
+
+
+def is_held_out(text: str, fraction: float = FRACTION) -> bool:
+    """By hand, from the text's bytes, which are its tokens."""
+    tokens = struct.pack(f"<{len(text.encode())}i", *text.encode())
+    digest = hashlib.blake2b(tokens, digest_size=8, person=b"validation split").digest()
+    return int.from_bytes(digest, "little") / 2**64 < fraction
+
+
+def write(path: Path, texts: list[str]) -> str:
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    return write_texts(path.parent, {path.name: lines})[0]
+
+
+def job_of(cache: Path, paths: list[str], **settings: Any) -> TrainingConfig:
+    settings = {"num_epochs": 1, "document_attention": "within", **settings}
+    return training(cache, dataset="files", dataset_path=paths, **settings)
+
+
+def build(job: TrainingConfig, side: Side | None = None) -> Dataset:
+    return build_dataset(job, tokenizer=ByteTokenizer(), seed=0, side=side)
+
+
+def documents_of(dataset: Dataset) -> list[str]:
+    """The texts of all documents of a data set with one view."""
+    [source] = dataset._sources
+    [view] = source.stores
+    ids = view.read(0, view.num_tokens).tolist()
+    assert ids[-1] == END
+    return [bytes(part).decode() for part in split_at_end(ids)]
+
+
+def split_at_end(ids: list[int]) -> list[list[int]]:
+    parts: list[list[int]] = [[]]
+    for i in ids:
+        if i == END:
+            parts.append([])
+        else:
+            parts[-1].append(i)
+    return parts[:-1]
+
+
+def assert_same_samples(ours: Any, theirs: Any) -> None:
+    assert ours.num_samples == theirs.num_samples
+    for k in range(ours.num_samples):
+        sample, expected = ours[k], theirs[k]
+        assert sample.keys() == expected.keys()
+        assert all(torch.equal(sample[key], expected[key]) for key in expected)
+
+
+@BOTH
+@pytest.mark.parametrize("fraction", [0.02, 0.3, 0.9])
+def test_the_samples_are_those_of_the_documents_alone(
+    tmp_path: Path, side: Side, fraction: float
+) -> None:
+    """Tokens, labels, lengths and order: as of a file that holds these documents and no others."""
+    texts = [TEXTS[7] * 40, *TEXTS, "odd" * 90, *(text + "!" for text in TEXTS)]
+    side = Side(fraction, held_out=side.held_out)
+    ours = [text for text in texts if is_held_out(text, fraction) == side.held_out]
+    assert 0 < len(ours) < len(texts)
+    dataset = build(job_of(tmp_path / "cache", [write(tmp_path / "all.jsonl", texts)]), side)
+    alone = build(job_of(tmp_path / "cache", [write(tmp_path / "ours.jsonl", ours)]))
+    assert_same_samples(dataset, alone)
+    assert documents_of(dataset) == ours
+
+
+@BOTH
+def test_of_several_stores_and_kinds(tmp_path: Path, side: Side) -> None:
+    """Text, stores of several types, long documents cut into sequences, empty ones, none of ours:
+    one row of documents, whatever they come from."""
+    paths = [write(tmp_path / "text.jsonl", TEXTS[:40])]
+    expected = TEXTS[:40]
+    none = [text for text in TEXTS if is_held_out(text) != side.held_out][:3]
+    parts = [(8, TEXTS[40:60]), (4, none), (5, TEXTS[60:110])]
+    for code, texts in parts:
+        rows = [[[*text.encode()[:3]], [*text.encode()[3:], END]] for text in texts]
+        write_by_hand(tmp_path / f"s{code}", [[], *rows, [[]]], code=code)
+        paths.append(str(tmp_path / f"s{code}"))
+        expected = expected + texts
+    ours = [text for text in expected if is_held_out(text) == side.held_out]
+    dataset = build(job_of(tmp_path / "cache", paths), side)
+    alone = build(job_of(tmp_path / "cache", [write(tmp_path / "ours.jsonl", ours)]))
+    assert_same_samples(dataset, alone)
+    # a worker's copy maps the files again
+    copy = pickle.dumps(dataset)
+    assert len(copy) < 5000
+    assert_same_samples(pickle.loads(copy), alone)
+
+
+def test_no_held_out_document_in_a_mixture(tmp_path: Path) -> None:
+    """Over several epochs of weighted sources, document by document; the others are all there."""
+    paths = [write(tmp_path / f"{i}.jsonl", TEXTS[i : i + 50]) for i in (0, 50, 100)]
+    job = job_of(tmp_path / "cache", paths, dataset_weights=[3, 2, 1], num_epochs=3, seq_len=200)
+    dataset = build(job, TRAINED)
+    assert dataset.num_samples is not None
+    loader = loader_of(dataset, batch=1)
+    seen: set[str] = set()
+    for [batch] in loader:
+        parts = batch["tokens"][0].split(batch["document_lengths"].tolist())
+        seen |= {bytes(ids[:-1].tolist()).decode() for ids in parts if ids[-1] == END}
+    whole = {text for text in seen if text.startswith("[")}
+    assert whole <= set(TEXTS)
+    assert len(whole) > 60
+    assert not any(map(is_held_out, whole))
+    held_out = build(job_of(tmp_path / "cache", paths, dataset_weights=[3, 2, 1]), HELD_OUT)
+    assert documents_of(held_out) == [text for text in TEXTS if is_held_out(text)]
+
+
+def test_added_documents_move_none(tmp_path: Path) -> None:
+    def held_out(texts: list[str], *more: str) -> list[str]:
+        path = write(tmp_path / f"{len(texts)}.jsonl", texts)
+        return documents_of(build(job_of(tmp_path / "cache", [path, *more]), HELD_OUT))
+
+    before = held_out(TEXTS[:100])
+    grown = TEXTS[120:] + TEXTS[:50] + TEXTS[100:110] + TEXTS[50:100]
+    after = held_out(grown, write(tmp_path / "more.jsonl", TEXTS[110:120]))
+    assert [text for text in after if text in set(TEXTS[:100])] == before
+    assert len(after) > len(before)
+
+
+def test_a_larger_fraction_holds_out_the_same_and_more(tmp_path: Path) -> None:
+    job = job_of(tmp_path / "cache", [write(tmp_path / "a.jsonl", TEXTS)])
+    found = [
+        set(documents_of(build(job, Side(fraction, held_out=True)))) for fraction in (0.1, 0.2, 0.7)
+    ]
+    assert found[0] < found[1] < found[2]
+    assert [round(len(held_out) / len(TEXTS), 1) for held_out in found] == [0.1, 0.2, 0.7]
+
+
+def test_copies_are_on_one_side(tmp_path: Path) -> None:
+    """In a file twice, in a store of another type, and in one without end tokens."""
+    for code, end in ((4, []), (8, [END])):
+        rows = [[[*text.encode(), *end]] for text in TEXTS]
+        write_by_hand(tmp_path / f"s{code}", rows, code=code)
+    paths = [
+        write(tmp_path / "a.jsonl", TEXTS + TEXTS[::-1]),
+        *(str(tmp_path / s) for s in ("s4", "s8")),
+    ]
+    sizes = {}
+    for side in (TRAINED, HELD_OUT):
+        [source] = build(job_of(tmp_path / "cache", paths), side)._sources
+        [view] = source.stores
+        ours = [text for text in TEXTS if is_held_out(text) == side.held_out]
+        sizes[side] = view.num_tokens
+        assert view.num_tokens == 4 * sum(map(len, ours)) + 3 * len(ours)
+    assert sum(sizes.values()) == 4 * sum(map(len, TEXTS)) + 3 * len(TEXTS)
+
+
+def test_a_long_document_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = np.arange(1000, dtype=np.uint16)
+    whole = split.content_number(tokens)
+    monkeypatch.setattr(split, "CHUNK", 7)
+    assert split.content_number(tokens) == whole
+    assert split.content_number(tokens[:-1]) == split.content_number(tokens, end=999) != whole
+
+
+def test_divided_once_and_again_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    calls: list[int] = []
+    correct = split.content_number
+    monkeypatch.setattr(
+        split, "content_number", lambda tokens, end: calls.append(1) or correct(tokens, end=end)
+    )
+    write_by_hand(tmp_path / "s", [[[*text.encode(), END]] for text in TEXTS], code=8)
+    job = job_of(tmp_path / "cache", [str(tmp_path / "s")])
+    num_held_out = sum(map(is_held_out, TEXTS))
+    for _ in range(2):
+        documents = [len(documents_of(build(job, side))) for side in (TRAINED, HELD_OUT)]
+        assert documents == [len(TEXTS) - num_held_out, num_held_out]
+        assert len(calls) == len(TEXTS)
+        assert f"split = 0.3: {num_held_out} of 150 documents of {tmp_path / 's'} " in caplog.text
+        caplog.clear()
+    write_by_hand(tmp_path / "s", [[[*text.encode(), END]] for text in TEXTS[1:]], code=8)
+    build(job, TRAINED)
+    assert len(calls) == 2 * len(TEXTS) - 1
+
+
+@BOTH
+def test_too_few_documents(tmp_path: Path, side: Side) -> None:
+    """One document is on one side, so that the other has none."""
+    text = next(text for text in TEXTS if len(text) > 20 and is_held_out(text) != side.held_out)
+    paths = write_texts(tmp_path, {"book.txt": text})
+    change = "raise" if side.held_out else "lower"
+    with pytest.raises(
+        DataError,
+        match=rf"^validation\.split = 0\.3 must .* at least training\.seq_len \+ 1 = 17 tokens of "
+        rf".*book\.txt, got 0 in 0 of 1 documents; {change} validation\.split, or add documents",
+    ):
+        build(job_of(tmp_path / "cache", paths), side)
+    lines = write_lines(tmp_path / "one.jsonl", [{"prompt": "ab", "completion": "c"}])
+    sides = [Side(fraction, held_out=side.held_out) for fraction in (1e-9, 1 - 1e-9)]
+    with pytest.raises(DataError, match=rf"at least one example, got none of 1; {change} val"):
+        examples_of(tmp_path / "cache", lines, side=sides[not side.held_out])
+    examples_of(tmp_path / "cache", lines, side=sides[side.held_out])
+
+
+def test_another_split_or_other_data_are_other_data(tmp_path: Path) -> None:
+    job = job_of(tmp_path / "cache", [write(tmp_path / "a.jsonl", TEXTS)])
+    state = loader_of(build(job, TRAINED)).state_dict()
+    loader_of(build(job, TRAINED)).load_state_dict(state)
+    for side, now in ((Side(0.2, held_out=False), "0.2"), (None, "none")):
+        with pytest.raises(
+            DataError, match=rf"but this differs: validation\.split: was 0\.3, is {now}; restore"
+        ):
+            loader_of(build(job, side)).load_state_dict(state)
+    write(tmp_path / "a.jsonl", TEXTS[1:])
+    with pytest.raises(DataError, match=r"but this differs: data: was \w{16}\.\.\., is"):
+        loader_of(build(job, TRAINED)).load_state_dict(state)
+
+
+def test_a_damaged_index_is_named(tmp_path: Path) -> None:
+    write_by_hand(tmp_path / "s", [[[i] * 9] for i in range(9)], code=8)
+    put(34 + 12 * 9 + 8 * 4, b"\x07")(tmp_path)  # the fifth document begins with the eighth
+    with pytest.raises(DataError, match=r"s\.idx is damaged: its documents do not cover its tok"):
+        build(job_of(tmp_path / "cache", [str(tmp_path / "s")]), TRAINED)
+
+
+def test_a_table_of_more_tokens_than_32_bits_count(tmp_path: Path) -> None:
+    with open_writer(tmp_path / "t", vocab_size=2**31 + 1) as writer:
+        writer.add(np.array([2**31, 5]), ends_document=True)
+    assert TokenStore(tmp_path / "t").tokens.tolist() == [2**31, 5]
+
+
+def test_what_is_mapped_and_how_much(tmp_path: Path) -> None:
+    """Two numbers a run of documents of one side, and nothing in memory."""
+    job = job_of(tmp_path / "cache", [write(tmp_path / "a.jsonl", TEXTS)])
+    [source] = build(job, TRAINED)._sources
+    [view] = source.stores
+    assert isinstance(view, View)
+    for mapped in (*view._firsts, *view._places):
+        assert isinstance(mapped.base.base, np.memmap)
+    num_runs = len([1 for held_out, _ in groupby(TEXTS, is_held_out) if not held_out])
+    assert [len(view._firsts[0]), len(view._places[0])] == [num_runs + 1, num_runs]
+
+
+def test_the_generated_data_are_divided(tmp_path: Path) -> None:
+    """Of what is generated, the documents that are trained on where nothing is held out."""
+    sizes = {}
+    for dataset in ("synthetic", "synthetic_masked"):
+        job = training(tmp_path / "cache", dataset=dataset, num_epochs=1, seq_len=64)
+        whole, *sides = (build(job, side) for side in (None, TRAINED, HELD_OUT))
+        sizes[dataset] = [d.num_tokens for d in sides]
+        assert sum(sizes[dataset]) == whole.num_tokens
+        assert sides[1].num_tokens / whole.num_tokens == pytest.approx(FRACTION, abs=0.05)
+        assert len({str(d.fingerprint) for d in (whole, *sides)}) == 3
+    assert sizes["synthetic"] == sizes["synthetic_masked"]
+
+
+def examples_of(
+    cache: Path, paths: list[str], *, side: Side | None = None, **settings: Any
+) -> ExampleDataset:
+    settings = {"num_epochs": 1, "seq_len": 40, **settings}
+    job = training(cache, dataset="examples", dataset_path=paths, **settings)
+    return build_examples(job, tokenizer=ByteTokenizer(), tokenizer_path="byte", seed=0, side=side)
+
+
+@BOTH
+@pytest.mark.parametrize("packing", ["padded", "packed"])
+def test_examples_are_divided(tmp_path: Path, side: Side, packing: str) -> None:
+    values = [{"prompt": f"{i}", "completion": "ab"[i % 2] * (i % 20)} for i in range(99)] * 2
+    how = {"packing": packing, "document_attention": "within"}
+
+    def examples_in(dataset: ExampleDataset) -> list[tuple[list[int], list[int]]]:
+        assert dataset.num_samples is not None
+        return sorted(
+            (tokens.tolist(), labels.tolist())
+            for sample in map(dataset.__getitem__, range(dataset.num_samples))
+            for tokens, labels in zip(
+                *(
+                    sample[key].split(sample["document_lengths"].tolist())
+                    for key in ("tokens", "labels")
+                ),
+                strict=True,
+            )
+            if (labels != -100).any()
+        )
+
+    whole = write_lines(tmp_path / "all.jsonl", values)
+    ours = examples_of(tmp_path / "cache", whole, side=side, **how)
+    alone = write_lines(
+        tmp_path / "ours.jsonl", [v for v in values if example_is_held_out(v) == side.held_out]
+    )
+    assert examples_in(ours) == examples_in(examples_of(tmp_path / "cache", alone, **how))
+    assert 20 < len(examples_in(ours)) < 180
+    undivided = examples_of(tmp_path / "cache", whole, **how)
+    assert len(examples_in(undivided)) == len([v for v in values if v["completion"]])
+    assert len({str(d.fingerprint) for d in (ours, undivided)}) == 2
+
+
+def example_is_held_out(value: dict[str, str]) -> bool:
+    prompt, completion = value["prompt"].encode(), [*value["completion"].encode(), END]
+    numbers = [2 * i for i in prompt] + [2 * i + 1 for i in completion]
+    packed = struct.pack(f"<{len(numbers)}i", *numbers)
+    digest = hashlib.blake2b(packed, digest_size=8, person=b"validation split").digest()
+    return int.from_bytes(digest, "little") / 2**64 < FRACTION
+
+
+@BOTH
+def test_the_generated_examples_are_divided(tmp_path: Path, side: Side) -> None:
+    job = training(tmp_path / "cache", dataset="synthetic_examples", seq_len=256, num_epochs=1)
+    tokenizer = ByteTokenizer()
+    dataset = build_examples(job, tokenizer=tokenizer, tokenizer_path="byte", seed=0, side=side)
+    share = FRACTION if side.held_out else 1 - FRACTION
+    assert dataset.num_samples == pytest.approx(1000 * share, rel=0.1)

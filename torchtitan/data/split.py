@@ -1,0 +1,220 @@
+"""Documents held out of the training by a hash of their content: `validation.split`.
+
+A split by position, the last files or every hundredth document, changes when data are added, and
+puts copies of one document on both sides. Here a document is held out if the hash of its tokens is
+below a threshold. So it stays where it is whatever else the data hold, its copies are where it is,
+and a larger fraction holds out the same documents and more. The hash does not depend on the seed,
+on the type in which a store keeps its tokens, or on whether an end token follows the document.
+
+Nothing is copied. A `View` reads the documents of one side from the stores as if there were no
+others: a table, mapped like a store and kept in the cache, lists the runs of neighbouring documents
+of each side. It is made once for each store, by reading it once.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan.base.errors import DataError
+from torchtitan.data.prepare import cached
+from torchtitan.data.source import file_identity
+from torchtitan.data.store import CHUNK, StoreWriter, TokenStore
+
+logger = logging.getLogger(__name__)
+
+# part of the hash: without it the documents would be those that another use of the hash selects
+PERSON = b"validation split"
+# part of the cache's key: raise it when the same documents would be divided in another way
+FORMAT = "split 1"
+
+
+@dataclass(frozen=True)
+class Side:
+    """The documents that `validation.split` holds out, or those that it leaves to the training."""
+
+    fraction: float
+    held_out: bool
+
+    def has(self, tokens: npt.NDArray[Any], *, end: int | None = None) -> bool:
+        """Tell whether a document is on this side; `end`: the token that may close it."""
+        below = content_number(tokens, end=end) < int(self.fraction * 2**64)
+        return below == self.held_out
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return what the samples of this side depend on beside the data."""
+        return {"validation.split": f"{self.fraction}{', held out' if self.held_out else ''}"}
+
+    def refuse(self, *, needed: str, found: str) -> DataError:
+        """Return the error for data of which this side has less than a sample."""
+        verb, change = ("hold out", "raise") if self.held_out else ("leave to train on", "lower")
+        return DataError(
+            f"validation.split = {self.fraction} must {verb} at least {needed}, got {found}; "
+            f"{change} validation.split, or add documents (a text file is one, and each line of "
+            f"JSONL)"
+        )
+
+
+def content_number(tokens: npt.NDArray[Any], *, end: int | None = None) -> int:
+    """Return 64 bits that depend on a document's tokens alone, without the `end` that closes it."""
+    if end is not None and len(tokens) and tokens[-1] == end:
+        tokens = tokens[:-1]
+    digest = blake2b(digest_size=8, person=PERSON)
+    for first in range(0, len(tokens), CHUNK):
+        # one type for all stores
+        digest.update(tokens[first : first + CHUNK].astype("<i4").tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
+class View:
+    """The documents of one side of a split of some stores, one after another."""
+
+    def __init__(
+        self,
+        stores: Sequence[TokenStore],
+        tables: Sequence[TokenStore],
+        *,
+        held_out: bool,
+    ) -> None:
+        self._stores, self._tables, self._held_out = list(stores), list(tables), held_out
+        # of each run its first token in the view, and at last the number of all tokens
+        self._firsts = [table.document(2 * held_out) for table in tables]
+        # of each run its first token in the store
+        self._places = [table.document(2 * held_out + 1) for table in tables]
+        self._ends = list(accumulate(int(firsts[-1]) for firsts in self._firsts))
+        self.prefix = ", ".join(store.prefix for store in stores)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # a worker process maps the files again
+        return partial(View, held_out=self._held_out), (self._stores, self._tables)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens of the documents of this side."""
+        return self._ends[-1]
+
+    def read(self, first: int, stop: int) -> npt.NDArray[Any]:
+        """Return the tokens from `first` to `stop`, as they are stored."""
+        return np.concatenate(
+            [store.tokens[begin:end] for store, begin, end in self._runs(first, stop)]
+        )
+
+    def boundaries(self, first: int, stop: int) -> list[int]:
+        """Return the tokens between `first` and `stop`, `first` left out, that begin a document."""
+        starts: list[int] = []
+        at = first
+        for store, begin, end in self._runs(first, stop):
+            if at > first:
+                starts.append(at)
+            starts += [at + start - begin for start in store.boundaries(begin, end)]
+            at += end - begin
+        return starts
+
+    def content_hash(self) -> str:
+        """Return what tells the contents of the stores, of both sides, from others."""
+        return "".join(store.content_hash() for store in self._stores)
+
+    def _runs(self, first: int, stop: int) -> Iterator[tuple[TokenStore, int, int]]:
+        """Yield where the tokens from `first` to `stop` lie: a store, begin and end there."""
+        while first < stop:
+            number = bisect_right(self._ends, first)
+            offset = self._ends[number - 1] if number else 0
+            firsts = self._firsts[number]
+            run = bisect_right(firsts, first - offset) - 1
+            end = min(stop, offset + int(firsts[run + 1]))
+            begin = int(self._places[number][run]) + first - offset - int(firsts[run])
+            yield self._stores[number], begin, begin + end - first
+            first = end
+
+
+def build_view(
+    stores: Sequence[TokenStore], side: Side, *, name: str, seq_len: int, end: int, cache: str
+) -> View:
+    """Return one side of the documents of some stores, divided now unless that was done.
+
+    `name`: what to call them in messages; `end`: the token after a document. Raises DataError
+    where the side has less than one sample.
+    """
+    tables: list[TokenStore] = []
+    counts: Counter[str] = Counter()
+    for store in stores:
+        table, notes = _cached_table(store, side.fraction, end=end, cache=cache)
+        tables.append(table)
+        counts.update({key: notes[key] for key in ("to_train_on", "held_out")})
+    view = View(stores, tables, held_out=side.held_out)
+    total, num_tokens = counts.total(), sum(store.num_tokens for store in stores)
+    if view.num_tokens <= seq_len:
+        ours = counts["held_out" if side.held_out else "to_train_on"]
+        raise side.refuse(
+            needed=f"training.seq_len + 1 = {seq_len + 1} tokens of {name:.80}",
+            found=f"{view.num_tokens} in {ours} of {total} documents",
+        )
+    if not side.held_out:
+        logger.info(
+            "validation.split = %s: %d of %d documents of %.80s are held out, %d of %d tokens",
+            side.fraction,
+            counts["held_out"],
+            total,
+            name,
+            num_tokens - view.num_tokens,
+            num_tokens,
+        )
+    return view
+
+
+def _cached_table(
+    store: TokenStore, fraction: float, *, end: int, cache: str
+) -> tuple[TokenStore, dict[str, Any]]:
+    held_out = Side(fraction, held_out=True)
+    files = [file_identity(Path(store.prefix + suffix)) for suffix in (".idx", ".bin")]
+    return cached(
+        [FORMAT, fraction, end, files],
+        what=f"the split of {store.prefix}",
+        cache=cache,
+        vocab_size=store.num_tokens + 1,
+        write=lambda writer: _divide(store, held_out, end=end, writer=writer),
+    )
+
+
+def _divide(
+    store: TokenStore, held_out: Side, *, end: int, writer: StoreWriter
+) -> dict[str, object]:
+    """Write the runs of the documents to train on, then those of the held-out ones.
+
+    Of each side two rows: where its runs begin in the view and, behind them, where it ends; where
+    its runs begin in the store.
+    """
+    firsts, places = (array("q"), array("q")), (array("q"), array("q"))
+    num_tokens, num_documents = [0, 0], [0, 0]
+    at, last = 0, None
+    for number in range(store.num_documents):
+        document = store.document(number)
+        side = held_out.has(document, end=end)
+        if side != last:
+            firsts[side].append(num_tokens[side])
+            places[side].append(at)
+        num_tokens[side] += len(document)
+        num_documents[side] += 1
+        at, last = at + len(document), side
+    if at != store.num_tokens:
+        raise DataError(
+            f"{store.prefix}.idx is damaged: its documents do not cover its tokens; write the "
+            f"store anew"
+        )
+    for side in (False, True):
+        firsts[side].append(num_tokens[side])
+        writer.add(np.array(firsts[side]), ends_document=True)
+        writer.add(np.array(places[side], np.int64), ends_document=True)
+    return {"to_train_on": num_documents[False], "held_out": num_documents[True]}
