@@ -17,7 +17,7 @@ import torch
 
 from tests.data.chats import write_lines
 from tests.data.helpers import loader_of, training, write_texts
-from tests.data.test_store import put, write_by_hand
+from tests.data.test_store import write_by_hand
 from torchtitan.base.errors import DataError
 from torchtitan.config.schema import TrainingConfig
 from torchtitan.data import split
@@ -242,13 +242,6 @@ def test_another_split_or_other_data_are_other_data(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", TEXTS[1:])
     with pytest.raises(DataError, match=r"but this differs: data: was \w{16}\.\.\., is"):
         loader_of(build(job, TRAINED)).load_state_dict(state)
-
-
-def test_a_damaged_index_is_named(tmp_path: Path) -> None:
-    write_by_hand(tmp_path / "s", [[[i] * 9] for i in range(9)], code=8)
-    put(34 + 12 * 9 + 8 * 4, b"\x07")(tmp_path)  # the fifth document begins with the eighth
-    with pytest.raises(DataError, match=r"s\.idx is damaged: its documents do not cover its tok"):
-        build(job_of(tmp_path / "cache", [str(tmp_path / "s")]), TRAINED)
 
 
 def test_a_table_of_more_tokens_than_32_bits_count(tmp_path: Path) -> None:

@@ -208,11 +208,7 @@ def _divide(
         num_tokens[side] += len(document)
         num_documents[side] += 1
         at, last = at + len(document), side
-    if at != store.num_tokens:
-        raise DataError(
-            f"{store.prefix}.idx is damaged: its documents do not cover its tokens; write the "
-            f"store anew"
-        )
+    assert at == store.num_tokens, "an open store's documents cover its tokens"
     for side in (False, True):
         firsts[side].append(num_tokens[side])
         writer.add(np.array(firsts[side]), ends_document=True)
