@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.assemble.data import build_loader
-from torchtitan.assemble.layout import Layout, find_layout, log_job
+from torchtitan.assemble.layout import Layout, check_device, find_layout, log_job
 from torchtitan.assemble.precision import settle_precision
 from torchtitan.assemble.resume import (
     build_checkpoints,
@@ -37,7 +37,6 @@ from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.metrics.trace import Profiler, build_profiler
 from torchtitan.models.parts import ModelParts
-from torchtitan.models.spec import flops_per_token
 from torchtitan.optim.loss import build_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
@@ -56,6 +55,7 @@ def assemble(config: Config, *, launch: Launch, color: bool) -> Run:
         UserError: Degrees, sizes, files or a checkpoint do not fit this job.
     """
     layout = find_layout(config, world_size=launch.world_size)
+    check_device(config, device_type=device_type())
     config, precision = settle_precision(config)
     training = config.training
     dims = layout.dims
@@ -198,7 +198,7 @@ def build_meter(config: Config, *, layout: Layout, device: torch.device) -> Mete
     peak = peak_flops(device, dtype=getattr(torch, config.training.mixed_precision_param))
     logger.info("MFU is measured against %s", peak.source)
     return Meter(
-        flops_per_token=flops_per_token(layout.architecture, config.training.seq_len),
+        flops_per_token=layout.counts.flops_per_token(config.training.seq_len),
         peak_flops=peak.value,
         world_size=layout.dims.world_size,
         device=device,

@@ -36,6 +36,7 @@ from torchtitan.checkpoint.hf import (
     CONFIG,
     INDEX,
     WEIGHTS,
+    find_misnamed,
     head_dim_of_rows,
     their_name,
     to_their_rows,
@@ -111,11 +112,11 @@ def export(
     draft = draft_of(target)
 
     def prepare() -> list[list[Planned]]:
+        plan = plan_files(TensorReader(checkpoint / "model"), settings=settings)
         if draft.exists():  # of a process that died
             shutil.rmtree(draft)
         draft.mkdir(parents=True)
-        reader = TensorReader(checkpoint / "model")
-        return plan_files(reader, settings=settings)
+        return plan
 
     def write() -> None:
         reader = TensorReader(checkpoint / "model")
@@ -136,12 +137,24 @@ def export(
 
 
 def plan_files(reader: TensorReader, *, settings: HFExport) -> list[list[Planned]]:
-    """Return the tensors of each file, in the order of the model."""
+    """Return the tensors of each file, in the order of the model.
+
+    Raises:
+        CheckpointError: The folder would lack a parameter of the checkpoint, or of the format.
+    """
     files: list[list[Planned]] = [[]]
     size = 0
     alone = settings.factors is not None and settings.factors.alone
     limit = math.inf if alone else settings.max_file_bytes  # PEFT reads one file
     stored = reader.read_metadata().state_dict_metadata
+    misnamed = find_misnamed(
+        [name for name in stored if not is_factor(name)],
+        names=settings.names,
+        num_layers=settings.architecture.num_layers,
+        tied=settings.architecture.tie_embeddings,
+    )
+    if misnamed is not None:
+        raise CheckpointError(f"the checkpoint is of another model than the folder's: {misnamed}")
     for ours, entry in sorted(stored.items(), key=lambda item: _in_order(item[0])):
         assert storage.is_tensor(entry), f"{ours} is no parameter"
         if settings.factors is not None and is_factor(ours) != settings.factors.alone:
