@@ -70,12 +70,12 @@ def test_mistakes_in_settings_are_told_without_torch_and_the_command_exits_by_co
     assert "Traceback" not in bad.stderr
 
 
-SMALL = "--model.flavor=tiny8"
+SMALL = ("--model.flavor=tiny8", "--model.tokenizer_path=byte")
 FEW_TOKENS = ("--training.seq_len=32", "--training.local_batch_size=4")
 
 
 def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    code = main([SMALL, *FEW_TOKENS, *options])
+    code = main([*SMALL, *FEW_TOKENS, *options])
     printed = capsys.readouterr()
     return code, printed.out, printed.err
 
@@ -105,6 +105,8 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["--world_size=2", "--training.global_batch_size=12"], ["4 x 2 = 8, got 12"]),
         (["--parallelism.fsdp_reshard_after_forward=3", "--world_size=8"], ["the 8 ranks", "2, 4"]),
         (["--optimizer.frozen_params=layer.*"], ["frozen_params 'layer.*'", "near are"]),
+        (["--optimizer.no_decay_params=*nrom*"], ["no_decay_params '*nrom*'", "near are"]),
+        (["--model.tokenizer_path=bpe_2048"], ["2048 ids, the model 264"]),
         (["--lora.rank=2", "--lora.modules=*.wx"], ["[lora] modules '*.wx'"]),
         ([*FLOAT8, "--quantize.linear.float8.filter_fqns=outptu"], ['holds "outptu"']),
         (["--compile.enable", "--compile.backend=induktor"], ["did you mean 'inductor'?"]),
@@ -138,6 +140,8 @@ def test_it_refuses_what_a_start_would(
         ["--parallelism.data_parallel_replicate_degree=4", "--training.global_batch_size=32"],
         ["--parallelism.pipeline_parallel_degree=4", "--parallelism.fsdp_reshard_after_forward=1"],
         ["--parallelism.data_parallel_shard_degree=64"],
+        # of the job's machines
+        ["--model.tokenizer_path=/data/no/such/tokenizer.json"],
     ],
 )
 def test_it_takes_what_would_start(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,7 +112,7 @@ def test_layers_per_stage_make_the_number_of_stages(
         ),
         (settings(9), 9, ["at least one layer, got 9 stages for a model of 8 layers; lower"]),
         (settings(9), 18, ["got 18 stages", "lower pipeline_parallel_degree to at most 8"]),
-        (settings(5), 10, ["got 10 stages", "at most 1 stages a rank"]),
+        (settings(5), 10, ["got 10 stages", "at most 1 stage per rank"]),
     ],
 )
 def test_numbers_of_stages_that_do_not_work(

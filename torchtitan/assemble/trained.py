@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.start import Start
-from torchtitan.config.schema import Config, LoRAConfig
+from torchtitan.config.schema import Config, LoRAConfig, OptimizerConfig
 from torchtitan.config.trajectory import Job
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.lora import apply_lora, is_factor, linear_names
@@ -28,6 +28,11 @@ def find_trained(config: Config, *, model: LanguageModel) -> Trained:
         ConfigError: A pattern stands for nothing, or nothing is left to train.
     """
     lora = config.lora
+    unset = OptimizerConfig().no_decay_params  # which may match nothing: few models have a bias
+    for pattern in config.optimizer.no_decay_params:
+        if pattern not in unset:
+            names = dict(model.named_parameters())
+            check_pattern(pattern, names, key="[optimizer] no_decay_params", what="parameter")
     trained = Trained(frozen=config.optimizer.frozen_params, factors_alone=lora.rank > 0)
     if trained == Trained():
         return trained

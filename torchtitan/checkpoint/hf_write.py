@@ -16,7 +16,7 @@ import logging
 import math
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,12 +111,15 @@ def export(
     )
     draft = draft_of(target)
 
+    def check() -> None:
+        stored = TensorReader(checkpoint / "model").read_metadata().state_dict_metadata
+        check_names(checkpoint, stored, settings=settings)
+
     def prepare() -> list[list[Planned]]:
-        plan = plan_files(TensorReader(checkpoint / "model"), settings=settings)
         if draft.exists():  # of a process that died
             shutil.rmtree(draft)
         draft.mkdir(parents=True)
-        return plan
+        return plan_files(TensorReader(checkpoint / "model"), settings=settings)
 
     def write() -> None:
         reader = TensorReader(checkpoint / "model")
@@ -124,6 +127,7 @@ def export(
             path = draft / file_name(number, num_files=len(plan), settings=settings)
             _write_file(path, plan[number], reader=reader, settings=settings)
 
+    on_first_rank(check, group=group)
     try:
         plan = on_first_rank(prepare, group=group)
         on_every_rank(write, group=group)
@@ -136,17 +140,12 @@ def export(
         ) from error
 
 
-def plan_files(reader: TensorReader, *, settings: HFExport) -> list[list[Planned]]:
-    """Return the tensors of each file, in the order of the model.
+def check_names(checkpoint: Path, stored: Collection[str], *, settings: HFExport) -> None:
+    """Check that the folder would hold every parameter of a checkpoint, and lack none of its own.
 
     Raises:
-        CheckpointError: The folder would lack a parameter of the checkpoint, or of the format.
+        CheckpointError: Says which it would not hold, or lack.
     """
-    files: list[list[Planned]] = [[]]
-    size = 0
-    alone = settings.factors is not None and settings.factors.alone
-    limit = math.inf if alone else settings.max_file_bytes  # PEFT reads one file
-    stored = reader.read_metadata().state_dict_metadata
     misnamed = find_misnamed(
         [name for name in stored if not is_factor(name)],
         names=settings.names,
@@ -154,7 +153,20 @@ def plan_files(reader: TensorReader, *, settings: HFExport) -> list[list[Planned
         tied=settings.architecture.tie_embeddings,
     )
     if misnamed is not None:
-        raise CheckpointError(f"the checkpoint is of another model than the folder's: {misnamed}")
+        raise CheckpointError(
+            f"{checkpoint} must hold the parameters that a {settings.names.architecture} has, no "
+            f"folder was written: {misnamed}; export it as the model that it is of, or give that "
+            f"model's ModelSpec its names (hf)"
+        )
+
+
+def plan_files(reader: TensorReader, *, settings: HFExport) -> list[list[Planned]]:
+    """Return the tensors of each file, in the order of the model."""
+    files: list[list[Planned]] = [[]]
+    size = 0
+    alone = settings.factors is not None and settings.factors.alone
+    limit = math.inf if alone else settings.max_file_bytes  # PEFT reads one file
+    stored = reader.read_metadata().state_dict_metadata
     for ours, entry in sorted(stored.items(), key=lambda item: _in_order(item[0])):
         assert storage.is_tensor(entry), f"{ours} is no parameter"
         if settings.factors is not None and is_factor(ours) != settings.factors.alone:

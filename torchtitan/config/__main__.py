@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from torchtitan.base.errors import ConfigError, Mistakes
+from torchtitan.base.errors import ConfigError, Mistakes, UserError
 from torchtitan.config.load import load_config, to_toml
 from torchtitan.config.schema import Config
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         mistakes.report()
         assert config is not None
         check_job(config, world_size=world_size)
-    except ConfigError as error:
+    except UserError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     sys.stdout.write(to_toml(config))
@@ -51,15 +51,19 @@ def check_job(config: Config, *, world_size: int | None) -> None:
     holds for every number of ranks with which the job would start.
 
     Raises:
-        ConfigError: Says all that does not fit together.
+        UserError: Says all that does not fit together, or that a tokenizer is damaged.
     """
     # here: mistakes in the settings alone are told without the seconds that torch takes
     from torchtitan.assemble.layout import check_device, find_layout, warn_of_positions
     from torchtitan.assemble.trained import warn_of_random_base
     from torchtitan.base.device import device_type
+    from torchtitan.data.tokenizer import check_vocabulary, find_here
     from torchtitan.mesh.dims import fewest_ranks
 
     layout = find_layout(config, world_size=world_size or fewest_ranks(config.parallelism))
+    tokenizer = find_here(config.model.tokenizer_path)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
     warn_of_positions(layout.architecture.rope_scaling, seq_len=config.training.seq_len)
     if config.checkpoint.initial_load_path is None:
         warn_of_random_base(config)

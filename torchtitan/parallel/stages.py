@@ -110,7 +110,7 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, 
                 f"lower pipeline_parallel_degree to at most {num_layers}"
                 if pp > num_layers
                 else f"lower pipeline_parallel_degree, or use a schedule or layers_per_stage with "
-                f"at most {num_layers // pp} stages a rank"
+                f"at most {num_layers // pp} stage{'s' if num_layers // pp > 1 else ''} per rank"
             )
         )
     return num_stages
