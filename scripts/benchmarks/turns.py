@@ -39,9 +39,9 @@ from torchtitan.config.schema import ModelConfig
 from torchtitan.mesh.dims import build_mesh
 from torchtitan.mesh.process_group import Launch
 from torchtitan.metrics.sinks import Row
+from torchtitan.models import count
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import initialize
-from torchtitan.models.spec import flops_per_token
 from torchtitan.parallel.activation import apply_activation_checkpointing
 from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.context import build_shard
@@ -248,13 +248,14 @@ def _rows_before(rows: Sequence[Row], step: int) -> list[Row]:
 
 
 def _about(settings: dict[str, Any], *, device: torch.device) -> dict[str, Any]:
-    _, architecture = find_model(ModelConfig(flavor=settings["flavor"]))
+    spec, architecture = find_model(ModelConfig(flavor=settings["flavor"]))
+    counts = count(spec.build_meta(architecture))
     dtype = getattr(torch, settings["dtype"])
     peak = peak_flops(device, dtype=dtype) or timed_peak(device, dtype=dtype)
     return {
         "device": device_name(device),
         "device_type": device.type,
-        "flops_per_token": flops_per_token(architecture, settings["seq_len"]),
+        "flops_per_token": counts.flops_per_token(settings["seq_len"]),
         "peak_flops": peak.value,
         "peak_source": peak.source,
     }

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from tests.models.reference import VARIANTS, random_decoder, reference_of
@@ -585,12 +585,29 @@ def test_an_export_is_whole_or_absent(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "step-1"]
     (tmp_path / ".new.tmp").mkdir()
     (tmp_path / ".new.tmp" / "stray").touch()  # of a process that died
-    exported(random_decoder(VARIANTS["tied"]), tmp_path / "again")
+    exported(model, tmp_path / "again")
     export(tmp_path / "again" / "step-1", tmp_path / "new", settings=settings, group=None)
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
         "config.json",
         "model.safetensors",
     ]
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda block: delattr(block.feed_forward, "w3"), "lacks, of what they hold, layers.1.f"),
+        (lambda block: setattr(block, "gate", nn.Linear(2, 2)), "have no name for layers.1.gate.b"),
+    ],
+)
+def test_a_checkpoint_of_other_parameters_writes_no_folder(
+    change: Any, part: str, tmp_path: Path
+) -> None:
+    model = random_decoder(VARIANTS["grouped"])
+    change(model.layers["1"])
+    with pytest.raises(CheckpointError, match=part):
+        exported(model, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
 def test_all_types_that_are_written_are_read() -> None:

@@ -7,11 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch._inductor.config
 
 from tests.config.jobs import Jobs
 from torchtitan.config.__main__ import main
 from torchtitan.config.load import load_config, to_toml
 
+ULYSSES = "--parallelism.context_parallel_rotate_method=ulysses"
+FLOAT8 = ("--model.converters=float8", "--quantize.linear.float8.recipe_name=rowwise")
 ROOT = Path(__file__).parents[2]
 TRAIN_CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 
@@ -40,14 +44,14 @@ def test_it_prints_one_line_for_each_mistake(
     ]
 
 
-def test_the_command_needs_no_torch_and_exits_by_code(tmp_path: Path) -> None:
-    script = (
-        "import runpy, sys\n"
-        "sys.modules['torch'] = None\n"  # importing it would now fail
-        "runpy.run_module('torchtitan.config', run_name='__main__', alter_sys=True)"
-    )
+def test_mistakes_in_settings_are_told_without_torch_and_the_command_exits_by_code(
+    tmp_path: Path,
+) -> None:
+    no_torch = "sys.modules['torch'] = None\n"  # importing it would now fail
+    run_it = "runpy.run_module('torchtitan.config', run_name='__main__', alter_sys=True)"
 
-    def run(*options: str) -> subprocess.CompletedProcess[str]:
+    def run(*options: str, before: str = "") -> subprocess.CompletedProcess[str]:
+        script = f"import runpy, sys\n{before}{run_it}"
         return subprocess.run(
             [sys.executable, "-c", script, *options],
             cwd=ROOT,
@@ -60,10 +64,119 @@ def test_the_command_needs_no_torch_and_exits_by_code(tmp_path: Path) -> None:
     assert good.returncode == 0
     assert "seed = 3" in good.stdout
     assert good.stderr == "command line: --training.seed is an old name; today's is --debug.seed\n"
-    bad = run("--job.config_file", str(tmp_path / "none.toml"))
+    bad = run("--job.config_file", str(tmp_path / "none.toml"), before=no_torch)
     assert bad.returncode == 2
     assert bad.stderr.startswith("command line: --job.config_file ")
     assert "Traceback" not in bad.stderr
+
+
+SMALL = ("--model.flavor=tiny8", "--model.tokenizer_path=byte")
+FEW_TOKENS = ("--training.seq_len=32", "--training.local_batch_size=4")
+
+
+def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main([*SMALL, *FEW_TOKENS, *options])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--model.name=lama3"], ["[model] name", "'lama3'", "did you mean 'llama3'?"]),
+        (["--model.flavor=8b"], ["[model] flavor", "'8b'", "did you mean '8B'?"]),
+        (["--world_size=0"], ["--world_size", "1 or more", "'0'"]),
+        (["--world_size=-2"], ["--world_size", "'-2'"]),
+        (["--world_size", "two"], ["--world_size", "'two'"]),
+        (["--world_size"], ["--world_size", "''"]),
+        (["--world_size=6", "--parallelism.tensor_parallel_degree=4"], ["got 6 ranks for 4"]),
+        (
+            ["--world_size=4", "--parallelism.data_parallel_shard_degree=2"],
+            ["got 2 (", "for 4 ranks"],
+        ),
+        (["--parallelism.tensor_parallel_degree=3"], ["num_heads 8", "split by 1, 2, 4"]),
+        (["--parallelism.context_parallel_degree=8", ULYSSES], ["4 key/value heads"]),
+        (["--parallelism.pipeline_parallel_degree=9"], ["9 stages", "to at most 8"]),
+        (["--parallelism.pipeline_parallel_degree=8"], ["microbatch", "got 4"]),
+        (
+            ["--training.global_batch_size=12", "--parallelism.data_parallel_replicate_degree=2"],
+            ["[training] global_batch_size", "4 x 2 = 8, got 12"],
+        ),
+        (["--world_size=2", "--training.global_batch_size=12"], ["4 x 2 = 8, got 12"]),
+        (["--parallelism.fsdp_reshard_after_forward=3", "--world_size=8"], ["the 8 ranks", "2, 4"]),
+        (["--optimizer.frozen_params=layer.*"], ["frozen_params 'layer.*'", "near are"]),
+        (["--optimizer.no_decay_params=*nrom*"], ["no_decay_params '*nrom*'", "near are"]),
+        (["--model.tokenizer_path=bpe_2048"], ["2048 ids, the model 264"]),
+        (["--lora.rank=2", "--lora.modules=*.wx"], ["[lora] modules '*.wx'"]),
+        ([*FLOAT8, "--quantize.linear.float8.filter_fqns=outptu"], ['holds "outptu"']),
+        (["--compile.enable", "--compile.backend=induktor"], ["did you mean 'inductor'?"]),
+        (["--parallelism.pipeline_parallel_schedule=zb"], ["did you mean 'ZBVZeroBubble'?"]),
+        (
+            [
+                "--parallelism.tensor_parallel_degree=3",
+                "--parallelism.pipeline_parallel_degree=9",
+                "--parallelism.fsdp_reshard_after_forward=0",
+            ],
+            ["num_heads", "9 stages", "fsdp_reshard_after_forward"],
+        ),
+    ],
+)
+def test_it_refuses_what_a_start_would(
+    options: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = checked(*options, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert all(part in err for part in parts), err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--world_size=8", "--parallelism.tensor_parallel_degree=2"],
+        ["--world_size", "16", "--training.global_batch_size=64"],
+        # no number of ranks: with enough of them each of these starts
+        ["--parallelism.fsdp_reshard_after_forward=4"],
+        ["--parallelism.fsdp_reshard_after_forward=4", "--parallelism.context_parallel_degree=2"],
+        ["--parallelism.data_parallel_replicate_degree=4", "--training.global_batch_size=32"],
+        ["--parallelism.pipeline_parallel_degree=4", "--parallelism.fsdp_reshard_after_forward=1"],
+        ["--parallelism.data_parallel_shard_degree=64"],
+        # of the job's machines
+        ["--model.tokenizer_path=/data/no/such/tokenizer.json"],
+    ],
+)
+def test_it_takes_what_would_start(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = checked(*options, capsys=capsys)
+    assert (code, err) == (0, "")
+    assert "world_size" not in out
+
+
+def test_what_this_machine_lacks_is_a_remark(
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-g++"))
+    job = (*FLOAT8, "--compile.enable", "--model.flavor=debugmodel")
+    code, out, _ = checked(*job, capsys=capsys)
+    assert code == 0
+    assert 'converters = [\n    "float8",' in out
+    remarks = [message for message in caplog.messages if message.startswith("On this machine")]
+    assert len(remarks) == 2
+    assert "[compile]" in remarks[0]
+    assert "float8" in remarks[1]
+
+
+def test_adapters_without_a_base_are_warned_of(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for options, warns in (
+        (["--lora.rank=2"], True),
+        (["--lora.rank=2", "--checkpoint.enable", "--checkpoint.initial_load_path=x"], False),
+        ([], False),
+    ):
+        caplog.clear()
+        assert checked(*options, capsys=capsys)[0] == 0
+        assert ("name the base by checkpoint.initial_load_path" in caplog.text) == warns
 
 
 def test_there_are_job_files() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.checkpoint.files import write_sealed_json
+from torchtitan.checkpoint.restore import schedule_table
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.checkpoint.storage import find_steps, read_manifest
 from torchtitan.trainer import Trainer
@@ -175,6 +176,13 @@ def test_continue_takes_all_and_plans_the_rate_anew(
     assert "optimizer.lr: stored 0.0008, now 0.01" in changes
     rates = ranks.run(first_rates, [*new, "--training.steps=5"], world=1)
     assert set(rates[0]) == {0.0075}
+
+
+def test_a_plan_that_changes_no_rate_is_not_shown() -> None:
+    old = {"peak_lr": 1.0, "training_steps": 10, "total_steps": 100, "warmup_steps": 5}
+    assert schedule_table(old, {**old, "training_steps": 20}, step=7) == []
+    # the same at both ends
+    assert schedule_table(old, {**old, "decay_type": "cosine"}, step=7) != []
 
 
 def test_a_continued_run_is_recovered_by_its_own_command(

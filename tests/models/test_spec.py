@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.reference import VARIANTS, public_model, random_decoder, reference_config
-from torchtitan.models import MODELS, DecoderConfig, flops_per_token, num_parameters
+from torchtitan.models import MODELS, DecoderConfig, count
 
 FLAVORS = [(name, flavor) for name, spec in MODELS.items() for flavor in spec.flavors]
 # from the public checkpoints
@@ -26,13 +26,13 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(("name", "flavor"), FLAVORS)
-def test_parameters_are_those_of_the_module_and_of_the_public_one(name, flavor):
+def test_parameters_are_those_of_the_public_model(name, flavor):
     config = MODELS[name].flavors[flavor]
     with torch.device("meta"):
         model, theirs = MODELS[name].build(config), public_model(reference_config(config))
-    assert num_parameters(config) == sum(p.numel() for p in model.parameters())
-    assert num_parameters(config) == theirs.num_parameters()
-    assert num_parameters(config) == PUBLISHED.get((name, flavor), num_parameters(config))
+    found = count(model).num_parameters
+    assert found == theirs.num_parameters()
+    assert found == PUBLISHED.get((name, flavor), found)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -43,7 +43,7 @@ def test_flops_are_those_of_forward_and_backward(variant):
     # the unfused kernel: two whole S x S products forward and four backward, as PaLM counts
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
-    assert counter.get_total_flops() == tokens.numel() * flops_per_token(config, 48)
+    assert counter.get_total_flops() == tokens.numel() * count(model).flops_per_token(48)
 
 
 def test_sizes_that_do_not_fit_together_are_refused():

@@ -20,7 +20,7 @@ from torchtitan.models import MODELS, initialize
 from torchtitan.models.decoder import Decoder
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.activation import apply_activation_checkpointing
-from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp, find_reshard
+from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp, find_reshard, name_reshard
 
 TINY8 = MODELS["llama3"].flavors["tiny8"]
 RANKS = 4
@@ -107,9 +107,9 @@ def test_a_tied_embedding_is_gathered_once_with_the_last_norm() -> None:
     ("asked", "ranks", "remedy"),
     [
         ("3", 4, "try 2, or write"),
-        ("4", 4, "try 2, or"),
-        ("1", 8, "try 2, 4, or"),
-        ("2", 2, "or all of them, got 2; write"),
+        ("8", 4, "try 2, or"),
+        ("0", 8, "try 2, 4, or"),
+        ("3", 2, "got 3; write"),
     ],
 )
 def test_a_number_of_ranks_divides_those_that_share(asked: str, ranks: int, remedy: str) -> None:
@@ -129,3 +129,21 @@ def test_what_is_said_of_weights_after_forward() -> None:
     }
     assert said == {"default": [True, False], "always": [True, True], "never": [False, False]}
     assert find_reshard(ParallelismConfig(fsdp_reshard_after_forward="4"), dims=dims) == 4
+
+
+@pytest.mark.parametrize(("asked", "name"), [("1", "never"), ("8", "always"), ("4", "4")])
+def test_numbers_that_have_a_name_are_that(asked: str, name: str) -> None:
+    settings = ParallelismConfig(fsdp_reshard_after_forward=asked)
+    assert name_reshard(settings, dims=ParallelDims(dp_shard=4, cp=2)) == name
+
+
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_groups_within_the_ranks_need_one_axis(axis: str) -> None:
+    dims = ParallelDims(dp_shard=4, **{axis: 2})
+    for asked, fits in (("1", True), ("2", False), ("4", True)):
+        settings = ParallelismConfig(fsdp_reshard_after_forward=asked)
+        if fits:
+            assert find_reshard(settings, dims=dims) == (asked == "4")
+        else:
+            with pytest.raises(ConfigError, match=rf'is 1, got {asked} with 2; write "default"'):
+                find_reshard(settings, dims=dims)

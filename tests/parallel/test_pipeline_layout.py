@@ -8,9 +8,11 @@ import pytest
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.schema import ParallelismConfig, TrainingConfig
-from torchtitan.models.llama3 import FLAVORS
+from torchtitan.models import MODELS, count
 from torchtitan.parallel.pipeline_layout import PipelineLayout, plan_pipeline
 
+LLAMA3 = MODELS["llama3"]
+COUNTS = count(LLAMA3.build_meta(LLAMA3.flavors["tiny8"]))
 CSV_1F1B = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n"
 CSV_HALVES = "0F0,,,0I0,0W0\n,1F0,1I0,1W0,\n"
 
@@ -31,8 +33,10 @@ def plan(
     }
     layout = plan_pipeline(
         ParallelismConfig(**prefixed),  # type: ignore[arg-type]
-        architecture=FLAVORS["tiny8"],
+        num_layers=8,
+        counts=COUNTS,
         training=TrainingConfig(local_batch_size=local_batch_size, seq_len=32),
+        frees_weights=keys.get("fsdp_reshard_after_forward") == "always",
         recomputes=recomputes,
         compiles=compiles,
     )

@@ -9,7 +9,7 @@ import pytest
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.schema import ParallelismConfig
-from torchtitan.models.llama3 import FLAVORS
+from torchtitan.models import MODELS, count
 from torchtitan.parallel.stages import (
     Costs,
     check_modules,
@@ -19,7 +19,8 @@ from torchtitan.parallel.stages import (
     name_modules,
 )
 
-TINY8 = FLAVORS["tiny8"]
+LLAMA3 = MODELS["llama3"]
+COUNTS = count(LLAMA3.build_meta(LLAMA3.flavors["tiny8"]))
 
 
 def all_cuts(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
@@ -60,13 +61,13 @@ def test_the_head_costs_what_it_multiplies() -> None:
     """tiny8 by hand: 4 query and key-value matrices, 3 of the feed-forward, 8 heads of 4."""
     weights = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 96
     layer = 6 * weights + 12 * 8 * 4 * 64
-    costs = find_costs(ParallelismConfig(), architecture=TINY8, seq_len=64)
+    costs = find_costs(ParallelismConfig(), counts=COUNTS, num_layers=8, seq_len=64)
     assert costs.embedding == 0
     assert costs.head == pytest.approx(6 * 32 * 264 / layer)
     given = ParallelismConfig(
         pipeline_parallel_first_stage_less_layers=2, pipeline_parallel_last_stage_less_layers=3
     )
-    assert find_costs(given, architecture=TINY8, seq_len=64) == Costs(embedding=2, head=3)
+    assert find_costs(given, counts=COUNTS, num_layers=8, seq_len=64) == Costs(embedding=2, head=3)
 
 
 def test_modules_of_each_stage() -> None:
@@ -110,7 +111,8 @@ def test_layers_per_stage_make_the_number_of_stages(
             ["must hold a multiple of pipeline_parallel_degree (3) lists", "got 2; make it 3"],
         ),
         (settings(9), 9, ["at least one layer, got 9 stages for a model of 8 layers; lower"]),
-        (settings(5), 10, ["got 10 stages", "at most 1 stages a rank"]),
+        (settings(9), 18, ["got 18 stages", "lower pipeline_parallel_degree to at most 8"]),
+        (settings(5), 10, ["got 10 stages", "at most 1 stage per rank"]),
     ],
 )
 def test_numbers_of_stages_that_do_not_work(

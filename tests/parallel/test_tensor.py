@@ -197,8 +197,13 @@ def test_costs_are_those_of_the_documentation(tp: int) -> None:
 def refused(config: DecoderConfig, *, tp: int, seq_len: int = 64, sequence: bool = True) -> str:
     settings = ParallelismConfig(tensor_parallel_degree=tp, enable_sequence_parallel=sequence)
     with pytest.raises(ConfigError) as caught:
-        check_tensor_parallel(config, parallelism=settings, seq_len=seq_len)
+        check(config, settings, seq_len=seq_len)
     return str(caught.value)
+
+
+def check(config: DecoderConfig, settings: ParallelismConfig, *, seq_len: int) -> None:
+    model, plan = LLAMA3.build_meta(config), LLAMA3.tensor_plan
+    check_tensor_parallel(model, plan=plan, parallelism=settings, seq_len=seq_len)
 
 
 def test_sizes_that_the_degree_does_not_divide_are_named_with_the_degrees_that_fit() -> None:
@@ -221,4 +226,4 @@ def test_a_sequence_that_the_degree_does_not_divide() -> None:
 def test_what_fits_is_accepted() -> None:
     for tp, seq_len, sequence in ((1, 33, True), (4, 64, True), (4, 33, False)):
         settings = ParallelismConfig(tensor_parallel_degree=tp, enable_sequence_parallel=sequence)
-        check_tensor_parallel(TINY8, parallelism=settings, seq_len=seq_len)
+        check(TINY8, settings, seq_len=seq_len)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.assemble.layout import find_model
+from torchtitan.assemble.layout import check_hf, find_model
 from torchtitan.checkpoint.hf import CONFIG
 from torchtitan.checkpoint.hf_config import CARRIED, read_config
 from torchtitan.checkpoint.hf_lora import Factors
@@ -33,9 +33,11 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
     """Say how a job's weights go to Hugging Face, in `dtype`, None: as they are stored.
 
     Raises:
-        UserError: The job's tokenizer is not there.
+        UserError: The model has no such files, or the job's tokenizer is not there.
     """
     spec, architecture = find_model(config.model)
+    ours = [name for name, _ in spec.build_meta(architecture).named_parameters()]
+    check_hf(spec, ours, of=architecture, key="an export for Hugging Face")
     return HFExport(
         names=spec.hf,
         architecture=architecture,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torchtitan.assemble.hf import chosen_rotation, describe_export, warn_of_other_tokenizer
 from torchtitan.assemble.layout import Layout
-from torchtitan.assemble.trained import check_scale
+from torchtitan.assemble.trained import check_scale, warn_of_random_base
 from torchtitan.base.device import device_type
 from torchtitan.checkpoint.hf_folder import HFFolder, open_folder
 from torchtitan.checkpoint.hf_write import export
@@ -82,6 +82,8 @@ def find_start(
         then = Job.stored(stored.read_text(encoding="utf-8"))
         differences = tuple(trajectory_differences(then, now))
         refuse_differences(root, differences, has_checkpoint=bool(find_steps(folder)))
+    if start is None:
+        warn_of_random_base(config)
     dist.barrier()  # nobody writes before everybody has looked
     return start
 

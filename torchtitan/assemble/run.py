@@ -9,6 +9,7 @@ What a setting or a file can get wrong fails here, before the first long work.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.assemble.data import build_loader
-from torchtitan.assemble.layout import Layout, find_layout, log_job
+from torchtitan.assemble.layout import Layout, check_device, find_layout, log_job
 from torchtitan.assemble.precision import settle_precision
 from torchtitan.assemble.resume import (
     build_checkpoints,
@@ -38,7 +39,6 @@ from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.metrics.trace import Profiler, build_profiler
 from torchtitan.models.parts import ModelParts
-from torchtitan.models.spec import flops_per_token
 from torchtitan.optim.loss import build_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
@@ -58,6 +58,7 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
         UserError: Degrees, sizes, files or a checkpoint do not fit this job.
     """
     layout = find_layout(config, world_size=launch.world_size)
+    check_device(config, device_type=device_type())
     config, precision = settle_precision(config)
     training = config.training
     dims = layout.dims
@@ -198,13 +199,14 @@ def find_profiler(config: Config, *, rank: int, device: torch.device) -> Profile
 def build_meter(config: Config, *, layout: Layout, device: torch.device) -> Meter:
     """Build the meter, and say what MFU is a percentage of."""
     dtype = getattr(torch, config.training.mixed_precision_param)
-    peak, peaks = peak_flops(device, dtype=dtype), None
-    if peak is not None:
-        peaks = gather(torch.tensor(peak.value, dtype=torch.float64, device=device)).mean().item()
-        logger.info("MFU: percent of %.4g TFLOP/s per device (%s)", peaks / 1e12, peak.source)
+    peak = peak_flops(device, dtype=dtype)
+    ours = torch.tensor(peak.value if peak else math.nan, dtype=torch.float64, device=device)
+    mean = gather(ours).mean().item()  # one figure for all ranks: none if a device has none
+    if peak is not None and math.isfinite(mean):
+        logger.info("MFU: percent of %.4g TFLOP/s per device (%s)", mean / 1e12, peak.source)
     return Meter(
-        flops_per_token=flops_per_token(layout.architecture, config.training.seq_len),
-        peak_flops=peaks,
+        flops_per_token=layout.counts.flops_per_token(config.training.seq_len),
+        peak_flops=mean if math.isfinite(mean) else None,
         world_size=layout.dims.world_size,
         device=device,
     )

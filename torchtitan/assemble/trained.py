@@ -5,39 +5,53 @@ from __future__ import annotations
 import logging
 from fnmatch import fnmatchcase
 
-import torch
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.start import Start
-from torchtitan.config.schema import Config, LoRAConfig
+from torchtitan.config.schema import Config, LoRAConfig, OptimizerConfig
 from torchtitan.config.trajectory import Job
+from torchtitan.models.contract import LanguageModel
 from torchtitan.models.lora import apply_lora, is_factor, linear_names
-from torchtitan.models.spec import DecoderConfig, ModelSpec
 from torchtitan.models.trained import Trained, check_pattern
 
 logger = logging.getLogger(__name__)
 
 
-def find_trained(config: Config, *, spec: ModelSpec, architecture: DecoderConfig) -> Trained:
+def find_trained(config: Config, *, model: LanguageModel) -> Trained:
     """Say which parameters are trained, and log how many that are where it is not all of them.
+
+    `model` is the whole one, on the meta device; with [lora] it is given the factors.
 
     Raises:
         ConfigError: A pattern stands for nothing, or nothing is left to train.
     """
     lora = config.lora
+    unset = OptimizerConfig().no_decay_params  # which may match nothing: few models have a bias
+    for pattern in config.optimizer.no_decay_params:
+        if pattern not in unset:
+            names = dict(model.named_parameters())
+            check_pattern(pattern, names, key="[optimizer] no_decay_params", what="parameter")
     trained = Trained(frozen=config.optimizer.frozen_params, factors_alone=lora.rank > 0)
     if trained == Trained():
         return trained
-    with torch.device("meta"):
-        model = spec.build(architecture)
     if lora.rank:
         linears = linear_names(model)
         for pattern in lora.modules:
             check_pattern(pattern, linears, key="[lora] modules", what="linear layer")
         if not lora.modules:
             raise ConfigError('[lora] modules must name a layer, got none; try "layers.*"')
+        if biased := [
+            name
+            for name in linears
+            if any(fnmatchcase(name, pattern) for pattern in lora.modules)
+            and f"{name}.bias" in dict(model.named_parameters())
+        ]:
+            raise ConfigError(
+                f"[lora] modules must be linear layers without a bias, got {', '.join(biased[:4])}"
+                f"{' ...' if len(biased) > 4 else ''}; name others"
+            )
         apply_lora(model, rank=lora.rank, alpha=lora.alpha, patterns=lora.modules)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     trained.check(sizes)
@@ -47,6 +61,17 @@ def find_trained(config: Config, *, spec: ModelSpec, architecture: DecoderConfig
         f"{sum(sizes.values()):,}",
     )
     return trained
+
+
+def warn_of_random_base(config: Config) -> None:
+    """Warn where a run that starts from nothing trains adapters alone: what they adapt is noise."""
+    if config.lora.rank:
+        logger.warning(
+            "lora.rank = %d trains adapters beside weights that are random and stay so, since the "
+            "run starts from no checkpoint; name the base by checkpoint.initial_load_path (with "
+            "checkpoint.enable = true)",
+            config.lora.rank,
+        )
 
 
 def check_scale(start: Start, *, lora: LoRAConfig, group: dist.ProcessGroup) -> None:

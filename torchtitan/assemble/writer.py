@@ -7,6 +7,7 @@ on one token. Its residual stream is copied, not split along the sequence, which
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
@@ -35,11 +36,11 @@ from torchtitan.data.chat import ChatTemplate
 from torchtitan.data.chat_files import find_template
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
 from torchtitan.models import MODELS
-from torchtitan.models.decoder import Decoder
+from torchtitan.models.contract import LanguageModel
 from torchtitan.models.lora import apply_lora
 from torchtitan.models.spec import DecoderConfig, ModelSpec
 from torchtitan.optim.loss import build_loss
-from torchtitan.parallel.tensor import apply_tensor_parallel, find_misfit
+from torchtitan.parallel.tensor import apply_tensor_parallel, find_misfit, find_unplanned
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -48,7 +49,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 class Writer:
     """A model, and what makes text of its tokens."""
 
-    model: Decoder
+    model: LanguageModel
     tokenizer: Tokenizer
     template: ChatTemplate | None
     """Of its chats; None: it has none, or none was asked for."""
@@ -128,10 +129,9 @@ def _find_tokenizer(path: str) -> Tokenizer:
         raise DataError(f"{error}; name the tokenizer of these weights by --tokenizer") from error
 
 
-def _build(source: Source, *, mesh: DeviceMesh | None, device: torch.device) -> Decoder:
+def _build(source: Source, *, mesh: DeviceMesh | None, device: torch.device) -> LanguageModel:
     """Build the model without weights."""
-    with torch.device("meta"):
-        model = source.spec.build(source.architecture).to(getattr(torch, source.dtype))
+    model = source.spec.build_meta(source.architecture).to(getattr(torch, source.dtype))
     if source.lora is not None:
         apply_lora(
             model,
@@ -139,7 +139,14 @@ def _build(source: Source, *, mesh: DeviceMesh | None, device: torch.device) -> 
             alpha=source.lora.alpha,
             patterns=source.lora.modules,
         )
+    if "cache" not in inspect.signature(model.forward).parameters:
+        raise ConfigError(
+            f"to write text a model must take a cache of keys and values, and the forward of "
+            f"{source.spec.name} has no argument `cache`; docs/models.md says what it is"
+        )
     if mesh is not None:
+        if unplanned := find_unplanned(model, plan=source.spec.tensor_plan):
+            raise ConfigError(f"the number of ranks must be 1, got {mesh.size()}: {unplanned}")
         if misfit := find_misfit(source.architecture, tp=mesh.size()):
             raise ConfigError(
                 f"the number of ranks must divide the model's heads, feed-forward width and "

@@ -7,7 +7,11 @@ invariant of ours that breaks is an `assert`, never one of these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class UserError(Exception):
@@ -22,6 +26,42 @@ class ConfigError(UserError):
     def __init__(self, mistakes: str | Sequence[str]) -> None:
         self.mistakes = [mistakes] if isinstance(mistakes, str) else list(mistakes)
         super().__init__("\n".join(self.mistakes))
+
+
+class Mistakes:
+    """Collects the mistakes of checks that do not depend on each other, to report them together."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def of(self, check: Callable[[], T]) -> T | None:
+        """Return what the check returns, or None where it raises ConfigError."""
+        try:
+            return check()
+        except ConfigError as error:
+            self._found += error.mistakes
+            return None
+
+    def report(self) -> None:
+        """Raise ConfigError with all mistakes so far, if there are any."""
+        if self._found:
+            raise ConfigError(self._found)
+
+
+def nearest(given: str, names: Collection[str]) -> str | None:
+    """Return which of the names was most likely meant: by its letters, or as an abbreviation."""
+    lowered = {name.lower(): name for name in names}
+    word = given.lower()
+    close = difflib.get_close_matches(word, lowered, n=1)
+    close += [name for name in lowered if word and name.startswith(word)]
+    close += [name for name in lowered if len(word) > 1 and word in name]
+    return lowered[close[0]] if close else None
+
+
+def did_you_mean(given: str, names: Collection[str]) -> str:
+    """Return `; did you mean 'x'?`, or nothing where no name is near."""
+    near = nearest(given, names)
+    return "" if near is None else f"; did you mean {near!r}?"
 
 
 class DataError(UserError):

@@ -13,7 +13,7 @@ is told as runs: rows that lie one behind another in the file, and where they be
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import Tensor
 
@@ -36,6 +36,31 @@ def their_name(ours: str, *, names: HFFormat) -> str:
 def our_name(theirs: str, *, names: HFFormat) -> str | None:
     """Return what we call a tensor of Hugging Face's; None: we have no such parameter."""
     return _translated(theirs, {value: key for key, value in names.names.items()})
+
+
+def find_misnamed(
+    ours: Collection[str], *, names: HFFormat, num_layers: int, tied: bool
+) -> str | None:
+    """Say which parameters of a model their files have no name for, and which they would lack.
+
+    None: all of the one are all of the other.
+    """
+    due = {
+        name.replace("*", str(layer))
+        for name in names.names
+        for layer in range(num_layers if "*" in name else 1)
+        if not (tied and name == "output.weight")
+    }
+    wrong = {
+        f"the files of a {names.architecture} have no name for": set(ours) - due,
+        "the model lacks, of what they hold,": due - set(ours),
+    }
+    said = [
+        f"{what} {', '.join(sorted(found)[:4])}{' ...' if len(found) > 4 else ''}"
+        for what, found in wrong.items()
+        if found
+    ]
+    return "; ".join(said) or None
 
 
 def head_dim_of_rows(ours: str, *, names: HFFormat, architecture: DecoderConfig) -> int | None:

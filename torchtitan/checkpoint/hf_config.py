@@ -206,7 +206,7 @@ def family_of(config: Content, *, models: Mapping[str, ModelSpec]) -> ModelSpec:
             return spec
     raise CheckpointError(
         f"{config.path} must be of a model that is built here, got architectures {architectures} "
-        f"not {' or '.join(spec.hf.architecture for spec in models.values())}"
+        f"not {' or '.join(spec.hf.architecture for spec in models.values() if spec.hf.names)}"
     )
 
 

@@ -16,7 +16,7 @@ import logging
 import math
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from torchtitan.checkpoint.hf import (
     CONFIG,
     INDEX,
     WEIGHTS,
+    find_misnamed,
     head_dim_of_rows,
     their_name,
     to_their_rows,
@@ -110,12 +111,15 @@ def export(
     )
     draft = draft_of(target)
 
+    def check() -> None:
+        stored = TensorReader(checkpoint / "model").read_metadata().state_dict_metadata
+        check_names(checkpoint, stored, settings=settings)
+
     def prepare() -> list[list[Planned]]:
         if draft.exists():  # of a process that died
             shutil.rmtree(draft)
         draft.mkdir(parents=True)
-        reader = TensorReader(checkpoint / "model")
-        return plan_files(reader, settings=settings)
+        return plan_files(TensorReader(checkpoint / "model"), settings=settings)
 
     def write() -> None:
         reader = TensorReader(checkpoint / "model")
@@ -123,6 +127,7 @@ def export(
             path = draft / file_name(number, num_files=len(plan), settings=settings)
             _write_file(path, plan[number], reader=reader, settings=settings)
 
+    on_first_rank(check, group=group)
     try:
         plan = on_first_rank(prepare, group=group)
         on_every_rank(write, group=group)
@@ -133,6 +138,26 @@ def export(
             f"{target} could not be written: {error}; make room or mend the "
             f"folder, and convert {checkpoint} by scripts/convert_hf.py"
         ) from error
+
+
+def check_names(checkpoint: Path, stored: Collection[str], *, settings: HFExport) -> None:
+    """Check that the folder would hold every parameter of a checkpoint, and lack none of its own.
+
+    Raises:
+        CheckpointError: Says which it would not hold, or lack.
+    """
+    misnamed = find_misnamed(
+        [name for name in stored if not is_factor(name)],
+        names=settings.names,
+        num_layers=settings.architecture.num_layers,
+        tied=settings.architecture.tie_embeddings,
+    )
+    if misnamed is not None:
+        raise CheckpointError(
+            f"{checkpoint} must hold the parameters that a {settings.names.architecture} has, no "
+            f"folder was written: {misnamed}; export it as the model that it is of, or give that "
+            f"model's ModelSpec its names (hf)"
+        )
 
 
 def plan_files(reader: TensorReader, *, settings: HFExport) -> list[list[Planned]]:

@@ -262,7 +262,7 @@ def _report(start: Start, *, taken: list[str], step: int) -> None:
 def _report_schedule(
     source: Path, old: Mapping[str, Any], new: Mapping[str, Any], *, step: int
 ) -> None:
-    """Log the learning rate as it was planned and as it is now, from the next step on."""
+    """Log the learning rate as it was planned and as it is now, where they differ from now on."""
     if old == new:
         return
     try:
@@ -272,6 +272,8 @@ def _report_schedule(
             f"{source}/lr_scheduler holds no schedule: {error}; leave it out: "
             f'checkpoint.exclude_from_loading = ["lr_scheduler"]'
         ) from error
+    if not rates:
+        return
     rows = [f"{at:>10} {before:>12.6g} {now:>12.6g}" for at, before, now in rates]
     head = f"{'step':>10} {'old lr':>12} {'new lr':>12}"
     logger.info("The learning rate is planned anew:\n%s", "\n".join([head, *rows]))
@@ -280,10 +282,15 @@ def _report_schedule(
 def schedule_table(
     old: Mapping[str, Any], new: Mapping[str, Any], *, step: int
 ) -> list[tuple[int, float, float]]:
-    """Return (step, old rate, new rate) of the step after `step` and of some up to the end."""
+    """Return (step, old rate, new rate) of the step after `step` and of some up to the end.
+
+    Nothing where all rates up to the end are the same.
+    """
     old_lr, new_lr = _rebuild(old), _rebuild(new)
     first = step + 1
     end = max(first, new["total_steps"] or new["training_steps"])
+    if all(old_lr(at) == new_lr(at) for at in range(first, end + 1)):
+        return []
     steps = {first + (end - first) * i // (NUM_SHOWN_STEPS - 1) for i in range(NUM_SHOWN_STEPS)}
     return [(at, old_lr(at), new_lr(at)) for at in sorted(steps)]
 

@@ -7,7 +7,6 @@ defaults in the gaps, so that one run of the command shows every mistake instead
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, did_you_mean
 from torchtitan.config import unbuilt
 from torchtitan.config.broken import Broken
 from torchtitan.config.compat import translate
@@ -140,17 +139,12 @@ def _rule(detail: ErrorDetails, *, path: Path) -> str:
     if len(detail["loc"]) > 1:
         rule = f"item {int(detail['loc'][1]) + 1} {rule}, got {literal(value)}"
     if detail["type"] == "literal_error":
-        near = difflib.get_close_matches(str(value).lower(), _lowered(path), n=1)
-        return f"{rule}; did you mean {_lowered(path)[near[0]]!r}?" if near else rule
+        return rule + did_you_mean(str(value), fields()[path].choices)
     if detail["type"] == "string_type":
         return f'{rule}; write "{literal(value)}" in quotes' if _is_plain(value) else rule
     if isinstance(value, str) and detail["type"] in RULES and _is_plain(_read(value)):
         return f"{rule}; write {value.lower()} without quotes"
     return rule
-
-
-def _lowered(path: Path) -> dict[str, str]:
-    return {choice.lower(): choice for choice in fields()[path].choices}
 
 
 def _is_plain(value: object) -> bool:

@@ -20,7 +20,7 @@ def float8_rules(config: Config) -> Iterator[Broken]:
     if others:
         yield Broken(
             (key,),
-            f'knows "float8" alone, got {", ".join(others)}; write float8 or remove the line',
+            f'supports only "float8", got {", ".join(others)}; write float8 or remove the line',
         )
         return
     training, parallelism = config.training, config.parallelism

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from math import prod
 
+from torchtitan.base.errors import did_you_mean
 from torchtitan.config.broken import Broken
 from torchtitan.config.parallelism import CHUNKS_A_RANK
 from torchtitan.config.schema import Config, ParallelismConfig
@@ -39,26 +39,16 @@ def _degrees(config: Config) -> Iterator[Broken]:
 
 
 def _reshard(config: Config) -> Iterator[Broken]:
-    parallelism = config.parallelism
-    asked, key = parallelism.fsdp_reshard_after_forward, "parallelism.fsdp_reshard_after_forward"
+    key, asked = (
+        "parallelism.fsdp_reshard_after_forward",
+        config.parallelism.fsdp_reshard_after_forward,
+    )
     if asked in RESHARDS:
         return
-    if not asked.isdecimal():
+    if not (asked.isascii() and asked.isdecimal()):
         choices = ", ".join(f'"{name}"' for name in RESHARDS)
-        near = difflib.get_close_matches(asked.lower(), RESHARDS, n=1)
-        guess = f'; did you mean "{near[0]}"?' if near else ""
+        guess = did_you_mean(asked, RESHARDS)
         yield Broken((key,), f'must be {choices} or a number of ranks, got "{asked}"{guess}')
-        return
-    # FSDP2 makes the groups from a rank's own part of the mesh: elsewhere others would be made
-    prefixes = ("pipeline_parallel", "tensor_parallel")
-    degrees = {f"{name}_degree": getattr(parallelism, f"{name}_degree") for name in prefixes}
-    for name, degree in degrees.items():
-        if degree > 1:
-            yield Broken(
-                (key, f"parallelism.{name}"),
-                f"is a number of ranks only where {name} is 1, got {asked} with {degree}; write "
-                f'"default", "always" or "never"',
-            )
 
 
 def _pipeline(config: Config) -> Iterator[Broken]:

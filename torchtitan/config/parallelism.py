@@ -27,7 +27,8 @@ class ParallelismConfig:
     fsdp_reshard_after_forward: NumberOrText = "default"
     """Free the gathered weights after forward (always) or keep them for backward (never); default:
     always but for the last block, never under pipeline parallelism. A number: as default, but so
-    many ranks keep the weights together, for backward to gather them from near by."""
+    many ranks keep the weights together, for backward to gather them from near by; 1 is never, all
+    ranks that share the weights are always."""
     tensor_parallel_degree: Degree = 1
     """Ranks that split each layer's matrices."""
     enable_sequence_parallel: bool = True

@@ -116,6 +116,12 @@ def build_tokenizer(path: str, *, key: str = "model.tokenizer_path") -> Tokenize
     return TiktokenTokenizer(file)
 
 
+def find_here(path: str) -> Tokenizer | None:
+    """Return the tokenizer if it is built in or on this machine, which may not be the job's."""
+    is_here = path == "byte" or BUILT_IN.get(path, Path(path).expanduser()).exists()
+    return build_tokenizer(path) if is_here else None
+
+
 def check_vocabulary(tokenizer: Tokenizer, *, model_vocab_size: int) -> None:
     """Raise ConfigError if the tokenizer can produce an id that the model has no embedding for."""
     if tokenizer.vocab_size > model_vocab_size:

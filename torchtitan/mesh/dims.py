@@ -10,7 +10,7 @@ ranks in the same order, so no private slicing or flattening of torch is needed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -53,6 +53,23 @@ class ParallelDims:
             "tp": self.tp,
         }
         return " x ".join(f"{name} {n}" for name, n in axes.items() if n > 1) or "one device"
+
+
+def fewest_ranks(settings: ParallelismConfig) -> int:
+    """Return the fewest ranks that the degrees allow; any number that they allow is a multiple."""
+    cp, dp_shard = settings.context_parallel_degree, settings.data_parallel_shard_degree
+    if dp_shard == -1:
+        asked = settings.fsdp_reshard_after_forward
+        # so many ranks keep weights together: they are a part of those that share them
+        together = int(asked) if asked.isdecimal() and int(asked) else 1
+        dp_shard = together // gcd(together, cp)
+    return (
+        settings.pipeline_parallel_degree
+        * settings.data_parallel_replicate_degree
+        * dp_shard
+        * cp
+        * settings.tensor_parallel_degree
+    )
 
 
 def resolve_dims(settings: ParallelismConfig, *, world_size: int) -> ParallelDims:

@@ -12,12 +12,13 @@ key/value heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 
 import torch
 from torch import nn
 
+from torchtitan.models.contract import Attends
 from torchtitan.models.document_attention import attend_within
 from torchtitan.models.documents import Documents
 from torchtitan.models.fused_attention import fused_attention
@@ -108,11 +109,7 @@ def causal_attention(
     return fused_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=q_BHSD.shape[2] > 1)
 
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Documents | None], torch.Tensor]
-"""From q (B, H, S, D), k and v (B, K, S, D) and documents to the output, as q."""
-
-
-class Attention(nn.Module):
+class Attention(Attends):
     """Multi-head attention in which several query heads share one key/value head (GQA).
 
     `attend` takes the queries, keys and values of the tokens at hand, and the documents that keep
@@ -123,7 +120,7 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         q_dim, kv_dim = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-        self.head_dim = config.head_dim
+        self.head_dim, self.width = config.head_dim, q_dim
         self.wq = nn.Linear(config.dim, q_dim, bias=False)
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
@@ -132,7 +129,7 @@ class Attention(nn.Module):
             nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
             for _ in range(2)
         )
-        self.attend: Attend = causal_attention
+        self.attend = causal_attention
 
     def forward(
         self,

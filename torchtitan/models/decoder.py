@@ -12,13 +12,14 @@ Shapes: B batch, S sequence, C = dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.models.attention import Attention, KVCache, LayerCache
+from torchtitan.models.contract import LanguageModel
 from torchtitan.models.documents import Documents
 from torchtitan.models.rope import Rope, build_rope
 from torchtitan.models.spec import DecoderConfig
@@ -94,7 +95,7 @@ class TiedOutput(nn.Module):
         return self.loss(x_BSC, weight_VC, labels_BS)
 
 
-class Decoder(nn.Module):
+class Decoder(LanguageModel):
     """Tokens to logits, or one pipeline stage of the way.
 
     With tied embeddings there is no `output.weight`: a parameter under two names would be untied by
@@ -103,15 +104,8 @@ class Decoder(nn.Module):
     group (gathered for the whole forward) and never shard it as a group of its own.
     """
 
-    tok_embeddings: nn.Embedding | None
-    norm: nn.RMSNorm | None
-    output: Output | TiedOutput | None
-    embedding_is_copy = False
-    """Whether the embedding's parameter is another stage's."""
-
     def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.num_layers)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -120,23 +114,6 @@ class Decoder(nn.Module):
             if config.tie_embeddings
             else Output(config.dim, config.vocab_size, bias=False)
         )
-
-    def keep_only(self, modules: Container[str]) -> None:
-        """Become the pipeline stage of these modules: tok_embeddings, layers.0 ..., norm, output.
-
-        A stage with the output of tied embeddings keeps a copy of the embedding, to multiply by.
-        """
-        if "tok_embeddings" not in modules:
-            self.embedding_is_copy = self.config.tie_embeddings and "output" in modules
-            if not self.embedding_is_copy:
-                self.tok_embeddings = None
-        for name in list(self.layers):
-            if f"layers.{name}" not in modules:
-                del self.layers[name]
-        if "norm" not in modules:
-            self.norm = None
-        if "output" not in modules:
-            self.output = None
 
     def forward(
         self,

@@ -18,12 +18,12 @@ import torch
 
 from torchtitan.base.errors import UserError
 from torchtitan.models.attention import KVCache
-from torchtitan.models.decoder import Decoder
+from torchtitan.models.contract import LanguageModel
 
 
 @torch.no_grad()
 def generate(
-    model: Decoder,
+    model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -86,7 +86,7 @@ def _draw(
 
 
 def _check(
-    model: Decoder,
+    model: LanguageModel,
     prompt_ids: Sequence[int],
     *,
     max_new_tokens: int,

@@ -167,4 +167,6 @@ class Llama3(Decoder):
         return initial(self.config, name)
 
 
-SPEC = ModelSpec(name="llama3", flavors=FLAVORS, build=Llama3, tensor_plan=TENSOR_PLAN, hf=HF)
+SPEC = ModelSpec(
+    name="llama3", flavors=FLAVORS, build=Llama3, tensor_plan=TENSOR_PLAN, stages=True, hf=HF
+)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.decoder import Decoder
+from torchtitan.models.contract import LanguageModel
 from torchtitan.models.init import Constant, Init, Normal
 
 DOWN, UP = "lora_a", "lora_b"
@@ -64,7 +64,7 @@ def linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if type(module) is nn.Linear]
 
 
-def apply_lora(model: Decoder, *, rank: int, alpha: float, patterns: Sequence[str]) -> None:
+def apply_lora(model: LanguageModel, *, rank: int, alpha: float, patterns: Sequence[str]) -> None:
     """Give the linear layers that a shell pattern matches their factors, in place.
 
     A of a layer starts with the variance of the usual uniform distribution, 1 / (3 I).
@@ -87,7 +87,7 @@ def apply_lora(model: Decoder, *, rank: int, alpha: float, patterns: Sequence[st
         assert isinstance(adapted, LoRALinear)
         return Normal(std=(3 * adapted.in_features) ** -0.5)
 
-    model.initial = initial
+    model.initial = initial  # type: ignore[method-assign]
 
 
 def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Tensor:

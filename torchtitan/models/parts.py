@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import nn
 
-from torchtitan.models.decoder import Decoder
+from torchtitan.models.contract import LanguageModel
 
 TIED = "tok_embeddings.weight"
 
@@ -33,10 +33,10 @@ class ModelParts:
     or counts it twice.
     """
 
-    def __init__(self, parts: Sequence[Decoder]) -> None:
+    def __init__(self, parts: Sequence[LanguageModel]) -> None:
         self._parts = tuple(parts)
 
-    def __iter__(self) -> Iterator[Decoder]:
+    def __iter__(self) -> Iterator[LanguageModel]:
         return iter(self._parts)
 
     def __len__(self) -> int:

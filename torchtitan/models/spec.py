@@ -1,9 +1,8 @@
-"""What the rest of the library knows of a model: its sizes, how to build it, what it costs.
+"""What the rest of the library knows of a model: its sizes, how to build it, how it is split.
 
-`DecoderConfig` is a plain description from which parameters and FLOPs follow by arithmetic, so
-planning a 405B job needs no module and no memory. `ModelSpec` is one entry of `MODELS`, a
-dictionary; a registry with decorators would hide where an entry comes from and depend on the order
-of imports.
+`DecoderConfig` is a plain description of sizes. `ModelSpec` is one entry of `MODELS`, a dictionary;
+a registry with decorators would hide where an entry comes from and depend on the order of imports.
+What the module itself has to be is said in `contract.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 if TYPE_CHECKING:
-    from torchtitan.models.decoder import Decoder
+    from torchtitan.models.contract import LanguageModel
 
 TensorRole = Literal["vocabulary", "norm", "head_norm", "gather", "column", "row", "head"]
 """What a module does where several ranks share a layer's matrices.
@@ -134,6 +135,10 @@ class HFFormat:
     """The same of what config.json says in a list, of each layer."""
 
 
+NO_HF_FILES = HFFormat(architecture="", model_type="", names={}, rotary=frozenset(), fixed={})
+"""Of a family that Hugging Face does not know."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A family of models: its named sizes and how to build one of them."""
@@ -142,40 +147,17 @@ class ModelSpec:
     """Key of the family in MODELS."""
     flavors: Mapping[str, DecoderConfig]
     """Sizes by name."""
-    build: Callable[[DecoderConfig], Decoder]
+    build: Callable[[DecoderConfig], LanguageModel]
     """Makes the module, on whatever device is the default when it is called, meta included."""
-    tensor_plan: Mapping[str, TensorRole]
-    """Roles by module name, a star for any layer: how tensor parallelism splits the model."""
-    hf: HFFormat
+    tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
+    """Roles by module name, a star for any layer: how tensor parallelism splits the model. Empty:
+    it is not split."""
+    stages: bool = False
+    """Whether `forward` also runs a pipeline stage, which lacks some of the parts."""
+    hf: HFFormat = NO_HF_FILES
     """Its weights in the files of Hugging Face."""
 
-
-def num_matmul_parameters(config: DecoderConfig) -> int:
-    """Count the weights that multiply every token: looking up an embedding costs nothing.
-
-    The output head counts also where it is tied to the embedding, for it multiplies all the same.
-    """
-    # queries and output, keys and values
-    attention = 2 * config.dim * (config.num_heads + config.num_kv_heads) * config.head_dim
-    feed_forward = 3 * config.dim * config.hidden_dim
-    return config.num_layers * (attention + feed_forward) + config.vocab_size * config.dim
-
-
-def num_parameters(config: DecoderConfig) -> int:
-    """Count all parameters, a tied matrix once."""
-    head_norms = 2 * config.head_dim if config.qk_norm else 0
-    norms = config.num_layers * (2 * config.dim + head_norms) + config.dim
-    embedding = 0 if config.tie_embeddings else config.vocab_size * config.dim
-    return num_matmul_parameters(config) + norms + embedding
-
-
-def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
-    """Count the FLOPs of training on one token, forward and backward: 6 N + 12 L H D S.
-
-    N weights in matrix products, L layers, H heads of width D, S = seq_len; a multiply and an add
-    are two. This is the convention of PaLM's appendix B (arXiv:2204.02311), the one by which MFU
-    figures are compared: attention counts in full although the causal half is never computed, and
-    neither recomputed activations nor norms, softmax and other elementwise work count.
-    """
-    attention = 12 * config.num_layers * config.num_heads * config.head_dim * seq_len
-    return 6 * num_matmul_parameters(config) + attention
+    def build_meta(self, config: DecoderConfig) -> LanguageModel:
+        """Build the module without memory for its parameters."""
+        with torch.device("meta"):
+            return self.build(config)

@@ -28,8 +28,8 @@ from torchtitan.parallel.activation import Mode, apply_activation_checkpointing,
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context import apply_context_parallel
 from torchtitan.parallel.float8 import apply_float8
-from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp, find_reshard
-from torchtitan.parallel.precision import compute_in
+from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp, find_reshard, name_reshard
+from torchtitan.parallel.precision import can_compute_in, compute_in
 from torchtitan.parallel.tensor import apply_tensor_parallel
 
 
@@ -78,11 +78,15 @@ def parallelize(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         reshard_after_forward=find_reshard(parallelism, dims=mesh.dims),
-        keep_last=parallelism.fsdp_reshard_after_forward != "always",
+        keep_last=name_reshard(parallelism, dims=mesh.dims) != "always",
         cpu_offload=training.enable_cpu_offload,
     )
     # a layer in float8 takes its weight as it is: FSDP casts that, on one rank too
     if mesh.dims.world_size > 1 or policy.cpu_offload or float8 is not None:
         apply_fsdp(model, mesh=mesh.data_parallel, policy=policy)
-    elif training.mixed_precision_param != training.dtype:
+    elif training.mixed_precision_param == training.dtype:
+        pass  # as stored
+    elif can_compute_in(model):
         compute_in(model, dtype=policy.param_dtype)
+    else:  # slower, and right for every module
+        apply_fsdp(model, mesh=mesh.data_parallel, policy=policy)

@@ -18,7 +18,8 @@ from torchtitan.config.schema import (
     TrainingConfig,
 )
 from torchtitan.mesh.dims import Mesh
-from torchtitan.models.decoder import Decoder, HeadLoss
+from torchtitan.models.contract import LanguageModel
+from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.init import initialize
 from torchtitan.models.lora import apply_lora
 from torchtitan.models.parts import ModelParts
@@ -49,7 +50,7 @@ def build_model_and_execution(
 ) -> tuple[ModelParts, Execution]:
     """Build this rank's parts of the model, and what runs batches through all ranks' parts."""
 
-    def build_part(modules: tuple[str, ...] | None) -> Decoder:
+    def build_part(modules: tuple[str, ...] | None) -> LanguageModel:
         part = _on_meta(spec, architecture, dtype=getattr(torch, training.dtype), lora=lora)
         _cut(part, modules=modules, loss=loss)
         parallelize(
@@ -93,15 +94,14 @@ def build_model_and_execution(
 
 def _on_meta(
     spec: ModelSpec, architecture: DecoderConfig, *, dtype: torch.dtype, lora: LoRAConfig
-) -> Decoder:
-    with torch.device("meta"):
-        model = spec.build(architecture).to(dtype)
+) -> LanguageModel:
+    model = spec.build_meta(architecture).to(dtype)
     if lora.rank:
         apply_lora(model, rank=lora.rank, alpha=lora.alpha, patterns=lora.modules)
     return model
 
 
-def _cut(part: Decoder, *, modules: tuple[str, ...] | None, loss: HeadLoss) -> None:
+def _cut(part: LanguageModel, *, modules: tuple[str, ...] | None, loss: HeadLoss) -> None:
     """Keep a stage's modules, None: all, and give the head, if it is there, its loss."""
     if modules is not None:
         part.keep_only(modules)

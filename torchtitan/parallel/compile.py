@@ -1,10 +1,11 @@
 """torch.compile, block by block: each block's many small operators become a few fused ones.
 
-Blocks are all alike, so they are compiled once, however many there are: what is compiled is the
-class's `forward`, and every block calls that with itself as the first argument. (The whole model as
-one graph compiles for as many times longer as it has layers, and FSDP, which gathers one block's
-weights at a time, would lie inside of the graph.) Modules stay the same objects, so parameters keep
-their names. What is not a block, embedding, last norm, head and loss, stays as it is.
+Blocks of a class are all alike, so they are compiled once, however many there are: what is compiled
+is the class's `forward`, and every block calls that with itself as the first argument. (The whole
+model as one graph compiles for as many times longer as it has layers, and FSDP, which gathers one
+block's weights at a time, would lie inside of the graph.) Modules stay the same objects, so
+parameters keep their names. What is not a block, embedding, last norm, head and loss, stays as it
+is.
 
 A block is one graph, and whatever would break it in two is an error, but for attention that talks
 to other ranks or goes by the lengths of documents: the compiler looks into neither. Such attention
@@ -29,31 +30,44 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, did_you_mean
 from torchtitan.config.schema import CompileConfig
-from torchtitan.models.decoder import Block
+from torchtitan.models.contract import Attends
 
 INDUCTOR = "inductor"
 
 
+def check_backend(settings: CompileConfig, *, is_installed: bool) -> None:
+    """Check the compiler's name; `is_installed`: whether it must be one of this machine's.
+
+    Raises:
+        ConfigError: There is none of that name here, or it is another one misspelt.
+    """
+    if not settings.enable:
+        return
+    # loading the compilers takes a second, which other jobs need not spend
+    known = torch.compiler.list_backends(exclude_tags=None)
+    guess = did_you_mean(settings.backend, known)
+    if settings.backend not in known and (is_installed or guess):
+        others = ", ".join(sorted({*torch.compiler.list_backends()} - {INDUCTOR}))
+        raise ConfigError(
+            f"[compile] backend must be inductor, another one that is installed ({others}), or "
+            f"aot_eager or eager, which make no code; got '{settings.backend}'{guess}"
+        )
+
+
 def check_compile(settings: CompileConfig, *, device_type: str) -> None:
-    """Check that there is something to compile with.
+    """Check that this machine has something to compile with.
 
     Raises:
         ConfigError: The backend is unknown, or needs a C++ compiler that is not there.
     """
+    check_backend(settings, is_installed=True)
     if not settings.enable:
         return
-    # loading the compiler takes a second, which other jobs need not spend
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
-    if settings.backend not in torch.compiler.list_backends(exclude_tags=None):
-        others = ", ".join(sorted({*torch.compiler.list_backends()} - {INDUCTOR}))
-        raise ConfigError(
-            f"[compile] backend must be inductor, another one that is installed ({others}), or "
-            f"aot_eager or eager, which make no code; got '{settings.backend}'"
-        )
     if settings.backend == INDUCTOR and device_type == "cpu":
         try:
             get_cpp_compiler()
@@ -79,15 +93,19 @@ def apply_compile(
     recomputed. `opaque_attention`: the compiler cannot look into attention. `sequence_comes_async`:
     the embedding hands on what may still be on its way from other ranks.
     """
-    compiled: Any = torch.compile(
-        Block.forward, backend=backend, fullgraph=not opaque_attention, dynamic=False
-    )
-    forward = compiled if memory_budget == 1.0 else _within(memory_budget, compiled)
+    forwards: dict[type, Callable[..., Tensor]] = {}
     for block in model.layers.values():
-        block.forward = MethodType(forward, block)
-        if opaque_attention:
-            block.attention.attend = torch.compiler.disable(
-                block.attention.attend, reason="it talks to other ranks, or goes by lengths"
+        if type(block) not in forwards:
+            compiled: Any = torch.compile(
+                type(block).forward, backend=backend, fullgraph=not opaque_attention, dynamic=False
+            )
+            budgeted = compiled if memory_budget == 1.0 else _within(memory_budget, compiled)
+            forwards[type(block)] = budgeted
+        block.forward = MethodType(forwards[type(block)], block)
+    for module in model.modules():
+        if isinstance(module, Attends) and opaque_attention:
+            module.attend = torch.compiler.disable(
+                module.attend, reason="it talks to other ranks, or goes by lengths"
             )
     if sequence_comes_async and model.tok_embeddings is not None:
         # a compiled block would wait for such an input, and lose the way back to the embedding

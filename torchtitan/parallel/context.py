@@ -13,20 +13,31 @@ from torch import nn
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.schema import ParallelismConfig, TrainingConfig
 from torchtitan.mesh.dims import Mesh
-from torchtitan.models.spec import DecoderConfig
+from torchtitan.models.contract import Attends, LanguageModel
 from torchtitan.parallel.context_attention import Ranks, build_attention
 from torchtitan.parallel.context_layout import SequenceLayout, SequenceShard
 
 
-def check_heads(architecture: DecoderConfig, *, parallelism: ParallelismConfig) -> None:
-    """Refuse to deal out heads that there are not.
+def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> None:
+    """Refuse attention that cannot look at other ranks, and to deal out heads that there are not.
 
     Raises:
-        ConfigError: The ranks of Ulysses, times those of tensor parallelism, do not divide them.
+        ConfigError: A block has no `Attends`; or the ranks of Ulysses, times those of tensor
+            parallelism, do not divide the heads.
     """
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    if cp == 1 or parallelism.context_parallel_rotate_method != "ulysses":
+    if cp == 1:
         return
+    for name, block in model.layers.items():
+        if not any(isinstance(module, Attends) for module in block.modules()):
+            raise ConfigError(
+                f"[parallelism] context_parallel_degree must be 1 for a model whose blocks attend "
+                f"in their own way, got {cp}: layers.{name} holds no module that is an Attends "
+                f"(torchtitan.models.contract)"
+            )
+    if parallelism.context_parallel_rotate_method != "ulysses":
+        return
+    architecture = model.config
     for what, count in (
         ("query", architecture.num_heads),
         ("key/value", architecture.num_kv_heads),
@@ -73,5 +84,6 @@ def apply_context_parallel(
     attend = build_attention(
         parallelism.context_parallel_rotate_method, ranks=ranks, whole=as_one_operator
     )
-    for block in model.layers.values():
-        block.attention.attend = attend
+    for module in model.modules():
+        if isinstance(module, Attends):
+            module.attend = attend

@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.models.attention import Attend, causal_attention
+from torchtitan.models.attention import causal_attention
+from torchtitan.models.contract import Attend
 from torchtitan.models.documents import Documents
 from torchtitan.parallel.context_kernels import attend, attend_backward, merge
 from torchtitan.parallel.context_layout import Block, SequenceLayout, find_blocks

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchtitan.models.decoder import Decoder
+from torchtitan.models.contract import LanguageModel
 from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.fsdp import sync_gradients
 
@@ -45,7 +45,7 @@ class WholeModel:
 
     owns_loss = True
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self._model = model
 
     def forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
@@ -67,4 +67,6 @@ class WholeModel:
         """Do nothing: there are no copies."""
 
     def _run(self, batch: Batch) -> Tensor:
-        return self._model(batch.tokens, batch.positions, batch.documents, batch.labels)
+        loss = self._model(batch.tokens, batch.positions, batch.documents, batch.labels)
+        assert loss.ndim == 0, "given labels, a model returns their summed loss"
+        return loss

@@ -59,8 +59,8 @@ def check_float8(settings: Float8Config, *, device_type: str) -> None:
     )
 
 
-def apply_float8(model: nn.Module, *, settings: Float8Config) -> None:
-    """Let the linear layers of `model`, but for the head, multiply in float8, in place.
+def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
+    """Return the names of the linear layers of `model` that are to multiply in float8.
 
     Raises:
         ConfigError: A name to leave out is no layer's, or nothing is left.
@@ -76,21 +76,33 @@ def apply_float8(model: nn.Module, *, settings: Float8Config) -> None:
                 "layers.0.attention.wq, layers.0.feed_forward.w1 and output"
             )
 
-    def is_converted(module: nn.Module, name: str) -> bool:
+    def is_converted(module: nn.Linear, name: str) -> bool:
         return (
-            isinstance(module, nn.Linear)
-            and not isinstance(module, Output)
+            not isinstance(module, Output)
             and not any(part in name for part in settings.filter_fqns)
             and module.in_features % MULTIPLE == 0
             and module.out_features % MULTIPLE == 0
         )
 
-    if not any(is_converted(module, name) for name, module in linear.items()):
+    converted = {name for name, module in linear.items() if is_converted(module, name)}
+    if not converted:
         raise ConfigError(
             f"{SECTION}: no layer is left to convert: all are named by filter_fqns, or have sizes "
             f"that {MULTIPLE} does not divide; take names off filter_fqns or write converters = []"
         )
+    return converted
+
+
+def apply_float8(model: nn.Module, *, settings: Float8Config) -> None:
+    """Let the linear layers of `model`, but for the head, multiply in float8, in place.
+
+    Raises:
+        ConfigError: A name to leave out is no layer's, or nothing is left.
+    """
+    names = find_converted(model, settings=settings)
     torchao = load_torchao()
     recipe = torchao.Float8LinearConfig.from_recipe_name(settings.recipe_name or "tensorwise")
     recipe = replace(recipe, emulate=settings.emulate)
-    torchao.convert_to_float8_training(model, module_filter_fn=is_converted, config=recipe)
+    torchao.convert_to_float8_training(
+        model, module_filter_fn=lambda _, name: name in names, config=recipe
+    )

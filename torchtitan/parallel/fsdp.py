@@ -63,24 +63,46 @@ class FSDPPolicy:
         return arguments
 
 
+def name_reshard(settings: ParallelismConfig, *, dims: ParallelDims) -> str:
+    """Return fsdp_reshard_after_forward with the numbers that have a name as that name.
+
+    Weights that one rank keeps for itself are never freed; kept by all ranks together, always.
+    """
+    asked = settings.fsdp_reshard_after_forward
+    if not asked.isdecimal():
+        return asked
+    return {dims.fsdp: "always", 1: "never"}.get(int(asked), asked)
+
+
 def find_reshard(settings: ParallelismConfig, *, dims: ParallelDims) -> bool | int:
     """Return what becomes of weights after forward, as `FSDPPolicy` has it.
 
     Raises:
-        ConfigError: A number of ranks is given, and does not divide those that share the weights.
+        ConfigError: A number of ranks is given, and does not divide those that share the weights,
+            or there are axes with which FSDP2 knows no such groups.
     """
-    asked = settings.fsdp_reshard_after_forward
+    asked = name_reshard(settings, dims=dims)
     if not asked.isdecimal():
         return {"always": True, "never": False, "default": dims.pp == 1}[asked]
-    num_ranks = int(asked)
-    fits = [str(n) for n in range(2, dims.fsdp) if dims.fsdp % n == 0]
-    if asked not in fits:
-        raise ConfigError(
-            f"[parallelism] fsdp_reshard_after_forward as a number must divide the {dims.fsdp} "
-            f"ranks that share the weights, and be neither 1 nor all of them, got {num_ranks}; "
+    num_ranks, key = int(asked), "[parallelism] fsdp_reshard_after_forward"
+    # FSDP2 makes the groups from a rank's own part of the mesh: elsewhere others would be made
+    degrees = {"pipeline_parallel_degree": dims.pp, "tensor_parallel_degree": dims.tp}
+    mistakes = [
+        f"{key} is a number of ranks between 1 and all only where {name} is 1, got {num_ranks} "
+        f'with {degree}; write "default", "always" or "never"'
+        for name, degree in degrees.items()
+        if degree > 1
+    ]
+    if not num_ranks or dims.fsdp % num_ranks:
+        fits = [str(n) for n in range(2, dims.fsdp) if dims.fsdp % n == 0]
+        mistakes.append(
+            f"{key} as a number must divide the {dims.fsdp} ranks that share the weights, got "
+            f"{num_ranks}; "
             + (f"try {', '.join(fits)}, or " if fits else "")
             + 'write "always" (all of them) or "never" (1)'
         )
+    if mistakes:
+        raise ConfigError(mistakes)
     return num_ranks
 
 

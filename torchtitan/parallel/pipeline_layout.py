@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import amount
 from torchtitan.config.schema import ParallelismConfig, TrainingConfig
-from torchtitan.models.spec import DecoderConfig
+from torchtitan.models.contract import Counts
 from torchtitan.parallel.schedule_csv import read_csv
 from torchtitan.parallel.schedules import SCHEDULES, Table, compute_table, ranks_of
 from torchtitan.parallel.stages import (
@@ -64,14 +64,17 @@ class PipelineLayout:
 def plan_pipeline(
     settings: ParallelismConfig,
     *,
-    architecture: DecoderConfig,
+    num_layers: int,
+    counts: Counts,
     training: TrainingConfig,
+    frees_weights: bool,
     recomputes: bool,
     compiles: bool,
 ) -> PipelineLayout | None:
     """Lay the model out over the pipeline; None where its degree is 1.
 
-    `recomputes`: whether blocks are recomputed in backward; `compiles`: whether they are compiled.
+    `frees_weights`: whether all gathered weights are freed after forward; `recomputes`: whether
+    blocks are recomputed in backward; `compiles`: whether they are compiled.
 
     Raises:
         ConfigError: Layers, stages, microbatches and schedule do not fit together.
@@ -81,22 +84,22 @@ def plan_pipeline(
     size = find_microbatch_size(settings, local_batch_size=training.local_batch_size)
     num_microbatches = training.local_batch_size // size
     if settings.pipeline_parallel_schedule_csv:
-        table = read_table(
-            settings, num_layers=architecture.num_layers, num_microbatches=num_microbatches
-        )
+        table = read_table(settings, num_layers=num_layers, num_microbatches=num_microbatches)
     else:
-        table = make_table(
-            settings, num_layers=architecture.num_layers, num_microbatches=num_microbatches
-        )
-    check_halves(settings, table=table, recomputes=recomputes, compiles=compiles)
+        table = make_table(settings, num_layers=num_layers, num_microbatches=num_microbatches)
+    check_halves(
+        settings,
+        table=table,
+        frees_weights=frees_weights,
+        recomputes=recomputes,
+        compiles=compiles,
+    )
     ranks = ranks_of(table)
     if settings.module_fqns_per_model_part:
-        modules = check_modules(
-            settings.module_fqns_per_model_part, num_layers=architecture.num_layers
-        )
+        modules = check_modules(settings.module_fqns_per_model_part, num_layers=num_layers)
     else:
-        costs = find_costs(settings, architecture=architecture, seq_len=training.seq_len)
-        modules = name_modules(cut(architecture.num_layers, num_stages=len(ranks), costs=costs))
+        costs = find_costs(settings, counts=counts, num_layers=num_layers, seq_len=training.seq_len)
+        modules = name_modules(cut(num_layers, num_stages=len(ranks), costs=costs))
     layout = PipelineLayout(modules=modules, ranks=ranks, table=table, microbatch_size=size)
     logger.info("Pipeline of %s of %d: %s", amount(num_microbatches, "microbatch"), size, layout)
     return layout
@@ -164,7 +167,12 @@ def read_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
 
 
 def check_halves(
-    settings: ParallelismConfig, *, table: Table, recomputes: bool, compiles: bool
+    settings: ParallelismConfig,
+    *,
+    table: Table,
+    frees_weights: bool,
+    recomputes: bool,
+    compiles: bool,
 ) -> None:
     """Refuse what does not go with a backward in two halves, for inputs and for weights.
 
@@ -183,9 +191,10 @@ def check_halves(
     schedule = settings.pipeline_parallel_schedule_csv or settings.pipeline_parallel_schedule
     why = "for it computes the gradients of inputs and weights apart"
     mistakes = []
-    if settings.fsdp_reshard_after_forward == "always":
+    if frees_weights:
+        reshard = settings.fsdp_reshard_after_forward
         mistakes.append(
-            f'[parallelism] fsdp_reshard_after_forward = "always" frees weights that {schedule} '
+            f'[parallelism] fsdp_reshard_after_forward = "{reshard}" frees weights that {schedule} '
             f'still needs, {why}; write "default" or "never", or take one of {whole}'
         )
     if recomputes:

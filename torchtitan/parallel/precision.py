@@ -60,12 +60,18 @@ CASTING: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
+def _with_weights(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+
+
+def can_compute_in(model: nn.Module) -> bool:
+    """Tell whether every module of `model` that has weights is of a kind that is known here."""
+    return all(type(module) in CASTING for module in _with_weights(model))
+
+
 def compute_in(model: nn.Module, *, dtype: torch.dtype) -> None:
     """Let `model` compute in `dtype`, in place, whatever its weights are stored in."""
-    for name, module in model.named_modules():
-        if next(module.parameters(recurse=False), None) is None:
-            continue
-        assert type(module) in CASTING, f"nothing casts the weights of {name}, a {type(module)}"
+    for module in _with_weights(model):
         module.__class__ = CASTING[type(module)]
 
     def cast_rows(module: nn.Module, args: Any, rows: Tensor) -> Tensor:

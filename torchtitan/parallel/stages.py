@@ -1,10 +1,10 @@
 """How the layers are dealt out to the stages of a pipeline: arithmetic, without a rank or a tensor.
 
 A pipeline is as fast as its slowest stage, so the costliest one shall cost as little as it can. In
-units of one layer, by the FLOPs of one token (`flops_per_token`) with dim C, vocabulary V, sequence
-S, L layers of H heads of width D and feed-forward width F:
+units of one layer, by the FLOPs of one token (`Counts`) with dim C, vocabulary V, sequence
+S and L layers of H heads of width D, each with N weights in matrix products:
 
-    layer     = 6 (2 C^2 + 2 C KV + 3 C F) + 12 H D S
+    layer     = 6 N + 12 H D S
     head      = 6 C V / layer
     embedding = 0, looking up costs nothing
 
@@ -21,7 +21,7 @@ from math import ceil
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.schema import ParallelismConfig
-from torchtitan.models.spec import DecoderConfig, flops_per_token
+from torchtitan.models.contract import Counts
 
 FIRST = ("tok_embeddings",)
 LAST = ("norm", "output")
@@ -39,21 +39,23 @@ class Costs:
     head: float
 
 
-def find_costs(settings: ParallelismConfig, *, architecture: DecoderConfig, seq_len: int) -> Costs:
+def find_costs(
+    settings: ParallelismConfig, *, counts: Counts, num_layers: int, seq_len: int
+) -> Costs:
     """Return what embedding and head count for: what the settings say, or their FLOPs.
 
     Raises:
         ConfigError: They shall count for more layers than there are.
     """
-    head = 6 * architecture.vocab_size * architecture.dim
-    layer = (flops_per_token(architecture, seq_len) - head) / architecture.num_layers
+    head = 6 * counts.num_head
+    layer = (counts.flops_per_token(seq_len) - head) / num_layers
     first = settings.pipeline_parallel_first_stage_less_layers
     last = settings.pipeline_parallel_last_stage_less_layers
     for name, value in (("first", first), ("last", last)):
-        if value is not None and value >= architecture.num_layers:
+        if value is not None and value >= num_layers:
             raise ConfigError(
                 f"[parallelism] pipeline_parallel_{name}_stage_less_layers must be fewer than the "
-                f"model's {architecture.num_layers} layers, got {value}; remove it to weigh the "
+                f"model's {num_layers} layers, got {value}; remove it to weigh the "
                 f"stage by what it costs"
             )
     return Costs(
@@ -103,8 +105,13 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, 
     if num_stages > num_layers:
         raise ConfigError(
             f"[parallelism] every pipeline stage must hold at least one layer, got {num_stages} "
-            f"stages for a model of {num_layers} layers; lower pipeline_parallel_degree, or use a "
-            f"schedule or layers_per_stage with at most {num_layers // pp} stages a rank"
+            f"stages for a model of {num_layers} layers; "
+            + (
+                f"lower pipeline_parallel_degree to at most {num_layers}"
+                if pp > num_layers
+                else f"lower pipeline_parallel_degree, or use a schedule or layers_per_stage with "
+                f"at most {num_layers // pp} stage{'s' if num_layers // pp > 1 else ''} per rank"
+            )
         )
     return num_stages
 

@@ -41,6 +41,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.schema import ParallelismConfig
+from torchtitan.models.contract import LanguageModel
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.lora import LoRALinear
 from torchtitan.models.spec import DecoderConfig, TensorRole
@@ -48,20 +49,34 @@ from torchtitan.parallel.low_rank import low_rank_style
 
 
 def check_tensor_parallel(
-    architecture: DecoderConfig, *, parallelism: ParallelismConfig, seq_len: int
+    model: LanguageModel,
+    *,
+    plan: Mapping[str, TensorRole],
+    parallelism: ParallelismConfig,
+    seq_len: int,
 ) -> None:
-    """Check that the sizes of a model can be split.
+    """Check that a model, whole and as it was built, says how it is split, and that its sizes can.
 
     Raises:
-        ConfigError: Lists the sizes that the degree does not divide, and the degrees that fit.
+        ConfigError: The plan is silent of a parameter; or lists the sizes that the degree does not
+            divide, and the degrees that fit.
     """
-    tp = parallelism.tensor_parallel_degree
+    tp, architecture = parallelism.tensor_parallel_degree, model.config
+    if tp == 1:
+        return
     mistakes = []
+    if unplanned := find_unplanned(model, plan=plan):
+        mistakes.append(f"[parallelism] tensor_parallel_degree must be 1, got {tp}: {unplanned}")
     if misfit := find_misfit(architecture, tp=tp):
         mistakes.append(
             f"[parallelism] tensor_parallel_degree must divide the model's heads, feed-forward "
             f"width and vocabulary, got {misfit}: spread the other ranks over "
             f"data_parallel_shard_degree"
+        )
+    elif uneven := _find_uneven(model, plan=plan, tp=tp):
+        mistakes.append(
+            f"[parallelism] tensor_parallel_degree must divide all that is split, got {tp} for "
+            f"{uneven}"
         )
     if parallelism.enable_sequence_parallel and seq_len % tp:
         mistakes.append(
@@ -71,6 +86,27 @@ def check_tensor_parallel(
         )
     if mistakes:
         raise ConfigError(mistakes)
+
+
+def find_unplanned(model: nn.Module, *, plan: Mapping[str, TensorRole]) -> str:
+    """Say which modules with parameters the plan leaves out; nothing where there are none."""
+    places = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    left = [p for p in sorted(places) if not any(_matches(p, pattern) for pattern in plan)]
+    some = ", ".join(left[:4]) + (" ..." if len(left) > 4 else "")
+    return f"the model's tensor_plan does not say how to split {some}" if left else ""
+
+
+def _find_uneven(model: nn.Module, *, plan: Mapping[str, TensorRole], tp: int) -> str:
+    """Name some matrices that a family has in other sizes than its config says, and do not fit."""
+    split: dict[TensorRole, int] = {"vocabulary": 0, "column": 0, "row": 1, "head": 0}
+    found = [
+        f"{name} ({parameter.shape[split[role]]})"
+        for name, parameter in model.named_parameters()
+        for pattern, role in plan.items()
+        if _matches(name.rpartition(".")[0], pattern) and role in split and parameter.ndim > 1
+        if parameter.shape[split[role]] % tp
+    ]
+    return ", ".join(found[:4])
 
 
 def find_misfit(architecture: DecoderConfig, *, tp: int) -> str:

@@ -1,0 +1,62 @@
+"""A family with a block of its own, as docs/models.md writes one, trains in the usual layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from tests.models.own_family import in_models, load_family, write_family
+
+TOML = jobs.TINY.replace("[model]", '[model]\nname = "parallel"').replace("steps = 20", "steps = 4")
+BFLOAT16 = "--training.mixed_precision_param=bfloat16"
+COMPILED = ("--compile.enable", "--compile.backend=aot_eager")
+RECOMPUTED = "--activation_checkpoint.mode=full"
+CP2 = "--parallelism.context_parallel_degree=2"
+WITHIN = "--training.document_attention=within"
+
+
+def train(family: Path, job: list[str]) -> jobs.Result:
+    """Train with the family among the models, on this rank."""
+    with in_models(load_family(family).SPEC):
+        return jobs.train(job)
+
+
+def figures(result: jobs.Result) -> list[tuple[float, float]]:
+    return [(row["loss"], row["grad_norm"]) for row in result.rows]
+
+
+@pytest.mark.parametrize(
+    ("plain", "other", "world", "bound"),
+    [
+        ((), (), 2, 1e-6),
+        ((), (*COMPILED, RECOMPUTED), 1, 1e-6),
+        ((WITHIN,), (CP2, WITHIN), 2, 1e-6),
+        # norms with a bias, which nothing casts by itself
+        ((BFLOAT16,), (BFLOAT16,), 2, 1e-3),
+    ],
+    ids=["fsdp 2", "compiled and recomputed", "cp 2 within documents", "bfloat16, fsdp 2"],
+)
+def test_it_trains_to_the_same_losses(
+    plain: tuple[str, ...],
+    other: tuple[str, ...],
+    world: int,
+    bound: float,
+    ranks: RankPool,
+    tmp_path: Path,
+    cache: Path,
+) -> None:
+    family = write_family(tmp_path)
+    found = []
+    for name, options, num_ranks in (("one", plain, 1), ("other", other, world)):
+        job = [*jobs.write_job(tmp_path, TOML, name=name, cache=cache), *options]
+        found.append(ranks.run(train, family, job, world=num_ranks)[0])
+    expected, got = found
+    assert got.initial.keys() == expected.initial.keys()
+    assert all(got.initial[name].equal(expected.initial[name]) for name in expected.initial)
+    for one, two in zip(figures(got), figures(expected), strict=True):
+        assert one == pytest.approx(two, rel=bound)
+    losses = [loss for loss, _ in figures(got)]
+    assert losses[-1] < losses[0]

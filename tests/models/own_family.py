@@ -1,0 +1,40 @@
+"""The family that docs/models.md writes, as a module and for a while in MODELS."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchtitan.models import MODELS, ModelSpec
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+def write_family(folder: Path) -> Path:
+    """Write the page's one block of Python as a file."""
+    [code] = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    file = folder / "own_family_of_the_page.py"
+    file.write_text(code)
+    return file
+
+
+def load_family(file: Path) -> Any:
+    found = importlib.util.spec_from_file_location(file.stem, file)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def in_models(spec: ModelSpec) -> Iterator[None]:
+    MODELS[spec.name] = spec
+    try:
+        yield
+    finally:
+        del MODELS[spec.name]

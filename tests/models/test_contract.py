@@ -1,0 +1,215 @@
+"""What a family brings is compared with the contract, counted, and refused where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.models.own_family import in_models, load_family, write_family
+from torchtitan.assemble.hf import describe_export
+from torchtitan.assemble.layout import find_layout
+from torchtitan.base.errors import ConfigError
+from torchtitan.config.load import load_config
+from torchtitan.models import MODELS, Counts, ModelSpec, count, initialize
+from torchtitan.models.contract import check_contract
+from torchtitan.models.decoder import Block, Decoder
+from torchtitan.models.spec import HFFormat
+
+JOB = ["--model.name=parallel", "--model.flavor=tiny", "--training.seq_len=32"]
+LLAMA3 = MODELS["llama3"]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_family(write_family(tmp_path_factory.mktemp("family")))
+
+
+@pytest.fixture(autouse=True)
+def _registered(family: Any) -> Iterator[None]:
+    with in_models(family.SPEC):
+        yield
+
+
+def test_a_family_of_its_own_is_counted_as_it_is(family: Any) -> None:
+    model = family.SPEC.build(family.SIZES)
+    found = count(family.SPEC.build_meta(family.SIZES))
+    assert found.num_parameters == sum(p.numel() for p in model.parameters())
+    initialize(model, seed=0)
+    tokens = torch.zeros(2, 48, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, torch.arange(48)).sum().backward()
+    assert counter.get_total_flops() == tokens.numel() * found.flops_per_token(48)
+    layout = find_layout(load_config(JOB), world_size=1)
+    assert layout.counts == found
+
+
+def test_a_decoder_with_another_feed_forward_is_counted_as_it_is() -> None:
+    config = LLAMA3.flavors["tiny"]
+    whole = count(LLAMA3.build_meta(config))
+    without = config.num_layers * config.dim * config.hidden_dim
+    found = count(without_w3().build_meta(config))
+    assert found == replace(
+        whole,
+        num_parameters=whole.num_parameters - without,
+        num_multiplied=whole.num_multiplied - without,
+    )
+
+
+def test_what_each_token_multiplies_may_be_fewer_than_all() -> None:
+    """6 N by hand."""
+    found = Counts(num_parameters=100, num_multiplied=10, num_head=2, attention_width=3)
+    assert found.flops_per_token(7) == 6 * 10 + 12 * 3 * 7
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "parts"),
+    [
+        (
+            ["--parallelism.tensor_parallel_degree=2"],
+            2,
+            ["tensor_parallel_degree must be 1, got 2", "tensor_plan", "layers.0.attention.wk"],
+        ),
+        (
+            ["--parallelism.pipeline_parallel_degree=2"],
+            2,
+            ["pipeline_parallel_degree must be 1 for parallel", "stages = False"],
+        ),
+        (
+            ["--checkpoint.enable", "--checkpoint.last_save_in_hf"],
+            1,
+            ["[checkpoint] last_save_in_hf", "ModelSpec of parallel"],
+        ),
+        (
+            [
+                "--checkpoint.enable",
+                "--checkpoint.initial_load_in_hf",
+                "--checkpoint.initial_load_path=x",
+            ],
+            1,
+            ["[checkpoint] initial_load_in_hf", "ModelSpec of parallel"],
+        ),
+        (["--lora.rank=2", "--lora.modules=layers.*"], 1, ["[lora] modules", "layers.0.up"]),
+    ],
+)
+def test_what_its_spec_lacks_is_refused(
+    options: list[str], world_size: int, parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        find_layout(load_config([*JOB, *options]), world_size=world_size)
+    assert all(part in str(error.value) for part in parts), error.value
+
+
+def with_buffer(model: Any) -> None:
+    model.register_buffer("mask", torch.empty(2))
+
+
+def without_output(model: Any) -> None:
+    del model.output
+
+
+def with_two_names(model: Any) -> None:
+    model.output.weight = model.tok_embeddings.weight
+
+
+def with_a_layer_less(model: Any) -> None:
+    del model.layers["1"]
+
+
+def with_an_own_attention(model: Any) -> None:
+    model.layers["1"].attention = nn.Identity()
+
+
+def with_tokens_alone(model: Any) -> None:
+    model.forward = lambda tokens: tokens
+
+
+def without_a_rule(model: Any) -> None:
+    model.initial = lambda name: None
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (with_buffer, ["no buffers", "mask"]),
+        (without_output, ["must have output"]),
+        (with_two_names, ["one name", "tok_embeddings.weight and output.weight"]),
+        (with_a_layer_less, ["numbered 0 to 1", "got 0"]),
+        (with_tokens_alone, ["forward must take tokens, positions, documents and labels"]),
+        (without_a_rule, ["initial('tok_embeddings.weight')", "None"]),
+    ],
+)
+def test_what_is_not_as_the_contract_has_it_is_told(
+    change: Callable[[Any], None], parts: list[str], family: Any
+) -> None:
+    model = family.SPEC.build_meta(family.SIZES)
+    check_contract(model, name="parallel")
+    change(model)
+    with pytest.raises(ConfigError) as error:
+        check_contract(model, name="parallel")
+    assert all(part in str(error.value) for part in [*parts, "docs/models.md"]), error.value
+
+
+def test_a_plain_module_is_told_what_it_must_be() -> None:
+    with pytest.raises(ConfigError, match=r"must be a torchtitan\.models\.contract\.LanguageModel"):
+        check_contract(nn.Linear(2, 2), name="plain")
+
+
+def test_attention_of_its_own_goes_with_no_context_parallelism(family: Any) -> None:
+    def build(config: Any) -> Any:
+        model = family.SPEC.build(config)
+        with_an_own_attention(model)
+        return model
+
+    job = load_config([*JOB, "--parallelism.context_parallel_degree=2"])
+    find_layout(job, world_size=2)
+    with (
+        in_models(replace(family.SPEC, name="mixer", build=build)),
+        pytest.raises(ConfigError, match=r"context_parallel_degree must be 1 .* layers\.1 holds"),
+    ):
+        find_layout(
+            load_config([*JOB, "--parallelism.context_parallel_degree=2", "--model.name=mixer"]),
+            world_size=2,
+        )
+
+
+class WithoutW3(Decoder):
+    """Another feed-forward under Llama's names."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for block in self.layers.values():
+            assert isinstance(block, Block)
+            del block.feed_forward.w3
+
+    initial = LLAMA3.build_meta(LLAMA3.flavors["tiny"]).__class__.initial
+
+
+def without_w3(hf: HFFormat = LLAMA3.hf) -> ModelSpec:
+    return replace(LLAMA3, name="without_w3", build=WithoutW3, hf=hf)
+
+
+def test_an_export_that_would_lack_or_invent_a_parameter_is_refused_before_the_training() -> None:
+    fewer = {ours: theirs for ours, theirs in LLAMA3.hf.names.items() if "w3" not in ours}
+    unknown = {ours: theirs for ours, theirs in fewer.items() if ours != "layers.*.ffn_norm.weight"}
+    job = ["--model.name=without_w3", "--model.flavor=tiny", "--model.tokenizer_path=byte"]
+    config = load_config([*job, "--checkpoint.enable", "--checkpoint.last_save_in_hf"])
+    for names, part in (
+        (LLAMA3.hf.names, "lacks, of what they hold, layers.0.feed_forward.w3.weight"),
+        (unknown, "have no name for layers.0.ffn_norm.weight"),
+    ):
+        with in_models(without_w3(replace(LLAMA3.hf, names=names))):
+            with pytest.raises(ConfigError) as error:
+                find_layout(config, world_size=1)
+            assert "last_save_in_hf" in str(error.value)
+            assert part in str(error.value)
+            with pytest.raises(ConfigError, match="does not fit its module"):
+                describe_export(config, dtype=None)  # long after the run
+    with in_models(without_w3(replace(LLAMA3.hf, names=fewer))):
+        find_layout(config, world_size=1)

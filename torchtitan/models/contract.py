@@ -1,0 +1,221 @@
+"""What a family of models has to bring, so that it trains, shards and saves like the others.
+
+`LanguageModel` is the contract: the four parts by which every layout takes a model apart, and what
+the trainer calls. `Attends` is what attention derives from, so that context parallelism finds it.
+`check_contract` compares a module with both before anything is trained, and `count` finds what it
+has and costs. Counting the module, where a formula of the sizes would also do for one family, is
+right for every family, and on the meta device takes no memory.
+
+docs/models.md has a family written by this contract, which the tests train.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.models.documents import Documents
+from torchtitan.models.init import Constant, Init, Normal
+from torchtitan.models.spec import DecoderConfig
+
+if TYPE_CHECKING:
+    from torchtitan.models.decoder import Output, TiedOutput
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Documents | None], torch.Tensor]
+"""From q (B, H, S, D), k and v (B, K, S, D) and documents to the output, as q."""
+
+
+class Attends(nn.Module):
+    """A module in which tokens attend to others: all that passes between tokens does by `attend`.
+
+    Context parallelism puts its own in the place of `attend`, for tokens that other ranks hold.
+    """
+
+    attend: Attend
+    width: int
+    """Channels of all query heads together, by which attention's FLOPs are counted."""
+
+
+class LanguageModel(nn.Module):
+    """A causal language model of four parts: embedding, blocks, last norm, head.
+
+    A subclass builds the parts, and defines `forward` and `initial`. It is built on the meta
+    device, then filled by `initial`; so it has no buffers (what is needed beside the parameters is
+    computed in `forward`), and no parameter under two names, which `to_empty()` would untie.
+
+    Each block is called as `block(x, ...)` and returns the next x (B, S, C); it is the unit that is
+    sharded, recomputed and compiled. A float tensor among its other arguments, in a tuple,
+    dictionary or dataclass too, is cast by FSDP under mixed precision; a plain object as `Rope` is
+    left alone.
+    """
+
+    tok_embeddings: nn.Embedding | None
+    layers: nn.ModuleDict
+    """The blocks, by their number: "0", "1" and so on, `config.num_layers` of them."""
+    norm: nn.Module | None
+    output: Output | TiedOutput | None
+    """The head. `output(x, labels)` returns the summed loss by its attribute `loss`, which the
+    trainer sets; without labels the logits."""
+    embedding_is_copy = False
+    """Whether the embedding's parameter is another stage's."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        documents: Documents | None = None,
+        labels_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the summed loss of the labels, float32, or without them the logits (B, S, V).
+
+        `positions` are those of the tokens, (S) or (B, S): under context parallelism a rank has a
+        part of the sequence. `documents` go to each `attend`. Only `ModelSpec.stages` needs a
+        module some of whose parts are None, which takes the stream (B, S, C) in the place of
+        tokens; and only text generation a further argument `cache` (`KVCache`).
+        """
+        raise NotImplementedError
+
+    def initial(self, name: str) -> Init:
+        """Say how the parameter of that name starts: `Normal` or `Constant`."""
+        raise NotImplementedError
+
+    def keep_only(self, modules: Container[str]) -> None:
+        """Become the pipeline stage of these modules: tok_embeddings, layers.0 ..., norm, output.
+
+        A stage with the output of tied embeddings keeps a copy of the embedding, to multiply by.
+        """
+        if "tok_embeddings" not in modules:
+            self.embedding_is_copy = self.config.tie_embeddings and "output" in modules
+            if not self.embedding_is_copy:
+                self.tok_embeddings = None
+        for name in list(self.layers):
+            if f"layers.{name}" not in modules:
+                del self.layers[name]
+        if "norm" not in modules:
+            self.norm = None
+        if "output" not in modules:
+            self.output = None
+
+
+def check_contract(model: nn.Module, *, name: str) -> None:
+    """Compare what a family built, whole and on the meta device, with `LanguageModel`.
+
+    Raises:
+        ConfigError: Says what is not as the contract has it.
+    """
+    if isinstance(model, LanguageModel):
+        mistakes = _wrong_parts(model) + _wrong_parameters(model)
+    else:
+        kind = f"{type(model).__module__}.{type(model).__qualname__}"
+        mistakes = [f"its module must be a torchtitan.models.contract.LanguageModel, got a {kind}"]
+    if mistakes:
+        raise ConfigError(
+            [
+                f"[model] name = '{name}': {mistake}; docs/models.md says what a model has to bring"
+                for mistake in mistakes
+            ]
+        )
+
+
+def _wrong_parts(model: LanguageModel) -> list[str]:
+    parts = {
+        "tok_embeddings": nn.Embedding,
+        "layers": nn.ModuleDict,
+        "norm": nn.Module,
+        "output": nn.Module,
+    }
+    mistakes = [
+        f"its module must have {part}, an nn.{kind.__name__}, got {getattr(model, part, None)!r}"
+        for part, kind in parts.items()
+        if not isinstance(getattr(model, part, None), kind)
+    ]
+    numbers = [str(number) for number in range(model.config.num_layers)]
+    if not mistakes and list(model.layers) != numbers:
+        mistakes.append(
+            f"its layers must be numbered 0 to {len(numbers) - 1} (config.num_layers), got "
+            f"{', '.join(model.layers) or 'none'}"
+        )
+    try:
+        inspect.signature(model.forward).bind("tokens", "positions", "documents", "labels")
+    except TypeError as error:
+        mistakes.append(f"its forward must take tokens, positions, documents and labels: {error}")
+    return mistakes
+
+
+def _wrong_parameters(model: LanguageModel) -> list[str]:
+    mistakes = [
+        f"its module must have no buffers, nothing fills them: got {name}"
+        for name, _ in model.named_buffers()
+    ]
+    seen: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = seen.setdefault(id(parameter), name)
+        if first != name:
+            mistakes.append(f"a parameter must have one name, got {first} and {name} for the same")
+            continue
+        try:
+            rule: object = model.initial(name)
+        except (AssertionError, LookupError, NotImplementedError, ValueError) as error:
+            mistakes.append(f"its initial({name!r}) must say how that starts, got {error!r}")
+            continue
+        if not isinstance(rule, Normal | Constant):
+            mistakes.append(f"its initial({name!r}) must be a Normal or a Constant, got {rule!r}")
+    return mistakes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What a model has, and what a token costs."""
+
+    num_parameters: int
+    """All of them, a tied matrix once."""
+    num_multiplied: int
+    """Weights that multiply each token. (Of experts that is what a token is sent to, not all.)"""
+    num_head: int
+    """Those of them that the output head multiplies by."""
+    attention_width: int
+    """`Attends.width` of all layers together."""
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Return the FLOPs of training on one token, forward and backward: 6 N + 12 W S.
+
+        N weights in matrix products, W = L H D: L layers, H heads of width D; S = seq_len; a
+        multiply and an add are two. This is the convention of PaLM's appendix B (arXiv:2204.02311),
+        the one by which MFU figures are compared: attention counts in full although the causal half
+        is never computed, and neither recomputed activations nor norms, softmax and other
+        elementwise work count.
+        """
+        return 6 * self.num_multiplied + 12 * self.attention_width * seq_len
+
+
+def count(model: LanguageModel) -> Counts:
+    """Count a whole model; the meta device is enough.
+
+    Matrices are the parameters of two dimensions and more, and multiply each token. Those of an
+    `nn.Embedding` do not, for they are looked up; where the head has no matrix of its own, the
+    embedding's counts all the same, for the head multiplies by it.
+    """
+    assert model.tok_embeddings is not None, "a stage is no model"
+    assert model.output is not None, "a stage is no model"
+    looked_up = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    own = sum(p.numel() for p in model.output.parameters() if p.ndim > 1)
+    head = own or model.tok_embeddings.weight.numel()
+    matrices = [p for p in model.parameters() if p.ndim > 1 and id(p) not in looked_up]
+    return Counts(
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_multiplied=sum(p.numel() for p in matrices) - own + head,
+        num_head=head,
+        attention_width=sum(m.width for m in model.modules() if isinstance(m, Attends)),
+    )
