@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from tests.config.jobs import Jobs
@@ -275,6 +277,11 @@ EXAMPLES = '[training]\ndataset = "examples"\n'
             "last_save_in_hf, or remove this",
         ),
         (
+            "[lr_scheduler]\nwarmup_steps = 10\nwarmup_ratio = 0.1",
+            "[lr_scheduler] warmup_ratio = 0.1: is another way to say warmup_steps, which is 10; "
+            "remove one",
+        ),
+        (
             "[debug]\ndeterministic_warn_only = true",
             "[debug] deterministic_warn_only = true: needs debug.deterministic = true; there is "
             "nothing to warn of without",
@@ -442,3 +449,49 @@ def test_other_rules_still_speak_beside_a_wrong_value(jobs: Jobs) -> None:
         "job.toml: [training] steps",
         "job.toml: [training] global_batch_size",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "reached"),
+    [
+        ("[training]\nsteps = 60", "[training] steps = 60: ", "ends at 0.00024 "),
+        (
+            "[lr_scheduler]\nwarmup_steps = 100\n[training]\nsteps = 25\n[optimizer]\nlr = 0.01",
+            "[lr_scheduler] warmup_steps = 100: ",
+            "ends at 0.0025 ",
+        ),
+        (
+            "[lr_scheduler]\nwarmup_ratio = 0.5\ntotal_steps = 100\n[training]\nsteps = 25",
+            "[lr_scheduler] warmup_ratio = 0.5: ",
+            "ends at 0.0004 ",
+        ),
+    ],
+)
+def test_a_warmup_longer_than_the_run_is_warned_of(
+    jobs: Jobs, caplog: pytest.LogCaptureFixture, text: str, place: str, reached: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        jobs.load(text)
+    [notice] = caplog.messages
+    assert notice.startswith(f"job.toml: {place}the warmup takes ")
+    assert reached in notice
+    assert "warmup_ratio" in notice
+
+
+def test_a_warmup_that_the_run_can_hold_is_not(
+    jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs.load("[training]\nsteps = 200")
+    jobs.load("[training]\nsteps = 10\n[lr_scheduler]\nwarmup_ratio = 1.0")
+    assert not caplog.messages
+
+
+def test_the_last_place_chooses_how_the_warmup_is_said(jobs: Jobs) -> None:
+    steps, ratio = "[lr_scheduler]\nwarmup_steps = 20", "[lr_scheduler]\nwarmup_ratio = 0.5"
+    jobs.write(steps, name="steps.toml")
+    schedule = jobs.load(f'base = "steps.toml"\n{ratio}').lr_scheduler
+    assert (schedule.warmup_steps, schedule.warmup_ratio) == (None, 0.5)
+    schedule = jobs.load(ratio, "--lr_scheduler.warmup_steps=7").lr_scheduler
+    assert (schedule.warmup_steps, schedule.warmup_ratio) == (7, None)
+    schedule = jobs.load(steps, "--lr_scheduler.warmup_ratio=none").lr_scheduler
+    assert (schedule.warmup_steps, schedule.warmup_ratio) == (20, None)

@@ -36,6 +36,11 @@ RULES = {
     "string_too_short": "must not be empty",
 }
 
+WARMUP_STEPS, WARMUP_RATIO = ("lr_scheduler", "warmup_steps"), ("lr_scheduler", "warmup_ratio")
+EITHER: dict[Path, Path] = {WARMUP_STEPS: WARMUP_RATIO, WARMUP_RATIO: WARMUP_STEPS}
+"""Two ways to say one thing: what a file or the command line says replaces what its base said in
+the other way; in one place both are a contradiction."""
+
 
 @dataclass(frozen=True)
 class Built:
@@ -57,6 +62,9 @@ def build(layers: Sequence[Layer], *, check_rules: bool = True) -> Built:
     mistakes += _misplaced(layers)
     merged: Layer = {}
     for result in translated:
+        given = {path for path, setting in result.layer.items() if setting.value is not None}
+        for path in given & EITHER.keys():
+            merged.pop(EITHER[path], None)
         merged |= result.layer
     notices += unbuilt.notices(merged)
     valid = merged
@@ -69,11 +77,10 @@ def build(layers: Sequence[Layer], *, check_rules: bool = True) -> Built:
     valid = {path: setting for path, setting in valid.items() if path not in bad}
     if check_rules:
         refused = merged.keys() - valid.keys()
-        mistakes += [
-            _complaint(broken, settings=valid)
-            for broken in broken_rules(config)
-            if not _is_clouded(broken, refused=refused)
-        ]
+        for broken in broken_rules(config):
+            if not _is_clouded(broken, refused=refused):
+                found = notices if broken.is_notice else mistakes
+                found.append(_complaint(broken, settings=valid))
     return Built(config, mistakes, notices)
 
 

@@ -7,7 +7,7 @@ one, and only the same file naming both with different values is a contradiction
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtitan.config.layers import Layer, Path, Setting, same, spell
 
@@ -38,6 +38,24 @@ RENAMED: dict[Path, Path] = {
 
 # torchtitan 0.2's default names a folder of its own repository: nobody's choice, so no value here.
 DEFAULT_ASSETS = "./tests/assets/tokenizer"
+
+
+DECAY_END = ("lr_scheduler", "decay_end")
+FLAVOR = ("model", "flavor")
+
+
+def as_meant_then(stored: Layer) -> Layer:
+    """Give stored settings the meaning that they had in the version that stored them.
+
+    A version stores every setting it has. One without decay_end let the decay end at the last step,
+    and its debugmodel is `small` today.
+    """
+    if DECAY_END in stored:
+        return stored
+    meant = stored | {DECAY_END: Setting("last_step", "stored settings", DECAY_END, '"last_step"')}
+    if FLAVOR in stored and stored[FLAVOR].value == "debugmodel":
+        meant[FLAVOR] = replace(stored[FLAVOR], value="small", given='"small"')
+    return meant
 
 
 @dataclass(frozen=True)
