@@ -59,7 +59,10 @@ def test_the_command_needs_no_torch_and_exits_by_code(tmp_path: Path) -> None:
     good = run("--training.seed", "3")
     assert good.returncode == 0
     assert "seed = 3" in good.stdout
-    assert good.stderr == "command line: --training.seed is an old name; today's is --debug.seed\n"
+    assert (
+        good.stderr
+        == "command line: --training.seed is torchtitan's name; here it is --debug.seed\n"
+    )
     bad = run("--job.config_file", str(tmp_path / "none.toml"))
     assert bad.returncode == 2
     assert bad.stderr.startswith("command line: --job.config_file ")

@@ -36,7 +36,7 @@ EXAMPLES = '[training]\ndataset = "examples"\n'
             for path in ("/shared", "../shared", "a/../..")
         ),
         (
-            "[profiling]\nprofile_freq = 3",
+            "[profiling]\nprofile_freq = 3\nenable_profiling = true",
             "[profiling] profile_freq = 3: must be at least profiler_warmup + profiler_active "
             "(3 + 1), got 3; try 4",
         ),
@@ -200,16 +200,13 @@ EXAMPLES = '[training]\ndataset = "examples"\n'
             "[checkpoint]\nload_step = 5",
             "[checkpoint] load_step = 5: needs checkpoint.enable = true",
         ),
-        (
-            "[checkpoint]\nload_only = true",
-            "[checkpoint] load_only = true: needs checkpoint.enable = true",
-        ),
         *(
             (
                 f"[checkpoint]\n{line}",
                 f"[checkpoint] {line}: needs checkpoint.enable = true",
             )
             for line in (
+                "load_only = true",
                 'mode = "continue"',
                 'initial_load_path = "x"',
             )
@@ -252,23 +249,15 @@ EXAMPLES = '[training]\ndataset = "examples"\n'
             "nothing to save to without",
         ),
         (
-            "[checkpoint]\ninitial_load_in_hf = true",
-            "[checkpoint] initial_load_in_hf = true: needs checkpoint.enable = true",
-        ),
-        (
             "[checkpoint]\nenable = true\ninitial_load_in_hf = true",
-            "[checkpoint] initial_load_in_hf = true: needs initial_load_path, the folder to read",
+            "[checkpoint] initial_load_in_hf = true: needs initial_load_path, the folder to read "
+            "(torchtitan 0.2 took hf_assets_path)",
         ),
         (
             '[checkpoint]\nenable = true\ninitial_load_in_hf = true\ninitial_load_path = "x"\n'
             "initial_load_model_only = false",
             "[checkpoint] initial_load_in_hf = true: finds weights alone there, but "
             "initial_load_model_only is false; remove that",
-        ),
-        (
-            "[checkpoint]\nlast_save_in_hf = true",
-            "[checkpoint] last_save_in_hf = true: needs checkpoint.enable = true; it is made from "
-            "the last checkpoint",
         ),
         (
             '[checkpoint]\nenable = true\nlast_save_model_only = true\nexport_dtype = "bfloat16"',
@@ -280,11 +269,6 @@ EXAMPLES = '[training]\ndataset = "examples"\n'
             "[lr_scheduler]\nwarmup_steps = 10\nwarmup_ratio = 0.1",
             "[lr_scheduler] warmup_ratio = 0.1: is another way to say warmup_steps, which is 10; "
             "remove one",
-        ),
-        (
-            "[debug]\ndeterministic_warn_only = true",
-            "[debug] deterministic_warn_only = true: needs debug.deterministic = true; there is "
-            "nothing to warn of without",
         ),
         *(
             (
@@ -299,14 +283,6 @@ EXAMPLES = '[training]\ndataset = "examples"\n'
             '[activation_checkpoint] selective_ac_option = "op": chooses operators one by one, and '
             'a compiled block is one operator; write "2" for every second block, or '
             "compile.enable = false",
-        ),
-        *(
-            (
-                f'[activation_checkpoint]\nmode = "{mode}"\nmemory_budget = 0.4',
-                "[activation_checkpoint] memory_budget = 0.4: is read only with mode = "
-                f'"memory_budget", got mode = "{mode}"; change or remove',
-            )
-            for mode in ("none", "full", "selective")
         ),
         (
             '[activation_checkpoint]\nmode = "memory_budget"',
@@ -495,3 +471,35 @@ def test_the_last_place_chooses_how_the_warmup_is_said(jobs: Jobs) -> None:
     assert (schedule.warmup_steps, schedule.warmup_ratio) == (7, None)
     schedule = jobs.load(steps, "--lr_scheduler.warmup_ratio=none").lr_scheduler
     assert (schedule.warmup_steps, schedule.warmup_ratio) == (20, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "switch"),
+    [
+        ('[checkpoint]\nexport_dtype = "float16"', "last_save_in_hf"),
+        ('[checkpoint]\nlast_save_model_only = true\nexport_dtype = "float16"', "last_save_in_hf"),
+        ('[checkpoint]\nenable = true\nexport_dtype = "bfloat16"', "last_save_in_hf"),
+        ("[checkpoint]\nlast_save_in_hf = true", "checkpoint.enable = true"),
+        ("[checkpoint]\ninitial_load_in_hf = true", "checkpoint.enable = true"),
+        ('[checkpoint]\nexclude_from_loading = ["optimizer"]', "checkpoint.enable = true"),
+        ("[debug]\ndeterministic_warn_only = true", "debug.deterministic = true"),
+        *(
+            (f'[activation_checkpoint]\nmode = "{mode}"\nmemory_budget = 0.4', "memory_budget")
+            for mode in ("none", "full", "selective")
+        ),
+        ('[quantize.linear.float8]\nrecipe_name = "rowwise"', 'converters = ["float8"]'),
+        ("[quantize.linear.float8]\nemulate = true", 'converters = ["float8"]'),
+    ],
+)
+def test_what_is_switched_off_loads_with_a_notice(
+    jobs: Jobs, caplog: pytest.LogCaptureFixture, text: str, switch: str
+) -> None:
+    jobs.load(text)
+    [notice] = caplog.messages
+    header, *_, line = text.split("\n")
+    assert notice.startswith(f"job.toml: {header} {line}: has no effect: ")
+    assert switch in notice
+
+
+def test_no_profile_needs_no_room_for_one(jobs: Jobs) -> None:
+    assert jobs.load("[profiling]\nprofile_freq = 1").profiling.profile_freq == 1

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from torchtitan.base.errors import ConfigError
 from torchtitan.config import unbuilt
 from torchtitan.config.broken import Broken
-from torchtitan.config.compat import translate
+from torchtitan.config.compat import other_meanings, translate
 from torchtitan.config.fields import fields, section_fields
 from torchtitan.config.layers import COMMAND_LINE, Layer, Path, literal, spell
 from torchtitan.config.names import without_unknown
@@ -66,6 +66,8 @@ def build(layers: Sequence[Layer], *, check_rules: bool = True) -> Built:
         for path in given & EITHER.keys():
             merged.pop(EITHER[path], None)
         merged |= result.layer
+    if other := unbuilt.other_model(merged):
+        return Built(Config(), [other], [])
     notices += unbuilt.notices(merged)
     valid = merged
     for stage in (_without_unreadable, unbuilt.without_unbuilt, without_unknown):
@@ -74,6 +76,7 @@ def build(layers: Sequence[Layer], *, check_rules: bool = True) -> Built:
     valid = _without_reset(valid)
     config, bad, found = _section(Config, settings=valid, prefix=())
     mistakes += found
+    notices += other_meanings(layers, given=merged, config=config)
     valid = {path: setting for path, setting in valid.items() if path not in bad}
     if check_rules:
         refused = merged.keys() - valid.keys()

@@ -51,8 +51,8 @@ def _job(config: Config) -> Iterator[Broken]:
 def _profiling(config: Config) -> Iterator[Broken]:
     profiling = config.profiling
     needed = profiling.profiler_warmup + profiling.profiler_active
-    if profiling.profile_freq < needed:
-        keys = ("profile_freq", "profiler_warmup", "profiler_active")
+    if profiling.enable_profiling and profiling.profile_freq < needed:
+        keys = ("profile_freq", "profiler_warmup", "profiler_active", "enable_profiling")
         yield Broken(
             tuple(f"profiling.{key}" for key in keys),
             f"must be at least profiler_warmup + profiler_active ({profiling.profiler_warmup} + "
@@ -119,5 +119,6 @@ def _debug(config: Config) -> Iterator[Broken]:
     if config.debug.deterministic_warn_only and not config.debug.deterministic:
         yield Broken(
             ("debug.deterministic_warn_only", "debug.deterministic"),
-            "needs debug.deterministic = true; there is nothing to warn of without",
+            "has no effect: it needs debug.deterministic = true",
+            is_notice=True,
         )
