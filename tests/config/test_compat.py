@@ -330,6 +330,24 @@ def test_a_file_of_another_model_says_so_and_nothing_else(jobs: Jobs, name: str)
 
 
 @pytest.mark.parametrize(
+    ("option", "answer"),
+    [
+        ("--checkpoint.no-enable", "write --checkpoint.enable false"),
+        ("--checkpoint.no_enable", "write --checkpoint.enable false"),
+        ("--training.local-batch-size=4", "did you mean --training.local_batch_size?"),
+        ("--float8.moe_fqns=experts", "valid are enable_fsdp_float8_all_gather, "),
+    ],
+)
+def test_options_as_torchtitan_takes_them(option: str, answer: str) -> None:
+    [mistake] = mistakes_of(lambda: load_config([option]))
+    assert answer in mistake
+
+
+def test_one_word_stands_for_a_list_of_one() -> None:
+    assert load_config(["--compile.enable", "--compile.components=model"]).compile.enable
+
+
+@pytest.mark.parametrize(
     ("line", "remedy"),
     [
         (

@@ -316,7 +316,8 @@ def _is_off(path: Path, *, settings: Layer) -> bool:
 
 
 def _is_harmless(setting: Setting, known: Unbuilt) -> bool:
-    return any(same(setting.value, value) for value in known.harmless)
+    given = (setting.value, [setting.value])  # one word stands for a list of one
+    return any(same(form, value) for form in given for value in known.harmless)
 
 
 def _refusal(path: Path, *, setting: Setting) -> str | None:
