@@ -52,7 +52,7 @@ STEPS_FOR_MEMORY = 2
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what this command alone understands."""
-    parser.add_argument("--flavor", default="debugmodel", metavar="NAME", help="size of llama3")
+    parser.add_argument("--flavor", default="small", metavar="NAME", help="size of llama3")
     parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="computed in")
     parser.add_argument("--compile", action="store_true", help="compile all blocks")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples")

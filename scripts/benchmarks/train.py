@@ -57,7 +57,7 @@ FOR_MEMORY = {"steps": 1, "pairs": 2}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what this command alone understands."""
-    parser.add_argument("--flavor", default="debugmodel", metavar="NAME", help="size of llama3")
+    parser.add_argument("--flavor", default="small", metavar="NAME", help="size of llama3")
     parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="computed in")
     parser.add_argument("--compile", action="store_true", help="compile all blocks")
     parser.add_argument(

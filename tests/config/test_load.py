@@ -222,6 +222,7 @@ def random_config(seed: int) -> Config:
         ("quantize", "linear", "float8", "emulate"): False,
         ("optimizer", "name"): "SGD",
         ("lr_scheduler", "total_steps"): None,
+        ("lr_scheduler", rng.choice(["warmup_steps", "warmup_ratio"])): None,
         ("profiling", "profile_freq"): 2**63,
         ("validation", "enable"): True,
         ("validation", "dataset"): "files" if values["validation", "dataset_path"] else "synthetic",

@@ -63,7 +63,9 @@ def test_mistakes_in_settings_are_told_without_torch_and_the_command_exits_by_co
     good = run("--training.seed", "3")
     assert good.returncode == 0
     assert "seed = 3" in good.stdout
-    assert good.stderr == "command line: --training.seed is an old name; today's is --debug.seed\n"
+    assert good.stderr == (
+        "command line: --training.seed is torchtitan's name; here it is --debug.seed\n"
+    )
     bad = run("--job.config_file", str(tmp_path / "none.toml"), before=no_torch)
     assert bad.returncode == 2
     assert bad.stderr.startswith("command line: --job.config_file ")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from tests.config.jobs import Jobs
@@ -34,7 +36,7 @@ EXAMPLES = '[training]\ndataset = "examples"\n'
             for path in ("/shared", "../shared", "a/../..")
         ),
         (
-            "[profiling]\nprofile_freq = 3",
+            "[profiling]\nprofile_freq = 3\nenable_profiling = true",
             "[profiling] profile_freq = 3: must be at least profiler_warmup + profiler_active "
             "(3 + 1), got 3; try 4",
         ),
@@ -190,16 +192,13 @@ EXAMPLES = '[training]\ndataset = "examples"\n'
             "[checkpoint]\nload_step = 5",
             "[checkpoint] load_step = 5: needs checkpoint.enable = true",
         ),
-        (
-            "[checkpoint]\nload_only = true",
-            "[checkpoint] load_only = true: needs checkpoint.enable = true",
-        ),
         *(
             (
                 f"[checkpoint]\n{line}",
                 f"[checkpoint] {line}: needs checkpoint.enable = true",
             )
             for line in (
+                "load_only = true",
                 'mode = "continue"',
                 'initial_load_path = "x"',
             )
@@ -242,12 +241,9 @@ EXAMPLES = '[training]\ndataset = "examples"\n'
             "nothing to save to without",
         ),
         (
-            "[checkpoint]\ninitial_load_in_hf = true",
-            "[checkpoint] initial_load_in_hf = true: needs checkpoint.enable = true",
-        ),
-        (
             "[checkpoint]\nenable = true\ninitial_load_in_hf = true",
-            "[checkpoint] initial_load_in_hf = true: needs initial_load_path, the folder to read",
+            "[checkpoint] initial_load_in_hf = true: needs initial_load_path, the folder to read "
+            "(torchtitan 0.2 took hf_assets_path)",
         ),
         (
             '[checkpoint]\nenable = true\ninitial_load_in_hf = true\ninitial_load_path = "x"\n'
@@ -256,20 +252,15 @@ EXAMPLES = '[training]\ndataset = "examples"\n'
             "initial_load_model_only is false; remove that",
         ),
         (
-            "[checkpoint]\nlast_save_in_hf = true",
-            "[checkpoint] last_save_in_hf = true: needs checkpoint.enable = true; it is made from "
-            "the last checkpoint",
-        ),
-        (
             '[checkpoint]\nenable = true\nlast_save_model_only = true\nexport_dtype = "bfloat16"',
             '[checkpoint] export_dtype = "bfloat16": is the type of what last_save_in_hf writes, '
             'which is off, got "bfloat16"; the other checkpoints keep training.dtype; set '
             "last_save_in_hf, or remove this",
         ),
         (
-            "[debug]\ndeterministic_warn_only = true",
-            "[debug] deterministic_warn_only = true: needs debug.deterministic = true; there is "
-            "nothing to warn of without",
+            "[lr_scheduler]\nwarmup_steps = 10\nwarmup_ratio = 0.1",
+            "[lr_scheduler] warmup_ratio = 0.1: is another way to say warmup_steps, which is 10; "
+            "remove one",
         ),
         *(
             (
@@ -284,14 +275,6 @@ EXAMPLES = '[training]\ndataset = "examples"\n'
             '[activation_checkpoint] selective_ac_option = "op": chooses operators one by one, and '
             'a compiled block is one operator; write "2" for every second block, or '
             "compile.enable = false",
-        ),
-        *(
-            (
-                f'[activation_checkpoint]\nmode = "{mode}"\nmemory_budget = 0.4',
-                "[activation_checkpoint] memory_budget = 0.4: is read only with mode = "
-                f'"memory_budget", got mode = "{mode}"; change or remove',
-            )
-            for mode in ("none", "full", "selective")
         ),
         (
             '[activation_checkpoint]\nmode = "memory_budget"',
@@ -434,3 +417,81 @@ def test_other_rules_still_speak_beside_a_wrong_value(jobs: Jobs) -> None:
         "job.toml: [training] steps",
         "job.toml: [training] global_batch_size",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "reached"),
+    [
+        ("[training]\nsteps = 60", "[training] steps = 60: ", "ends at 0.00024 "),
+        (
+            "[lr_scheduler]\nwarmup_steps = 100\n[training]\nsteps = 25\n[optimizer]\nlr = 0.01",
+            "[lr_scheduler] warmup_steps = 100: ",
+            "ends at 0.0025 ",
+        ),
+        (
+            "[lr_scheduler]\nwarmup_ratio = 0.5\ntotal_steps = 100\n[training]\nsteps = 25",
+            "[lr_scheduler] warmup_ratio = 0.5: ",
+            "ends at 0.0004 ",
+        ),
+    ],
+)
+def test_a_warmup_longer_than_the_run_is_warned_of(
+    jobs: Jobs, caplog: pytest.LogCaptureFixture, text: str, place: str, reached: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        jobs.load(text)
+    [notice] = caplog.messages
+    assert notice.startswith(f"job.toml: {place}the warmup takes ")
+    assert reached in notice
+    assert "warmup_ratio" in notice
+
+
+def test_a_warmup_that_the_run_can_hold_is_not(
+    jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs.load("[training]\nsteps = 200")
+    jobs.load("[training]\nsteps = 10\n[lr_scheduler]\nwarmup_ratio = 1.0")
+    assert not caplog.messages
+
+
+def test_the_last_place_chooses_how_the_warmup_is_said(jobs: Jobs) -> None:
+    steps, ratio = "[lr_scheduler]\nwarmup_steps = 20", "[lr_scheduler]\nwarmup_ratio = 0.5"
+    jobs.write(steps, name="steps.toml")
+    schedule = jobs.load(f'base = "steps.toml"\n{ratio}').lr_scheduler
+    assert (schedule.warmup_steps, schedule.warmup_ratio) == (None, 0.5)
+    schedule = jobs.load(ratio, "--lr_scheduler.warmup_steps=7").lr_scheduler
+    assert (schedule.warmup_steps, schedule.warmup_ratio) == (7, None)
+    schedule = jobs.load(steps, "--lr_scheduler.warmup_ratio=none").lr_scheduler
+    assert (schedule.warmup_steps, schedule.warmup_ratio) == (20, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "switch"),
+    [
+        ('[checkpoint]\nexport_dtype = "float16"', "last_save_in_hf"),
+        ('[checkpoint]\nlast_save_model_only = true\nexport_dtype = "float16"', "last_save_in_hf"),
+        ('[checkpoint]\nenable = true\nexport_dtype = "bfloat16"', "last_save_in_hf"),
+        ("[checkpoint]\nlast_save_in_hf = true", "checkpoint.enable = true"),
+        ("[checkpoint]\ninitial_load_in_hf = true", "checkpoint.enable = true"),
+        ('[checkpoint]\nexclude_from_loading = ["optimizer"]', "checkpoint.enable = true"),
+        ("[debug]\ndeterministic_warn_only = true", "debug.deterministic = true"),
+        *(
+            (f'[activation_checkpoint]\nmode = "{mode}"\nmemory_budget = 0.4', "memory_budget")
+            for mode in ("none", "full", "selective")
+        ),
+        ('[quantize.linear.float8]\nrecipe_name = "rowwise"', 'converters = ["float8"]'),
+        ("[quantize.linear.float8]\nemulate = true", 'converters = ["float8"]'),
+    ],
+)
+def test_what_is_switched_off_loads_with_a_notice(
+    jobs: Jobs, caplog: pytest.LogCaptureFixture, text: str, switch: str
+) -> None:
+    jobs.load(text)
+    [notice] = caplog.messages
+    header, *_, line = text.split("\n")
+    assert notice.startswith(f"job.toml: {header} {line}: has no effect: ")
+    assert switch in notice
+
+
+def test_no_profile_needs_no_room_for_one(jobs: Jobs) -> None:
+    assert jobs.load("[profiling]\nprofile_freq = 1").profiling.profile_freq == 1

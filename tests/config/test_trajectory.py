@@ -79,6 +79,8 @@ def test_settings_that_do_not_count(jobs: Jobs, options: list[str]) -> None:
         (["--training.global_batch_size=32"], "training.global_batch_size: stored 16, now 32"),
         (["--training.max_norm=inf"], "training.max_norm: stored 1.0, now inf"),
         (["--lr_scheduler.decay_ratio=0.5"], "stored none, now 0.5"),
+        (["--lr_scheduler.warmup_steps=7"], "lr_scheduler.warmup_steps: stored 200, now 7"),
+        (["--lr_scheduler.decay_end=last_step"], 'stored "after_last_step", now "last_step"'),
         (["--training.mixed_precision_param=float32"], 'stored "auto", now "float32"'),
         (["--validation.split=0.1"], "validation.split: stored none, now 0.1"),
     ],
@@ -116,6 +118,36 @@ def test_more_steps_bend_the_curve_unless_the_total_is_pinned(jobs: Jobs) -> Non
     assert differences(jobs, "--training.steps=200", before=pinned) == []
     # pinning afterwards what was meant before is no change
     assert differences(jobs, "--training.steps=50", "--lr_scheduler.total_steps=100") == []
+
+
+def test_a_warmup_ratio_counts_as_the_steps_that_it_comes_to(jobs: Jobs) -> None:
+    before = BEFORE + "[lr_scheduler]\nwarmup_ratio = 0.1"
+    assert differences(jobs, before=before) == []
+    assert differences(jobs, "--lr_scheduler.warmup_steps=10", before=before) == []
+    pinned = before + "\ntotal_steps = 200"
+    assert differences(jobs, "--training.steps=150", before=pinned) == []
+    [warmup, total] = differences(jobs, "--training.steps=200", before=before)
+    assert total.startswith("lr_scheduler.total_steps: stored 100, now 200")
+    assert warmup == (
+        "lr_scheduler.warmup_steps: stored 10, now 20 (warmup_ratio 0.1 of total_steps)"
+    )
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_what_earlier_versions_stored_keeps_its_meaning(jobs: Jobs, family: str) -> None:
+    """Before decay_end, decays ended at the last step, and debugmodel was another model."""
+    job = f'[model]\nname = "{family}"\nflavor = "debugmodel"\n[lr_scheduler]\nwarmup_steps = 5'
+    now = jobs.load(job)
+    stored = to_toml(now).replace('decay_end = "after_last_step"\n', "")
+    found = trajectory_differences(Job.stored(stored), Job(config=now))
+    assert found == [
+        'model.flavor: stored "small", now "debugmodel" (to go on as before write flavor = '
+        '"small")',
+        'lr_scheduler.decay_end: stored "last_step", now "after_last_step" (to go on as before '
+        'write decay_end = "last_step")',
+    ]
+    old = ["--model.flavor=small", "--lr_scheduler.decay_end=last_step"]
+    assert trajectory_differences(Job.stored(stored), Job(config=jobs.load(job, *old))) == []
 
 
 def test_stored_settings_that_cannot_be_read_are_an_error() -> None:

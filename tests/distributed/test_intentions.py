@@ -168,14 +168,38 @@ def test_continue_takes_all_and_plans_the_rate_anew(
     [table] = [line for line in lines if "planned anew" in line]
     rows = [line.split() for line in table.splitlines()[1:]]
     assert rows[0] == ["step", "old", "lr", "new", "lr"]
-    # 5 of 5 warmup steps to 0.0008; 20 linear steps from 0.01 to 0, 5 of them done
-    assert rows[1] == ["5", "0.0008", "0.0075"]
-    assert rows[-1] == ["20", "0", "0"]
+    # 5 of 5 warmup steps to 0.0008; 20 linear steps from 0.01 to 0 after the last, 4 of them done
+    assert rows[1] == ["5", "0.0008", "0.008"]
+    assert rows[-1] == ["20", "5.33333e-05", "0.0005"]
     assert [int(row[0]) for row in rows[1:]] == [5, 8, 12, 16, 20]
     [changes] = [line for line in lines if line.startswith("Settings that are new")]
     assert "optimizer.lr: stored 0.0008, now 0.01" in changes
     rates = ranks.run(first_rates, [*new, "--training.steps=5"], world=1)
-    assert set(rates[0]) == {0.0075}
+    assert set(rates[0]) == {0.008}
+
+
+def test_a_checkpoint_of_an_earlier_version_keeps_its_rates_or_says_so(
+    saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Decays ended at the last step before there was a setting for it."""
+    job = [*copy_of(saved, tmp_path), "--checkpoint.verify_on_load=false"]
+    step = tmp_path / "run" / "checkpoint" / "step-4"
+    manifest = json.loads((step / "manifest.json").read_text())
+    manifest.pop("checksum")
+    config = manifest["config"].replace('decay_end = "after_last_step"\n', "")
+    write_sealed_json(step / "manifest.json", {**manifest, "config": config})
+    schedule = step / "lr_scheduler" / "state.json"
+    state = json.loads(schedule.read_text())
+    for key in ("decay_end", "warmup_ratio"):
+        del state[key]
+    schedule.write_text(json.dumps(state))
+    [message] = ranks.run(jobs.refusal, job, world=1)
+    assert 'write decay_end = "last_step")' in message
+    old = [*job, "--lr_scheduler.decay_end=last_step"]
+    assert ranks.run(jobs.refusal, old, world=1) == ["no error"]
+    [lines] = ranks.run(jobs.logged, [*job, CONTINUE], world=1)
+    [table] = [line for line in lines if "planned anew" in line]
+    assert table.splitlines()[-1].split() == ["20", "0", "5.33333e-05"]
 
 
 def test_a_plan_that_changes_no_rate_is_not_shown() -> None:

@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.reference import VARIANTS, public_model, random_decoder, reference_config
 from torchtitan.models import MODELS, DecoderConfig, count
+from torchtitan.models.spec import Llama3Scaling
 
 FLAVORS = [(name, flavor) for name, spec in MODELS.items() for flavor in spec.flavors]
 # from the public checkpoints
@@ -33,6 +34,43 @@ def test_parameters_are_those_of_the_public_model(name, flavor):
     found = count(model).num_parameters
     assert found == theirs.num_parameters()
     assert found == PUBLISHED.get((name, flavor), found)
+
+
+# torchtitan 0.2.2: dim, layers, heads, heads of keys, hidden, tied; read off its model arguments
+TORCHTITAN = {
+    ("llama3", "debugmodel"): (256, 6, 16, 16, 768, False),
+    ("llama3", "8B"): (4096, 32, 32, 8, 14336, False),
+    ("llama3", "70B"): (8192, 80, 64, 8, 28672, False),
+    ("llama3", "405B"): (16384, 126, 128, 8, 53248, False),
+    ("qwen3", "debugmodel"): (256, 8, 16, 8, 3072, True),
+    ("qwen3", "0.6B"): (1024, 28, 16, 8, 3072, True),
+    ("qwen3", "1.7B"): (2048, 28, 16, 8, 6144, True),
+    ("qwen3", "4B"): (2560, 36, 32, 8, 9728, True),
+    ("qwen3", "8B"): (4096, 36, 32, 8, 12288, False),
+    ("qwen3", "14B"): (5120, 40, 40, 8, 17408, False),
+    ("qwen3", "32B"): (5120, 64, 64, 8, 25600, False),
+}
+
+
+@pytest.mark.parametrize(("name", "flavor"), TORCHTITAN)
+def test_flavors_with_names_of_torchtitan_are_its_models(name, flavor):
+    config = MODELS[name].flavors[flavor]
+    dim, num_layers, num_heads, num_kv_heads, hidden_dim, tied = TORCHTITAN[name, flavor]
+    vocab_size = {"llama3": 128_256, "qwen3": 151_936}[name] if flavor[-1] == "B" else 2048
+    family = {
+        "llama3": {"rope_theta": 5e5, "rope_scaling": Llama3Scaling(factor=8.0), "norm_eps": 1e-5},
+        "qwen3": {"rope_theta": 1e6, "norm_eps": 1e-6, "own_head_dim": 128, "qk_norm": True},
+    }[name]
+    assert config == DecoderConfig(
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        hidden_dim=hidden_dim,
+        vocab_size=vocab_size,
+        tie_embeddings=tied,
+        **family,
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

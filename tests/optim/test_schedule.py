@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,28 +21,67 @@ def test_warmup_rises_in_equal_steps_to_the_peak() -> None:
     assert rates(100, warmup_steps=4)[:4] == [0.5, 1.0, 1.5, 2.0]
 
 
-def test_without_decay_ratio_the_decay_follows_the_warmup_and_ends_at_the_floor() -> None:
-    lrs = rates(12, warmup_steps=2, min_lr_factor=0.1)
-    expected = [2.0 * (0.1 + 0.9 * (1 - k / 10)) for k in range(1, 11)]
-    assert lrs[2:] == pytest.approx(expected, rel=1e-12)
-    assert lrs[-1] == pytest.approx(0.2)
+DECAYS = {
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - progress**0.5,
+    "cosine": lambda progress: math.cos(math.pi * progress / 2) ** 2,
+}
 
 
-def test_stable_part_lies_between_warmup_and_decay() -> None:
-    lrs = rates(100, warmup_steps=10, decay_ratio=0.2)
-    assert lrs[9:80] == [2.0] * 71
-    assert lrs[80] < 2.0
+def reference(steps: int, *, warmup: int, ratio: float | None, kind: str, floor: float) -> list:
+    """The rates of all steps and of the one after them, in units of the peak, from corner points:
+    0 before the first step, the peak where warmup ends and decay begins, the floor past the end."""
+    num_decay = steps - warmup if ratio is None else min(round(steps * ratio), steps - warmup)
+    at = np.arange(1, steps + 2, dtype=np.float64)
+    rising = np.interp(at, [0, max(warmup, 1e-9)], [0, 1])
+    progress = np.interp(at, [steps + 1 - num_decay, steps + 1], [0, 1]) if num_decay else 0 * at
+    falling = floor + (1 - floor) * np.vectorize(DECAYS[kind], otypes=[float])(progress)
+    return list(rising * falling)
+
+
+@pytest.mark.parametrize("kind", DECAYS)
+@pytest.mark.parametrize("warmup", [0, 1, 7, 20])
+@pytest.mark.parametrize("ratio", [None, 0.0, 0.05, 0.3, 0.8, 1.0])
+def test_the_step_after_the_last_one_would_have_the_floor(
+    kind: str, warmup: int, ratio: float | None
+) -> None:
+    for floor in (0.0, 0.1):
+        settings = LRSchedulerConfig(
+            warmup_steps=warmup, decay_ratio=ratio, decay_type=kind, min_lr_factor=floor
+        )
+        lr = build_schedule(settings, peak_lr=2.0, training_steps=60)
+        expected = reference(60, warmup=warmup, ratio=ratio, kind=kind, floor=floor)
+        assert [lr(step) / 2 for step in range(1, 62)] == pytest.approx(expected, abs=1e-14)
+        assert lr(60) > 2.0 * floor  # the last step trains
 
 
 @pytest.mark.parametrize(
-    ("kind", "middle"),
-    [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5)],
+    ("settings", "theirs"),
+    [
+        (
+            {"warmup_steps": 2, "decay_ratio": 0.8},
+            [0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125],
+        ),
+        (
+            {"warmup_steps": 0, "decay_ratio": 0.5, "total_steps": 12, "decay_type": "sqrt"},
+            [1.0] * 7 + [0.591751709536, 0.42264973081, 0.292893218813],
+        ),
+        (
+            {"warmup_steps": 4, "min_lr_factor": 0.1, "decay_type": "cosine"},
+            [0.25, 0.5, 0.75, 1.0, 1.0, 0.939711431703, 0.775, 0.55, 0.325, 0.160288568297],
+        ),
+    ],
 )
-def test_decay_shapes_at_half_way_and_at_the_end(kind: str, middle: float) -> None:
-    lrs = rates(100, warmup_steps=0, decay_ratio=1.0, decay_type=kind)
-    assert lrs[49] == pytest.approx(2.0 * middle)
-    assert lrs[99] == pytest.approx(0.0, abs=1e-15)
-    assert all(a >= b for a, b in pairwise(lrs))
+def test_rates_are_those_of_torchtitan(settings: dict[str, object], theirs: list[float]) -> None:
+    """As torchtitan 0.2.2's own scheduler gave them."""
+    assert [lr / 2 for lr in rates(10, **settings)] == pytest.approx(theirs, abs=1e-12)
+
+
+def test_a_decay_that_ends_at_the_last_step_reaches_the_floor_there() -> None:
+    lrs = rates(12, warmup_steps=2, min_lr_factor=0.1, decay_end="last_step")
+    expected = [2.0 * (0.1 + 0.9 * (1 - k / 10)) for k in range(1, 11)]
+    assert lrs[2:] == pytest.approx(expected, rel=1e-12)
+    assert lrs[-1] == pytest.approx(0.2)
 
 
 def test_linear_warmup_and_decay_equal_torchs_own_schedulers() -> None:
@@ -51,7 +90,7 @@ def test_linear_warmup_and_decay_equal_torchs_own_schedulers() -> None:
     optimizer = torch.optim.SGD([p], lr=2.0)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=9)
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=20)
-    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[9])
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[10])
     theirs = []
     for _ in range(30):
         theirs.append(optimizer.param_groups[0]["lr"])
@@ -60,13 +99,23 @@ def test_linear_warmup_and_decay_equal_torchs_own_schedulers() -> None:
     assert lrs == pytest.approx(theirs, abs=1e-12)
 
 
+@pytest.mark.parametrize("total", [None, 200])
+def test_a_warmup_ratio_is_of_the_schedule_and_not_of_the_run(total: int | None) -> None:
+    by_ratio = {"warmup_ratio": 0.1, "total_steps": total, "decay_ratio": 0.5}
+    by_steps = by_ratio | {"warmup_ratio": None, "warmup_steps": (total or 50) // 10}
+    assert rates(50, **by_ratio) == rates(50, **by_steps)
+
+
 def test_a_pinned_length_makes_the_curve_independent_of_training_steps() -> None:
     settings = {"warmup_steps": 5, "total_steps": 40, "decay_ratio": 0.5}
+    assert rates(20, **settings) == rates(40, **settings)[:20]
+    settings = {"warmup_ratio": 0.3, "total_steps": 40, "decay_ratio": 0.5}
     assert rates(20, **settings) == rates(40, **settings)[:20]
 
 
 def test_the_rate_stays_at_the_floor_past_the_end() -> None:
     lrs = rates(20, warmup_steps=0, total_steps=10, min_lr_factor=0.25)
+    assert lrs[9] > 0.5
     assert lrs[10:] == [0.5] * 10
 
 

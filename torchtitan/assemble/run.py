@@ -60,8 +60,7 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
     layout = find_layout(config, world_size=launch.world_size)
     check_device(config, device_type=device_type())
     config, precision = settle_precision(config)
-    training = config.training
-    dims = layout.dims
+    training, dims = config.training, layout.dims
     group = build_group() if config.checkpoint.enable else None
     start = find_start(config, layout=layout, group=group, undo=undo)
     device = prepare_device(config.debug, local_rank=launch.local_rank)

@@ -10,7 +10,7 @@ from torchtitan.assemble.resume import CONFIG_FILE
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.hf import ADAPTER_CONFIG
-from torchtitan.config.load import load_config
+from torchtitan.config.trajectory import Job
 
 
 def find_step(path: Path, *, verify: bool, group: dist.ProcessGroup | None = None) -> Path:
@@ -29,8 +29,8 @@ def find_step(path: Path, *, verify: bool, group: dist.ProcessGroup | None = Non
         return path
     folders = [path]
     if (path / CONFIG_FILE).is_file():
-        config = load_config(["--job.config_file", str(path / CONFIG_FILE)])
-        folders.append(path / config.checkpoint.folder)
+        stored = Job.stored((path / CONFIG_FILE).read_text(encoding="utf-8"))
+        folders.append(path / stored.config.checkpoint.folder)
     for folder in folders:
         step = storage.newest_whole(folder, group=group, verify=verify)
         if step is not None:

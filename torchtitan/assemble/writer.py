@@ -8,7 +8,6 @@ on one token. Its residual stream is copied, not split along the sequence, which
 from __future__ import annotations
 
 import inspect
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.assemble.hf import GENERATION_CONFIG, tokenizer_file
 from torchtitan.assemble.layout import find_model
-from torchtitan.assemble.resume import CONFIG_FILE
 from torchtitan.assemble.steps import find_step
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError
 from torchtitan.checkpoint import storage
@@ -30,8 +28,8 @@ from torchtitan.checkpoint.hf import CONFIG
 from torchtitan.checkpoint.hf_config import architecture_of, family_of, read_config
 from torchtitan.checkpoint.hf_folder import open_folder
 from torchtitan.checkpoint.hf_read import read_weights
-from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config, LoRAConfig
+from torchtitan.config.trajectory import Job
 from torchtitan.data.chat import ChatTemplate
 from torchtitan.data.chat_files import find_template
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
@@ -204,10 +202,7 @@ def _of_hugging_face(path: Path, group: dist.ProcessGroup | None) -> Source:
 
 def read_settings(step: Path) -> Config:
     """Return the settings that a step was saved under, by its manifest."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / CONFIG_FILE
-        path.write_text(storage.read_manifest(step)["config"], encoding="utf-8")
-        return load_config(["--job.config_file", str(path)])
+    return Job.stored(storage.read_manifest(step)["config"]).config
 
 
 def _stop_ids(file: Path) -> frozenset[int]:

@@ -296,7 +296,7 @@ def schedule_table(
 
 
 def _rebuild(stored: Mapping[str, Any]) -> Schedule:
-    settings = dict(stored)
+    settings = {"decay_end": "last_step", **stored}  # which versions without the setting did
     peak_lr, training_steps = settings.pop("peak_lr"), settings.pop("training_steps")
     return build_schedule(
         LRSchedulerConfig(**settings), peak_lr=peak_lr, training_steps=training_steps

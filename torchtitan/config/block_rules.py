@@ -26,7 +26,8 @@ def block_rules(config: Config) -> Iterator[Broken]:
     if mode != "memory_budget" and budget != ActivationCheckpointConfig().memory_budget:
         yield Broken(
             ("activation_checkpoint.memory_budget", "activation_checkpoint.mode"),
-            f'is read only with mode = "memory_budget", got mode = "{mode}"; change or remove',
+            f'has no effect: it is read only with mode = "memory_budget", got mode = "{mode}"',
+            is_notice=True,
         )
     if mode == "memory_budget" and not settings.enable:
         yield Broken(

@@ -12,6 +12,8 @@ class Broken:
 
     keys: tuple[str, ...]
     rule: str
+    is_notice: bool = False
+    """The job may start: what was set is worth a word, or has no effect while its switch is off."""
 
 
 def leads_outside(name: str) -> bool:

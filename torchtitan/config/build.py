@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from torchtitan.base.errors import ConfigError, did_you_mean
 from torchtitan.config import unbuilt
 from torchtitan.config.broken import Broken
-from torchtitan.config.compat import translate
+from torchtitan.config.compat import other_meanings, translate
 from torchtitan.config.fields import fields, section_fields
 from torchtitan.config.layers import COMMAND_LINE, Layer, Path, literal, spell
 from torchtitan.config.names import without_unknown
@@ -34,6 +34,11 @@ RULES = {
     "tuple_type": "must be a list",
     "string_too_short": "must not be empty",
 }
+
+WARMUP_STEPS, WARMUP_RATIO = ("lr_scheduler", "warmup_steps"), ("lr_scheduler", "warmup_ratio")
+EITHER: dict[Path, Path] = {WARMUP_STEPS: WARMUP_RATIO, WARMUP_RATIO: WARMUP_STEPS}
+"""Two ways to say one thing: what a file or the command line says replaces what its base said in
+the other way; in one place both are a contradiction."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,12 @@ def build(layers: Sequence[Layer], *, check_rules: bool = True) -> Built:
     mistakes += _misplaced(layers)
     merged: Layer = {}
     for result in translated:
+        given = {path for path, setting in result.layer.items() if setting.value is not None}
+        for path in given & EITHER.keys():
+            merged.pop(EITHER[path], None)
         merged |= result.layer
+    if other := unbuilt.other_model(merged):
+        return Built(Config(), [other], [])
     notices += unbuilt.notices(merged)
     valid = merged
     for stage in (_without_unreadable, unbuilt.without_unbuilt, without_unknown):
@@ -65,14 +75,14 @@ def build(layers: Sequence[Layer], *, check_rules: bool = True) -> Built:
     valid = _without_reset(valid)
     config, bad, found = _section(Config, settings=valid, prefix=())
     mistakes += found
+    notices += other_meanings(layers, given=merged, config=config)
     valid = {path: setting for path, setting in valid.items() if path not in bad}
     if check_rules:
         refused = merged.keys() - valid.keys()
-        mistakes += [
-            _complaint(broken, settings=valid)
-            for broken in broken_rules(config)
-            if not _is_clouded(broken, refused=refused)
-        ]
+        for broken in broken_rules(config):
+            if not _is_clouded(broken, refused=refused):
+                found = notices if broken.is_notice else mistakes
+                found.append(_complaint(broken, settings=valid))
     return Built(config, mistakes, notices)
 
 

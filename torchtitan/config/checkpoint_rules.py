@@ -24,20 +24,8 @@ def checkpoint_rules(config: Config) -> Iterator[Broken]:
             ("checkpoint.load_step",),
             f"must be -1 (the newest) or a step, got {checkpoint.load_step}",
         )
-    needs_loading = {
-        "load_step": checkpoint.load_step > -1,
-        "load_only": checkpoint.load_only,
-        "mode": checkpoint.mode != "recover",
-        "initial_load_path": checkpoint.initial_load_path is not None,
-        "initial_load_in_hf": checkpoint.initial_load_in_hf,
-        "exclude_from_loading": bool(checkpoint.exclude_from_loading),
-        "grow_vocab": checkpoint.grow_vocab,
-    }
-    for key, given in needs_loading.items():
-        if given and not checkpoint.enable:
-            yield Broken(
-                (f"checkpoint.{key}", "checkpoint.enable"), "needs checkpoint.enable = true"
-            )
+    if not checkpoint.enable:
+        yield from _without_checkpoints(checkpoint)
     if checkpoint.save_before_seconds is not None and not checkpoint.enable:
         yield Broken(
             ("checkpoint.save_before_seconds", "checkpoint.enable"),
@@ -60,26 +48,51 @@ def checkpoint_rules(config: Config) -> Iterator[Broken]:
             )
 
 
+def _without_checkpoints(checkpoint: CheckpointConfig) -> Iterator[Broken]:
+    """Refuse what chooses the weights to start from; tell of the rest, which has no effect."""
+    chooses_weights = {
+        "load_step": checkpoint.load_step > -1,
+        "load_only": checkpoint.load_only,
+        "mode": checkpoint.mode != "recover",
+        "initial_load_path": checkpoint.initial_load_path is not None,
+        "grow_vocab": checkpoint.grow_vocab,
+    }
+    shapes = {
+        "initial_load_in_hf": checkpoint.initial_load_in_hf,
+        "exclude_from_loading": bool(checkpoint.exclude_from_loading),
+        "last_save_in_hf": checkpoint.last_save_in_hf,
+    }
+    for key, is_given in (chooses_weights | shapes).items():
+        if is_given:
+            yield Broken(
+                (f"checkpoint.{key}", "checkpoint.enable"),
+                f"{'has no effect: it ' if key in shapes else ''}needs checkpoint.enable = true",
+                is_notice=key in shapes,
+            )
+
+
 def _hugging_face(checkpoint: CheckpointConfig) -> Iterator[Broken]:
     """Hold together what is read from Hugging Face, and what is written for it."""
     reads, ties = "checkpoint.initial_load_in_hf", "checkpoint.initial_load_path"
     if checkpoint.enable and checkpoint.initial_load_in_hf:
         if checkpoint.initial_load_path is None:
-            yield Broken((reads, ties), "needs initial_load_path, the folder to read")
+            yield Broken(
+                (reads, ties),
+                "needs initial_load_path, the folder to read (torchtitan 0.2 took hf_assets_path)",
+            )
         elif not checkpoint.initial_load_model_only:
             yield Broken(
                 (reads, ties, "checkpoint.initial_load_model_only"),
                 "finds weights alone there, but initial_load_model_only is false; remove that",
             )
-    writes = ("checkpoint.last_save_in_hf", "checkpoint.enable")
-    if checkpoint.last_save_in_hf and not checkpoint.enable:
-        yield Broken(writes, "needs checkpoint.enable = true; it is made from the last checkpoint")
+    exports = checkpoint.enable and checkpoint.last_save_model_only
     if checkpoint.export_dtype != "float32" and not checkpoint.last_save_in_hf:
         yield Broken(
-            ("checkpoint.export_dtype", writes[0]),
-            f"is the type of what last_save_in_hf writes, which is off, got "
-            f'"{checkpoint.export_dtype}"; the other checkpoints keep training.dtype; set '
-            f"last_save_in_hf, or remove this",
+            ("checkpoint.export_dtype", "checkpoint.last_save_in_hf"),
+            f"{'' if exports else 'has no effect: it '}is the type of what last_save_in_hf writes, "
+            f'which is off, got "{checkpoint.export_dtype}"; the other checkpoints keep '
+            f"training.dtype; set last_save_in_hf, or remove this",
+            is_notice=not exports,
         )
 
 

@@ -7,9 +7,12 @@ one, and only the same file naming both with different values is a contradiction
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from torchtitan.config.layers import Layer, Path, Setting, same, spell
+from torchtitan.config.layers import COMMAND_LINE, Layer, Path, Setting, same, spell
+from torchtitan.config.schema import Config
+from torchtitan.config.unbuilt import UNBUILT, value_refusal
 
 RENAMED: dict[Path, Path] = {
     ("job", "print_args"): ("job", "print_config"),
@@ -38,6 +41,24 @@ RENAMED: dict[Path, Path] = {
 
 # torchtitan 0.2's default names a folder of its own repository: nobody's choice, so no value here.
 DEFAULT_ASSETS = "./tests/assets/tokenizer"
+
+
+DECAY_END = ("lr_scheduler", "decay_end")
+FLAVOR = ("model", "flavor")
+
+
+def as_meant_then(stored: Layer) -> Layer:
+    """Give stored settings the meaning that they had in the version that stored them.
+
+    A version stores every setting it has. One without decay_end let the decay end at the last step,
+    and its debugmodel is `small` today.
+    """
+    if DECAY_END in stored:
+        return stored
+    meant = stored | {DECAY_END: Setting("last_step", "stored settings", DECAY_END, '"last_step"')}
+    if FLAVOR in stored and stored[FLAVOR].value == "debugmodel":
+        meant[FLAVOR] = replace(stored[FLAVOR], value="small", given='"small"')
+    return meant
 
 
 @dataclass(frozen=True)
@@ -70,5 +91,67 @@ def _rename(setting: Setting, *, new: Path, given: Layer, result: Translated) ->
         )
         return
     old = spell(setting.written, origin=setting.origin)
-    result.notices.append(f"{setting.origin}: {old} is an old name; today's is {today}")
+    result.notices.append(f"{setting.origin}: {old} is torchtitan's name; here it is {today}")
     result.layer.setdefault(new, setting)
+
+
+def other_meanings(
+    layers: Sequence[Layer], *, given: Collection[Path], config: Config
+) -> list[str]:
+    """Say what would be another training in torchtitan, of a job with a file written for that.
+
+    Such a file has a key, or names data, that only torchtitan knows. `given`: the keys that the job
+    names, in today's spelling.
+    """
+    files = [
+        setting.origin
+        for layer in layers
+        for path, setting in layer.items()
+        if setting.origin != COMMAND_LINE and _is_torchtitans(path, setting)
+    ]
+    said = _meanings({".".join(path) for path in given}, config) if files else []
+    return [f"{files[0]}: written for torchtitan 0.2, where {meaning}" for meaning in said]
+
+
+def _is_torchtitans(path: Path, setting: Setting) -> bool:
+    return path in RENAMED or path in UNBUILT or bool(value_refusal(path, setting=setting))
+
+
+def _meanings(given: Collection[str], config: Config) -> Iterator[str]:
+    checkpoint, validation, schedule = config.checkpoint, config.validation, config.lr_scheduler
+    if config.optimizer.weight_decay and "optimizer.no_decay_params" not in given:
+        yield (
+            "norms and biases are decayed; here they are not; to decay them write [optimizer] "
+            "no_decay_params = []"
+        )
+    total = schedule.total_steps or config.training.steps
+    if schedule.num_warmup_steps(total) > total:
+        yield (
+            f"a warmup is cut to the length of the schedule; here it is not; to do the same write "
+            f"[lr_scheduler] warmup_steps = {total}"
+        )
+    if "model.tokenizer_path" not in given:
+        yield (
+            'the default tokenizer is a file of its tests; here it is "bpe_2048", with other ids; '
+            "to choose one write [model] tokenizer_path"
+        )
+    if "training.dataset" not in given:
+        yield 'the default data are "c4_test"; here they are "python_stdlib"'
+    if "training.mixed_precision_param" not in given:
+        yield (
+            "layers compute in bfloat16 by default; here only where the device multiplies it by "
+            'itself; to be sure write [training] mixed_precision_param = "bfloat16"'
+        )
+    if "debug.seed" not in given:
+        yield "each start draws another seed; here it is 0; to choose one write [debug] seed"
+    if checkpoint.enable and "checkpoint.last_save_model_only" not in given:
+        yield (
+            "the last checkpoint is of weights alone by default; here it is a full one; for the "
+            "weights beside it write [checkpoint] last_save_model_only = true"
+        )
+    keys = {f"validation.{key}" for key in ("dataset", "local_batch_size", "seq_len")}
+    if validation.enable and not keys <= set(given):
+        yield (
+            "validation reads c4_validation in batches of 8 x 2048 tokens by default; here its "
+            "dataset, local_batch_size and seq_len are those of [training]"
+        )

@@ -51,7 +51,7 @@ def float8_rules(config: Config) -> Iterator[Broken]:
 
 
 def _unread(settings: Float8Config) -> Iterator[Broken]:
-    """Refuse what asks for float8 where nothing is converted.
+    """Tell of what asks for float8 where nothing is converted.
 
     filter_fqns, which asks for less of it, stands in torchtitan's files without converters.
     """
@@ -60,8 +60,9 @@ def _unread(settings: Float8Config) -> Iterator[Broken]:
         if value:
             yield Broken(
                 (f"quantize.linear.float8.{name}", "model.converters"),
-                f"is read with float8 alone, got {literal(value)} and converters = []; write "
-                'converters = ["float8"], or remove the line',
+                f"has no effect: it is read with float8 alone, got {literal(value)} and converters "
+                '= []; write converters = ["float8"], or remove the line',
+                is_notice=True,
             )
 
 

@@ -60,10 +60,14 @@ def _unknown_section(path: Path, *, setting: Setting) -> str:
 
 
 def _did_you_mean(path: Path, *, origin: str) -> str:
+    name, turned_off = path[-1].replace("-", "_"), (*path[:-1], path[-1][3:].replace("-", "_"))
+    if name.startswith("no_") and turned_off in fields():  # as torchtitan's command line says it
+        return f"; write {spell(turned_off, origin=origin)} false"
     guess = nearest(path)
     if guess is None:
         valid = [key[-1] for key in fields() if key[:-1] == path[:-1]]
-        names = valid or [section(name) for name in sections()]
+        theirs = [key[-1] for key in (*RENAMED, *UNBUILT) if key[:-1] == path[:-1]]
+        names = valid or theirs or [section(name) for name in sections()]
         return f"; valid are {', '.join(names)}"
     is_section = guess in _known_sections() and origin != COMMAND_LINE
     return f"; did you mean {section(guess) if is_section else spell(guess, origin=origin)}?"

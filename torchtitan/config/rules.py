@@ -51,8 +51,8 @@ def _job(config: Config) -> Iterator[Broken]:
 def _profiling(config: Config) -> Iterator[Broken]:
     profiling = config.profiling
     needed = profiling.profiler_warmup + profiling.profiler_active
-    if profiling.profile_freq < needed:
-        keys = ("profile_freq", "profiler_warmup", "profiler_active")
+    if profiling.enable_profiling and profiling.profile_freq < needed:
+        keys = ("profile_freq", "profiler_warmup", "profiler_active", "enable_profiling")
         yield Broken(
             tuple(f"profiling.{key}" for key in keys),
             f"must be at least profiler_warmup + profiler_active ({profiling.profiler_warmup} + "
@@ -83,7 +83,7 @@ def _optimization(config: Config) -> Iterator[Broken]:
             ("optimizer.momentum", "optimizer.name"),
             f'is read by SGD alone, got name = "{optimizer.name}"; use beta1 or remove this',
         )
-    # A warmup longer than the run is fine: the run then simply ends while warming up.
+    yield from _warmup(config)
     total, decays_to_zero = schedule.total_steps, schedule.min_lr_factor == 0
     decays = schedule.decay_ratio is None or schedule.decay_ratio > 0
     if total is not None and total < config.training.steps and decays and decays_to_zero:
@@ -94,9 +94,31 @@ def _optimization(config: Config) -> Iterator[Broken]:
         )
 
 
+def _warmup(config: Config) -> Iterator[Broken]:
+    schedule, steps = config.lr_scheduler, config.training.steps
+    keys = ("lr_scheduler.warmup_ratio", "lr_scheduler.warmup_steps", "training.steps")
+    if schedule.warmup_steps is not None and schedule.warmup_ratio is not None:
+        yield Broken(
+            keys[:2],
+            f"is another way to say warmup_steps, which is {schedule.warmup_steps}; remove one",
+        )
+        return
+    num_warmup = schedule.num_warmup_steps(schedule.total_steps or steps)
+    if num_warmup > steps:
+        peak = config.optimizer.lr
+        yield Broken(
+            keys,
+            f"the warmup takes {num_warmup} steps and the run {steps}, so the learning rate ends "
+            f"at {peak * steps / num_warmup:.3g} and never reaches optimizer.lr = {peak:g}; lower "
+            f"warmup_steps, or write warmup_ratio = 0.1",
+            is_notice=True,
+        )
+
+
 def _debug(config: Config) -> Iterator[Broken]:
     if config.debug.deterministic_warn_only and not config.debug.deterministic:
         yield Broken(
             ("debug.deterministic_warn_only", "debug.deterministic"),
-            "needs debug.deterministic = true; there is nothing to warn of without",
+            "has no effect: it needs debug.deterministic = true",
+            is_notice=True,
         )

@@ -92,7 +92,7 @@ class ModelConfig:
     name: Text = "llama3"
     """Model family: a key of torchtitan.models.MODELS."""
     flavor: Text = "debugmodel"
-    """Size within the family, e.g. debugmodel, 1B, 3B, 8B, 70B, 405B."""
+    """Size within the family, e.g. debugmodel, small, 1B, 3B, 8B, 70B, 405B."""
     tokenizer_path: Text = "bpe_2048"
     """Built-in name (bpe_2048, byte), tiktoken file (Llama 3's tokenizer.model), or tokenizer.json
     or its folder."""
@@ -134,12 +134,18 @@ class OptimizerConfig:
     (foreach), or a plain loop."""
 
 
+DEFAULT_WARMUP_STEPS = 200
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LRSchedulerConfig:
     """Warmup, stable, decay: the learning rate as a pure function of the step."""
 
-    warmup_steps: NonNegativeInt = 200
-    """Steps over which the rate grows linearly from near 0 to optimizer.lr."""
+    warmup_steps: NonNegativeInt | None = None
+    """Steps over which the rate grows linearly from near 0 to optimizer.lr; 200 if warmup_ratio is
+    not given either."""
+    warmup_ratio: Fraction | None = None
+    """The same as a part of total_steps, in place of warmup_steps."""
     total_steps: PositiveInt | None = None
     """Length of the schedule; training.steps if not given. Pin it to be free to change
     training.steps."""
@@ -147,8 +153,23 @@ class LRSchedulerConfig:
     """Part of total_steps spent in decay; if not given the decay starts right after the warmup."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
+    decay_end: Literal["after_last_step", "last_step"] = "after_last_step"
+    """Where the decay reaches min_lr_factor. after_last_step: the step after total_steps would, so
+    that every step trains; last_step: the last one does."""
     min_lr_factor: Fraction = 0.0
     """The decay ends at this multiple of optimizer.lr."""
+
+    def __post_init__(self) -> None:
+        """Settle the default, so that resolved settings say how long the warmup is."""
+        if self.warmup_steps is None and self.warmup_ratio is None:
+            object.__setattr__(self, "warmup_steps", DEFAULT_WARMUP_STEPS)
+
+    def num_warmup_steps(self, total_steps: int) -> int:
+        """Return the length of the warmup of a schedule of `total_steps`."""
+        if self.warmup_ratio is not None:
+            return round(self.warmup_ratio * total_steps)
+        assert self.warmup_steps is not None
+        return self.warmup_steps
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

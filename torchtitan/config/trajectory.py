@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchtitan.config.build import build, checked
+from torchtitan.config.compat import as_meant_then
 from torchtitan.config.fields import values_of
 from torchtitan.config.layers import Path, flatten, literal
 from torchtitan.config.schema import Config
@@ -49,6 +50,10 @@ COUNTS: Mapping[Path, str] = {
 }
 
 TOTAL_STEPS = ("lr_scheduler", "total_steps")
+WARMUP_STEPS = ("lr_scheduler", "warmup_steps")
+WARMUP_RATIO = ("lr_scheduler", "warmup_ratio")
+DECAY_END = ("lr_scheduler", "decay_end")
+FLAVOR = ("model", "flavor")
 STEPS = ("training", "steps")
 LOCAL_BATCH = ("training", "local_batch_size")
 GLOBAL_BATCH = ("training", "global_batch_size")
@@ -64,11 +69,11 @@ class Job:
 
     @classmethod
     def stored(cls, toml: str, *, dp: int | None = None) -> Job:
-        """Read back what `to_toml` once wrote; raise ConfigError if that is not possible."""
+        """Read back what `to_toml` once wrote, with the meaning that it had then; raise ConfigError
+        if that is not possible."""
         origin = "stored settings"
-        return cls(
-            config=checked(build([flatten(parse(toml, origin=origin), origin=origin)])), dp=dp
-        )
+        layer = as_meant_then(flatten(parse(toml, origin=origin), origin=origin))
+        return cls(config=checked(build([layer])), dp=dp)
 
     @property
     def global_batch(self) -> int | None:
@@ -105,8 +110,14 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
         GLOBAL_BATCH: f" ({now.config.training.local_batch_size} on each of {now.dp} ranks)"
         if now.config.training.global_batch_size == -1 and now.dp
         else "",
-        # "auto" may have come to another type here
-        PRECISION: f" (to go on as before write it: {PRECISION[1]} = {literal(before[PRECISION])})",
+        WARMUP_STEPS: f" (warmup_ratio {now.config.lr_scheduler.warmup_ratio:g} of total_steps)"
+        if now.config.lr_scheduler.warmup_ratio is not None
+        else "",
+        # "auto" may have come to another type here; the others may have had another meaning then
+        **{
+            path: f" (to go on as before write {path[1]} = {literal(before[path])})"
+            for path in (PRECISION, DECAY_END, FLAVOR)
+        },
     }
     return [
         f"{'.'.join(path)}: stored {literal(before[path])}, now {literal(after[path])}"
@@ -125,6 +136,8 @@ def _is_ignored(path: Path) -> bool:
 def _resolved(job: Job) -> dict[Path, object]:
     """Lay the settings out flat, those that follow from others filled in."""
     values = values_of(job.config)
-    if values[TOTAL_STEPS] is None:
-        values[TOTAL_STEPS] = values[STEPS]
+    schedule = job.config.lr_scheduler
+    total = schedule.total_steps or job.config.training.steps
+    values |= {TOTAL_STEPS: total, WARMUP_STEPS: schedule.num_warmup_steps(total)}
+    values[WARMUP_RATIO] = None
     return values

@@ -60,6 +60,13 @@ _RECOMPUTE = (
     "memory_budget"
 )
 
+_IMAGES = "flux makes images, and models of text alone are built here: llama3 and qwen3"
+_OTHER_MODEL = "is a model of torchtitan that is not built here; llama3 and qwen3 are"
+_SAME_MODEL = 'is llama3, parallelised or supervised in another way; write name = "llama3"'
+_DOCUMENTS = (
+    'attends within documents; write flavor = "{}" and training.document_attention = "within"'
+)
+
 UNBUILT: dict[Path, Unbuilt] = {
     **_section("job", _PLUGIN, custom_config_module=""),
     # It marked a file for torchtitan's own tests; no run ever depended on it.
@@ -192,8 +199,43 @@ _C4 = (
 
 _NO_C4: dict[object, str] = {"c4": _C4, "c4_test": _C4, "c4_validation": _C4}
 
+MODEL = ("model", "name")
+# Models of torchtitan 0.2 of which nothing is built: their files hold keys of their own.
+OTHER_MODELS: dict[object, str] = {
+    "flux": _IMAGES,
+    **dict.fromkeys(
+        (
+            "deepseek_v3",
+            "llama4",
+            "gpt_oss",
+            "simple_fsdp.deepseek_v3",
+            "compiler_toolkit.deepseek_v3",
+            "autoparallel.deepseek_v3",
+            "autoparallel.local_map_deepseek_v3",
+        ),
+        _MOE,
+    ),
+    "vlm": _OTHER_MODEL,
+    "llama3-siglip2": _OTHER_MODEL,
+    "transformers_modeling_backend": _OTHER_MODEL,
+}
+
 # Values of built keys that torchtitan knows and that are not built.
 UNBUILT_VALUES: dict[Path, dict[object, str]] = {
+    MODEL: {
+        **OTHER_MODELS,
+        **dict.fromkeys(
+            ("llama3_ft", "simple_fsdp.llama3", "compiler_toolkit.llama3", "autoparallel.llama3"),
+            _SAME_MODEL,
+        ),
+    },
+    ("model", "flavor"): {
+        **dict.fromkeys(("debugmodel_moe", "30B-A3B", "235B-A22B"), _MOE),
+        "debugmodel_flex_attn": _DOCUMENTS.format("debugmodel"),
+        "debugmodel_varlen_attn": _DOCUMENTS.format("debugmodel"),
+        "8B_flex": _DOCUMENTS.format("8B"),
+        "8B_varlen": _DOCUMENTS.format("8B"),
+    },
     ("training", "dataset"): _NO_C4,
     ("validation", "dataset"): _NO_C4,
     ("model", "converters"): {
@@ -203,8 +245,31 @@ UNBUILT_VALUES: dict[Path, dict[object, str]] = {
         "quantize.grouped_mm.float8": _MOE,
     },
 }
-# Keys without which such a value asks for nothing.
-SWITCHES: dict[Path, Path] = {("validation", "dataset"): ("validation", "enable")}
+_CONVERTERS, _TENSOR = ("model", "converters"), ("parallelism", "tensor_parallel_degree")
+_FLOAT8_KEYS = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+_AC_KEYS = ("early_stop", "preserve_rng_state", "determinism_check", "debug")
+# Built keys without which such a value, or a key that is not built, asks for nothing.
+SWITCHES: dict[Path, Path] = {
+    ("validation", "dataset"): ("validation", "enable"),
+    ("checkpoint", "enable_ft_dataloader_checkpoints"): ("fault_tolerance", "enable"),
+    ("checkpoint", "initial_load_in_hf_quantized"): ("checkpoint", "initial_load_in_hf"),
+    ("compile", "components"): ("compile", "enable"),
+    ("float8", "force_recompute_fp8_weight_in_bwd"): _CONVERTERS,
+    ("parallelism", "enable_async_tensor_parallel"): _TENSOR,
+    ("parallelism", "pipeline_parallel_split_points"): ("parallelism", "pipeline_parallel_degree"),
+    **{("quantize", "linear", "float8", key): _CONVERTERS for key in _FLOAT8_KEYS},
+    **{("activation_checkpoint", key): ("activation_checkpoint", "mode") for key in _AC_KEYS},
+}
+OFF: tuple[object, ...] = (False, [], (), 1, "none")
+"""Values that switch off: of a feature, a list, a degree, a mode."""
+
+
+def other_model(settings: Layer) -> str | None:
+    """Say that a job is for a model of which nothing is built: no other line can be mended then."""
+    given = settings.get(MODEL)
+    if given is None or not isinstance(given.value, str) or given.value not in OTHER_MODELS:
+        return None
+    return f"{given.where()}: {OTHER_MODELS[given.value]}; nothing else of this job was checked"
 
 
 def without_unbuilt(settings: Layer) -> tuple[Layer, list[str]]:
@@ -238,18 +303,32 @@ def notices(settings: Layer) -> list[str]:
 
 
 def _unread(path: Path, *, settings: Layer) -> str | None:
-    """Say why a name could not be used, where the feature that would read it is off."""
-    switch = settings.get(SWITCHES[path]) if path in SWITCHES else None
-    if path not in SWITCHES or not (switch is None or same(switch.value, False)):
+    """Say what is not built, or no choice, where the feature that would read it is off."""
+    if not _is_off(path, settings=settings):
         return None
-    name, choices = settings[path].value, fields()[path].choices
-    if not isinstance(name, str) or name in choices:
-        return None
-    return f"{name} " + UNBUILT_VALUES[path].get(name, f"is none of {', '.join(choices)}")
+    setting, choices = settings[path], fields()[path].choices if path in fields() else ()
+    if _refusal(path, setting=setting):
+        if path in UNBUILT:
+            return UNBUILT[path].instead
+        return f"{setting.value} {value_refusal(path, setting=setting)}"
+    if choices and isinstance(setting.value, str) and setting.value not in choices:
+        return f"{setting.value} is none of {', '.join(choices)}"
+    return None
+
+
+def _is_off(path: Path, *, settings: Layer) -> bool:
+    """Tell whether what is not built belongs to a feature that nobody switched on."""
+    if path not in SWITCHES:
+        return False
+    switch, known = settings.get(SWITCHES[path]), fields().get(SWITCHES[path])
+    if switch is None or switch.value is None:
+        return known is None or any(same(known.default, off) for off in OFF)
+    return any(same(switch.value, off) for off in OFF)
 
 
 def _is_harmless(setting: Setting, known: Unbuilt) -> bool:
-    return any(same(setting.value, value) for value in known.harmless)
+    given = (setting.value, [setting.value])  # one word stands for a list of one
+    return any(same(form, value) for form in given for value in known.harmless)
 
 
 def _refusal(path: Path, *, setting: Setting) -> str | None:
@@ -260,6 +339,11 @@ def _refusal(path: Path, *, setting: Setting) -> str | None:
         accepted = " or ".join(literal(value) for value in known.harmless if value is not None)
         only = f"only {accepted} is accepted" if accepted else "remove the line"
         return f"{known.instead} ({only})"
+    return value_refusal(path, setting=setting)
+
+
+def value_refusal(path: Path, *, setting: Setting) -> str | None:
+    """Say what to do instead of a value that torchtitan knows and that is not built."""
     unbuilt = UNBUILT_VALUES.get(path, {})
     values = setting.value if isinstance(setting.value, list) else [setting.value]
     return next((unbuilt[v] for v in values if isinstance(v, str) and v in unbuilt), None)

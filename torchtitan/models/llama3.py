@@ -2,16 +2,18 @@
 
 The architecture is `Decoder`; a family of models is this one file: sizes, the roles of modules
 under tensor parallelism and the names in Hugging Face's files as data, initial weights as a pure
-function from a parameter's name. `debugmodel` is torchtitan's. `tiny` has an odd vocabulary and
-sizes that few degrees divide, for tests of uneven shards; `tiny8` has eight layers and sizes that 4
-divides, for tests of tensor and pipeline parallelism. `narrow` has two heads alone, so that a CPU
-can attend over 128k tokens. `100M`, with a small vocabulary so that its layers are most of it, is
-for measuring on one machine.
+function from a parameter's name. Flavors with names of torchtitan 0.2 are the same models there.
+`small` is what the first run trains: `debugmodel` without its rope scaling. `tiny` has an odd
+vocabulary and sizes that few degrees divide, for tests of uneven shards; `tiny8` has eight layers
+and sizes that 4 divides, for tests of tensor and pipeline parallelism. `narrow` has two heads, so
+that a CPU can attend over 128k tokens. `100M`, most of it layers by its small vocabulary, is for
+measuring on one machine.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Constant, Init, Normal
@@ -26,6 +28,10 @@ from torchtitan.models.spec import (
 LLAMA_31 = Llama3Scaling(factor=8.0)
 LLAMA_32 = Llama3Scaling(factor=32.0)
 
+SMALL = DecoderConfig(
+    dim=256, num_layers=6, num_heads=16, num_kv_heads=16, hidden_dim=768, vocab_size=2048
+)
+
 FLAVORS = {
     "tiny": DecoderConfig(
         dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96, vocab_size=263
@@ -36,9 +42,8 @@ FLAVORS = {
     "narrow": DecoderConfig(
         dim=64, num_layers=2, num_heads=2, num_kv_heads=1, hidden_dim=192, vocab_size=2048
     ),
-    "debugmodel": DecoderConfig(
-        dim=256, num_layers=6, num_heads=16, num_kv_heads=16, hidden_dim=768, vocab_size=2048
-    ),
+    "small": SMALL,
+    "debugmodel": replace(SMALL, rope_scaling=LLAMA_31),
     "100M": DecoderConfig(
         dim=768, num_layers=12, num_heads=12, num_kv_heads=4, hidden_dim=2048, vocab_size=16_384
     ),

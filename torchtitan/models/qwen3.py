@@ -2,8 +2,8 @@
 
 Each query and key is normed before it is rotated, and heads are 128 wide whatever the width of the
 residual stream. All else is Llama's and taken from there: the other roles under tensor parallelism,
-names and initial weights. `tiny`, `tiny8` and `debugmodel` are for tests, as Llama's, with heads
-that are not dim / num_heads wide; `tiny8` is tied, as the small ones of Qwen are.
+names and initial weights. `tiny`, `tiny8` and `small` are our own, as Llama's, with heads that are
+not dim / num_heads wide; `tiny8` is tied, as the small ones of Qwen are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGE = DecoderConfig(
     own_head_dim=128,
     qk_norm=True,
 )
-SMALL = replace(LARGE, tie_embeddings=True)
+TIED = replace(LARGE, tie_embeddings=True)
 """What the sizes up to 4B share."""
 
 FLAVORS = {
@@ -42,7 +42,7 @@ FLAVORS = {
         own_head_dim=12,
     ),
     "tiny8": replace(
-        SMALL,
+        TIED,
         dim=32,
         num_layers=8,
         num_heads=8,
@@ -51,7 +51,7 @@ FLAVORS = {
         vocab_size=264,
         own_head_dim=6,
     ),
-    "debugmodel": replace(
+    "small": replace(
         LARGE,
         dim=256,
         num_layers=6,
@@ -61,9 +61,12 @@ FLAVORS = {
         vocab_size=2048,
         own_head_dim=64,
     ),
-    "0.6B": replace(SMALL, dim=1024, num_layers=28, num_heads=16, hidden_dim=3072),
-    "1.7B": replace(SMALL, dim=2048, num_layers=28, num_heads=16, hidden_dim=6144),
-    "4B": replace(SMALL, dim=2560, hidden_dim=9728),
+    "debugmodel": replace(
+        TIED, dim=256, num_layers=8, num_heads=16, hidden_dim=3072, vocab_size=2048
+    ),
+    "0.6B": replace(TIED, dim=1024, num_layers=28, num_heads=16, hidden_dim=3072),
+    "1.7B": replace(TIED, dim=2048, num_layers=28, num_heads=16, hidden_dim=6144),
+    "4B": replace(TIED, dim=2560, hidden_dim=9728),
     "8B": LARGE,
     "14B": replace(LARGE, dim=5120, num_layers=40, num_heads=40, hidden_dim=17_408),
     "32B": replace(LARGE, dim=5120, num_layers=64, num_heads=64, hidden_dim=25_600),

@@ -3,6 +3,9 @@
 Nothing is kept between steps, so a resumed run cannot read a stale rate and two runs with the same
 settings agree to the last digit. The shape is the one of "MiniCPM" (arXiv 2404.06395): linear
 warmup to the peak, a flat part, and a decay over the last `decay_ratio` of the schedule.
+
+A decay that reached 0 at the last step would waste that step, so it is the step after the last one
+that would have the floor, as in torchtitan 0.2.
 """
 
 from __future__ import annotations
@@ -27,22 +30,24 @@ _REMAINING: dict[str, Callable[[float], float]] = {
 def build_schedule(settings: LRSchedulerConfig, *, peak_lr: float, training_steps: int) -> Schedule:
     """Return the learning rate as a function of the step, 1 for the first.
 
-    The warmup has `warmup_steps` equal rises, the last of which reaches the peak. The decay takes
-    the last `decay_ratio * total_steps` steps (all steps after the warmup if not given) and reaches
-    `min_lr_factor * peak_lr` at `total_steps`, where it stays if training goes on.
+    Of T steps, W warm up: step s <= W has s/W of the peak. D decay, which is decay_ratio * T or all
+    after the warmup: step s has the part that `decay_type` leaves at (s - 1 - (T - D)) / D, so that
+    step T + 1 would have `min_lr_factor * peak_lr`, and has it if training goes on. With
+    `decay_end = "last_step"` step T has it already: (s - (T - D)) / D.
     """
     total = settings.total_steps or training_steps
-    warmup = settings.warmup_steps
+    warmup = settings.num_warmup_steps(total)
     num_decay = total - warmup
     if settings.decay_ratio is not None:
         num_decay = min(num_decay, round(total * settings.decay_ratio))
+    last_at_peak = total - num_decay + (settings.decay_end == "after_last_step")
     remaining = _REMAINING[settings.decay_type]
 
     def lr_at(step: int) -> float:
         assert step >= 1, f"steps are counted from 1, got {step}"
         if step <= warmup:
             return peak_lr * step / warmup
-        into_decay = step - (total - num_decay)
+        into_decay = step - last_at_peak
         if num_decay <= 0 or into_decay <= 0:
             return peak_lr
         left = remaining(min(1.0, into_decay / num_decay))
