@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.distributed.jobs import TINY, read_rows, write_job
+from tests.distributed.jobs import TINY, places_of_ranks, read_rows, write_job
 from torchtitan import train as train_module
 from torchtitan.base.errors import StoppedError
 
@@ -243,6 +243,45 @@ else:
     train.Trainer.train, train.Trainer.close = meet_nan, fail_to_save
 train.train_and_leave(sys.argv[2:])
 """
+
+
+LATE = """
+import os, sys, time
+from torchtitan import train
+if os.environ["RANK"] == "1":  # by now rank 0 has left, and with it the store
+    is_first = train.is_first_to_report
+    train.is_first_to_report = lambda: time.sleep(4) or is_first()
+train.train_and_leave(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "message", "late"),
+    [
+        ("--training.global_batch_size=6", 2, "global_batch_size must be a multiple", True),
+        ("--optimizer.lr=1e30", 3, "must have a finite loss and gradient norm", True),
+        ("--checkpoint.save_before_seconds=1", 4, "by its deadline", True),
+        ("--checkpoint.save_before_seconds=1", 4, "by its deadline", False),
+    ],
+)
+def test_ranks_without_a_launcher_end_with_one_code(
+    argument: str, code: int, message: str, late: bool, tmp_path: Path
+) -> None:
+    entry = ["-c", LATE] if late else ["-m", "torchtitan.train"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *entry, *write_job(tmp_path), argument],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **place},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place in places_of_ranks(2)
+    ]
+    said = [rank.communicate(timeout=150)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [code, code], said
+    assert "Traceback" not in "".join(said)
+    # late it is said twice: better than never
+    assert [message in text for text in said].count(True) == 1 + late
 
 
 def test_help_is_no_fault() -> None:

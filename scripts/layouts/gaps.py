@@ -21,9 +21,11 @@ x = 0 (that of |N(0, 1)|) its mean square is
     0.8 (integral of 4 up to t/2, and of (t/x)^2 from there) = 0.8 (2t + 2t) = 3.2 t
 
 So over a whole tensor the updates differ by up to 1.8 sqrt(t) of themselves: 6e-4 for t = 1e-7 and
-1e-2 for t = 3e-5. (The first step is the worst, 1.1 sqrt(t); later v averages over several g.) Weights are therefore compared by |a - b| / |a - start|, both in the 2-norm: how
-much of its way each tensor went differently. A rate, a decay or a parameter that is wrong changes
-that by more, and a parameter that must not move has no way, and may not differ in a bit.
+1e-2 for t = 3e-5. (The first step is the worst, 1.1 sqrt(t); later v averages over several g.)
+
+Weights are therefore compared by |a - b| / |a - start|, both in the 2-norm: how much of its way
+each tensor went differently. A rate, a decay or a parameter that is wrong changes that by more, and
+a parameter that must not move has no way, and may not differ in a bit.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ TOLERANCES: Mapping[str, float] = {
 """Relative difference of each figure that rounding in float32 explains."""
 GRADIENTS_TOLERANCE = 1e-4
 WEIGHTS_TOLERANCE = 1e-2
-LEAST_SHARE = 1e-4
+LEAST_SHARE = 1e-5
 """Of the global norm: a gradient smaller than that is compared as if it were so large, since where
 terms cancel to nothing only their rounding is left."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -58,6 +59,17 @@ def write_job(
         f"--job.config_file={path}",
         f"--job.dump_folder={folder / name}",
         f"--training.dataset_cache={cache or folder / 'cache'}",
+    ]
+
+
+def places_of_ranks(world: int) -> list[dict[str, str]]:
+    """Return the variables by which ranks are started without a launcher, rank by rank."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        meeting_point = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+    return [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), **meeting_point}
+        for rank in range(world)
     ]
 
 

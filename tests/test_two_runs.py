@@ -1,0 +1,146 @@
+"""Runs in one process, one after the other: what each leaves, and that the next one works."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.jobs import places_of_ranks, read_rows, write_job
+from torchtitan.base.errors import CheckpointError, ConfigError, NonFiniteError
+from torchtitan.mesh.stop import StopRequest
+from torchtitan.train import main, train
+
+ROOT = Path(__file__).parent.parent
+
+
+def process_state() -> dict[str, Any]:
+    """All of this process that a run could change."""
+    return {
+        "group": dist.is_initialized(),
+        "signals": [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)],
+        "handlers": list(logging.getLogger().handlers),
+        "level": logging.getLogger("torchtitan").level,
+        "torch's handlers": list(logging.getLogger("torch").handlers),
+        "warnings": (list(warnings.filters), warnings.showwarning),
+        "gc": (gc.isenabled(), gc.get_freeze_count()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "rng": torch.get_rng_state().tolist(),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "environ": dict(os.environ),
+        "threads": {thread.name for thread in threading.enumerate()},
+        "files": sorted(
+            os.path.realpath(f"/proc/self/fd/{n}")
+            for n in os.listdir("/proc/self/fd")
+            if Path(f"/proc/self/fd/{n}").exists()
+        ),
+    }
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_rows(folder)]
+
+
+DETERMINISTIC = "--debug.deterministic=true"
+
+
+def test_runs_follow_one_another_also_after_one_that_failed(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first, failed, third = (
+        [*write_job(tmp_path, name=name, cache=cache), "--training.steps=3", DETERMINISTIC]
+        for name in ("first", "failed", "third")
+    )
+    untouched = process_state()
+    warm_up = [*write_job(tmp_path, name="warm_up", cache=cache), "--training.steps=1"]
+    train([*warm_up, DETERMINISTIC], stop=StopRequest())
+    before = process_state()
+    for once in ("threads", "files"):  # torch starts pools and opens libraries at first use
+        untouched[once] = before[once]
+    assert before == untouched
+    train(first, stop=StopRequest())
+    assert process_state() == before
+    with pytest.raises(NonFiniteError, match="step 2"):
+        train([*failed, "--optimizer.lr=1e30"], stop=StopRequest())
+    assert process_state() == before
+    with pytest.raises(ConfigError):
+        train([*failed, "--training.stepz=1"], stop=StopRequest())
+    assert process_state() == before
+    assert main(third) == 0
+    assert process_state() == before
+    assert losses(tmp_path / "third") == losses(tmp_path / "first")
+    assert len(losses(tmp_path / "third")) == 3
+
+
+def test_the_folder_is_free_for_others_when_the_run_is_over(tmp_path: Path) -> None:
+    train([*write_job(tmp_path), "--training.steps=1"], stop=StopRequest())
+    take = "import sys, pathlib; from torchtitan.checkpoint import lock; lock.SECONDS_TO_END = 0\n"
+    command = [sys.executable, "-c", take + "lock.hold(pathlib.Path(sys.argv[1]))"]
+    subprocess.run([*command, str(tmp_path / "run")], check=True, cwd=ROOT)
+
+
+def test_another_failure_while_closing_does_not_hide_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torchtitan.checkpoint.manager import CheckpointManager
+    from torchtitan.data.loader import Loader
+
+    def fail(self: object) -> None:
+        raise CheckpointError("the disk is gone")
+
+    def lose(self: object) -> None:
+        raise OSError("no data any more")
+
+    monkeypatch.setattr(CheckpointManager, "close", fail)
+    monkeypatch.setattr(Loader, "__next__", lose)
+    with pytest.raises(OSError, match="no data any more"):
+        train(write_job(tmp_path), stop=StopRequest())
+    assert "closing the run failed too: CheckpointError: the disk is gone" in (
+        capsys.readouterr().err
+    )
+
+
+TWICE = """
+import sys
+from pathlib import Path
+from tests.distributed.jobs import read_rows, write_job
+from torchtitan.base.errors import NonFiniteError
+from torchtitan.mesh.stop import StopRequest
+from torchtitan.train import train
+
+folder = Path(sys.argv[1])
+for name, lr in (("first", "1e-3"), ("failed", "1e30"), ("third", "1e-3")):
+    job = write_job(folder, name=name, cache=folder / "cache")
+    try:
+        train([*job, "--training.steps=3", f"--optimizer.lr={lr}"], stop=StopRequest())
+    except NonFiniteError:
+        assert name == "failed"
+"""
+
+
+@pytest.mark.parametrize("launcher", [True, False])
+def test_two_ranks_train_again(launcher: bool, tmp_path: Path) -> None:
+    """Under the launcher's store, and under one that rank 0 holds."""
+    (tmp_path / "twice.py").write_text(TWICE)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    program = [str(tmp_path / "twice.py"), str(tmp_path)]
+    if launcher:
+        command = ["-m", "torchtitan.launch", "--standalone", "--nproc_per_node=2", *program]
+        places: list[dict[str, str]] = [{}]
+    else:
+        command, places = program, places_of_ranks(2)
+    ranks = [subprocess.Popen([sys.executable, *command], env={**environ, **p}) for p in places]
+    assert [rank.wait(150) for rank in ranks] == [0] * len(ranks)
+    assert len(losses(tmp_path / "third")) == 3
+    assert losses(tmp_path / "third") == losses(tmp_path / "first")
