@@ -17,7 +17,7 @@ PIPELINE = "\n[parallelism]\npipeline_parallel_degree = 2\n"
         (
             ON,
             '[validation] enable = true: needs data of its own: training reads all of "python_'
-            'stdlib"; hold out a part of it with validation.split = 0.05, or write "files" with',
+            'stdlib"; hold out a part of it with validation.split = 0.05 and no dataset, or',
         ),
         (
             f'{ON}dataset = "files"',

@@ -48,7 +48,7 @@ def _data(config: Config) -> Iterator[Broken]:
         yield Broken(
             ties,
             'needs data of its own: training reads all of "python_stdlib"; hold out a part of it '
-            'with validation.split = 0.05, or write "files" with dataset_path',
+            'with validation.split = 0.05 and no dataset, or write "files" with dataset_path',
         )
     elif kind in READS and not validation.dataset_path:
         yield Broken(

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import random
 from bisect import bisect
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
@@ -291,6 +292,13 @@ def _corpora(training: TrainingConfig) -> list[list[Corpus | TokenStore]]:
         groups = [find_files(entry) for entry in training.dataset_path]
     else:
         groups = [[file for entry in training.dataset_path for file in find_files(entry)]]
+    counts = Counter(file for files in groups for file in files)
+    if repeated := [file for file, count in counts.items() if count > 1]:
+        logger.warning(
+            "dataset_path names %d files more than once, as %s: their documents are read as often",
+            len(repeated),
+            repeated[0],
+        )
     corpora: list[list[Corpus | TokenStore]] = []
     for files in groups:
         stores = [TokenStore(file.with_suffix("")) for file in files if file.suffix in STORE]

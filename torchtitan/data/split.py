@@ -63,7 +63,7 @@ class Side:
         return DataError(
             f"validation.split = {self.fraction} must {verb} at least {needed}, got {found}; "
             f"{change} validation.split, or add documents (a text file is one, and each line of "
-            f"JSONL)"
+            f"JSONL; copies of one go together)"
         )
 
 
