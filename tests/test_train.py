@@ -20,6 +20,7 @@ from torchtitan.base.errors import StoppedError
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
 ROOT = Path(__file__).parent.parent
+COLD_PYTHON = sys.executable  # before `warm_starts`
 
 
 def run(command: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
@@ -164,7 +165,7 @@ LAUNCH = ["torchtitan.launch", "--standalone", "--nproc_per_node"]
 def test_a_start_is_said_once_before_torch_is_imported_and_ctrl_c_ends_it(
     arguments: list[str], environ: dict[str, str], said: str, slow_torch: dict[str, str]
 ) -> None:
-    done = run([sys.executable, "-m", *arguments], **slow_torch, **environ)
+    done = run([COLD_PYTHON, "-m", *arguments], **slow_torch, **environ)
     assert done.returncode == -signal.SIGINT
     assert "Traceback" not in done.stderr
     assert done.stderr.count("\n") == (1 if said else 0)
@@ -172,7 +173,7 @@ def test_a_start_is_said_once_before_torch_is_imported_and_ctrl_c_ends_it(
 
 
 def test_a_console_that_is_closed_is_no_fault(slow_torch: dict[str, str]) -> None:
-    command = f"exec {sys.executable} -m torchtitan.train 2>&-"
+    command = f"exec {COLD_PYTHON} -m torchtitan.train 2>&-"
     assert run(["bash", "-c", command], **slow_torch).returncode == -signal.SIGINT
 
 
