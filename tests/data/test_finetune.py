@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from tests.data.helpers import loader_of, rows, training
 from tests.models.reference import TINY, random_decoder
 from torchtitan.base.errors import DataError
 from torchtitan.data.finetune import ExampleDataset, build_examples
+from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 from torchtitan.models.documents import Documents
 
@@ -216,6 +218,13 @@ def test_long_examples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert dataset.num_samples == 1
     assert "1 of 5 examples in 1 sample of" in caplog.text
     assert "longer than training.seq_len = 24: 3 examples (long_examples: skip)" in caplog.text
+
+
+def test_a_store_is_no_file_of_examples(tmp_path: Path) -> None:
+    with open_writer(tmp_path / "s", vocab_size=9) as writer:
+        writer.add(np.arange(9), ends_document=True)
+    with pytest.raises(DataError, match=r"examples must be JSON Lines .*, got .*s\.idx"):
+        examples_of(tmp_path, dataset_path=str(tmp_path / "s"))
 
 
 def test_no_example_is_left(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ HOSTILE = {
     "indent": ("{{ messages | tojson(indent=10**11) }}", TOO_LARGE),
     "list": ("{{ [1] * 10**11 }}", TOO_LARGE),
     "long": ("{{ 'a' * ((messages | length) * 17500000) }}", TOO_LARGE),
+    "half a character": ("{{ '\\ud800' }}", "surrogates not allowed"),
     "deep expression": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion depth"),
     "deep lists": ("{{ " + "[" * 5000 + "]" * 5000 + " }}", "recursion depth"),
     "deep blocks": ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "recursion depth|too many|nested"),

@@ -146,6 +146,11 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
         )
 
 
+def test_a_cache_in_the_home_of_nobody() -> None:
+    with pytest.raises(DataError, match=r"training\.dataset_cache: cannot look for '~nobody-such"):
+        cached_store(SyntheticCorpus(), tokenizer=ByteTokenizer(), cache="~nobody-such/cache")
+
+
 def test_a_full_disk_is_said_and_cleared(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys\n"

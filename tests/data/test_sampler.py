@@ -111,6 +111,12 @@ def test_exhaustion_is_the_first_time(weights: tuple[float, ...]) -> None:
             assert mixture.count(source, first=after - 1) == num_samples - 1
 
 
+def test_a_share_so_small_that_it_is_never_exhausted() -> None:
+    mixture = Mixture((1e-300, 1.0))
+    assert mixture.exhausted_after(0, num_samples=5) > 10**300
+    assert mixture.exhausted_after(1, num_samples=5) == 5 + (mixture[0].source == 0)
+
+
 def test_far_samples_are_as_exact_as_near_ones() -> None:
     mixture = Mixture((0.7, 0.3))
     for k in (10**15, 10**15 + 1, 10**15 + 9):

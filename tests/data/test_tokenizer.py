@@ -128,6 +128,15 @@ def test_missing_file_names_the_built_ins() -> None:
         build_tokenizer("no/such/file")
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("x" * 5000, "cannot look for .*: File name too long"), ("~nobody-such/t", "home directory")],
+)
+def test_paths_that_cannot_be(path: str, said: str) -> None:
+    with pytest.raises(DataError, match=f"model.tokenizer_path: .*{said}"):
+        build_tokenizer(path)
+
+
 def test_fingerprints_tell_tokenizers_apart(tmp_path: Path) -> None:
     lines = BUILT_IN["bpe_2048"].read_bytes().splitlines()
     fewer = tmp_path / "fewer.tiktoken"
@@ -219,6 +228,23 @@ def test_hugging_face_end_token_of_the_config(hf_folder: Path, eos: object) -> N
     tokenizer = build_tokenizer(str(hf_folder))
     assert tokenizer.eos_id == 257
     assert tokenizer.fingerprint != by_name.fingerprint
+
+
+@pytest.mark.parametrize("config", ["[" * 100_000, "{", "\\xff"])
+def test_hugging_face_config_that_is_no_json(hf_folder: Path, config: str) -> None:
+    (hf_folder / "tokenizer_config.json").write_bytes(config.encode("latin-1"))
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is no JSON"):
+        build_tokenizer(str(hf_folder))
+
+
+def test_hugging_face_ids_that_no_store_holds(hf_folder: Path) -> None:
+    file = hf_folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"] = {"type": "WordLevel", "vocab": {"</s>": 2**32 - 1, "a": 0}, "unk_token": "a"}
+    content["added_tokens"] = []
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"has the id 4294967295, at most 1073741823"):
+        build_tokenizer(str(file))
 
 
 def test_hugging_face_without_end_token(hf_folder: Path) -> None:

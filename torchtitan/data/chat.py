@@ -133,6 +133,7 @@ def load_template(source: bytes) -> Loaded:
         written = template.render(variables)
         if len(written) > MAX_CHARS:
             raise ValueError(f"it writes {len(written)} characters, at most {MAX_CHARS} are taken")
+        written.encode()  # half a character, which a template can spell, is an error
         return written
 
     return render, any(data.data == BEGIN_MARK for data in tree.find_all(nodes.TemplateData))

@@ -14,6 +14,7 @@ from typing import Any
 
 from torchtitan.base.errors import DataError
 from torchtitan.data.chat import ChatTemplate
+from torchtitan.data.files import user_path
 from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT, read_bytes
 from torchtitan.data.tokenizer import BUILT_IN, Tokenizer
 
@@ -41,7 +42,7 @@ def find_template(
     folder = path if path.is_dir() else path.parent
     config = {} if built_in else _config(folder / "tokenizer_config.json")
     if setting is not None:
-        source, origin = _read(Path(setting).expanduser()), setting
+        source, origin = _read(user_path(setting, key="training.chat_template")), setting
     elif built_in:
         source, origin = PLAIN, "of the built-in tokenizers"
     elif (file := folder / "chat_template.jinja").exists():
@@ -76,7 +77,7 @@ def _config(file: Path) -> Mapping[str, Any]:
         return {}
     try:
         config = json.loads(read_bytes(file))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is no JSON: {error}") from error
     return config if isinstance(config, dict) else {}
 

@@ -52,13 +52,18 @@ Marked = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 
 def read_examples(file: Path) -> Iterator[Example]:
     """Yield the examples of a JSON Lines file; raise DataError for what is none, with its place."""
+    check_is_lines(file)
+    for line, where in read_lines(file):
+        yield parse_example(parse_line(line, where=where), where=where)
+
+
+def check_is_lines(file: Path) -> None:
+    """Raise DataError for a file that is not JSON Lines, by its name."""
     if kind_of(file) != "lines":
         raise DataError(
             f"examples must be JSON Lines (.jsonl, .ndjson, .json), got {file}; "
             f'text is read with training.dataset = "files"'
         )
-    for line, where in read_lines(file):
-        yield parse_example(parse_line(line, where=where), where=where)
 
 
 def parse_example(value: object, *, where: str) -> Example:

@@ -161,7 +161,8 @@ def check_contents(file: Path, head: bytes) -> None:
     if b"\0" in head:
         raise DataError(
             f"text must have no zero bytes, {file} has one at byte offset {head.index(0)}, as "
-            f"binary files do; if it is text, remove them: tr -d '\\000' < {file}"
+            f"binary files do; convert text in another encoding, such as UTF-16, with iconv, or "
+            f"remove the bytes: tr -d '\\000' < {file}"
         )
 
 
@@ -186,6 +187,18 @@ def _suffixes(kind: Kind) -> list[str]:
     return [suffix for suffix, of in READ.items() if of == kind]
 
 
+def user_path(path: str, *, key: str) -> Path:
+    """Return the path that the setting `key` gives, or raise DataError for one that cannot be."""
+    try:
+        expanded = Path(path).expanduser()
+        expanded.exists()
+    # a name that is too long, a folder that may not be read; a home that nobody has
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{key}: cannot look for {path!r:.200}: {reason}") from error
+    return expanded
+
+
 def find_files(pattern: str, *, key: str = "training.dataset_path") -> list[Path]:
     """Return the files that one entry of the setting `key` names, sorted.
 
@@ -193,20 +206,15 @@ def find_files(pattern: str, *, key: str = "training.dataset_path") -> list[Path
     them is of a kind that is not read, or when a file that is named, not found by a glob, is empty;
     empty ones found by a glob are left out.
     """
-    try:
-        path = Path(pattern).expanduser()
-        if path.is_dir():
-            raise _folder_refusal(path, pattern, key=key)
-        if Path(f"{path}.idx").exists():
-            path = Path(f"{path}.idx")
-        named = path.exists()
-        found = [path] if named else [Path(p) for p in glob.glob(str(path), recursive=True)]
-        files = sorted({_index_of(file) for file in found if file.is_file()})
-        empty = {file for file in files if file.exists() and file.stat().st_size == 0}
-    # a name that is too long, a folder that may not be read; a home that nobody has
-    except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"{key}: cannot look for {pattern!r:.200}: {reason}") from error
+    path = user_path(pattern, key=key)
+    if path.is_dir():
+        raise _folder_refusal(path, pattern, key=key)
+    if Path(f"{path}.idx").exists():
+        path = Path(f"{path}.idx")
+    named = path.exists()
+    found = [path] if named else [Path(p) for p in glob.glob(str(path), recursive=True)]
+    files = sorted({_index_of(file) for file in found if file.is_file()})
+    empty = {file for file in files if file.exists() and file.stat().st_size == 0}
     if not files:
         raise _nothing(found, pattern, key=key)
     for file in files:

@@ -31,7 +31,7 @@ from torchtitan.data.builtin import SyntheticExamples
 from torchtitan.data.chat import ChatTemplate
 from torchtitan.data.chat_files import find_template
 from torchtitan.data.dataset import IGNORED
-from torchtitan.data.examples import Encoder, Example, parse_example, read_examples
+from torchtitan.data.examples import Encoder, Example, check_is_lines, parse_example, read_examples
 from torchtitan.data.files import find_files
 from torchtitan.data.packing import pack
 from torchtitan.data.prepare import cached
@@ -80,6 +80,8 @@ class FileExamples:
 
     def examples(self) -> Iterator[Example]:
         """Yield the examples of each file, once it is known that none is binary."""
+        for file in self._files:
+            check_is_lines(file)
         check_heads(self._files)
         for file in self._files:
             yield from read_examples(file)

@@ -35,6 +35,7 @@ from filelock import FileLock, Timeout
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
+from torchtitan.data.files import user_path
 from torchtitan.data.source import Advance, Corpus, Piece
 from torchtitan.data.store import StoreWriter, TokenStore, open_writer
 from torchtitan.data.text import Ids
@@ -78,7 +79,7 @@ def cached(
     `parts` decide what the store holds. Raises DataError for a cache that cannot be written.
     """
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-    root = Path(cache).expanduser()
+    root = user_path(cache, key="training.dataset_cache")
     folder = root / key
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ The pairs number a little over n; a value of n or more is sent through again unt
 from __future__ import annotations
 
 import struct
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,6 +104,8 @@ class Mixture:
         """Return after how many samples of the mixture `num_samples` came from `source`."""
         # what earlier sources leave is rounded up: this one is never behind floor(first * share)
         most = num_samples * self._left[0] // self.weights[source] + 1
+        if most > sys.maxsize:
+            return most  # a share so small that no run comes to its end
         return bisect_left(
             range(most), num_samples, key=lambda first: self.count(source, first=first)
         )

@@ -186,7 +186,10 @@ def _size(file: Path) -> int:
     try:
         return file.stat().st_size
     except OSError as error:
-        raise DataError(f"cannot read {file}, half of a token store: {error.strerror}") from error
+        raise DataError(
+            f"cannot read {file}, half of a token store (.bin and .idx): {error.strerror}; name a "
+            f"store that has both, as scripts/prepare_data.py writes them"
+        ) from error
 
 
 def _read_header(file: Path) -> tuple[np.dtype[Any], int, int]:

@@ -23,6 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.data.files import user_path
 from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT, Encoded, Ids, encode_around
 
 ASSETS = Path(__file__).parent / "assets"
@@ -101,7 +102,7 @@ def build_tokenizer(path: str, *, key: str = "model.tokenizer_path") -> Tokenize
     """
     if path == "byte":
         return ByteTokenizer()
-    file = BUILT_IN.get(path, Path(path).expanduser())
+    file = BUILT_IN.get(path) or user_path(path, key=key)
     if not file.exists():
         raise DataError(
             f"{key} must be a file, a folder with tokenizer.json, or one of "

@@ -30,6 +30,7 @@ from torchtitan.data.text import END_OF_TEXT, Encoded, Ids, read_bytes
 # a slow tokenizer encodes a million characters in a second
 LIMITS = Limits(seconds=30, gib=16)
 SECONDS_PER_CHAR = 1e-4
+MOST_IDS = 2**30  # twice an id fits a token store
 KNOWN_END_TOKENS = (END_OF_TEXT, "<|endoftext|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
 
 
@@ -93,6 +94,8 @@ class HuggingFaceTokenizer:
         vocabulary, self.special_tokens = self._program.about
         # ids may have gaps, so that counting them is not enough
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if self.vocab_size > MOST_IDS:
+            raise DataError(f"{file} has the id {self.vocab_size - 1}, at most {MOST_IDS - 1} fits")
         self.eos_id = vocabulary[end_token(file, vocabulary)]
         self.fingerprint = hashlib.sha256(text + str(self.eos_id).encode()).hexdigest()
 
@@ -155,7 +158,7 @@ def end_token(file: Path, vocabulary: dict[str, int]) -> str:
     if config_file.exists():
         try:
             config: Any = json.loads(read_bytes(config_file))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{config_file} is no JSON: {error}") from error
         name = config.get("eos_token") if isinstance(config, dict) else None
         # either the name itself or a description of the token that holds it
