@@ -15,11 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models.own_family import in_models, load_family, write_family
 from torchtitan.assemble.hf import describe_export
 from torchtitan.assemble.layout import find_layout
+from torchtitan.assemble.writer import Source, _build
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import load_config
 from torchtitan.models import MODELS, Counts, ModelSpec, count, initialize
 from torchtitan.models.contract import check_contract
-from torchtitan.models.decoder import Block, Decoder
+from torchtitan.models.decoder import Block, Decoder, TiedOutput
 from torchtitan.models.spec import HFFormat
 
 JOB = ["--model.name=parallel", "--model.flavor=tiny", "--training.seq_len=32"]
@@ -126,6 +127,10 @@ def with_an_own_attention(model: Any) -> None:
     model.layers["1"].attention = nn.Identity()
 
 
+def with_a_tied_head(model: Any) -> None:
+    model.output = TiedOutput()
+
+
 def with_tokens_alone(model: Any) -> None:
     model.forward = lambda tokens: tokens
 
@@ -141,6 +146,7 @@ def without_a_rule(model: Any) -> None:
         (without_output, ["must have output"]),
         (with_two_names, ["one name", "tok_embeddings.weight and output.weight"]),
         (with_a_layer_less, ["numbered 0 to 1", "got 0"]),
+        (with_a_tied_head, ["weight of its own", "tie_embeddings = False"]),
         (with_tokens_alone, ["forward must take tokens, positions, documents and labels"]),
         (without_a_rule, ["initial('tok_embeddings.weight')", "None"]),
     ],
@@ -177,6 +183,20 @@ def test_attention_of_its_own_goes_with_no_context_parallelism(family: Any) -> N
             load_config([*JOB, "--parallelism.context_parallel_degree=2", "--model.name=mixer"]),
             world_size=2,
         )
+
+
+def test_without_a_cache_it_writes_no_text(family: Any) -> None:
+    source = Source(
+        spec=family.SPEC,
+        architecture=family.SIZES,
+        dtype="float32",
+        tokenizer="byte",
+        chat_template=None,
+        stop_ids=frozenset(),
+        read=lambda into: None,
+    )
+    with pytest.raises(ConfigError, match="forward of parallel has no argument `cache`"):
+        _build(source, mesh=None, device=torch.device("cpu"))
 
 
 class WithoutW3(Decoder):

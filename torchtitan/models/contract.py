@@ -145,6 +145,14 @@ def _wrong_parts(model: LanguageModel) -> list[str]:
             f"its layers must be numbered 0 to {len(numbers) - 1} (config.num_layers), got "
             f"{', '.join(model.layers) or 'none'}"
         )
+    elif not mistakes:
+        assert model.output is not None
+        tied = next(model.output.parameters(), None) is None
+        if tied != model.config.tie_embeddings:
+            mistakes.append(
+                f"its output must have a weight of its own unless config.tie_embeddings, got "
+                f"tie_embeddings = {model.config.tie_embeddings} and {model.output}"
+            )
     try:
         inspect.signature(model.forward).bind("tokens", "positions", "documents", "labels")
     except TypeError as error:
