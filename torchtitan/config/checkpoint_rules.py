@@ -30,6 +30,7 @@ def checkpoint_rules(config: Config) -> Iterator[Broken]:
         "mode": checkpoint.mode != "recover",
         "initial_load_path": checkpoint.initial_load_path is not None,
         "initial_load_in_hf": checkpoint.initial_load_in_hf,
+        "initial_load_rope": checkpoint.initial_load_rope != "auto",
         "exclude_from_loading": bool(checkpoint.exclude_from_loading),
         "grow_vocab": checkpoint.grow_vocab,
     }
@@ -70,6 +71,16 @@ def _hugging_face(checkpoint: CheckpointConfig) -> Iterator[Broken]:
             yield Broken(
                 (reads, ties, "checkpoint.initial_load_model_only"),
                 "finds weights alone there, but initial_load_model_only is false; remove that",
+            )
+    rope, path = "checkpoint.initial_load_rope", checkpoint.initial_load_path
+    if checkpoint.enable and checkpoint.initial_load_rope != "auto":
+        if path is None:
+            yield Broken((rope, ties), "needs initial_load_path, whose rows it tells the order of")
+        elif checkpoint.initial_load_in_hf:
+            yield Broken(
+                (rope, reads),
+                "is for weights by this library's names; the order of a folder of Hugging Face is "
+                "known; remove this",
             )
     writes = ("checkpoint.last_save_in_hf", "checkpoint.enable")
     if checkpoint.last_save_in_hf and not checkpoint.enable:

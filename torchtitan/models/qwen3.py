@@ -105,4 +105,11 @@ class Qwen3(Decoder):
         return initial(self.config, name)
 
 
-SPEC = ModelSpec(name="qwen3", flavors=FLAVORS, build=Qwen3, tensor_plan=TENSOR_PLAN, hf=HF)
+SPEC = ModelSpec(
+    name="qwen3",
+    flavors=FLAVORS,
+    build=Qwen3,
+    tensor_plan=TENSOR_PLAN,
+    hf=HF,
+    torchtitan_rope="halves",
+)

@@ -134,6 +134,10 @@ class HFFormat:
     """The same of what config.json says in a list, of each layer."""
 
 
+RopeOrder = Literal["interleaved", "halves"]
+"""Which channels of a head turn together: (2i, 2i + 1), as here, or (i, i + D/2)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A family of models: its named sizes and how to build one of them."""
@@ -148,6 +152,8 @@ class ModelSpec:
     """Roles by module name, a star for any layer: how tensor parallelism splits the model."""
     hf: HFFormat
     """Its weights in the files of Hugging Face."""
+    torchtitan_rope: RopeOrder = "interleaved"
+    """The order of the rows of wq and wk in checkpoints of torchtitan 0.2, by the same names."""
 
 
 def num_matmul_parameters(config: DecoderConfig) -> int:
