@@ -6,6 +6,7 @@ which: a job whose settings shape another one is refused before it writes there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -43,6 +44,7 @@ from torchtitan.config.schema import Config
 from torchtitan.config.trajectory import Job, trajectory_differences
 from torchtitan.mesh.dims import ParallelDims
 
+logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.toml"
 TRIAL_CONFIG_FILE = "config.load_only.toml"
 """Settings of a start that only loads: the folder's results are not its own."""
@@ -106,6 +108,7 @@ def open_weights(
 
 def find_halves(path: Path, *, config: Config, layout: Layout, group: dist.ProcessGroup) -> HeadDim:
     """Tell the parameters whose rows lie in halves in a plain DCP folder."""
+    logger.info("%s says no sizes but shapes: the others are those of model.flavor", path)
     spec, setting = layout.spec, config.checkpoint.initial_load_rope
     if row_order(path, setting=setting, spec=spec, group=group) == "interleaved":
         return lambda name: None

@@ -74,7 +74,7 @@ def _check(metadata: Any) -> None:
             num_pieces += len(entry.chunks)
             # one list may stand in many entries: count before any piece is looked at
             if num_pieces > len(metadata.storage_data):
-                raise CheckpointError(f"'{name}' has pieces that lie nowhere")
+                raise CheckpointError("its tensors have more pieces than there are places")
             for piece in entry.chunks:
                 _check_piece(name, piece, shape=entry.size)
                 if MetadataIndex(name, piece.offsets) not in metadata.storage_data:
@@ -177,9 +177,9 @@ class TensorReader(dcp.FileSystemReader):
                 f"otherwise:\n  "
                 + "; ".join(wrong[:8])
                 + (" ..." if len(wrong) > 8 else "")
-                + "\nlikely one of several ranks saved its own part alone (dcp.save with no_dist, "
-                "or not called on all of them); save it again from all ranks, or leave these out: "
-                "checkpoint.exclude_from_loading"
+                + "\nwhere a part is missing, likely one of several ranks saved its own part alone "
+                "(dcp.save with no_dist, or not called on all of them); save it again from all "
+                "ranks, or leave these out: checkpoint.exclude_from_loading"
             )
 
     def turn_halves(self, head_dims: Mapping[str, int]) -> None:
