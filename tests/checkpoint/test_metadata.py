@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import pickletools
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -26,7 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.metadata import read_metadata
+from torchtitan.checkpoint.metadata import _misses, read_metadata
 from torchtitan.checkpoint.storage import Component, read_tensors, write
 
 Kind = _MEM_FORMAT_ENCODING
@@ -150,17 +153,96 @@ def test_names_within_names_are_refused(folder: Path) -> None:
         read(folder)
 
 
-def test_a_pickle_cannot_change_the_classes(folder: Path) -> None:
-    """BUILD on the class itself would set attributes of it for the rest of the process."""
-    names = b"torch.distributed.checkpoint.metadata", b"StorageMeta", b"load_id", b"exists"
-    module, name, old, new = (b"\x8c" + bytes([len(text)]) + text for text in names)
-    # push the class; push (None, {"load_id": 1, "exists": 1}); build; stop
-    evil = b"\x80\x04" + module + name + b"\x93N}(" + old + b"K\x01" + new + b"K\x01u\x86b."
-    (folder / ".metadata").write_bytes(evil)
-    before = dict(vars(StorageMeta))
-    with pytest.raises(CheckpointError, match="it tries to change StorageMeta"):
-        read(folder)
-    assert dict(vars(StorageMeta)) == before
+def text(value: str) -> bytes:
+    """Push a text."""
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+def named(module: str, name: str) -> bytes:
+    """Push what a module calls by a name."""
+    return text(module) + text(name) + b"\x93"
+
+
+PLACE = "torch.distributed.checkpoint.metadata"
+# (None, {"load_id": 1, "exists": 1}), to be set as attributes
+STATE = b"N}(" + text("load_id") + b"K\x01" + text("exists") + b"K\x01u\x86"
+MEMBER = named(PLACE, "_MEM_FORMAT_ENCODING") + b"K\x00\x85R"
+LASTING = {
+    "the class of a record": named(PLACE, "StorageMeta") + STATE + b"b",
+    "the class of an enumeration": named(PLACE, "_MEM_FORMAT_ENCODING") + STATE + b"b",
+    "a member of an enumeration": MEMBER + b"}" + text("_value_") + b"K\x07sb",
+    "a member, by attributes": MEMBER + b"N}" + text("_value_") + b"K\x07s\x86b",
+    "a type of numbers": named("torch", "float32") + STATE + b"b",
+    "a class as a list": named("torch", "Size") + b"K\x01a",
+    "a class as a dictionary": named(PLACE, "Metadata") + text("a") + b"K\x01s",
+}
+
+
+@pytest.mark.parametrize("what", LASTING)
+def test_a_pickle_changes_nothing_that_outlives_it(what: str, folder: Path) -> None:
+    """Else later saves of this process could not be read."""
+    lasting = [StorageMeta, Metadata, Kind, *Kind]
+    before = [dict(vars(one)) for one in lasting]
+    (folder / ".metadata").write_bytes(b"\x80\x04" + LASTING[what] + b".")
+    try:
+        with pytest.raises(CheckpointError, match=r"is refused.* it (tries to change|puts)"):
+            read_metadata(folder)
+        assert [dict(vars(one)) for one in lasting] == before
+    finally:
+        for value, member in enumerate(Kind):
+            member._value_ = value
+
+
+@contextmanager
+def memory_limit(num_bytes: int) -> Iterator[None]:
+    """Let the process have so much more memory, and no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+# [None, None], then 40 times the pair of the value before with itself: to hash it takes an hour
+NESTED = b"NN\x86" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(40))
+SIZE = named("torch", "Size")
+BOMBS = {
+    "a memo of two thousand million": (b"Nr\xff\xff\xff\x7f.", "it holds a NoneType"),
+    "a length of many gigabytes": (b"\x8d" + b"\xff" * 5 + b"\0\0\0a.", "instruction 0x8d"),
+    "a text that is not there": (b"X\xff\xff\xff\x7fa.", "cannot be read"),
+    "a key with 2^40 parts": (b"}" + NESTED + b"Ns.", "by odd keys"),
+    "a size with 2^40 parts": (SIZE + NESTED + b"\x85R.", "a size that is not of up to 64 whole"),
+    "a size of 65 numbers": (SIZE + b"(" + b"K\x01" * 65 + b"t\x85R.", "not of up to 64 whole"),
+    "a set": (b"\x8f(K\x01\x90.", "it holds the instruction 0x8f"),
+    "an extension": (b"\x82\x01.", "it holds the instruction 0x82"),
+    "a layout with 2^40 parts": (
+        named("torch.serialization", "_get_layout") + NESTED + b"\x85R.",
+        "a layout that is not torch.strided",
+    ),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_work_and_memory_are_bounded_by_the_file(bomb: str, folder: Path) -> None:
+    program, said = BOMBS[bomb]
+    (folder / ".metadata").write_bytes(b"\x80\x04" + program)
+    with memory_limit(1 << 30), pytest.raises(CheckpointError, match=said):
+        read_metadata(folder)
+
+
+def test_pieces_that_many_tensors_share_are_not_counted_for_each(folder: Path) -> None:
+    """A thousand times the same list of a thousand pieces is a short file."""
+
+    def share(metadata: Metadata) -> None:
+        entry = metadata.state_dict_metadata["a"]
+        entry.chunks = entry.chunks * 1000
+        metadata.state_dict_metadata |= {f"a{i}": entry for i in range(1000)}
+
+    rewrite(folder, share)
+    with pytest.raises(CheckpointError, match="more pieces than there are places"):
+        read_metadata(folder)
 
 
 @pytest.mark.parametrize("file", ["../secret", "/etc/hostname", "..", "x/y", 7])
@@ -178,8 +260,115 @@ def test_a_transformed_entry_is_refused(folder: Path) -> None:
         metadata.storage_data[MetadataIndex("a", (0,))].transform_descriptors = ["zip"]
 
     rewrite(folder, transform)
-    with pytest.raises(CheckpointError, match=r"'a' needs \['zip'\]"):
+    with pytest.raises(CheckpointError, match=r"'a' was transformed when it was saved"):
         read(folder)
+
+
+def chunk(offsets: list[int], sizes: list[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def with_pieces(*pieces: tuple[list[int], list[int]], shape: tuple[int, ...] = (4,)) -> Any:
+    """Let `a` have this shape, and be made up of these pieces, all of which lie somewhere."""
+
+    def change(metadata: Metadata) -> None:
+        [place] = [p for i, p in metadata.storage_data.items() if i.fqn == "a"]
+        entry = metadata.state_dict_metadata["a"]
+        entry.size, entry.chunks = torch.Size(shape), [chunk(*piece) for piece in pieces]
+        metadata.storage_data |= {MetadataIndex("a", piece[0]): place for piece in pieces}
+
+    return change
+
+
+BRICKS = [([0, 0], [1, 3]), ([0, 3], [1, 1]), ([1, 0], [1, 1]), ([1, 1], [1, 3])]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (with_pieces(([0], [3])), r"'a' has 3 of 4 elements \(75\.0%\)"),
+        (with_pieces(([0], [1]), ([3], [1])), r"'a' has 2 of 4 elements \(50\.0%\)"),
+        (with_pieces(), r"'a' has 0 of 4 elements \(0\.0%\)"),
+        (with_pieces(([0], [3]), ([2], [2])), "'a' has pieces that overlap"),
+        (with_pieces(([0], [2]), ([1], [2])), "'a' has pieces that overlap"),
+        (with_pieces(([0], [4]), ([0], [4])), "more pieces than there are places"),
+        (with_pieces(*BRICKS[:3], shape=(2, 4)), r"'a' has 5 of 8 elements"),
+        (with_pieces(*BRICKS[:3], ([1, 0], [1, 3]), shape=(2, 4)), "'a' has pieces that overlap"),
+        (with_pieces(([2], [4])), r"'a' has a piece of \[4\] at \[2\], outside of its shape \[4\]"),
+        (with_pieces(([0, 0], [4, 1])), "outside of its shape"),
+        (lambda metadata: metadata.storage_data.pop(MetadataIndex("a", (0,))), "lies nowhere"),
+    ],
+)
+def test_a_tensor_is_stored_whole_or_refused(change: Any, said: str, folder: Path) -> None:
+    """What no piece covers would keep its initial value, and nobody would see."""
+    rewrite(folder, lambda metadata: change(metadata) and None)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        read(folder)
+    if " elements (" in str(caught.value):
+        assert "saved its own part alone" in str(caught.value)
+        assert "save it again from all ranks" in str(caught.value)
+
+
+def test_pieces_need_not_be_a_grid(folder: Path) -> None:
+    rewrite(folder, with_pieces(*BRICKS, ([0, 4], [2, 0]), shape=(2, 4)))
+    assert _misses(read_metadata(folder).state_dict_metadata["a"]) is None
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        (torch.ones(4, dtype=torch.float64), r"'a' is torch.float64 \[4\] there; .metadata says"),
+        (torch.ones(5), r"'a' is torch.float32 \[5\] there"),
+        (torch.ones(4).to_sparse(), "'a' is no plain tensor there"),
+        ([1.0] * 4, "'a' is no plain tensor there"),
+    ],
+)
+def test_what_a_file_holds_is_what_the_metadata_say(there: Any, said: str, folder: Path) -> None:
+    """DCP casts in silence."""
+    payload = folder / "__0_0.distcp"
+    torch.save(there, payload)
+
+    def take_it_whole(metadata: Metadata) -> None:
+        place = metadata.storage_data[MetadataIndex("a", (0,))]
+        place.offset, place.length = 0, payload.stat().st_size
+
+    rewrite(folder, take_it_whole)
+    with pytest.raises(CheckpointError, match=said):
+        read(folder)
+
+
+def save_own_part(folder: Path) -> None:
+    """What a script does that calls dcp.save on rank 0 alone, which would wait for the others."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensors = {"a": distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)]), "b": torch.ones(2)}
+    if dist.get_rank() == 0:
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+def test_a_folder_of_one_rank_of_several_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_own_part, tmp_path / "model", world=2)
+    into = {"a": torch.zeros(5, 3), "b": torch.zeros(2)}
+    with pytest.raises(CheckpointError, match=r"got 1 tensors .*\n.*'a' has 9 of 15 elements"):
+        read_tensors(tmp_path, "model", into=into, group=None)
+    read_tensors(tmp_path, "model", into={"b": into["b"]}, group=None)  # what is whole is read
+    assert torch.equal(into["b"], torch.ones(2))
+
+
+def save_uneven(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    write(
+        folder / "step-1",
+        {"model": Component(tensors={"a": distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)])})},
+        manifest={},
+        group=dist.group.WORLD,
+    )
+
+
+def test_ranks_without_a_part_of_a_tensor_leave_it_whole(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_uneven, tmp_path, world=4)
+    into = {"a": torch.zeros(2, 3)}
+    read_tensors(tmp_path / "step-1", "model", into=into, group=None)
+    assert torch.equal(into["a"], torch.ones(2, 3))
 
 
 def test_raw_bytes_are_never_loaded(folder: Path) -> None:

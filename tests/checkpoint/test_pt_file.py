@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tests.models.reference import VARIANTS, random_decoder, reference_of
 from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.checkpoint.hf import their_name
 from torchtitan.checkpoint.hf_read import read_weights
 from torchtitan.checkpoint.pt_file import map_file, open_file
 from torchtitan.config.load import load_config
@@ -45,6 +47,27 @@ def test_every_spelling_is_the_same_model(spelling: str, variant: str, tmp_path:
     found = read(tmp_path / "model.pth", VARIANTS[variant])
     for name, weight in model.state_dict().items():
         assert torch.equal(found[name], weight), name
+
+
+def test_the_order_of_rows_is_never_guessed(tmp_path: Path) -> None:
+    """By our names a Qwen3 may be torchtitan's, in halves, or of this library."""
+    config = VARIANTS["normed heads"]
+    model, file = random_decoder(config), tmp_path / "model.pt"
+    ours = dict(model.state_dict())
+    theirs = dict(reference_of(model).state_dict())
+    names = {their_name(name, names=MODELS["qwen3"].hf): name for name in ours}
+    settings: dict[str, Any] = {"spec": MODELS["qwen3"], "architecture": config, "group": None}
+    in_halves = {names[name]: tensor for name, tensor in theirs.items()}
+    for rope, content in (("interleaved", ours), ("halves", in_halves), ("auto", theirs)):
+        torch.save(content, file)
+        into = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        read_weights(open_file(file, rope=rope, **settings), into=into, group=None)
+        assert all(torch.equal(into[name], ours[name]) for name in ours), rope
+    with pytest.raises(CheckpointError, match="initial_load_rope is for weights by this library's"):
+        open_file(file, rope="interleaved", **settings)
+    torch.save(ours, file)
+    with pytest.raises(CheckpointError, match=r'write checkpoint\.initial_load_rope = "halves" or'):
+        open_file(file, **settings)
 
 
 class Evil:

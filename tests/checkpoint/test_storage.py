@@ -337,11 +337,11 @@ def flip_the_end(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "harm", "said"),
     [
-        ("__0_0.distcp", halve, "RuntimeError: PytorchStreamReader failed"),
+        ("__0_0.distcp", halve, "it is cut short"),
         ("__0_0.distcp", flip_the_end, "RuntimeError: PytorchStreamReader failed"),
-        ("__0_0.distcp", lambda path: os.truncate(path, 0), "it ends too early"),
+        ("__0_0.distcp", lambda path: os.truncate(path, 0), "it is cut short"),
         ("__0_0.distcp", Path.unlink, "FileNotFoundError: No such file or directory"),
-        (".metadata", halve, "UnpicklingError: pickle data was truncated"),
+        (".metadata", halve, "it ends too early"),
         (".metadata", Path.unlink, "FileNotFoundError: No such file or directory"),
     ],
 )

@@ -241,6 +241,17 @@ EXAMPLES = '[training]\ndataset = "examples"\n'
             "nothing to save to without",
         ),
         (
+            '[checkpoint]\nenable = true\ninitial_load_rope = "halves"',
+            '[checkpoint] initial_load_rope = "halves": needs initial_load_path, whose rows it '
+            "tells the order of",
+        ),
+        (
+            '[checkpoint]\nenable = true\ninitial_load_rope = "halves"\ninitial_load_in_hf = true\n'
+            'initial_load_path = "x"',
+            '[checkpoint] initial_load_rope = "halves": is for weights by this library\'s names; '
+            "the order of a folder of Hugging Face is known; remove this",
+        ),
+        (
             "[checkpoint]\nenable = true\ninitial_load_in_hf = true",
             "[checkpoint] initial_load_in_hf = true: needs initial_load_path, the folder to read "
             "(torchtitan 0.2 took hf_assets_path)",

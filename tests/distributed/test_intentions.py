@@ -449,3 +449,21 @@ def test_values_of_another_kind_are_refused_by_name(
     [message] = ranks.run(jobs.refusal, [*job, "--checkpoint.verify_on_load=false"], world=1)
     assert said in message
     assert "use another checkpoint" in message
+
+
+@pytest.mark.parametrize("verify", ["true", "false"])
+def test_a_step_under_the_name_of_another_is_refused(
+    verify: str, saved: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """It would train from another step than all that looks at names believes."""
+    job = [*copy_of(saved, tmp_path), f"--checkpoint.verify_on_load={verify}"]
+    folder = tmp_path / "run" / "checkpoint"
+    (folder / "step-4").rename(folder / "step-40")
+    elsewhere_too = elsewhere(folder / "step-40"), f"--job.dump_folder={tmp_path / 'other'}"
+    for options in ((), ("--checkpoint.load_step=40",), elsewhere_too, (FINETUNE, *elsewhere_too)):
+        for message in ranks.run(jobs.refusal, [*job, *options], world=2):
+            assert "step-40 must hold step 40, as its name says" in message
+            assert "rename it back to step-4" in message
+    (folder / "step-40").rename(tmp_path / "best")  # a name that says no step
+    named = [*job, elsewhere(tmp_path / "best")]
+    assert ranks.run(jobs.refusal, named, world=1) == ["no error"]

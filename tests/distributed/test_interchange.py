@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from scripts.crash_campaign import TINY
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.models.reference import random_decoder, reference_of
 from torchtitan.checkpoint.state import model_tensors
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
@@ -35,6 +40,23 @@ def weights() -> dict[str, Tensor]:
     return {name: torch.randn_like(p) for name, p in model.named_parameters()}
 
 
+HALVES = ("attention.wq.weight", "attention.wk.weight", "q_norm.weight", "k_norm.weight")
+
+
+def qwen3(flavor: str = "tiny") -> tuple[Decoder, dict[str, Tensor]]:
+    """A Qwen3, and its weights as torchtitan 0.2 saves them: our names, the rows in halves, and the
+    head also where it is the embedding."""
+    model = random_decoder(MODELS["qwen3"].flavors[flavor])
+    theirs = reference_of(model).state_dict()
+    names = {**MODELS["qwen3"].hf.names, "output.weight": "lm_head.weight"}
+    layers = range(model.config.num_layers)
+    return model, {
+        ours.replace("*", str(layer)): theirs[hf.replace("*", str(layer))].clone()
+        for ours, hf in names.items()
+        for layer in (layers if "*" in ours else (0,))
+    }
+
+
 def everything() -> dict[str, Any]:
     """What torchtitan 0.2 hands to DCP: parameters on top, the rest below its component."""
     state = {f"{name}.exp_avg": torch.zeros_like(t) for name, t in weights().items()}
@@ -52,9 +74,22 @@ def write(folder: Path, state: dict[str, Any]) -> Path:
     return folder
 
 
-def job_from(folder: Path, source: Path, *options: str) -> list[str]:
+def write_sharded(folder: Path, state: dict[str, Tensor], dim: int) -> None:
+    """As FSDP saves: here each piece of a norm is half a head, and one of wk may be too."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shards = {
+        name: distribute_tensor(t, mesh, [Shard(dim if t.ndim > 1 else 0)])
+        for name, t in state.items()
+    }
+    dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder))
+
+
+QWEN3 = TINY.replace("[model]", '[model]\nname = "qwen3"')
+
+
+def job_from(folder: Path, source: Path, *options: str, toml: str = TINY) -> list[str]:
     path = f"--checkpoint.initial_load_path={source}"
-    return [*jobs.write_job(folder), path, *options]
+    return [*jobs.write_job(folder, toml), path, *options]
 
 
 def begin(job: list[str]) -> tuple[dict[str, Tensor], int]:
@@ -170,3 +205,104 @@ def test_a_folder_of_steps_asks_for_the_name_of_one(
     assert "holds steps of another writer, without checksums" in message
     names = [str(run / "checkpoint" / f"step-{step}") for step in (14, 7)]
     assert message.endswith(f"name one: {', '.join(names)}")
+
+
+TP2 = "--parallelism.tensor_parallel_degree=2"
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("saved_by", "world", "options"), [(1, 1, ()), (5, 2, ()), (2, 4, (TP2,))])
+def test_a_qwen3_of_torchtitan_is_the_same_model(
+    dim: int, saved_by: int, world: int, options: tuple[str, ...], ranks: RankPool, tmp_path: Path
+) -> None:
+    """Names are equal, the rows of wq, wk and the norms of heads lie in another order."""
+    model, theirs = qwen3()
+    source = tmp_path / "step-7"
+    ranks.run(write_sharded, source, theirs, dim, world=saved_by)
+    job = job_from(tmp_path, source, *options, toml=QWEN3)
+    expected = dict(model.named_parameters())
+    for loaded, _ in ranks.run(begin, job, world=world):
+        for name, weight in expected.items():
+            assert torch.equal(loaded[name], weight), name
+            assert torch.equal(loaded[name], theirs[name]) is not name.endswith(HALVES)
+
+
+def test_the_order_is_said_and_can_be_set(ranks: RankPool, tmp_path: Path) -> None:
+    _, theirs = qwen3()
+    source = write(tmp_path / "step-7", theirs)
+    job = job_from(tmp_path, source, toml=QWEN3)
+    [line] = [line for line in ranks.run(jobs.logged, job, world=1)[0] if "wq and wk" in line]
+    assert "as torchtitan 0.2 writes qwen3, in halves" in line
+    assert "set checkpoint.initial_load_rope" in line
+    ours = "--checkpoint.initial_load_rope=interleaved"
+    [(loaded, _)] = ranks.run(begin, [*job, ours], world=1)
+    assert all(torch.equal(loaded[name], theirs[name]) for name in loaded)
+    # what this library has written says so itself, wherever it is copied
+    (source / "state.json").write_text('{"rope": "interleaved"}')
+    [(loaded, _)] = ranks.run(begin, job, world=1)
+    assert all(torch.equal(loaded[name], theirs[name]) for name in loaded)
+    [message] = ranks.run(jobs.refusal, [*job, "--checkpoint.initial_load_rope=halves"], world=1)
+    assert 'initial_load_rope = "halves" is not what' in message
+    (source / "state.json").write_text('{"rope": "sideways"}')
+    assert "must say rope as interleaved or halves" in ranks.run(jobs.refusal, job, world=1)[0]
+    llama = write(tmp_path / "llama", weights())
+    lines = ranks.run(jobs.logged, job_from(tmp_path, llama), world=1)[0]
+    assert any("as torchtitan 0.2 writes llama3, interleaved" in line for line in lines)
+
+
+def test_an_own_step_says_the_order_itself(ranks: RankPool, tmp_path: Path) -> None:
+    saved = jobs.write_job(tmp_path, QWEN3, name="saved")
+    [result] = ranks.run(jobs.train, [*saved, "--training.steps=1"], world=1)
+    step = tmp_path / "saved" / "checkpoint" / "step-1"
+    alone = Path(shutil.copytree(step / "model", tmp_path / "alone"))
+    [(model, _)] = ranks.run(begin, job_from(tmp_path, alone, toml=QWEN3), world=1)
+    assert all(torch.equal(model[name], result.final[name]) for name in model)
+    halves = "--checkpoint.initial_load_rope=halves"
+    [message] = ranks.run(jobs.refusal, job_from(tmp_path, step, halves, toml=QWEN3), world=1)
+    assert "initial_load_rope is for weights of other writers" in message
+
+
+@pytest.mark.parametrize("layout", [(), ("--parallelism.pipeline_parallel_degree=2",)])
+def test_a_tied_head_that_was_saved_twice(
+    layout: tuple[str, ...], ranks: RankPool, tmp_path: Path
+) -> None:
+    """As torchtitan 0.2 saves its 0.6B, 1.7B and 4B."""
+    model, theirs = qwen3("tiny8")
+    assert torch.equal(theirs["output.weight"], theirs["tok_embeddings.weight"])
+    source = write(tmp_path / "step-7", theirs)
+    toml = QWEN3.replace('"tiny"', '"tiny8"').replace("batch_size = 2", "batch_size = 4")
+    job = job_from(tmp_path, source, *layout, toml=toml)
+    expected = dict(model.named_parameters())
+    for loaded, _ in ranks.run(begin, job, world=2):
+        assert loaded
+        assert all(torch.equal(loaded[name], expected[name]) for name in loaded)
+    theirs["output.weight"][-1, -1] += 1e-3
+    again = write(tmp_path / "again", theirs)
+    for message in ranks.run(jobs.refusal, job_from(tmp_path, again, *layout, toml=toml), world=2):
+        assert "must hold the same in output.weight as in tok_embeddings.weight" in message
+        assert 'exclude_from_loading = ["output.weight"]' in message
+    pattern = '--checkpoint.exclude_from_loading=["output.weight"]'
+    if not layout:
+        job = job_from(tmp_path, again, pattern, toml=toml)
+        assert set(ranks.run(jobs.refusal, job, world=2)) == {"no error"}
+        grown = job_from(
+            tmp_path, source, "--checkpoint.grow_vocab", "--model.vocab_size=270", toml=toml
+        )
+        [(loaded, _), _] = ranks.run(begin, grown, world=2)
+        assert torch.equal(loaded["tok_embeddings.weight"][:264], expected["tok_embeddings.weight"])
+
+
+def test_a_part_of_a_tensor_is_refused_by_name(ranks: RankPool, tmp_path: Path) -> None:
+    """What rank 0 alone saves of a model under FSDP."""
+    source = tmp_path / "step-7"
+    ranks.run(write_part, source, weights(), world=2)
+    for message in ranks.run(jobs.refusal, job_from(tmp_path, source), world=2):
+        assert "'norm.weight' has 16 of 32 elements (50.0%)" in message
+        assert "save it again from all ranks" in message
+
+
+def write_part(folder: Path, state: dict[str, Tensor]) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shards = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in state.items()}
+    if dist.get_rank() == 0:
+        dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -19,6 +20,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
 from torchtitan.assemble.steps import find_step
 from torchtitan.assemble.writer import open_writer
+from torchtitan.checkpoint.files import write_sealed_json
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
@@ -204,6 +206,9 @@ def damaged(trained: tuple[Path, jobs.Result], tmp_path: Path) -> Path:
     """A copy of step 3 twice, the later one with one byte of a weight changed."""
     for step in (3, 4):
         shutil.copytree(trained[0] / "checkpoint" / "step-3", tmp_path / f"step-{step}")
+    about = json.loads((tmp_path / "step-4" / "manifest.json").read_text())
+    del about["checksum"]
+    write_sealed_json(tmp_path / "step-4" / "manifest.json", about | {"step": 4})
     file = next((tmp_path / "step-4" / "model").glob("*.distcp"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -6,6 +6,7 @@ which: a job whose settings shape another one is refused before it writes there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -20,12 +21,15 @@ from torchtitan.assemble.hf import chosen_rotation, describe_export, warn_of_oth
 from torchtitan.assemble.layout import Layout
 from torchtitan.assemble.trained import check_scale, warn_of_random_base
 from torchtitan.base.device import device_type
+from torchtitan.checkpoint.hf import HeadDim, head_dim_of_rows
 from torchtitan.checkpoint.hf_folder import HFFolder, open_folder
+from torchtitan.checkpoint.hf_lora import weight_beside
 from torchtitan.checkpoint.hf_write import export
 from torchtitan.checkpoint.lock import lock_folder
 from torchtitan.checkpoint.manager import CheckpointManager, Export, check_staging
 from torchtitan.checkpoint.pt_file import open_file
 from torchtitan.checkpoint.restore import restore
+from torchtitan.checkpoint.source import row_order
 from torchtitan.checkpoint.start import (
     Comparison,
     Start,
@@ -43,6 +47,7 @@ from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.faults import Pulse
 from torchtitan.mesh.process_group import job_store
 
+logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.toml"
 TRIAL_CONFIG_FILE = "config.load_only.toml"
 """Settings of a start that only loads: the folder's results are not its own."""
@@ -67,9 +72,14 @@ def find_start(
     start = None
     if group is not None:
         compare = partial(compare_jobs, now=now)
-        open_hf = partial(open_weights, config=config, layout=layout, group=group)
+        about = {"config": config, "layout": layout, "group": group}
         start = choose_start(
-            config.checkpoint, folder=folder, compare=compare, open_hf=open_hf, group=group
+            config.checkpoint,
+            folder=folder,
+            compare=compare,
+            open_hf=partial(open_weights, **about),
+            open_plain=partial(find_halves, **about),
+            group=group,
         )
         if start is not None:
             check_scale(start, lora=config.lora, group=group)
@@ -101,8 +111,19 @@ def open_weights(
         "group": group,
     }
     if path.suffix in WEIGHT_FILES:
-        return open_file(path, **settings)
+        return open_file(path, rope=checkpoint.initial_load_rope, **settings)
     return open_folder(path, chosen=chosen_rotation(config.model), **settings)
+
+
+def find_halves(path: Path, *, config: Config, layout: Layout, group: dist.ProcessGroup) -> HeadDim:
+    """Tell the parameters whose rows lie in halves in a plain DCP folder."""
+    logger.info("%s says no sizes but shapes: the others are those of model.flavor", path)
+    spec, setting = layout.spec, config.checkpoint.initial_load_rope
+    if row_order(path, setting=setting, spec=spec, group=group) == "interleaved":
+        return lambda name: None
+    return lambda name: head_dim_of_rows(
+        weight_beside(name) or name, names=spec.hf, architecture=layout.architecture
+    )
 
 
 def compare_jobs(manifest: Mapping[str, Any], *, now: Job) -> Comparison:

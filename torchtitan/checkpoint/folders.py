@@ -39,6 +39,12 @@ def list_steps(folder: Path) -> list[tuple[int, bool]]:
     return sorted((int(m[1]), _has_manifest(path)) for m, path in matches if m)
 
 
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step of a folder by its name; None: it is not named for one."""
+    match = _STEP.fullmatch(checkpoint.name)
+    return None if match is None else int(match[1])
+
+
 def _has_manifest(checkpoint: Path) -> bool:
     try:
         return (checkpoint / MANIFEST).is_file()

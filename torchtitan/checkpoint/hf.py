@@ -13,7 +13,7 @@ is told as runs: rows that lie one behind another in the file, and where they be
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -23,6 +23,11 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
+HeadDim = Callable[[str], int | None]
+"""The width of the heads that a parameter's rows are channels of, where those lie in halves; None:
+they lie as ours."""
+Places = tuple[tuple[slice, ...], tuple[slice, ...]]
+"""Where something goes, and where it comes from."""
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -95,6 +100,34 @@ def runs(start: int, count: int, *, head_dim: int | None) -> Iterator[tuple[slic
                 place = row + 2 * begin + p - start
                 theirs = slice(row + p * half + begin, row + p * half + end)
                 yield theirs, slice(place, place + 2 * (end - begin) - 1, 2)
+
+
+def overlap(
+    start: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    head_dim: int | None,
+) -> Iterator[Places]:
+    """Yield what of a region of our tensor, `lengths` from `start` on, lies in a piece of theirs,
+    `sizes` from `offsets` on: the places in the region, and in the piece."""
+    columns: list[tuple[slice, slice]] = []
+    for ours, width, theirs, there in zip(
+        start[1:], lengths[1:], offsets[1:], sizes[1:], strict=True
+    ):
+        first, last = max(ours, theirs), min(ours + width, theirs + there)
+        if first >= last:
+            return
+        columns.append((slice(first - ours, last - ours), slice(first - theirs, last - theirs)))
+    into, out_of = tuple(a for a, _ in columns), tuple(b for _, b in columns)
+    for rows, place in runs(start[0], lengths[0], head_dim=head_dim):
+        first, last = max(rows.start, offsets[0]), min(rows.stop, offsets[0] + sizes[0])
+        if first < last:
+            step = place.step or 1
+            begin = place.start + step * (first - rows.start)
+            ours_rows = slice(begin, begin + step * (last - first - 1) + 1, step)
+            yield (ours_rows, *into), (slice(first - offsets[0], last - offsets[0]), *out_of)
 
 
 def to_their_rows(weight: Tensor, *, head_dim: int | None) -> Tensor:

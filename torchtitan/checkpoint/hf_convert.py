@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.files import write_json
 from torchtitan.checkpoint.folders import commit, draft_of
 from torchtitan.checkpoint.hf_config import (
     ROTATION,
@@ -26,6 +27,8 @@ from torchtitan.checkpoint.hf_config import (
 )
 from torchtitan.checkpoint.hf_folder import open_folder
 from torchtitan.checkpoint.hf_read import read_weights
+from torchtitan.checkpoint.state import MODEL_STATE
+from torchtitan.checkpoint.storage import STATE
 from torchtitan.models.spec import DecoderConfig, ModelSpec
 
 
@@ -79,5 +82,6 @@ def to_dcp(
     if draft.exists():  # of a process that died
         shutil.rmtree(draft)
     dcp.save(weights, storage_writer=dcp.FileSystemWriter(draft), no_dist=True)
+    write_json(draft / STATE, MODEL_STATE)
     commit(target)
     return found

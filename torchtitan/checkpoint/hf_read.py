@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.hf import runs
+from torchtitan.checkpoint.hf import overlap
 from torchtitan.checkpoint.hf_folder import DTYPES, HFFolder, StoredTensor
 from torchtitan.checkpoint.pt_file import map_file
 from torchtitan.checkpoint.ranks import reason
@@ -105,7 +105,14 @@ class HFReader(dcp.StorageReader):
             target = planner.resolve_tensor(item).detach()
             try:
                 with self._opened(file, stored.name) as tensor:
-                    _fill(target, tensor, item, head_dim=stored.head_dim)
+                    for into, out_of in overlap(
+                        item.storage_offsets,
+                        item.lengths,
+                        offsets=[0] * len(stored.shape),
+                        sizes=stored.shape,
+                        head_dim=stored.head_dim,
+                    ):
+                        target[into].copy_(tensor[out_of])
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error
             planner.commit_tensor(item, target)
@@ -141,13 +148,3 @@ def _as_one_piece(tensor: StoredTensor, *, size: torch.Size | None) -> TensorSto
         size=size or stored,
         chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(stored)), sizes=stored)],
     )
-
-
-def _fill(target: Tensor, stored: Any, item: ReadItem, *, head_dim: int | None) -> None:
-    """Copy a piece of a tensor, of rows and perhaps columns, from the file to its place."""
-    start, *others = item.storage_offsets
-    count, *widths = item.lengths
-    columns = [slice(a, a + n) for a, n in zip(others, widths, strict=True)]
-    for theirs, ours in runs(start, count, head_dim=head_dim):
-        place = (theirs, *columns)
-        target[ours].copy_(stored[place])

@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -46,9 +47,12 @@ def open_file(
     architecture: DecoderConfig,
     exclude: Collection[str] = (),
     grows_vocab: bool = False,
+    rope: Literal["auto", "interleaved", "halves"] = "auto",
     group: dist.ProcessGroup | None,
 ) -> HFFolder:
     """Compare a file's names and shapes with the model's on rank 0, and tell all ranks.
+
+    `rope` is how the rows of wq and wk lie where the names are ours.
 
     Raises:
         CheckpointError: The file is missing, damaged or refused, or is of another model.
@@ -59,7 +63,7 @@ def open_file(
         found: dict[str, StoredTensor] = {}
         for name, tensor in tensors.items():
             translated = our_name(name, names=spec.hf)
-            # a name that both have is ours: our rows are in our order
+            # a name that both have is ours
             theirs = translated is not None and name != translated
             ours = translated if translated is not None else name
             if ours in found:
@@ -68,12 +72,14 @@ def open_file(
                     f"and as '{name}'; save it by one kind of names alone"
                 )
             rotary = head_dim_of_rows(ours, names=spec.hf, architecture=architecture)
+            if rotary is not None:
+                _check_order(path, name, rope=rope, theirs=theirs, spec=spec)
             found[ours] = StoredTensor(
                 file="",
                 name=name,
                 shape=tuple(tensor.shape),
                 dtype=_NAMES.get(tensor.dtype, str(tensor.dtype)),
-                head_dim=rotary if theirs else None,
+                head_dim=rotary if theirs or rope == "halves" else None,
             )
         if architecture.tie_embeddings and OUTPUT in found and EMBEDDING in found:
             head, embedding = (tensors[found[n].name] for n in (OUTPUT, EMBEDDING))
@@ -87,6 +93,21 @@ def open_file(
         return HFFolder(path=path, tensors=found)
 
     return on_first_rank(survey, group=group)
+
+
+def _check_order(path: Path, name: str, *, rope: str, theirs: bool, spec: ModelSpec) -> None:
+    """Refuse rows whose order can only be guessed, or is known to be another one."""
+    if theirs and rope == "interleaved":
+        raise CheckpointError(
+            f"checkpoint.initial_load_rope is for weights by this library's names, got "
+            f"\"{rope}\" for {path}, whose '{name}' is Hugging Face's, in halves; remove it"
+        )
+    if not theirs and rope == "auto" and spec.torchtitan_rope != "interleaved":
+        raise CheckpointError(
+            f"{path} does not say how the rows of '{name}' lie: torchtitan 0.2 writes {spec.name} "
+            f"in {spec.torchtitan_rope}, this library interleaved, by the same names; write "
+            f'checkpoint.initial_load_rope = "{spec.torchtitan_rope}" or "interleaved"'
+        )
 
 
 def is_beside(name: object) -> bool:

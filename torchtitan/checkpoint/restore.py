@@ -13,16 +13,18 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.base.log import amount
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import checked_kinds
-from torchtitan.checkpoint.hf_folder import HFFolder
+from torchtitan.checkpoint.hf_folder import EMBEDDING, OUTPUT, HFFolder
 from torchtitan.checkpoint.hf_read import read_weights
-from torchtitan.checkpoint.ranks import union
+from torchtitan.checkpoint.ranks import on_every_rank, union
 from torchtitan.checkpoint.start import Intention, Start, leave_later_steps
 from torchtitan.checkpoint.state import (
     RunState,
@@ -43,7 +45,7 @@ TAKEN: Mapping[Intention, tuple[str, ...]] = {
     "finetune": ("model",),
 }
 NUM_SHOWN_STEPS = 5
-VOCABULARY = ("tok_embeddings.weight", "output.weight")
+VOCABULARY = (EMBEDDING, OUTPUT)
 
 
 class Patterns:
@@ -173,19 +175,57 @@ def _restore_plain(
     parameters = model_tensors(state.model)
     wanted = {name: t for name, t in parameters.items() if not patterns.match(name)}
     wanted = without_new_factors(wanted, tensors)
+    is_tied = OUTPUT not in union(dict.fromkeys(parameters), group=group)
+    has_copy = is_tied and OUTPUT in tensors and not patterns.match(OUTPUT)
     storage.read_tensors(
         folder.parent,
         folder.name,
         into=wanted,
         group=group,
-        leaves_out=leaves_out,
+        leaves_out=lambda name: leaves_out(name) or (has_copy and name == OUTPUT),
         may_grow=VOCABULARY if start.grows_vocab else (),
+        in_halves=start.in_halves,
     )
+    if has_copy:
+        _check_tied(folder, wanted.get(EMBEDDING), grows_vocab=start.grows_vocab, group=group)
     patterns.report(group=group)
     logger.info("Finetuning at step 0 from %s, of another writer, loaded: model", folder)
     if beside:
         shown = ", ".join(sorted(beside)[:8]) + (" ..." if len(beside) > 8 else "")
         logger.info("Not read, as no parameters: %d entries: %s", len(beside), shown)
+
+
+def _check_tied(
+    folder: Path, embedding: Tensor | None, *, grows_vocab: bool, group: dist.ProcessGroup
+) -> None:
+    """Compare the head that a tied model was saved with beside its embedding, each rank the shard
+    that it holds.
+
+    Raises:
+        CheckpointError: They differ, or the embedding was not loaded: the head would be lost.
+    """
+    # filled with the rows that are stored: those behind them are the embedding's own
+    head = {} if embedding is None else {OUTPUT: embedding.clone()}
+    storage.read_tensors(
+        folder.parent,
+        folder.name,
+        into=head,
+        group=group,
+        may_grow=(OUTPUT,) if grows_vocab else (),
+    )
+    same = embedding is None or torch.equal(_local(embedding), _local(head[OUTPUT]))
+    found = on_every_rank(lambda: (embedding is not None, same), group=group)
+    if not (any(held for held, _ in found) and all(equal for _, equal in found)):
+        raise CheckpointError(
+            f"{folder} must hold the same in {OUTPUT} as in {EMBEDDING}, since this model ties "
+            f"them, got others; take a model.flavor that is not tied, or leave the head out: "
+            f'checkpoint.exclude_from_loading = ["{OUTPUT}"]'
+        )
+    logger.info("%s is %s, to which this model ties it: not read twice", OUTPUT, EMBEDDING)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _restore_hf(

@@ -7,8 +7,10 @@ over for the one before it. A folder without our checksums is taken by its own n
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Literal, cast
 
 import torch.distributed as dist
 
@@ -17,6 +19,7 @@ from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.hf_folder import is_hf_folder
 from torchtitan.checkpoint.metadata import METADATA
 from torchtitan.config.schema import CheckpointConfig
+from torchtitan.models.spec import ModelSpec, RopeOrder
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,59 @@ def checked_step(source: Path, *, verify: bool, group: dist.ProcessGroup) -> Pat
 def is_plain_dcp(path: Path) -> bool:
     """Tell whether another writer made this DCP folder: it has no manifest of ours."""
     return (path / METADATA).is_file() and not (path / storage.MANIFEST).is_file()
+
+
+def row_order(
+    folder: Path,
+    *,
+    setting: Literal["auto", "interleaved", "halves"],
+    spec: ModelSpec,
+    group: dist.ProcessGroup,
+) -> RopeOrder:
+    """Return in which order a plain DCP folder holds the rows of wq and wk, and log why.
+
+    Names and shapes are the same in either. Where this library has written the folder it says so.
+
+    Raises:
+        CheckpointError: The folder says another order than the setting.
+    """
+    said = storage.on_first_rank(lambda: _said_order(folder), group=group)
+    if said is not None and setting not in ("auto", said):
+        raise CheckpointError(
+            f'checkpoint.initial_load_rope = "{setting}" is not what {folder} says of itself, '
+            f'"{said}"; remove it'
+        )
+    if said is not None or setting != "auto":
+        order = said or cast(RopeOrder, setting)
+        logger.info("%s holds the rows of wq and wk %s", folder, _IN_WORDS[order])
+        return order
+    logger.log(
+        logging.INFO if spec.torchtitan_rope == "interleaved" else logging.WARNING,
+        "%s does not say how the rows of wq and wk lie: they are taken as torchtitan 0.2 writes "
+        "%s, %s; if another writer made it, set checkpoint.initial_load_rope",
+        folder,
+        spec.name,
+        _IN_WORDS[spec.torchtitan_rope],
+    )
+    return spec.torchtitan_rope
+
+
+_IN_WORDS: Mapping[RopeOrder, str] = {
+    "interleaved": "interleaved, as here: channels (2i, 2i + 1) turn together",
+    "halves": "in halves: channels (i, i + D/2) turn together",
+}
+
+
+def _said_order(folder: Path) -> RopeOrder | None:
+    if not (folder / storage.STATE).is_file():
+        return None
+    said = storage.read_state(folder.parent, folder.name).get("rope")
+    if said is not None and (not isinstance(said, str) or said not in _IN_WORDS):
+        raise CheckpointError(
+            f"{folder / storage.STATE} must say rope as {' or '.join(_IN_WORDS)}, got "
+            f"{str(said)[:60]!r}; get the folder again"
+        )
+    return cast(RopeOrder | None, said)
 
 
 def _plain_steps(folder: Path) -> list[str]:

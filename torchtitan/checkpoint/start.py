@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError, UserError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.hf import HeadDim
 from torchtitan.checkpoint.hf_folder import HFFolder
 from torchtitan.checkpoint.source import checked_step, find_source, is_plain_dcp, newest_step
 from torchtitan.config.checkpoint import WEIGHT_FILES
@@ -46,6 +47,8 @@ class Start:
     """Settings that shape the training and are not those of the checkpoint."""
     is_plain: bool = False
     """Whether the source is a DCP folder of another writer, without our manifest."""
+    in_halves: HeadDim = lambda name: None
+    """Of a plain folder: the parameters whose rows lie in halves there."""
     hf: HFFolder | None = None
     """The source, where it is a folder of Hugging Face, or a single file."""
     grows_vocab: bool = False
@@ -80,6 +83,8 @@ Compare = Callable[[Mapping[str, Any]], Comparison]
 """From a checkpoint's manifest to the comparison with this job."""
 OpenHF = Callable[[Path], HFFolder]
 """From a path to the folder of Hugging Face there, or the file, if its weights are this model's."""
+OpenPlain = Callable[[Path], HeadDim]
+"""From a plain DCP folder to the parameters whose rows lie in halves there."""
 
 
 def stored_layout(manifest: Mapping[str, Any]) -> ParallelDims:
@@ -104,6 +109,7 @@ def choose_start(
     folder: Path,
     compare: Compare,
     open_hf: OpenHF,
+    open_plain: OpenPlain,
     group: dist.ProcessGroup,
 ) -> Start | None:
     """Return what the run with its checkpoints in `folder` starts from; None: from nothing.
@@ -127,8 +133,17 @@ def choose_start(
         source = find_source(path, settings=settings, group=group)
         intention: Intention = "finetune" if settings.initial_load_model_only else settings.mode
         is_plain = storage.on_first_rank(lambda: is_plain_dcp(source), group=group)
+        if is_plain and intention == "finetune":
+            return replace(
+                _start_from_weights(settings, source), is_plain=True, in_halves=open_plain(source)
+            )
+        if settings.initial_load_rope != "auto" and not is_plain:
+            raise CheckpointError(
+                f"checkpoint.initial_load_rope is for weights of other writers, and {source} is of "
+                f"this library, which knows the order of its rows; remove it"
+            )
         if intention == "finetune":
-            return _start_from_weights(settings, source, is_plain=is_plain)
+            return _start_from_weights(settings, source)
         if is_plain:
             raise CheckpointError(
                 f"{source} has no {storage.MANIFEST}: another trainer wrote it, and its weights "
@@ -145,14 +160,13 @@ def choose_start(
 
 
 def _start_from_weights(
-    settings: CheckpointConfig, source: Path, *, is_plain: bool = False, hf: HFFolder | None = None
+    settings: CheckpointConfig, source: Path, *, hf: HFFolder | None = None
 ) -> Start:
     return Start(
         source=source,
         intention="finetune",
         exclude=settings.exclude_from_loading,
         grows_vocab=settings.grow_vocab,
-        is_plain=is_plain,
         hf=hf,
     )
 

@@ -22,6 +22,10 @@ from torch import Tensor
 from torchtitan.checkpoint.storage import Component
 from torchtitan.models.parts import HasParameters
 
+MODEL_STATE: Mapping[str, str] = {"rope": "interleaved"}
+"""What lies beside the weights wherever their folder is copied: the order of the rows of wq and wk,
+which neither names nor shapes tell."""
+
 
 class Resumable(Protocol):
     """Something that carries its own resume state, as JSON can hold it."""
@@ -56,7 +60,7 @@ class RunState:
     def components(self) -> dict[str, Component]:
         """Return the run's state as it is now; the tensors are the run's own, not copies."""
         return {
-            "model": Component(tensors=model_tensors(self.model)),
+            "model": Component(tensors=model_tensors(self.model), state=MODEL_STATE),
             "optimizer": Component(tensors=optimizer_tensors(self.model, self.optimizer)),
             "lr_scheduler": Component(state=self.schedule),
             "dataloader": Component(state=self.loader.state_dict()),

@@ -41,7 +41,9 @@ from torchtitan.checkpoint.folders import (
     list_steps,
     make_draft,
     set_aside_after,
+    step_of,
 )
+from torchtitan.checkpoint.hf import HeadDim
 from torchtitan.checkpoint.metadata import TensorReader, is_tensor, read_metadata
 from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank, reason, union
 from torchtitan.checkpoint.verify import newest_whole, summary, verify
@@ -171,9 +173,18 @@ def read_manifest(checkpoint: Path) -> Content:
     """Return what the checkpoint says of itself.
 
     Raises:
-        CheckpointError: The file is missing or not a JSON object, or an entry is of another kind.
+        CheckpointError: The file is missing or not a JSON object, or an entry is of another kind,
+            or the folder has the name of another step.
     """
-    return checked_kinds(read_json(checkpoint / MANIFEST), kinds=_MANIFEST_KINDS)
+    manifest = checked_kinds(read_json(checkpoint / MANIFEST), kinds=_MANIFEST_KINDS)
+    named = step_of(checkpoint)
+    if named is not None and manifest.get("step", named) != named:
+        raise CheckpointError(
+            f"{checkpoint} must hold step {named}, as its name says, but its {MANIFEST} says step "
+            f"{manifest['step']}: it was renamed or copied; rename it back to "
+            f"step-{manifest['step']}, or move it away"
+        )
+    return manifest
 
 
 def stored_names(
@@ -200,12 +211,14 @@ def read_tensors(
     group: dist.ProcessGroup | None,
     leaves_out: Callable[[str], bool] = lambda name: True,
     may_grow: Collection[str] = (),
+    in_halves: HeadDim = lambda name: None,
 ) -> None:
     """Fill the tensors `into` in place from a component saved in any layout.
 
     `group` are the ranks that load together; None loads in this process alone. `leaves_out` tells
     which other names of the component may stay unread; any that may not is unexpected. Of a tensor
-    that `may_grow` fewer rows may be stored; those behind them stay as they are.
+    that `may_grow` fewer rows may be stored; those behind them stay as they are. `in_halves` tells
+    the width of the heads of a tensor that is stored in halves (`hf.py`); None: it is as ours.
 
     Raises:
         CheckpointError: Names, shapes or types differ, or a file is missing, damaged or refused.
@@ -218,8 +231,11 @@ def read_tensors(
     def open_component() -> None:
         reader = TensorReader(folder)
         stored = reader.read_metadata().state_dict_metadata
+        reader.check_whole(into)
         _grow(folder, stored, {name: wanted[name][0] for name in may_grow if name in wanted})
         _check_match(folder, stored, wanted, leaves_out=leaves_out)
+        head_dims = {name: in_halves(name) for name in into}
+        reader.turn_halves({name: width for name, width in head_dims.items() if width is not None})
         readers.append(reader)
 
     on_every_rank(open_component, group=group)

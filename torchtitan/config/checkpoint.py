@@ -56,6 +56,11 @@ class CheckpointConfig:
     """Take the weights alone from initial_load_path; false takes everything, as mode says."""
     initial_load_in_hf: bool = False
     """initial_load_path is a folder of Hugging Face: config.json and safetensors files."""
+    initial_load_rope: Literal["auto", "interleaved", "halves"] = "auto"
+    """Which channels of a head turn together in a plain DCP folder or a single file that has this
+    library's names: (2i, 2i + 1), as here, or (i, i + D/2), as in Hugging Face's. auto: what the
+    folder says, and where it says nothing what torchtitan 0.2 writes: Llama interleaved, Qwen3 in
+    halves."""
     exclude_from_loading: Strings = ()
     """What not to load: components (model, optimizer, lr_scheduler, dataloader, train_state), and
     shell patterns of parameter names, as "output.*", which keep their initial values."""

@@ -59,6 +59,7 @@ def _without_checkpoints(checkpoint: CheckpointConfig) -> Iterator[Broken]:
     }
     shapes = {
         "initial_load_in_hf": checkpoint.initial_load_in_hf,
+        "initial_load_rope": checkpoint.initial_load_rope != "auto",
         "exclude_from_loading": bool(checkpoint.exclude_from_loading),
         "last_save_in_hf": checkpoint.last_save_in_hf,
     }
@@ -84,6 +85,16 @@ def _hugging_face(checkpoint: CheckpointConfig) -> Iterator[Broken]:
             yield Broken(
                 (reads, ties, "checkpoint.initial_load_model_only"),
                 "finds weights alone there, but initial_load_model_only is false; remove that",
+            )
+    rope, path = "checkpoint.initial_load_rope", checkpoint.initial_load_path
+    if checkpoint.enable and checkpoint.initial_load_rope != "auto":
+        if path is None:
+            yield Broken((rope, ties), "needs initial_load_path, whose rows it tells the order of")
+        elif checkpoint.initial_load_in_hf:
+            yield Broken(
+                (rope, reads),
+                "is for weights by this library's names; the order of a folder of Hugging Face is "
+                "known; remove this",
             )
     exports = checkpoint.enable and checkpoint.last_save_model_only
     if checkpoint.export_dtype != "float32" and not checkpoint.last_save_in_hf:

@@ -109,5 +109,11 @@ class Qwen3(Decoder):
 
 
 SPEC = ModelSpec(
-    name="qwen3", flavors=FLAVORS, build=Qwen3, tensor_plan=TENSOR_PLAN, stages=True, hf=HF
+    name="qwen3",
+    flavors=FLAVORS,
+    build=Qwen3,
+    tensor_plan=TENSOR_PLAN,
+    stages=True,
+    hf=HF,
+    torchtitan_rope="halves",
 )

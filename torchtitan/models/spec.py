@@ -138,6 +138,9 @@ class HFFormat:
 NO_HF_FILES = HFFormat(architecture="", model_type="", names={}, rotary=frozenset(), fixed={})
 """Of a family that Hugging Face does not know."""
 
+RopeOrder = Literal["interleaved", "halves"]
+"""Which channels of a head turn together: (2i, 2i + 1), as here, or (i, i + D/2)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
@@ -156,6 +159,8 @@ class ModelSpec:
     """Whether `forward` also runs a pipeline stage, which lacks some of the parts."""
     hf: HFFormat = NO_HF_FILES
     """Its weights in the files of Hugging Face."""
+    torchtitan_rope: RopeOrder = "interleaved"
+    """The order of the rows of wq and wk in checkpoints of torchtitan 0.2, by the same names."""
 
     def build_meta(self, config: DecoderConfig) -> LanguageModel:
         """Build the module without memory for its parameters."""
