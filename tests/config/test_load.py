@@ -215,6 +215,7 @@ def random_config(seed: int) -> Config:
         ("checkpoint", "mode"): "continue",
         ("checkpoint", "initial_load_model_only"): False,
         ("checkpoint", "initial_load_in_hf"): False,
+        ("checkpoint", "initial_load_rope"): "auto",
         ("checkpoint", "grow_vocab"): False,
         ("lora", "rank"): rng.randrange(1, 99),
         ("checkpoint", "last_save_in_hf"): True,
