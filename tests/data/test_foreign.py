@@ -192,6 +192,14 @@ def test_it_leaves_when_there_is_no_work(monkeypatch: pytest.MonkeyPatch) -> Non
     assert program.run(["os.getpid()"]) != [first]
 
 
+def test_one_that_was_killed_in_quiet_is_replaced() -> None:
+    program = probe()
+    (first,) = program.run(["os.getpid()"])
+    os.kill(first, signal.SIGKILL)
+    time.sleep(0.2)
+    assert program.run(["os.getpid()"]) != [first]
+
+
 def test_threads_share_it() -> None:
     program = probe()
     with ThreadPoolExecutor(4) as threads:

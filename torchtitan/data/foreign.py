@@ -150,7 +150,7 @@ class _Child:
         process = self._process
         # it may have left for want of work, but not so soon that it leaves now
         quiet = time.monotonic() - self._last_answered
-        if process is None or quiet > SECONDS_IDLE / 2:
+        if process is None or process.poll() is not None or quiet > SECONDS_IDLE / 2:
             self._end()
             self._known.clear()
             code = (
