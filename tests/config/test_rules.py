@@ -255,14 +255,14 @@ EXAMPLES = '[training]\ndataset = "examples"\n'
         ),
         (
             '[checkpoint]\nenable = true\ninitial_load_rope = "halves"',
-            '[checkpoint] initial_load_rope = "halves": needs initial_load_path, whose rows it tells '
-            "the order of",
+            '[checkpoint] initial_load_rope = "halves": needs initial_load_path, whose rows it '
+            "tells the order of",
         ),
         (
             '[checkpoint]\nenable = true\ninitial_load_rope = "halves"\ninitial_load_in_hf = true\n'
             'initial_load_path = "x"',
-            '[checkpoint] initial_load_rope = "halves": is for weights by this library\'s names; the '
-            "order of a folder of Hugging Face is known; remove this",
+            '[checkpoint] initial_load_rope = "halves": is for weights by this '
+            "library's names; the order of a folder of Hugging Face is known; remove this",
         ),
         (
             "[checkpoint]\nenable = true\ninitial_load_in_hf = true",
