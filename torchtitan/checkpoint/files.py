@@ -12,6 +12,7 @@ are in the standard library but take as long as the reading itself; XXH3 runs as
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -165,6 +166,13 @@ def checked_kinds(content: Content, *, kinds: Mapping[str, type]) -> Content:
     return content
 
 
+def check_is_file(path: Path) -> None:
+    """Raise OSError where a path is no file: to open a pipe waits, and a device never ends."""
+    if not path.is_file():
+        code = errno.EINVAL if path.exists() else errno.ENOENT
+        raise OSError(code, "it is no file" if path.exists() else os.strerror(code), str(path))
+
+
 def read_json(path: Path) -> Content:
     """Read an object; asked for a key that it lacks, it raises CheckpointError.
 
@@ -172,6 +180,7 @@ def read_json(path: Path) -> Content:
         CheckpointError: The file is missing, or is not JSON, or holds something else.
     """
     try:
+        check_is_file(path)
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

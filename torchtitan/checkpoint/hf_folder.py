@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.files import read_json
+from torchtitan.checkpoint.files import check_is_file, read_json
 from torchtitan.checkpoint.hf import CONFIG, INDEX, WEIGHTS, head_dim_of_rows, our_name, their_name
 from torchtitan.checkpoint.hf_config import (
     SEEN_IN_SHAPES,
@@ -151,11 +151,16 @@ def _check_is_folder(path: Path) -> None:
 
 def _survey(path: Path, *, names: HFFormat, architecture: DecoderConfig) -> dict[str, StoredTensor]:
     places = _places(path)
-    found = {}
+    found: dict[str, StoredTensor] = {}
     for file in sorted(set(places.values())) or [WEIGHTS]:
         for name, (shape, dtype) in _read_header(path / file).items():
             if places.get(name, file) == file and not NO_WEIGHT.fullmatch(name):
                 ours = our_name(name, names=names) or name
+                if ours in found:
+                    raise CheckpointError(
+                        f"{path} must hold each parameter once, got '{ours}' as "
+                        f"'{found[ours].name}' and as '{name}'; get the folder again"
+                    )
                 head_dim = head_dim_of_rows(ours, names=names, architecture=architecture)
                 found[ours] = StoredTensor(
                     file=file, name=name, shape=shape, dtype=dtype, head_dim=head_dim
@@ -194,6 +199,7 @@ def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         CheckpointError: It is missing or damaged, or its size is not that of its tensors.
     """
     try:
+        check_is_file(file)
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {n: (tuple(s.get_shape()), str(s.get_dtype())) for n, s in slices.items()}

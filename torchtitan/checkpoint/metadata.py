@@ -9,7 +9,6 @@ again, are never read.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from torch.futures import Future
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.data_pickle import Place, load_records
+from torchtitan.checkpoint.files import check_is_file
 from torchtitan.checkpoint.hf import Places, overlap
 from torchtitan.checkpoint.ranks import reason
 
@@ -51,6 +51,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA
     try:
+        check_is_file(path)
         metadata = load_records(path.read_bytes())
         _check(metadata)
     except CheckpointError as error:
@@ -241,8 +242,7 @@ class TensorReader(dcp.FileSystemReader):
         parts: Sequence[tuple[ReadItem, MetadataIndex, list[Places]]],
         planner: LoadPlanner,
     ) -> None:
-        if not file.is_file():  # to open a pipe would wait for ever
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        check_is_file(file)
         with file.open("rb") as stream:
             num_bytes = os.fstat(stream.fileno()).st_size
             for item, index, places in parts:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.files import check_is_file
 from torchtitan.checkpoint.hf import head_dim_of_rows, our_name
 from torchtitan.checkpoint.hf_folder import (
     DTYPES,
@@ -122,6 +123,7 @@ def map_file(path: Path) -> dict[str, Tensor]:
         CheckpointError: It is missing, damaged or refused, or holds something else.
     """
     try:
+        check_is_file(path)
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # what damaged bytes come to: KeyError, TypeError, struct.error ...
         raise CheckpointError(

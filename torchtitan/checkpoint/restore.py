@@ -135,7 +135,7 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
     if "dataloader" in taken:
         _restore_position(state, start, group=group)
     if "train_state" in taken:
-        _restore_train_state(state, source, group=group)
+        _restore_train_state(state, source, step=manifest["step"], group=group)
     if start.intention == "continue" and "lr_scheduler" in taken:
         old = storage.on_first_rank(lambda: storage.read_state(source, "lr_scheduler"), group=group)
         _report_schedule(source, old, state.schedule, step=state.progress.step)
@@ -258,12 +258,19 @@ def _restore_position(state: RunState, start: Start, *, group: dist.ProcessGroup
         logger.info("Not loaded, as these are other data: dataloader")
 
 
-def _restore_train_state(state: RunState, source: Path, *, group: dist.ProcessGroup) -> None:
+def _restore_train_state(
+    state: RunState, source: Path, *, step: int, group: dist.ProcessGroup
+) -> None:
     kinds = {"step": int, "tokens_seen": int, "world_size": int}
     train_state = storage.on_first_rank(
         lambda: checked_kinds(storage.read_state(source, "train_state"), kinds=kinds), group=group
     )
-    state.progress.step = train_state["step"]
+    if train_state["step"] != step:
+        raise CheckpointError(
+            f"{source} must hold one step, its {storage.MANIFEST} says {step} and its train_state "
+            f"{train_state['step']}; use another checkpoint"
+        )
+    state.progress.step = step
     state.progress.tokens_seen = train_state["tokens_seen"]
     if train_state["world_size"] != dist.get_world_size():
         logger.info("Another number of ranks: random generators start from debug.seed")
