@@ -141,10 +141,10 @@ def test_what_earlier_versions_stored_keeps_its_meaning(jobs: Jobs, family: str)
     stored = to_toml(now).replace('decay_end = "after_last_step"\n', "")
     found = trajectory_differences(Job.stored(stored), Job(config=now))
     assert found == [
-        'model.flavor: stored "small", now "debugmodel" (to go on as before write flavor = '
+        'model.flavor: stored "small", now "debugmodel" (to go on as before write it: flavor = '
         '"small")',
         'lr_scheduler.decay_end: stored "last_step", now "after_last_step" (to go on as before '
-        'write decay_end = "last_step")',
+        'write it: decay_end = "last_step")',
     ]
     old = ["--model.flavor=small", "--lr_scheduler.decay_end=last_step"]
     assert trajectory_differences(Job.stored(stored), Job(config=jobs.load(job, *old))) == []

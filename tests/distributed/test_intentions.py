@@ -194,7 +194,7 @@ def test_a_checkpoint_of_an_earlier_version_keeps_its_rates_or_says_so(
         del state[key]
     schedule.write_text(json.dumps(state))
     [message] = ranks.run(jobs.refusal, job, world=1)
-    assert 'write decay_end = "last_step")' in message
+    assert 'write it: decay_end = "last_step")' in message
     old = [*job, "--lr_scheduler.decay_end=last_step"]
     assert ranks.run(jobs.refusal, old, world=1) == ["no error"]
     [lines] = ranks.run(jobs.logged, [*job, CONTINUE], world=1)

@@ -115,7 +115,7 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
         else "",
         # "auto" may have come to another type here; the others may have had another meaning then
         **{
-            path: f" (to go on as before write {path[1]} = {literal(before[path])})"
+            path: f" (to go on as before write it: {path[1]} = {literal(before[path])})"
             for path in (PRECISION, DECAY_END, FLAVOR)
         },
     }
