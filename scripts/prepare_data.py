@@ -28,6 +28,11 @@ from torchtitan.data.tokenizer import build_tokenizer
 
 def prepare(patterns: Sequence[str], *, prefix: str, tokenizer_path: str, text_key: str) -> str:
     """Write the store `prefix` from the files of all patterns; return a line about it."""
+    if Path(prefix).suffix in STORE or prefix.endswith("/") or Path(prefix).is_dir():
+        raise DataError(
+            f"prefix must be a path without .bin and .idx, and no folder, got {prefix!r}; write "
+            f"one such as data/corpus"
+        )
     files = tuple(file for pattern in patterns for file in find_files(pattern, key="files"))
     stores = [file for file in files if file.suffix in STORE]
     if stores:
