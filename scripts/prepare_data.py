@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         line = prepare(
-            args.files, prefix=args.prefix, tokenizer_path=args.tokenizer, text_key=args.text_key
+            args.files,
+            prefix=os.path.expanduser(args.prefix),  # as of the files
+            tokenizer_path=args.tokenizer,
+            text_key=args.text_key,
         )
     except (UserError, OSError) as error:
         parser.exit(2, f"error: {error}\n")

@@ -51,7 +51,7 @@ def test_find_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_nothing_is_downloaded() -> None:
-    with pytest.raises(DataError, match="no file matches .*; nothing is downloaded"):
+    with pytest.raises(DataError, match=r"no file matches .*; nothing is downloaded"):
         find_files("https://host/a.txt")
 
 

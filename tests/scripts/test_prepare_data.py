@@ -87,6 +87,13 @@ def test_mistakes(  # type: ignore[no-untyped-def]
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_a_store_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    prepare_data.main(["~/stores/a", "~/a.txt", "--tokenizer", "byte"])
+    assert TokenStore(tmp_path / "stores" / "a").num_tokens == 5
+
+
 @pytest.mark.parametrize("script", ["prepare_data.py", "train_tokenizer.py"])
 def test_help(script: str) -> None:
     done = run(script, "--help")

@@ -13,7 +13,7 @@ import codecs
 import glob
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from os.path import exists, realpath
 from pathlib import Path
@@ -200,23 +200,6 @@ def _wide_encoding(head: bytes) -> str | None:
         if 0 not in letters and 2 * zeros.count(0) > len(zeros):
             return encoding
     return None
-
-
-def holds_lines(head: bytes) -> bool:
-    """Tell whether text begins as JSON Lines do: with a line that is an object."""
-    line, end, _ = head.removeprefix(codecs.BOM_UTF8).partition(b"\n")
-    return line.startswith(b'{"') and (not end or line.rstrip().endswith(b"}"))
-
-
-def warn_of_lines(files: Sequence[Path]) -> None:
-    """Say that files of JSON Lines are read as plain text, if there are any."""
-    if files:
-        logger.warning(
-            "%s in JSON Lines, as %s, will be read as plain text, keys and brackets too, by "
-            "the suffix; to read the texts alone, rename to .jsonl",
-            amount(len(files), "file"),
-            files[0],
-        )
 
 
 def _is_utf8(head: bytes) -> bool:

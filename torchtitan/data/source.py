@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,13 +26,12 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 from torchtitan.base.errors import DataError
+from torchtitan.base.log import amount
 from torchtitan.data.files import (
     COMPRESSED,
     HEAD_BYTES,
     check_contents,
-    holds_lines,
     kind_of,
-    warn_of_lines,
 )
 from torchtitan.data.text import (
     ARRAY_ADVICE,
@@ -41,6 +41,8 @@ from torchtitan.data.text import (
     parse_line,
     type_name,
 )
+
+logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
 PIECE_CHARS = 1 << 20
@@ -131,9 +133,26 @@ def check_heads(files: Sequence[Path]) -> None:
             raw.seek(0)
             head = next(_unpacked(raw, file, size=HEAD_BYTES), b"")
         check_contents(file, head[:HEAD_BYTES])
-        if kind_of(file) == "text" and holds_lines(head[:HEAD_BYTES]):
+        if kind_of(file) == "text" and _holds_lines(head[:HEAD_BYTES]):
             in_lines.append(file)
-    warn_of_lines(in_lines)
+    _warn_of_lines(in_lines)
+
+
+def _holds_lines(head: bytes) -> bool:
+    """Tell whether text begins as JSON Lines do: with a line that is an object."""
+    line, end, _ = head.removeprefix(codecs.BOM_UTF8).partition(b"\n")
+    return line.startswith(b'{"') and (not end or line.rstrip().endswith(b"}"))
+
+
+def _warn_of_lines(files: Sequence[Path]) -> None:
+    """Say that files of JSON Lines are read as plain text, if there are any."""
+    if files:
+        logger.warning(
+            "%s in JSON Lines, as %s, will be read as plain text, keys and brackets too, by "
+            "the suffix; to read the texts alone, rename to .jsonl",
+            amount(len(files), "file"),
+            files[0],
+        )
 
 
 def read_pieces(file: Path, *, text_key: str, advance: Advance) -> Iterator[Piece]:
