@@ -38,7 +38,7 @@ from torchtitan.base.device import device_type, local_device
 from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.config.schema import CommConfig
 from torchtitan.data.examples import Conversation, Encoder
-from torchtitan.data.source import check_characters
+from torchtitan.data.text import check_characters
 from torchtitan.mesh.process_group import (
     await_reports,
     init_process_group,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,11 @@ from torchtitan.data.tokenizer import build_tokenizer
 
 def prepare(patterns: Sequence[str], *, prefix: str, tokenizer_path: str, text_key: str) -> str:
     """Write the store `prefix` from the files of all patterns; return a line about it."""
+    if Path(prefix).suffix in STORE or prefix.endswith("/") or Path(prefix).is_dir():
+        raise DataError(
+            f"prefix must be a path without .bin and .idx, and no folder, got {prefix!r}; write "
+            f"one such as data/corpus"
+        )
     files = tuple(file for pattern in patterns for file in find_files(pattern, key="files"))
     stores = [file for file in files if file.suffix in STORE]
     if stores:
@@ -54,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         line = prepare(
-            args.files, prefix=args.prefix, tokenizer_path=args.tokenizer, text_key=args.text_key
+            args.files,
+            prefix=os.path.expanduser(args.prefix),  # as of the files
+            tokenizer_path=args.tokenizer,
+            text_key=args.text_key,
         )
     except (UserError, OSError) as error:
         parser.exit(2, f"error: {error}\n")

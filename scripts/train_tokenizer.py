@@ -100,6 +100,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_intermixed_args(argv)
     if args.vocab_size < 256 + NUM_SPECIAL:
         parser.error(f"--vocab_size must be at least {256 + NUM_SPECIAL}, got {args.vocab_size}")
+    # before the long work
+    if args.output.is_dir() or not args.output.absolute().parent.is_dir():
+        parser.error(f"output must be a file in a folder that exists, got {args.output}")
     try:
         corpus: Corpus = StdlibCorpus()
         if args.files:

@@ -269,3 +269,9 @@ def test_marks_without_the_end_of_the_turn_are_noticed() -> None:
         "<|im_end|>{% endfor %}"
     )
     assert not whole.leaves_out_end(divided(whole, CHAT, "here"))
+
+
+def test_a_template_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.jinja").write_text("\ufeff{{ messages[0]['content'] }}", encoding="utf-8")
+    template = found(write_tokenizer(tmp_path, template=CHATML), str(tmp_path / "a.jinja"))
+    assert template.render(Conversation(CHAT[:1], None, "here")) == CHAT[0]["content"]

@@ -42,9 +42,47 @@ def test_find_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         ("dee*", "matches folders; name files"),
         ("e*.tx[t]", "must not be empty"),
         ("x" * 5000, "cannot look for .*: File name too long"),
+        ("$HOME/a.txt", "variables are not filled in"),
+        ("a.txt,b.txt", r"a list: \[\"a.txt\", \"b.txt\"\]"),
+        ("dir[1]/*.txt", r"\[\[\] for \["),
     ]:
         with pytest.raises(DataError, match=said):
             names(pattern)
+
+
+def test_nothing_is_downloaded() -> None:
+    with pytest.raises(DataError, match=r"no file matches .*; nothing is downloaded"):
+        find_files("https://host/a.txt")
+
+
+def test_links(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "0.txt").symlink_to("a.txt")
+    (tmp_path / "again").symlink_to(tmp_path)
+    assert find_files(str(tmp_path / "**/*.txt")) == [tmp_path / "a.txt"]
+    assert "read once" in caplog.text
+    assert find_files(str(tmp_path / "0.txt")) == [tmp_path / "0.txt"]
+    (tmp_path / "b.txt").symlink_to("gone.txt")
+    for pattern in ("b.txt", "*.txt"):
+        with pytest.raises(DataError, match=r"b\.txt is a link to gone\.txt, .*remove the link"):
+            find_files(str(tmp_path / pattern))
+
+
+@pytest.mark.parametrize("name", ["part-00000", "a.gz", "a.txt"])
+def test_json_lines_by_other_names_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    data = b'{"text": "a"}\n{"text": "b"}\n'
+    for file in (tmp_path / name, tmp_path / f"2{name}"):
+        file.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    corpus = FileCorpus((tmp_path / name, tmp_path / f"2{name}"), "text")
+    assert len([*corpus.pieces(lambda n: None)]) == 2
+    assert caplog.text.count("2 files in JSON Lines") == 1
+    assert str(tmp_path / name) in caplog.text
+    caplog.clear()
+    (tmp_path / name).write_text('{"text is all this is\nand no JSON}\n')
+    [*FileCorpus((tmp_path / name,), "text").pieces(lambda n: None)] if "gz" not in name else ()
+    assert "JSON Lines" not in caplog.text
 
 
 def test_the_home_of_nobody() -> None:
@@ -70,6 +108,8 @@ def test_the_home_of_nobody() -> None:
         ("a.png", "an image"),
         ("a.pdf", "is PDF.*pdftotext"),
         ("a.docx", "pandoc"),
+        ("a.BIN", r"\.bin and \.idx, in small letters"),
+        ("a.bin.gz", "not packed"),
         ("a.xyz", r"has the suffix '\.xyz'; if it is plain text, .*\.txt"),
     ],
 )
@@ -132,9 +172,12 @@ BINARIES = {
     b"%PDF-1.7\n%\xe2\xe3": "is PDF",
     b"\x89PNG\r\n\x1a\n\0": "an image",
     b"BZh91AY&SY\xff\0": "another way than gzip",
-    gzip.compress(b"text"): r"of the kind \.gz; give it that suffix",
+    gzip.compress(b"text"): r"of the kind \.gz; (give it|unpack it once)",
     zstandard.compress(b"text"): r"of the kind \.zst",
     "text".encode("utf-16"): "is UTF-16; .*iconv -f utf-16",
+    "text".encode("utf-32"): "is UTF-32; .*iconv -f utf-32",
+    "text é".encode("utf-16-le"): "is UTF-16LE; .*iconv -f utf-16le",
+    b"version https://git-lfs.github.com/spec/v1\noid": "pointer of Git LFS.*git lfs pull",
     b"some\0text": r"no zero bytes, .* at byte offset 4, .*tr -d",
 }
 
@@ -150,6 +193,19 @@ def test_binary_files_under_names_of_text(tmp_path: Path, name: str, data: bytes
     with pytest.raises(DataError, match=BINARIES[data]) as caught:
         next(FileCorpus(tuple(files), "text").pieces(lambda num_bytes: None))
     assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".jsonl.zst"])
+def test_what_is_under_the_name_of_a_packed_file(tmp_path: Path, suffix: str) -> None:
+    pack = gzip.compress if suffix == ".gz" else zstandard.compress
+    file = tmp_path / f"a.txt{suffix}"
+    for data, said in [
+        (b"version https://git-lfs.github.com/spec", "lfs"),
+        (pack(pack(b"a")), "unpack it once"),
+    ]:
+        file.write_bytes(data)
+        with pytest.raises(DataError, match=said):
+            next(FileCorpus((file,), "text").pieces(lambda num_bytes: None))
 
 
 def test_a_folder_says_what_a_glob_would_take(tmp_path: Path) -> None:

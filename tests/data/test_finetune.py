@@ -317,3 +317,9 @@ def test_built_in_examples(tmp_path: Path, packing: str) -> None:
     texts = [tokenizer.decode(dataset[k]["tokens"].tolist()) for k in range(50)]
     assert any("What follows" in text for text in texts)
     assert any("What follows" not in text for text in texts) or packing == "packed"
+
+
+def test_blank_lines_are_no_examples(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n \n")
+    with pytest.raises(DataError, match=r"must hold examples, .*a\.jsonl has blank lines alone"):
+        examples_of(tmp_path, dataset_path=[str(tmp_path / "a.jsonl")])

@@ -138,9 +138,17 @@ def test_a_damaged_cache_is_named(tmp_path: Path, file: str, damage: str) -> Non
     cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(cache))
 
 
+def test_notes_of_another_kind(tmp_path: Path) -> None:
+    cached_store(SyntheticCorpus(), tokenizer=ByteTokenizer(), cache=str(tmp_path))
+    (notes,) = tmp_path.glob("*/about.json")
+    notes.write_text("[]")
+    with pytest.raises(DataError, match="damaged; delete it"):
+        cached_store(SyntheticCorpus(), tokenizer=ByteTokenizer(), cache=str(tmp_path))
+
+
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"set training\.dataset_cache"):
+    with pytest.raises(DataError, match=r"Not a directory; set training\.dataset_cache"):
         cached_store(
             SyntheticCorpus(), tokenizer=ByteTokenizer(), cache=str(tmp_path / "file" / "cache")
         )

@@ -132,6 +132,12 @@ def test_json_lines_that_are_no_utf8(tmp_path: Path, suffix: str) -> None:
         ('{"text": true}', "line 2 .* got true or false, True;"),
         ('{"text": ["a"]}', "line 2 .* got an array;"),
         ("[" * 100_000, "line 2 must be one JSON object"),
+        ('{"messages": [], "id": 1}', r'got keys .*training\.dataset = "examples"'),
+        ('{"prompt": "a", "completion": "b"}', r'got keys .*training\.dataset = "examples"'),
+        ('{"text": "a", "text": "b"}', "line 2 .* key 'text' more than once"),
+        ('{"text": "a", "more": {"x": 1, "x": 1}}', "line 2 .* key 'x' more than once"),
+        ('{"text": "a", "id": ' + "9" * 5000 + "}", "line 2 .*4300 digits.*has 5000 digits$"),
+        ('{"text": "a"}\r{"text": "b"}', r"line 2 .* end in \\r: tr "),
         (r'{"text": "ab\ud800"}', "line 2 .* character 2 .* surrogate"),
     ],
 )

@@ -136,6 +136,7 @@ def put(offset: int, data: bytes):  # type: ignore[no-untyped-def]
         (lambda folder: (folder / "s.bin").unlink(), "s.bin"),
         (lambda folder: (folder / "s.idx").unlink(), "s.idx"),
         (lambda folder: (folder / "s.idx").unlink(), "half of a token store .*; name a store that"),
+        (put(0, b"version https://git-lfs.github.com"), "s.idx is a pointer of Git LFS"),
         (cut("s.idx", 0), "cut short"),
         (cut("s.idx", 33), "cut short"),
         (cut("s.idx", 100), "must be .* bytes"),

@@ -113,6 +113,8 @@ def test_llama3_special_tokens(tmp_path: Path) -> None:
         (lambda data: b"{}\n", "line 1"),
         (lambda data: data.splitlines()[0] + b"\n" + data, "line 2"),
         (lambda data: b"", "256 single bytes"),
+        (lambda data: b"\n\x0e\n\x05<unk>", "of a SentencePiece model take its tokenizer.json"),
+        (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     ],
 )
 def test_damaged_tiktoken_file(tmp_path: Path, damage, said: str) -> None:  # type: ignore[no-untyped-def]
@@ -124,8 +126,15 @@ def test_damaged_tiktoken_file(tmp_path: Path, damage, said: str) -> None:  # ty
 
 
 def test_missing_file_names_the_built_ins() -> None:
-    with pytest.raises(DataError, match="byte, bpe_2048"):
-        build_tokenizer("no/such/file")
+    for path in ("no/such/file", "meta-llama/Llama-3.1-8B"):
+        with pytest.raises(DataError, match=r"byte, bpe_2048; found .* nothing is downloaded"):
+            build_tokenizer(path)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(BUILT_IN["bpe_2048"].read_bytes())
+    with pytest.raises(DataError, match=r"no tokenizer\.json; .* a tiktoken file itself"):
+        build_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize(

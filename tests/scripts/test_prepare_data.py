@@ -54,6 +54,11 @@ def test_a_prepared_store_is_the_same_data_as_its_files(tmp_path: Path) -> None:
         (prepare_data, ["out", "none.txt", "--tokenizer", "byte"], "error: files: no file matches"),
         (prepare_data, ["out", "pyproject.toml", "--tokenizer", "none"], "error: --tokenizer must"),
         (prepare_data, ["out", "pyproject.toml"], "required: --tokenizer"),
+        (prepare_data, ["s.bin", "pyproject.toml", "--tokenizer", "byte"], "without .bin and"),
+        (prepare_data, ["tests", "pyproject.toml", "--tokenizer", "byte"], "no folder, got 'tests"),
+        (prepare_data, ["new/", "pyproject.toml", "--tokenizer", "byte"], "no folder, got 'new/'"),
+        (train_tokenizer, ["tests", "pyproject.toml"], "output must be a file in a folder"),
+        (train_tokenizer, ["new/out", "pyproject.toml"], "a folder that exists, got new/out"),
         (prepare_data, ["out", "a.jsonl", "--tokenizer", "byte"], "set --text_key to"),
         (prepare_data, ["out", "a.csv", "--tokenizer", "byte"], r"is a table \(CSV\)"),
         (prepare_data, ["out", "tests", "--tokenizer", "byte"], "error: files must name files"),
@@ -80,6 +85,13 @@ def test_mistakes(  # type: ignore[no-untyped-def]
     assert re.search(said, error), error
     assert not re.search(r"training\.|model\.", error)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_store_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    prepare_data.main(["~/stores/a", "~/a.txt", "--tokenizer", "byte"])
+    assert TokenStore(tmp_path / "stores" / "a").num_tokens == 5
 
 
 @pytest.mark.parametrize("script", ["prepare_data.py", "train_tokenizer.py"])

@@ -62,7 +62,8 @@ def find_template(
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        # a byte order mark would be written into every conversation
+        return file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise DataError(
             f"cannot read the chat template {file}: {error.strerror}; "

@@ -28,13 +28,16 @@ import numpy.typing as npt
 from torchtitan.base.errors import DataError
 from torchtitan.data.chat import BEGIN_MARK, END_MARK, ChatTemplate, Conversation, Message
 from torchtitan.data.files import kind_of
-from torchtitan.data.source import check_characters, parse_line, read_lines, type_name
-from torchtitan.data.text import any_of
+from torchtitan.data.source import read_lines
+from torchtitan.data.text import any_of, check_characters, parse_line, type_name
 from torchtitan.data.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 WEIGHTS = ("0", "1", "0.0", "1.0")
-SHAPES = '{"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
+SHAPES = (
+    'either {"messages": [{"role": ..., "content": ...}, ...]} '
+    'or {"prompt": ..., "completion": ...}'
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ def parse_example(value: object, *, where: str) -> Example:
         got = f"keys {', '.join(map(repr, keys))}" if keys else "neither"
         if not isinstance(value, dict):
             got = type_name(value)
-        raise DataError(f"{where} must be {SHAPES}, got {got}")
+        hint = '; text is read with training.dataset = "files"' if "text" in keys else ""
+        raise DataError(f"{where} must be {SHAPES}, got {got}{hint}")
     for text in _strings(value):
         check_characters(text, where=where)
     if "messages" in keys:

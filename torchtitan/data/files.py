@@ -9,16 +9,19 @@ would be the other way; it takes a table for text, for every line of it is.
 
 from __future__ import annotations
 
+import codecs
 import glob
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import islice
+from os.path import exists, realpath
 from pathlib import Path
 from typing import Literal
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
+from torchtitan.data.text import check_fetched
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +120,21 @@ MAGIC: Mapping[tuple[int, bytes], str] = {
     (0, b"OggS"): ".ogg",
     (0, b"\x7fELF"): ".so",
 }
+# UTF-32's before UTF-16's, with which it begins
+MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 OURS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"MMIDIDX\0": ".idx"}
 HEAD_BYTES = 4096
+HINTS = {
+    "://": "nothing is downloaded: get the file first",
+    "$": "variables are not filled in",
+    ",": 'several paths are a list: ["a.txt", "b.txt"]',
+    "[": "a glob takes [ab] for one of the letters a and b, and [[] for [",
+}
 MOST_LOOKED_AT, MOST_NAMED = 10_000, 20
 
 
@@ -134,6 +150,11 @@ def kind_of(file: Path) -> Kind:
     suffix = suffix_of(file)
     if suffix in BY_SUFFIX:
         raise _refusal(file, suffix)
+    if READ.get(suffix) == "store" and file.suffix not in STORE:
+        raise DataError(
+            f"the two files of a token store end in .bin and .idx, in small letters and not "
+            f"packed, got {file}; unpack or rename both"
+        )
     if suffix not in READ:
         raise DataError(
             f"data are read from JSON Lines ({', '.join(_suffixes('lines'))}), token stores "
@@ -145,12 +166,16 @@ def kind_of(file: Path) -> Kind:
 
 def check_contents(file: Path, head: bytes) -> None:
     """Raise DataError if the first bytes of a file, unpacked, are not those of text."""
+    check_fetched(file, head)
     for magic, suffix in OURS.items():
         if head.startswith(magic):
-            raise DataError(f"{file} is no text but of the kind {suffix}; give it that suffix")
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff") and b"\0" in head:
+            packed = file.suffix.lower() in COMPRESSED and suffix in COMPRESSED
+            way = "unpack it once" if packed else "give it that suffix"
+            raise DataError(f"{file} is no text but of the kind {suffix}; {way}")
+    if b"\0" in head and (encoding := _wide_encoding(head)):
         raise DataError(
-            f"text must be UTF-8: {file} is UTF-16; convert it: iconv -f utf-16 -t utf-8 {file}"
+            f"text must be UTF-8: {file} is {encoding.upper()}; convert it: "
+            f"iconv -f {encoding} -t utf-8 {file} > new.txt"
         )
     # some marks are letters: what is text all through may begin so
     if b"\0" not in head and _is_utf8(head):
@@ -164,6 +189,18 @@ def check_contents(file: Path, head: bytes) -> None:
             f"binary files do; convert text in another encoding, such as UTF-16, with iconv, or "
             f"remove the bytes: tr -d '\\000' < {file}"
         )
+
+
+def _wide_encoding(head: bytes) -> str | None:
+    """Return in which encoding of two or four bytes a letter text is, by its mark or its zeros."""
+    for mark, encoding in MARKS.items():
+        if head.startswith(mark):
+            return encoding
+    first, second = head[::2], head[1::2]
+    for zeros, letters, encoding in ((second, first, "utf-16le"), (first, second, "utf-16be")):
+        if 0 not in letters and 2 * zeros.count(0) > len(zeros):
+            return encoding
+    return None
 
 
 def _is_utf8(head: bytes) -> bool:
@@ -213,7 +250,13 @@ def find_files(pattern: str, *, key: str = "training.dataset_path") -> list[Path
         path = Path(f"{path}.idx")
     named = path.exists()
     found = [path] if named else [Path(p) for p in glob.glob(str(path), recursive=True)]
-    files = sorted({_index_of(file) for file in found if file.is_file()})
+    # realpath, for a path of over 40 links in a row seems to be broken
+    if broken := [p for p in found if p.is_symlink() and not exists(realpath(p))]:
+        raise DataError(
+            f"{key}: {min(broken)} is a link to {min(broken).readlink()}, where there is no "
+            f"file; restore that, or remove the link"
+        )
+    files = _without_links({_index_of(file) for file in found if file.is_file()})
     empty = {file for file in files if file.exists() and file.stat().st_size == 0}
     if not files:
         raise _nothing(found, pattern, key=key)
@@ -231,6 +274,20 @@ def find_files(pattern: str, *, key: str = "training.dataset_path") -> list[Path
     return [file for file in files if file not in empty]
 
 
+def _without_links(files: set[Path]) -> list[Path]:
+    """Return the files sorted, each once: under a link to a folder a glob finds them again."""
+    kept: dict[Path, Path] = {}
+    # a file itself before its links, and the shortest of these
+    for file in sorted(files, key=lambda file: (file != file.resolve(), len(file.parts), file)):
+        kept.setdefault(file.resolve(), file)
+    if len(kept) < len(files):
+        logger.warning(
+            "%s that links lead to a second time are read once",
+            amount(len(files) - len(kept), "file"),
+        )
+    return sorted(kept.values())
+
+
 def _index_of(file: Path) -> Path:
     return file.with_suffix(".idx") if file.suffix in STORE else file
 
@@ -244,6 +301,7 @@ def _nothing(found: list[Path], pattern: str, *, key: str) -> DataError:
         )
     return DataError(
         f"{key}: no file matches {pattern!r:.200}; relative paths begin at {Path.cwd()}"
+        + "".join(f"; {hint}" for part, hint in HINTS.items() if part in pattern)
     )
 
 

@@ -235,6 +235,8 @@ def _encode(source: ExampleSource, encoder: Encoder, *, writer: StoreWriter) -> 
                 num_skipped += 1
             else:
                 writer.add(row, ends_document=True)
+    if not writer.num_documents and not num_skipped:
+        raise DataError(f"data must hold examples, {source.name} has blank lines alone; add some")
     if not writer.num_documents:
         raise DataError(
             f"there must be an example with an answer to learn, {source.name} has "

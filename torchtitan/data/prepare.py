@@ -17,6 +17,7 @@ is ever deleted: the cache may be emptied by hand whenever no run uses it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 BATCH_CHARS = 1 << 19
 LOG_EVERY_SECONDS = 30.0
+# no space, over quota, over the limit of a file
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def cached_store(corpus: Corpus, *, tokenizer: Tokenizer, cache: str) -> TokenStore:
@@ -89,9 +92,13 @@ def cached(
                 if not folder.exists():
                     _build(folder, vocab_size=vocab_size, write=write)
     except OSError as error:
+        what = f"{root}: {error.strerror or error}"
+        if error.filename is not None and Path(error.filename) != root:
+            what += f" ({error.filename})"
+        room = "make room, or " if error.errno in FULL else ""
         raise DataError(
-            f"cannot write tokenised data to {root}: {error.strerror or error}; "
-            f"make room, or set training.dataset_cache to another folder"
+            f"cannot write tokenised data to {what}; {room}set training.dataset_cache to another "
+            f"folder"
         ) from error
     return _open(folder)
 
@@ -180,7 +187,7 @@ def _open(folder: Path) -> tuple[TokenStore, dict[str, Any]]:
         about = json.loads((folder / "about.json").read_text())
         store = TokenStore(folder / "tokens")
         whole = store.content_hash() == about["content"]
-    except (OSError, ValueError, KeyError, DataError) as error:
+    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
         raise DataError(f"the tokenised data in {folder} is damaged; delete it: {error}") from error
     if not whole:
         raise DataError(f"the tokenised data in {folder} changed since it was written; delete it")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import json
+import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,8 +26,23 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.files import COMPRESSED, HEAD_BYTES, check_contents, kind_of
-from torchtitan.data.text import cut_point
+from torchtitan.base.log import amount
+from torchtitan.data.files import (
+    COMPRESSED,
+    HEAD_BYTES,
+    check_contents,
+    kind_of,
+)
+from torchtitan.data.text import (
+    ARRAY_ADVICE,
+    check_characters,
+    check_fetched,
+    cut_point,
+    parse_line,
+    type_name,
+)
+
+logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
 PIECE_CHARS = 1 << 20
@@ -35,10 +50,6 @@ MAX_LINE_BYTES = 1 << 28
 # text is packed to a fifth, one letter by gzip to a thousandth; 4 bytes of zstd may hold 128 KiB
 MAX_GROWTH, FREE_BYTES = 400, 1 << 26
 PACKED_BYTES = 1 << 10
-ARRAY_ADVICE = (
-    "data are JSON Lines, one object a line; make such lines of an array: "
-    "jq -c '.[]' old.json > new.jsonl"
-)
 
 Advance = Callable[[int], None]
 
@@ -115,10 +126,33 @@ def file_identity(file: Path) -> str:
 
 def check_heads(files: Sequence[Path]) -> None:
     """Raise DataError for the first file that is not text, before any of them is read."""
+    in_lines = []
     for file in files:
         with _readable(file), file.open("rb") as raw:
+            check_fetched(file, raw.read(HEAD_BYTES))
+            raw.seek(0)
             head = next(_unpacked(raw, file, size=HEAD_BYTES), b"")
         check_contents(file, head[:HEAD_BYTES])
+        if kind_of(file) == "text" and _holds_lines(head[:HEAD_BYTES]):
+            in_lines.append(file)
+    _warn_of_lines(in_lines)
+
+
+def _holds_lines(head: bytes) -> bool:
+    """Tell whether text begins as JSON Lines do: with a line that is an object."""
+    line, end, _ = head.removeprefix(codecs.BOM_UTF8).partition(b"\n")
+    return line.startswith(b'{"') and (not end or line.rstrip().endswith(b"}"))
+
+
+def _warn_of_lines(files: Sequence[Path]) -> None:
+    """Say that files of JSON Lines are read as plain text, if there are any."""
+    if files:
+        logger.warning(
+            "%s in JSON Lines, as %s, will be read as plain text, keys and brackets too, by "
+            "the suffix; to read the texts alone, rename to .jsonl",
+            amount(len(files), "file"),
+            files[0],
+        )
 
 
 def read_pieces(file: Path, *, text_key: str, advance: Advance) -> Iterator[Piece]:
@@ -284,46 +318,16 @@ def _json_lines(blocks: Iterator[bytes], file: Path, text_key: str) -> Iterator[
             yield Piece(document, ends_document=True)
 
 
-def parse_line(line: str, *, where: str) -> object:
-    """Return the value of a line of JSON, or raise DataError."""
-    value: object = None
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        # its own line number counts within the line
-        what = f"{error.msg} at column {error.colno}"
-        if line.strip() in ("[", "{"):
-            what = f"this one ends after {line.strip()!r}"
-        if line.lstrip().startswith("["):
-            what += f"; {ARRAY_ADVICE}"
-        elif line.strip() == "{":
-            what += "; write each object on one line: jq -c . old.json > new.jsonl"
-        raise DataError(f"{where} must be one JSON object: {what}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} must be one JSON object: {error}") from error
-    if isinstance(value, list):
-        raise DataError(f"{where} must be one JSON object: it is an array; {ARRAY_ADVICE}")
-    return value
-
-
-def check_characters(text: str, *, where: str) -> None:
-    """Raise DataError for text with half a character, which JSON can spell."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where} must hold whole characters, character {error.start} of its text is half of a "
-            f"surrogate pair (\\ud800 to \\udfff); remove or replace it"
-        ) from error
-
-
 def _document(line: str, text_key: str, *, where: str) -> str:
     value = parse_line(line, where=where)
     if not isinstance(value, dict):
         raise DataError(f"{where} must be a JSON object, got {type_name(value)}")
     if text_key not in value:
         got = f"keys {', '.join(map(repr, value))}" if value else "no keys"
-        raise WrongKeyError(f"{where} must have text under the key {text_key!r}, got {got:.300}")
+        said = f"{where} must have text under the key {text_key!r}, got {got:.300}"
+        if "messages" in value or {"prompt", "completion"} <= value.keys():
+            raise DataError(f'{said}; chats and completions are for training.dataset = "examples"')
+        raise WrongKeyError(said)
     text = value[text_key]
     if not isinstance(text, str):
         raise WrongKeyError(
@@ -331,11 +335,3 @@ def _document(line: str, text_key: str, *, where: str) -> str:
         )
     check_characters(text, where=where)
     return text
-
-
-def type_name(value: object) -> str:
-    """Return what JSON calls a value's type, and the value where it is short."""
-    names = {bool: "true or false", int: "a number", float: "a number", str: "text"}
-    names |= {list: "an array", dict: "an object", type(None): "null"}
-    shown = "" if value is None or isinstance(value, list | dict) else f", {value!r:.40}"
-    return f"{names[type(value)]}{shown}"

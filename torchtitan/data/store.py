@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan.base.errors import DataError
+from torchtitan.data.text import check_fetched
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
@@ -196,6 +197,7 @@ def _read_header(file: Path) -> tuple[np.dtype[Any], int, int]:
     size = _size(file)
     with file.open("rb") as handle:
         header = handle.read(HEADER.size)
+    check_fetched(file, header)
     if len(header) < HEADER.size:
         raise DataError(f"{file} is cut short: {size} bytes are no whole header")
     magic, version, code, num_sequences, num_boundaries = HEADER.unpack(header)

@@ -1,12 +1,14 @@
-"""What every tokenizer needs: the names of the end tokens, files read, and text cut at word
-borders and at special tokens.
+"""What every reader and tokenizer needs: the names of the end tokens, files read, lines of JSON
+checked, and text cut at word borders and at special tokens.
 
 Long text is tokenised in pieces. Where it is cut decides whether the pieces get the ids of the
 whole, so the cutting is done in this one place, for corpora and tokenizers alike."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +22,11 @@ Ids = npt.NDArray[np.uint32]
 
 BEGIN_OF_TEXT = "<|begin_of_text|>"
 END_OF_TEXT = "<|end_of_text|>"
+ARRAY_ADVICE = (
+    "data are JSON Lines, one object a line; make such lines of an array: "
+    "jq -c '.[]' old.json > new.jsonl"
+)
+LFS_POINTER = b"version https://git-lfs.github.com"
 
 
 class Encoded(NamedTuple):
@@ -32,9 +39,19 @@ class Encoded(NamedTuple):
 def read_bytes(path: Path) -> bytes:
     """Return a tokenizer file's bytes, or raise DataError saying why it cannot be read."""
     try:
-        return path.read_bytes()
+        data = path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read tokenizer file {path}: {error.strerror}") from error
+    check_fetched(path, data)
+    return data
+
+
+def check_fetched(file: Path, head: bytes) -> None:
+    """Raise DataError if a file is what Git LFS leaves in its place until it is fetched."""
+    if head.startswith(LFS_POINTER):
+        raise DataError(
+            f"{file} is a pointer of Git LFS, not the file itself; fetch it: git lfs pull"
+        )
 
 
 def cut_point(text: str, *, limit: int) -> int:
@@ -92,3 +109,58 @@ def encode_around(
     # every byte but those that go on with a character begins one
     characters = np.cumsum((data & 0xC0) != 0x80)
     return Encoded(ids, characters[np.cumsum(sizes, dtype=np.int64) - 1].tolist())
+
+
+def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"it has the key {key!r} more than once, and one would be lost")
+    return value
+
+
+def parse_line(line: str, *, where: str) -> object:
+    """Return the value of a line of JSON, or raise DataError."""
+    value: object = None
+    try:
+        value = json.loads(line, object_pairs_hook=_each_key_once)
+    except json.JSONDecodeError as error:
+        # its own line number counts within the line
+        what = f"{error.msg} at column {error.colno}"
+        if line.strip() in ("[", "{"):
+            what = f"this one ends after {line.strip()!r}"
+        if line.lstrip().startswith("["):
+            what += f"; {ARRAY_ADVICE}"
+        elif "\r" in line.strip():
+            what += (
+                "; lines must end in \\n, here they end in \\r: tr '\\r' '\\n' < old > new.jsonl"
+            )
+        elif line.strip() == "{":
+            what += "; write each object on one line: jq -c . old.json > new.jsonl"
+        raise DataError(f"{where} must be one JSON object: {what}") from error
+    except (ValueError, RecursionError) as error:
+        # behind the semicolon Python's own advice to programmers
+        what = str(error).partition(";")[0]
+        raise DataError(f"{where} must be one JSON object: {what}") from error
+    if isinstance(value, list):
+        raise DataError(f"{where} must be one JSON object: it is an array; {ARRAY_ADVICE}")
+    return value
+
+
+def check_characters(text: str, *, where: str) -> None:
+    """Raise DataError for text with half a character, which JSON can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} must hold whole characters, character {error.start} of its text is half of a "
+            f"surrogate pair (\\ud800 to \\udfff); remove or replace it"
+        ) from error
+
+
+def type_name(value: object) -> str:
+    """Return what JSON calls a value's type, and the value where it is short."""
+    names = {bool: "true or false", int: "a number", float: "a number", str: "text"}
+    names |= {list: "an array", dict: "an object", type(None): "null"}
+    shown = "" if value is None or isinstance(value, list | dict) else f", {value!r:.40}"
+    return f"{names[type(value)]}{shown}"

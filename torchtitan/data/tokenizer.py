@@ -106,7 +106,13 @@ def build_tokenizer(path: str, *, key: str = "model.tokenizer_path") -> Tokenize
     if not file.exists():
         raise DataError(
             f"{key} must be a file, a folder with tokenizer.json, or one of "
-            f"{', '.join(['byte', *BUILT_IN])}; found nothing at {path!r}"
+            f"{', '.join(['byte', *BUILT_IN])}; found nothing at {path!r:.200}, and nothing is "
+            f"downloaded: get the file first"
+        )
+    if file.is_dir() and not (file / "tokenizer.json").exists():
+        raise DataError(
+            f"{key}: the folder {path!r} has no tokenizer.json; name a folder that has one, or a "
+            f"tiktoken file itself"
         )
     if file.is_dir() or file.suffix == ".json":
         from torchtitan.data.tokenizer_hf import HuggingFaceTokenizer

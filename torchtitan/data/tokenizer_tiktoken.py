@@ -63,7 +63,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         if not expected:
             raise DataError(
                 f"line {number} of tokenizer file {path} must be a new token in base64 and the "
-                f"rank {len(ranks)}, got {line[:60]!r}; the file is damaged or no tiktoken file"
+                f"rank {len(ranks)}, got {line[:60]!r}; the file is damaged or "
+                f"no tiktoken file (of a SentencePiece model take its tokenizer.json)"
             )
         ranks[token] = len(ranks)
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
