@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import torch._inductor.config
+from torch._inductor import cpp_builder
+from torch._inductor.exc import InvalidCxxCompiler
 
 from tests.config.jobs import Jobs
 from torchtitan.config.__main__ import main
@@ -157,7 +157,10 @@ def test_what_this_machine_lacks_is_a_remark(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-g++"))
+    def no_compiler() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", no_compiler)
     job = (*FLOAT8, "--compile.enable", "--model.flavor=debugmodel")
     code, out, _ = checked(*job, capsys=capsys)
     assert code == 0
