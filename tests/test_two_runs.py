@@ -1,4 +1,4 @@
-"""Runs in one process, one after the other: what each leaves behind, and that the next one works."""
+"""Runs in one process, one after the other: what one leaves behind, and that the next one works."""
 
 from __future__ import annotations
 

@@ -104,8 +104,7 @@ def keep_logging() -> Iterator[None]:
         logging.getLogger("torchtitan").setLevel(level)
         logging.captureWarnings(captured)
         for each, handlers, propagate in before:
-            for handler in handlers:
-                each.addHandler(handler)  # again: it is there once
+            each.handlers[:] = handlers
             each.propagate = propagate
 
 
@@ -202,10 +201,33 @@ def _console_handler(*, rank: int, shown: frozenset[int], color: bool) -> loggin
     return handler
 
 
+class _FileHandler(logging.FileHandler):
+    """Say once that lines are lost where the disk takes no more: no run ends over its log."""
+
+    is_lost = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Note a line that could not be written."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.is_lost:
+            self.is_lost = True
+            sys.stderr.write(f"{self.baseFilename} loses lines: {error.strerror}; make room\n")
+
+    def close(self) -> None:
+        """Close the file; what it could not take was told of."""
+        try:
+            super().close()
+        except OSError:
+            if not self.is_lost:
+                raise
+
+
 def _file_handler(path: Path) -> logging.Handler:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = _FileHandler(path, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"job.dump_folder must be a folder this job can write to, got {path.parent.parent} "

@@ -129,9 +129,15 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path, *, resume_step: int) -> None:
         tensorboard = _load("torch.utils.tensorboard", setting="metrics.enable_tensorboard")
-        self._writer = tensorboard.SummaryWriter(
-            str(folder), purge_step=resume_step + 1, flush_secs=10
-        )
+        try:
+            self._writer = tensorboard.SummaryWriter(
+                str(folder), purge_step=resume_step + 1, flush_secs=10
+            )
+        except OSError as error:
+            raise DataError(
+                f"metrics.enable_tensorboard needs a folder to write to, got {folder}: "
+                f"{error.strerror}; make room there, or set metrics.save_tb_folder to another"
+            ) from error
 
     def write(self, row: Row) -> None:
         """Write the row under torchtitan's tags."""
