@@ -26,11 +26,12 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.assemble import assemble
 from torchtitan.base.determinism import keep_process_settings
@@ -98,8 +99,8 @@ def run_job(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack) -> None:
     folder = Path(config.job.dump_folder)
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
     log(folder=folder, color=color)
-    undo.callback(end_process_group)
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
+    undo.callback(end_process_group)  # not before: a group that the process has already is not ours
     started = time.monotonic()
     run = assemble(config, launch=launch, color=color, undo=undo)
     bar = ProgressBar(
@@ -109,7 +110,7 @@ def run_job(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack) -> None:
         color=color,
     )
     trainer = Trainer(run, stop=stop, doing=bar.doing)
-    undo.push(trainer.close_after)
+    undo.callback(trainer.close_after_failure)
     begin_together(stop)
     with bar:
         reason = train_steps(trainer, on_step=bar.advance)
@@ -229,7 +230,7 @@ def train_and_report(argv: Sequence[str], *, undo: ExitStack) -> int:
         except UserError as error:
             _report(error)
             return error.exit_code
-        except Exception:
+        except (Exception, CheckpointException):  # DCP's is no Exception
             note_in_file(traceback.format_exc())
             raise
     return 0
@@ -246,7 +247,7 @@ def train_and_leave(argv: Sequence[str]) -> None:
     undo = ExitStack()
     try:
         exit_code = train_and_report(argv, undo=undo)
-    except Exception:
+    except (Exception, CheckpointException):
         traceback.print_exc()
         leave(1)
         raise  # never comes to this
@@ -258,13 +259,19 @@ def _report(error: UserError) -> None:
     note_in_file(str(error))
     if dist.is_initialized():
         if is_first_to_report():
-            sys.stderr.write(f"{erase_line(sys.stderr)}{error}\n")
+            _say(error)
         await_reports()
         return
     if os.environ.get("RANK", "0") != "0":
         # the launcher ends all ranks when one ends: only a mistake that rank 0 has not met is said
         time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
-    sys.stderr.write(f"{error}\n")
+    _say(error)
+
+
+def _say(error: UserError) -> None:
+    with suppress(BrokenPipeError):  # as of `| head`: the exit code still tells, and the log file
+        sys.stderr.write(f"{erase_line(sys.stderr)}{error}\n")
+        sys.stderr.flush()
 
 
 if __name__ == "__main__":

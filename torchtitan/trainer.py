@@ -283,13 +283,11 @@ class Trainer:
         with self._open:
             pass
 
-    def close_after(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close after `error`, which stays the one that counts."""
+    def close_after_failure(self) -> None:
+        """Close what a run that failed has left open; its error stays the one that counts."""
         try:
             self.close()
-        except Exception as other:
-            if error is None:
-                raise
+        except Exception as other:  # noqa: BLE001 - the failure before it is raised
             logger.error("closing the run failed too: %s: %s", type(other).__name__, other)
 
 

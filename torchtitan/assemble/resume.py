@@ -21,6 +21,7 @@ from torchtitan.assemble.hf import chosen_rotation, describe_export, warn_of_oth
 from torchtitan.assemble.layout import Layout
 from torchtitan.assemble.trained import check_scale, warn_of_random_base
 from torchtitan.base.device import device_type
+from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.hf import HeadDim, head_dim_of_rows
 from torchtitan.checkpoint.hf_folder import HFFolder, open_folder
 from torchtitan.checkpoint.hf_lora import weight_beside
@@ -28,6 +29,7 @@ from torchtitan.checkpoint.hf_write import export
 from torchtitan.checkpoint.lock import lock_folder
 from torchtitan.checkpoint.manager import CheckpointManager, Export, check_staging
 from torchtitan.checkpoint.pt_file import open_file
+from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.checkpoint.restore import restore
 from torchtitan.checkpoint.source import row_order
 from torchtitan.checkpoint.start import (
@@ -188,13 +190,25 @@ def describe_schedule(config: Config) -> dict[str, Any]:
 
 
 def write_config(config: Config) -> None:
-    """Write the resolved settings into the run's folder, from rank 0."""
-    if dist.get_rank() != 0:
-        return
+    """Write the resolved settings into the run's folder, from rank 0.
+
+    Raises:
+        CheckpointError: They cannot be written; raised on every rank.
+    """
+    on_first_rank(lambda: _write_config(config), group=dist.group.WORLD)
+
+
+def _write_config(config: Config) -> None:
     names = [TRIAL_CONFIG_FILE if config.checkpoint.load_only else CONFIG_FILE]
     if config.job.save_config_file is not None:
         names.append(config.job.save_config_file)
     for name in names:
         path = Path(config.job.dump_folder) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_toml(config), encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(to_toml(config), encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(
+                f"the settings of a run are written to its folder, but {path} cannot be written: "
+                f"{error.strerror}; make room there, or name another --job.dump_folder"
+            ) from error

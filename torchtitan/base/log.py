@@ -136,8 +136,7 @@ def keep_logging() -> Iterator[None]:
         logging.getLogger("torchtitan").setLevel(level)
         logging.captureWarnings(captured)
         for each, handlers, propagate in before:
-            for handler in handlers:
-                each.addHandler(handler)  # again: it is there once
+            each.handlers[:] = handlers
             each.propagate = propagate
 
 
@@ -200,20 +199,6 @@ class _ConsoleHandler(logging.StreamHandler):
         super().emit(record)
 
 
-class _FileHandler(logging.FileHandler):
-    """Say once that the disk does not take the log, instead of a traceback for each line."""
-
-    is_told = False
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self.is_told:
-            self.is_told = True
-            sys.stderr.write(f"{self.baseFilename} lacks lines from now on: {error.strerror}\n")
-
-
 class _ConsoleFormatter(logging.Formatter):
     """One short line: time, rank if several are shown, level and origin unless all is well."""
 
@@ -256,6 +241,29 @@ def _console_handler(*, rank: int, shown: frozenset[int], color: bool) -> loggin
         )
     )
     return handler
+
+
+class _FileHandler(logging.FileHandler):
+    """Say once that lines are lost where the disk takes no more: no run ends over its log."""
+
+    is_lost = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Note a line that could not be written."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.is_lost:
+            self.is_lost = True
+            sys.stderr.write(f"{self.baseFilename} lacks lines from now on: {error.strerror}\n")
+
+    def close(self) -> None:
+        """Close the file; what it could not take was told of."""
+        try:
+            super().close()
+        except OSError:
+            if not self.is_lost:
+                raise
 
 
 def _file_handler(path: Path) -> logging.Handler:

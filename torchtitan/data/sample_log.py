@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from torchtitan.base.errors import DataError
+
 
 def hash_tokens(tokens: torch.Tensor) -> str:
     """Return 16 hexadecimal digits that tell a sample's tokens from others."""
@@ -44,8 +46,14 @@ class SampleLog:
             return
         row = {"step": step, "index": number, "hash": hash_tokens(tokens)}
         path = self._folder / f"rank_{self._rank}.jsonl"
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise DataError(
+                f"{path} must be writable all along, got: {error.strerror}; make room and start "
+                f"again, or leave out debug.log_sample_hashes"
+            ) from error
 
     def _drop_from(self, step: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -158,12 +158,12 @@ def build_view(
     if view.num_tokens <= seq_len:
         ours = counts["held_out" if side.held_out else "to_train_on"]
         raise side.refuse(
-            needed=f"training.seq_len + 1 = {seq_len + 1} tokens of {name:.80}",
+            needed=f"training.seq_len + 1 = {seq_len + 1} tokens of {name:.200}",
             found=f"{view.num_tokens} in {ours} of {total} documents",
         )
     if not side.held_out:
         logger.info(
-            "validation.split = %s: %d of %d documents of %.80s are held out, %d of %d tokens",
+            "validation.split = %s: %d of %d documents of %.200s are held out, %d of %d tokens",
             side.fraction,
             counts["held_out"],
             total,

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -179,8 +180,9 @@ def leave(exit_code: int) -> None:
     down: that waits for what is in flight in them, maybe with a peer that hangs.
     """
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):  # whoever read it is gone: the exit code must not be lost
+            stream.flush()
     if exit_code == 0 and dist.is_initialized():
         dist.destroy_process_group()
     os._exit(exit_code)
