@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -607,6 +608,18 @@ def test_a_checkpoint_of_other_parameters_writes_no_folder(
     change(model.layers["1"])
     with pytest.raises(CheckpointError, match=part):
         exported(model, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_checkpoint_of_a_part_of_a_tensor_writes_no_folder(tmp_path: Path) -> None:
+    model = random_decoder(VARIANTS["grouped"])
+    step = checkpoint_of(model, tmp_path / "step-1")
+    metadata = dcp.FileSystemReader(step / "model").read_metadata()
+    metadata.state_dict_metadata["norm.weight"].chunks[0].sizes = torch.Size([3])
+    (step / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
+    settings = HFExport(names=family_of(model.config).hf, architecture=model.config, dtype=None)
+    with pytest.raises(CheckpointError, match=r"'norm.weight' has 3 of 32 elements"):
+        export(step, tmp_path / "out", settings=settings, group=None)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 

@@ -112,8 +112,10 @@ def export(
     draft = draft_of(target)
 
     def check() -> None:
-        stored = TensorReader(checkpoint / "model").read_metadata().state_dict_metadata
+        reader = TensorReader(checkpoint / "model")
+        stored = reader.read_metadata().state_dict_metadata
         check_names(checkpoint, stored, settings=settings)
+        reader.check_whole(stored)
 
     def prepare() -> list[list[Planned]]:
         if draft.exists():  # of a process that died

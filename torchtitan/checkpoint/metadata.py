@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from torchtitan.base.errors import CheckpointError
+from torchtitan.base.log import amount
 from torchtitan.checkpoint.data_pickle import Place, load_records
 from torchtitan.checkpoint.files import check_is_file
 from torchtitan.checkpoint.hf import Places, overlap
@@ -174,8 +175,8 @@ class TensorReader(dcp.FileSystemReader):
         wrong = sorted(f"'{name}' {what}" for name, what in found.items() if what is not None)
         if wrong:
             raise CheckpointError(
-                f"{self.path} must hold every element of a tensor once, got {len(wrong)} tensors "
-                f"otherwise:\n  "
+                f"{self.path} must hold every element of a tensor once, got "
+                f"{amount(len(wrong), 'tensor')} otherwise:\n  "
                 + "; ".join(wrong[:8])
                 + (" ..." if len(wrong) > 8 else "")
                 + "\nwhere a part is missing, likely one of several ranks saved its own part alone "
