@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pickle
 import logging
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
