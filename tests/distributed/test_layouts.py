@@ -61,7 +61,7 @@ def on_one_device(
 def assert_same_training(result: jobs.Result, reference: jobs.Result) -> None:
     found = compare_rows(reference.rows, result.rows)
     assert not found.is_found, str(found)
-    weights = compare_weights(reference.final, result.final)
+    weights = compare_weights(reference.initial, reference.final, result.final)
     assert weights.largest <= WEIGHTS_TOLERANCE, weights
 
 
