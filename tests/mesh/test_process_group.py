@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError
-from torchtitan.mesh.dims import ParallelDims, build_mesh
 from torchtitan.mesh import process_group
+from torchtitan.mesh.dims import ParallelDims, build_mesh
 from torchtitan.mesh.process_group import Launch, read_launch, set_timeout
 
 MEETING_POINT = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.base.log import amount
 from torchtitan.data.files import find_files
 from torchtitan.data.split import content_number
 from torchtitan.data.store import TokenStore
@@ -64,7 +63,7 @@ class Documents:
         """Say how many documents are looked at, of how many."""
         total = self._ends[-1]
         if total <= NUM_DOCUMENTS:
-            return amount(total, "document")
+            return f"{total} documents"
         return f"{NUM_DOCUMENTS} documents (looked at, of {total})"
 
 

@@ -104,7 +104,7 @@ class _Meeting:
     launch: Launch
     place: tuple[str, ...]
     timeout: timedelta = field(compare=False)
-    """How long to wait for the other ranks; the next run may have another and meets all the same."""
+    """How long to wait for the other ranks; a run that sets another limit meets all the same."""
 
 
 @cache  # as long as the process: whoever is first at the next run would meet a store that closes
