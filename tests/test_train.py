@@ -156,7 +156,8 @@ LAUNCH = ["torchtitan.launch", "--standalone", "--nproc_per_node"]
         (TRAIN, {}, "Starting 1 rank on this machine: a.toml "),
         (TRAIN[:1], {}, "Starting 1 rank on this machine "),
         ([*LAUNCH, "4", "-m", *TRAIN], {}, "Starting 4 ranks on this machine: a.toml "),
-        (TRAIN, {"RANK": "0", "WORLD_SIZE": "2"}, "Starting 2 ranks on this machine: a.toml "),
+        ([*LAUNCH, "gpu", "-m", *TRAIN], {}, "Starting ranks on this machine: a.toml "),
+        (TRAIN, {"RANK": "0", "WORLD_SIZE": "2"}, "Starting 2 ranks: a.toml "),
         (TRAIN, {"RANK": "1", "WORLD_SIZE": "2"}, ""),
         (TRAIN, {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}, ""),
         ([*TRAIN, "--help"], {}, ""),
@@ -181,7 +182,8 @@ def test_an_error_of_another_rank_does_not_leave_the_bar(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train_module.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(train_module, "is_first_to", lambda action: True)
+    monkeypatch.setattr(train_module, "is_first_to_report", lambda: True)
+    monkeypatch.setattr(train_module, "await_reports", lambda: None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     train_module._report(StoppedError("stopped after step 3"))

@@ -18,7 +18,7 @@ from torchtitan.base.log import begin_process, find_option
 
 if __name__ == "__main__":
     num_ranks = find_option(sys.argv, "--nproc_per_node", "--nproc-per-node") or "1"
-    begin_process(sys.argv[1:], num_ranks=num_ranks)
+    begin_process(sys.argv[1:], num_ranks=num_ranks, are_here=True)
 
 import logging
 import os

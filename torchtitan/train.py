@@ -16,8 +16,8 @@ from torchtitan.base.log import begin_process
 if __name__ == "__main__":
     # a launcher has said it already, and of ranks that were started by hand the first one says it
     is_told = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("RANK", "0") != "0"
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    begin_process(sys.argv[1:], num_ranks=None if is_told else world_size)
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    begin_process(sys.argv[1:], num_ranks=None if is_told else num_ranks, are_here=num_ranks == "1")
     # until `train_and_leave`: imports make half a million objects and no garbage, and to look
     # through them again and again would be a tenth of the time to the first step
     gc.disable()

@@ -124,7 +124,7 @@ def test_a_file_that_is_named_twice(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert not caplog.messages
     dataset_of(tmp_path, dataset_path=[str(tmp_path / "text" / "*.txt"), paths[0]])
     [warning] = caplog.messages
-    assert warning.startswith(f"dataset_path names 1 files more than once, as {paths[0]}: their")
+    assert warning.startswith(f"dataset_path names 1 file more than once, as {paths[0]}: their")
 
 
 def test_ids_of_another_tokenizer(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from torchtitan.base.errors import DataError
 from torchtitan.data import chat, foreign, tokenizer_hf
 from torchtitan.data.chat import ChatTemplate, Conversation
 from torchtitan.data.examples import Encoder
-from torchtitan.data.foreign import ForeignError, Limits, Program
+from torchtitan.data.foreign import ForeignError, Limits, Loaded, Program
 from torchtitan.data.tokenizer import build_tokenizer
 
 
@@ -222,3 +223,16 @@ def test_it_ends_with_its_parent() -> None:
             return
         time.sleep(0.1)
     pytest.fail("it lives on")
+
+
+def load_thread_count(source: bytes) -> Loaded:
+    """A program that tells how many threads its process has once numpy is there."""
+    importlib.import_module("numpy")
+    return lambda item: len(os.listdir("/proc/self/task")), None
+
+
+def test_threads_of_numpy_take_none_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine of many cores their stacks alone could be more than a template may have."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "4")
+    program = Program(f"{__name__}:load_thread_count", b"", limits=Limits(seconds=10, gib=1))
+    assert program.run([None]) == [1]

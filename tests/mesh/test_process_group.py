@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError
+from torchtitan.mesh import process_group
 from torchtitan.mesh.dims import ParallelDims, build_mesh
 from torchtitan.mesh.process_group import Launch, read_launch, set_timeout
 
@@ -58,3 +62,20 @@ def timeouts(seconds: int | None) -> set[float]:
 def test_a_timeout_reaches_every_group(ranks: RankPool) -> None:
     assert len(ranks.run(timeouts, None, world=2)[0]) > 1  # torch's own differ: hence set_timeout
     assert ranks.run(timeouts, 77, world=2) == [{77.0}, {77.0}]
+
+
+def test_ranks_that_do_not_come_are_waited_for_as_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own limit is half an hour; a second run with another one meets at the same store."""
+    asked: list[timedelta] = []
+
+    def rendezvous(url: str, *, timeout: timedelta, **place: int) -> Iterator[tuple[dist.Store]]:
+        asked.append(timeout)
+        yield (dist.HashStore(),)
+
+    monkeypatch.setattr(process_group, "rendezvous", rendezvous)
+    for name, value in MEETING_POINT.items():
+        monkeypatch.setenv(name, value)
+    launch = Launch(rank=0, local_rank=0, world_size=2)
+    for seconds in (7, 8):
+        process_group._store_of_run(launch, timeout=timedelta(seconds=seconds))
+    assert asked == [timedelta(seconds=7)]

@@ -28,10 +28,10 @@ def find_trained(config: Config, *, model: LanguageModel) -> Trained:
         ConfigError: A pattern stands for nothing, or nothing is left to train.
     """
     lora = config.lora
+    names = {name for name, _ in model.named_parameters()}
     unset = OptimizerConfig().no_decay_params  # which may match nothing: few models have a bias
     for pattern in config.optimizer.no_decay_params:
         if pattern not in unset:
-            names = dict(model.named_parameters())
             check_pattern(pattern, names, key="[optimizer] no_decay_params", what="parameter")
     trained = Trained(frozen=config.optimizer.frozen_params, factors_alone=lora.rank > 0)
     if trained == Trained():
@@ -46,7 +46,7 @@ def find_trained(config: Config, *, model: LanguageModel) -> Trained:
             name
             for name in linears
             if any(fnmatchcase(name, pattern) for pattern in lora.modules)
-            and f"{name}.bias" in dict(model.named_parameters())
+            and f"{name}.bias" in names
         ]:
             raise ConfigError(
                 f"[lora] modules must be linear layers without a bias, got {', '.join(biased[:4])}"

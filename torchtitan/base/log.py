@@ -42,11 +42,11 @@ _TIME = "%H:%M:%S"
 _HANDLER_PREFIX = "torchtitan."
 
 
-def begin_process(argv: Sequence[str], *, num_ranks: str | None) -> None:
+def begin_process(argv: Sequence[str], *, num_ranks: str | None, are_here: bool) -> None:
     """Do what cannot wait until torch is imported, which takes seconds.
 
-    Say on the console that `num_ranks` are starting (None: another process says it), and let Ctrl-C
-    end the import without a traceback.
+    Say on the console that `num_ranks`, or "auto", are starting (None: another process says it),
+    and let Ctrl-C end the import without a traceback. `are_here`: all of them on this machine.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.stderr is None:  # started with 2>&-
@@ -54,9 +54,10 @@ def begin_process(argv: Sequence[str], *, num_ranks: str | None) -> None:
     if num_ranks is None or not {"-h", "--help"}.isdisjoint(argv):
         return
     file = find_option(argv, "--job.config_file")
-    ranks = {"1": "1 rank"}.get(num_ranks, f"{num_ranks} ranks")
+    ranks = amount(int(num_ranks), "rank") if num_ranks.isdecimal() else "ranks"
+    where = " on this machine" if are_here else ""
     sys.stderr.write(
-        f"{time.strftime(_TIME)} Starting {ranks} on this machine{f': {file}' if file else ''} "
+        f"{time.strftime(_TIME)} Starting {ranks}{where}{f': {file}' if file else ''} "
         "(importing PyTorch takes a few seconds)\n"
     )
     sys.stderr.flush()

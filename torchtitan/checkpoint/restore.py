@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.base.log import amount
@@ -25,6 +24,7 @@ from torchtitan.checkpoint.files import checked_kinds
 from torchtitan.checkpoint.hf_folder import EMBEDDING, OUTPUT, HFFolder
 from torchtitan.checkpoint.hf_read import read_weights
 from torchtitan.checkpoint.ranks import on_every_rank, union
+from torchtitan.checkpoint.staging import local_part
 from torchtitan.checkpoint.start import Intention, Start, leave_later_steps
 from torchtitan.checkpoint.state import (
     RunState,
@@ -213,7 +213,7 @@ def _check_tied(
         group=group,
         may_grow=(OUTPUT,) if grows_vocab else (),
     )
-    same = embedding is None or torch.equal(_local(embedding), _local(head[OUTPUT]))
+    same = embedding is None or torch.equal(local_part(embedding), local_part(head[OUTPUT]))
     found = on_every_rank(lambda: (embedding is not None, same), group=group)
     if not (any(held for held, _ in found) and all(equal for _, equal in found)):
         raise CheckpointError(
@@ -222,10 +222,6 @@ def _check_tied(
             f'checkpoint.exclude_from_loading = ["{OUTPUT}"]'
         )
     logger.info("%s is %s, to which this model ties it: not read twice", OUTPUT, EMBEDDING)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _restore_hf(

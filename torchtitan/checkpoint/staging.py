@@ -51,16 +51,16 @@ class Staging:
         if self._pinned and _is_on_gpu(source):
             if is_new:
                 self._buffers[key] = _pinned_like(source)
-            _local(self._buffers[key]).copy_(_local(source), non_blocking=True)
+            local_part(self._buffers[key]).copy_(local_part(source), non_blocking=True)
         elif is_new:
             self._buffers[key] = source.to("cpu", copy=True)
         else:
-            _local(self._buffers[key]).copy_(_local(source))
+            local_part(self._buffers[key]).copy_(local_part(source))
         return self._buffers[key]
 
 
 def _is_on_gpu(tensor: Tensor) -> bool:
-    return _local(tensor).is_cuda
+    return local_part(tensor).is_cuda
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:
@@ -73,8 +73,9 @@ def _finish_copies() -> None:
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and _local(a).shape == _local(b).shape
+    return a.shape == b.shape and a.dtype == b.dtype and local_part(a).shape == local_part(b).shape
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -295,8 +295,8 @@ def _corpora(training: TrainingConfig) -> list[list[Corpus | TokenStore]]:
     counts = Counter(file for files in groups for file in files)
     if repeated := [file for file, count in counts.items() if count > 1]:
         logger.warning(
-            "dataset_path names %d files more than once, as %s: their documents are read as often",
-            len(repeated),
+            "dataset_path names %s more than once, as %s: their documents are read as often",
+            amount(len(repeated), "file"),
             repeated[0],
         )
     corpora: list[list[Corpus | TokenStore]] = []

@@ -277,9 +277,10 @@ def find_files(pattern: str, *, key: str = "training.dataset_path") -> list[Path
 def _without_links(files: set[Path]) -> list[Path]:
     """Return the files sorted, each once: under a link to a folder a glob finds them again."""
     kept: dict[Path, Path] = {}
+    places = {file: file.resolve() for file in files}  # once: it asks the disk for each folder
     # a file itself before its links, and the shortest of these
-    for file in sorted(files, key=lambda file: (file != file.resolve(), len(file.parts), file)):
-        kept.setdefault(file.resolve(), file)
+    for file in sorted(files, key=lambda file: (file != places[file], len(file.parts), file)):
+        kept.setdefault(places[file], file)
     if len(kept) < len(files):
         logger.warning(
             "%s that links lead to a second time are read once",

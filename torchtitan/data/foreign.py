@@ -158,7 +158,11 @@ class _Child:
                 f"serve({self._loader!r}, gib={self._limits.gib})"
             )
             process = self._process = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, "-c", code],
+                # the stacks of numpy's threads, one per core, would count as its memory
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
             )
         assert process.stdin is not None
         known = source in self._known

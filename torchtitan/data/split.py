@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan.base.errors import DataError
+from torchtitan.base.log import amount
 from torchtitan.data.prepare import cached
 from torchtitan.data.source import file_identity
 from torchtitan.data.store import CHUNK, StoreWriter, TokenStore
@@ -196,6 +197,7 @@ def _divide(
     Of each side two rows: where its runs begin in the view and, behind them, where it ends; where
     its runs begin in the store.
     """
+    logger.info("dividing %s of %s", amount(store.num_documents, "document"), store.prefix)
     firsts, places = (array("q"), array("q")), (array("q"), array("q"))
     num_tokens, num_documents = [0, 0], [0, 0]
     at, last = 0, None

@@ -55,10 +55,10 @@ class Pulse:
         if self._store is None or not self._peers:
             yield
             return
-        self._seen = dict.fromkeys(self._peers, time.monotonic())
+        seen = self._seen = dict.fromkeys(self._peers, time.monotonic())
         ended = threading.Event()
         threading.Thread(
-            target=self._beat, args=(self._store, ended), name="pulse", daemon=True
+            target=self._beat, args=(self._store, seen, ended), name="pulse", daemon=True
         ).start()
         try:
             yield
@@ -66,15 +66,16 @@ class Pulse:
             self._seen = {}
             ended.set()
 
-    def _beat(self, store: dist.Store, ended: threading.Event) -> None:
+    def _beat(self, store: dist.Store, seen: dict[int, float], ended: threading.Event) -> None:
+        # only into `seen`: an answer that comes after the save must not look like a silent rank
         counts: dict[int, int] = {}
         while not ended.is_set():
             try:
                 store.add(f"pulse/{self._rank}", 1)
                 for peer in self._peers:
                     count = store.add(f"pulse/{peer}", 0)
-                    if counts.get(peer) != count and not ended.is_set():
-                        counts[peer], self._seen[peer] = count, time.monotonic()
+                    if counts.get(peer) != count:
+                        counts[peer], seen[peer] = count, time.monotonic()
             except RuntimeError as error:
                 # whoever holds it is gone or hangs: rank 0 or the launcher, found by the silence
                 logger.warning("the job's store gives no answer: %s", error)

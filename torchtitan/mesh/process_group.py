@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -92,17 +92,26 @@ def _store_of_run(launch: Launch, *, timeout: timedelta) -> dist.Store:
     """Return a store that no earlier run of these processes has written to."""
     if launch.world_size == 1:
         return dist.HashStore()
-    store = _store_of_job(launch, *(os.environ[name] for name in MEETING_POINT))
+    place = tuple(os.environ[name] for name in MEETING_POINT)
+    store = _store_of_job(_Meeting(launch=launch, place=place, timeout=timeout))
     store.set_timeout(timeout)
     # where the last run's groups met, this one's would find the addresses of the dead
     number = store.add(f"runs of rank {launch.rank}", 1)
     return dist.PrefixStore(f"run {number}", store)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Meeting:
+    launch: Launch
+    place: tuple[str, ...]
+    timeout: timedelta = field(compare=False)
+    """How long to wait for the other ranks; a run that sets another limit meets all the same."""
+
+
 @cache  # as long as the process: whoever is first at the next run would meet a store that closes
-def _store_of_job(launch: Launch, *meeting_point: str) -> dist.Store:
-    place = {"rank": launch.rank, "world_size": launch.world_size}
-    store: dist.Store = next(rendezvous("env://", **place))[0]
+def _store_of_job(meeting: _Meeting) -> dist.Store:
+    place = {"rank": meeting.launch.rank, "world_size": meeting.launch.world_size}
+    store: dist.Store = next(rendezvous("env://", **place, timeout=meeting.timeout))[0]
     return store
 
 

@@ -285,8 +285,8 @@ def _writing(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"{path} must be writable all along, got: {error.strerror}; make room or mend it, and "
-            f"start again, checkpoints are untouched"
+            f"{path} must be writable all along, got: {error.strerror or error}; make room or mend "
+            f"it, and start again, checkpoints are untouched"
         ) from error
 
 

@@ -20,6 +20,7 @@ from functools import cache
 from math import ceil
 
 from torchtitan.base.errors import ConfigError
+from torchtitan.base.log import amount
 from torchtitan.config.schema import ParallelismConfig
 from torchtitan.models.contract import Counts
 
@@ -110,7 +111,7 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, 
                 f"lower pipeline_parallel_degree to at most {num_layers}"
                 if pp > num_layers
                 else f"lower pipeline_parallel_degree, or use a schedule or layers_per_stage with "
-                f"at most {num_layers // pp} stage{'s' if num_layers // pp > 1 else ''} per rank"
+                f"at most {amount(num_layers // pp, 'stage')} per rank"
             )
         )
     return num_stages
