@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.base.log import amount
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.files import Content, checked_kinds
+from torchtitan.checkpoint.files import check_counts, checked_kinds
 from torchtitan.checkpoint.hf_folder import EMBEDDING, OUTPUT, HFFolder
 from torchtitan.checkpoint.hf_read import read_weights
 from torchtitan.checkpoint.ranks import on_every_rank, union
@@ -250,7 +250,7 @@ def _restore_position(state: RunState, start: Start, *, group: dist.ProcessGroup
         ),
         group=group,
     )
-    _check_counts(stored, "position")
+    check_counts(stored, "position")
     try:
         state.loader.load_state_dict(stored)
     except DataError:
@@ -260,22 +260,12 @@ def _restore_position(state: RunState, start: Start, *, group: dist.ProcessGroup
         logger.info("Not loaded, as these are other data: dataloader")
 
 
-def _check_counts(content: Content, *keys: str) -> None:
-    """Refuse what no run has counted to: the run would go on anywhere."""
-    for key in keys:
-        if not 0 <= content[key] < 2**63:
-            raise CheckpointError(
-                f"{content.path} is damaged: '{key}' must be 0 or more and fit into 64 bits, got "
-                f"{str(content[key])[:60]}; use another checkpoint"
-            )
-
-
 def _restore_train_state(state: RunState, source: Path, *, group: dist.ProcessGroup) -> None:
     kinds = {"step": int, "tokens_seen": int, "world_size": int}
     train_state = storage.on_first_rank(
         lambda: checked_kinds(storage.read_state(source, "train_state"), kinds=kinds), group=group
     )
-    _check_counts(train_state, "step", "tokens_seen")
+    check_counts(train_state, "step", "tokens_seen")
     state.progress.step = train_state["step"]
     state.progress.tokens_seen = train_state["tokens_seen"]
     if train_state["world_size"] != dist.get_world_size():
