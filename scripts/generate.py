@@ -48,6 +48,8 @@ from torchtitan.mesh.process_group import (
 )
 from torchtitan.models.generate import generate
 
+MOST_TOKENS = 10**6
+
 
 def main(argv: Sequence[str]) -> int:
     """Write the texts; 2 with one message for what the user can mend."""
@@ -55,11 +57,11 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")  # names the damaged steps
     try:
         texts = write(args)
-    except UserError as error:
+    except (UserError, OSError) as error:
         if not dist.is_initialized() or is_first_to_report():
             sys.stderr.write(f"error: {error}\n")
         await_reports()
-        return error.exit_code
+        return UserError.exit_code
     if not dist.is_initialized() or dist.get_rank() == 0:
         for number, text in enumerate(texts, start=1):
             if len(texts) > 1:
@@ -171,6 +173,11 @@ def _check(args: argparse.Namespace) -> None:
         mistakes.append(
             f"--seed must fit into 64 bits, -2**63 to 2**64 - 1, got {args.seed}; take a smaller "
             f"number"
+        )
+    if args.max_new_tokens > MOST_TOKENS:
+        mistakes.append(
+            f"--max_new_tokens must be at most {MOST_TOKENS}, got {args.max_new_tokens}: memory is "
+            f"taken for all of them at the start; take a smaller number"
         )
     if args.batch_size < 1:
         mistakes.append(f"--batch_size must be at least 1, got {args.batch_size}")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import torch.distributed as dist
 
 from tests.distributed.jobs import places_of_ranks, read_rows, write_job
 from torchtitan.base.errors import CheckpointError, ConfigError, NonFiniteError
+from torchtitan.checkpoint.files import write_sealed_json
 from torchtitan.mesh.stop import StopRequest
 from torchtitan.train import main, train
 
@@ -116,6 +120,7 @@ import sys
 from pathlib import Path
 from tests.distributed.jobs import read_rows, write_job
 from torchtitan.base.errors import NonFiniteError
+from torchtitan.checkpoint.files import write_sealed_json
 from torchtitan.mesh.stop import StopRequest
 from torchtitan.train import train
 
@@ -144,3 +149,60 @@ def test_two_ranks_train_again(launcher: bool, tmp_path: Path) -> None:
     assert [rank.wait(150) for rank in ranks] == [0] * len(ranks)
     assert len(losses(tmp_path / "third")) == 3
     assert losses(tmp_path / "third") == losses(tmp_path / "first")
+
+
+def harm_json(file: Path, change: dict[str, Any]) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+
+
+def reseal(step: Path, change: dict[str, Any]) -> None:
+    manifest = json.loads((step / "manifest.json").read_text())
+    del manifest["checksum"]
+    write_sealed_json(step / "manifest.json", {**manifest, **change})
+
+
+def make_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def test_a_run_folder_that_somebody_has_edited_ends_in_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job(folder: Path, *options: str) -> list[str]:
+        return [
+            *write_job(tmp_path, name=folder.name, cache=tmp_path / "cache"),
+            f"--job.dump_folder={folder}",
+            "--checkpoint.enable",
+            "--checkpoint.verify_on_load=false",
+            "--lr_scheduler.total_steps=2",
+            *options,
+        ]
+
+    assert main(job(tmp_path / "whole", "--training.steps=1")) == 0
+    harms: list[tuple[str, Callable[[Path, Path], object], str]] = [
+        (
+            "a",
+            lambda d, s: harm_json(s / "train_state/state.json", {"step": -1}),
+            "'step' must be 0",
+        ),
+        ("b", lambda d, s: harm_json(s / "train_state/state.json", {"step": 2**70}), "fit into 64"),
+        ("c", lambda d, s: harm_json(s / "dataloader/state.json", {"position": -5}), "'position'"),
+        ("d", lambda d, s: reseal(s, {"components": [[], {}]}), "it holds [], {} alone"),
+        ("e", lambda d, s: reseal(s, {"config": "= ="}), "manifest.json, or use the version that"),
+        ("f", lambda d, s: make_folder(d / "metrics.jsonl"), "metrics.jsonl must be a file of"),
+        ("g", lambda d, s: make_folder(d / "config.toml"), "or job.dump_folder"),
+    ]
+    for name, harm, said in harms:
+        folder = tmp_path / name
+        shutil.copytree(tmp_path / "whole", folder)
+        harm(folder, folder / "checkpoint" / "step-1")
+        capsys.readouterr()
+        assert main(job(folder, "--training.steps=2")) == 2, said
+        assert said in capsys.readouterr().err
+    folder = tmp_path / "no_text"
+    shutil.copytree(tmp_path / "whole", folder)
+    shutil.rmtree(folder / "checkpoint")
+    (folder / "config.toml").write_bytes(b"\xff\xfe")
+    assert main(job(folder, "--training.steps=2")) == 2
+    assert "config.toml must hold the settings of a run" in capsys.readouterr().err

@@ -50,7 +50,9 @@ def test_shown_ranks(spec: str, ranks: set[int]) -> None:
     assert shown_ranks(spec, world_size=16) == ranks
 
 
-@pytest.mark.parametrize("spec", ["16", "-1", "0,,7", "0;7", "zero", "0.5", "ALL of them", "²"])
+@pytest.mark.parametrize(
+    "spec", ["16", "-1", "0,,7", "0;7", "zero", "0.5", "ALL of them", "²", "9" * 5000]
+)
 def test_malformed_ranks_name_rule_value_and_remedy(spec: str) -> None:
     with pytest.raises(ConfigError) as raised:
         shown_ranks(spec, world_size=16)

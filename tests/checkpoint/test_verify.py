@@ -261,3 +261,15 @@ def test_a_save_clears_what_dead_ones_left(folder: Path, ranks: RankPool) -> Non
     (folder / ".mine").mkdir()
     ranks.run(save_at, folder, world=1)
     assert sorted(p.name for p in folder.iterdir()) == [".mine", "step-12", "step-3"]
+
+
+@pytest.mark.parametrize("name", ["step-09", "step-٩", "step-9 "])
+def test_a_folder_of_another_name_is_no_step(name: str, folder: Path) -> None:
+    (folder / "step-9").rename(folder / name)
+    assert find_steps(folder) == [3, 6]
+
+
+@pytest.mark.parametrize("target", ["nowhere", ".#manifest.json"])
+def test_a_link_to_nothing_as_editors_leave_it_damages_nothing(target: str, folder: Path) -> None:
+    (folder / "step-9" / ".#manifest.json").symlink_to(target)
+    assert verify(folder / "step-9", group=None) == []

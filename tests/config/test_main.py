@@ -88,6 +88,7 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["--model.name=lama3"], ["[model] name", "'lama3'", "did you mean 'llama3'?"]),
         (["--model.flavor=8b"], ["[model] flavor", "'8b'", "did you mean '8B'?"]),
         (["--world_size=0"], ["--world_size", "1 or more", "'0'"]),
+        (["--world_size", "9" * 5000], ["--world_size", "'9999"]),
         (["--world_size=-2"], ["--world_size", "'-2'"]),
         (["--world_size", "two"], ["--world_size", "'two'"]),
         (["--world_size"], ["--world_size", "''"]),

@@ -42,6 +42,21 @@ def test_half_an_environment_is_refused(environ: dict[str, str]) -> None:
             {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
             "without MASTER_ADDR and MASTER_PORT",
         ),
+        ({"RANK": "0", "LOCAL_RANK": "-1", "WORLD_SIZE": "1"}, "LOCAL_RANK 0 or more"),
+        (
+            {
+                "RANK": "0",
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "2",
+                **MEETING_POINT,
+                "MASTER_PORT": "x",
+            },
+            "MASTER_PORT must be a port",
+        ),
+        (
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "99999"},
+            "MASTER_PORT must be a port",
+        ),
         ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **MEETING_POINT}, "got RANK 2, WORLD"),
     ],
 )

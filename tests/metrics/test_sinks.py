@@ -120,7 +120,9 @@ def test_jsonl_survives_every_place_of_a_torn_last_line(tmp_path: Path) -> None:
         assert [row["step"] for row in read_rows(path)] == ([1, 2, 3] if whole else [1, 3])
 
 
-@pytest.mark.parametrize("line", ["no json", "[1]", '{"loss": 1}', '{"step": "1"}'])
+@pytest.mark.parametrize(
+    "line", ["no json", "[" * 100_000, "9" * 5000, "[1]", '{"loss": 1}', '{"step": "1"}']
+)
 def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     text = json.dumps(_row(1)) + f"\n{line}\n" + json.dumps(_row(2)) + "\n"

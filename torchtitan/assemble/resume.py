@@ -7,7 +7,6 @@ which: a job whose settings shape another one is refused before it writes there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -22,6 +21,7 @@ from torchtitan.assemble.layout import Layout
 from torchtitan.assemble.trained import check_scale, warn_of_random_base
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.files import Content
 from torchtitan.checkpoint.hf import HeadDim, head_dim_of_rows
 from torchtitan.checkpoint.hf_folder import HFFolder, open_folder
 from torchtitan.checkpoint.hf_lora import weight_beside
@@ -91,7 +91,7 @@ def find_start(
     has_results = any(root.glob("metrics*.jsonl")) or find_steps(folder)
     from_own = start is not None and start.source.parent == folder
     if stored.is_file() and has_results and not from_own:
-        then = Job.stored(stored.read_text(encoding="utf-8"))
+        then = Job.stored_in(stored)
         differences = tuple(trajectory_differences(then, now))
         refuse_differences(root, differences, has_checkpoint=bool(find_steps(folder)))
     if start is None:
@@ -128,9 +128,10 @@ def find_halves(path: Path, *, config: Config, layout: Layout, group: dist.Proce
     )
 
 
-def compare_jobs(manifest: Mapping[str, Any], *, now: Job) -> Comparison:
+def compare_jobs(manifest: Content, *, now: Job) -> Comparison:
     """Compare this job with the one whose checkpoint has this manifest."""
-    then = Job.stored(manifest["config"], dp=stored_layout(manifest).dp)
+    layout = stored_layout(manifest)
+    then = Job.stored(manifest["config"], file=manifest.path, dp=layout.dp)
     before, after = then.config.checkpoint, now.config.checkpoint
     same_exclusion = before.exclude_from_loading == after.exclude_from_loading
     return Comparison(
@@ -209,6 +210,7 @@ def _write_config(config: Config) -> None:
             path.write_text(to_toml(config), encoding="utf-8")
         except OSError as error:
             raise CheckpointError(
-                f"the settings of a run are written to its folder, but {path} cannot be written: "
-                f"{error.strerror}; make room there, or name another --job.dump_folder"
+                f"the settings must be written to a file in job.dump_folder, got {path}, which "
+                f"cannot be written: {error.strerror}; move away what is there, or choose another "
+                f"job.save_config_file or job.dump_folder"
             ) from error

@@ -29,7 +29,7 @@ def find_step(path: Path, *, verify: bool, group: dist.ProcessGroup | None = Non
         return path
     folders = [path]
     if (path / CONFIG_FILE).is_file():
-        stored = Job.stored((path / CONFIG_FILE).read_text(encoding="utf-8"))
+        stored = Job.stored_in(path / CONFIG_FILE)
         folders.append(path / stored.config.checkpoint.folder)
     for folder in folders:
         step = storage.newest_whole(folder, group=group, verify=verify)

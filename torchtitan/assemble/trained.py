@@ -93,7 +93,7 @@ def check_scale(start: Start, *, lora: LoRAConfig, group: dist.ProcessGroup) -> 
     if not taken:
         return
     manifest = storage.on_first_rank(lambda: storage.read_manifest(start.source), group=group)
-    alpha = Job.stored(manifest["config"]).config.lora.alpha
+    alpha = Job.stored(manifest["config"], file=manifest.path).config.lora.alpha
     if alpha != lora.alpha:
         raise CheckpointError(
             f"the low-rank factors of {start.source} must be scaled as they were trained, by "

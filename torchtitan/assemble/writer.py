@@ -202,7 +202,8 @@ def _of_hugging_face(path: Path, group: dist.ProcessGroup | None) -> Source:
 
 def read_settings(step: Path) -> Config:
     """Return the settings that a step was saved under, by its manifest."""
-    return Job.stored(storage.read_manifest(step)["config"]).config
+    manifest = storage.read_manifest(step)
+    return Job.stored(manifest["config"], file=manifest.path).config
 
 
 def _stop_ids(file: Path) -> frozenset[int]:

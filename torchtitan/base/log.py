@@ -154,7 +154,7 @@ def shown_ranks(spec: str, *, world_size: int) -> frozenset[int]:
     if spec.strip() == "all":
         return frozenset(range(world_size))
     words = [word.strip() for word in spec.split(",")]
-    if all(word.isdecimal() and int(word) < world_size for word in words):
+    if all(word.isdecimal() and len(word) < 10 and int(word) < world_size for word in words):
         return frozenset(map(int, words))
     known = f"between 0 and {world_size - 1}" if world_size > 1 else "of which there is 0 alone"
     raise ConfigError(

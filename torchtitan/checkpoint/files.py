@@ -173,6 +173,16 @@ def check_is_file(path: Path) -> None:
         raise OSError(code, "it is no file" if path.exists() else os.strerror(code), str(path))
 
 
+def check_counts(content: Content, *keys: str) -> None:
+    """Refuse what no run has counted to: the run would go on anywhere."""
+    for key in keys:
+        if not 0 <= content[key] < 2**63:
+            raise CheckpointError(
+                f"{content.path} is damaged: '{key}' must be 0 or more and fit into 64 bits, got "
+                f"{str(content[key])[:60]}; use another checkpoint"
+            )
+
+
 def read_json(path: Path) -> Content:
     """Read an object; asked for a key that it lacks, it raises CheckpointError.
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from torchtitan.checkpoint.files import seal_is_whole, sync_folder
 
 MANIFEST = "manifest.json"
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _PASSING = re.compile(r"\.step-\d+\.(tmp|deleted(-\d+)?)")
 logger = logging.getLogger(__name__)
 

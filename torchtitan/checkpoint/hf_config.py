@@ -44,6 +44,8 @@ ROTATION = ("rope_theta", "rope_scaling")
 """Sizes that a job may set beside its flavor."""
 CARRIED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """What a model of Hugging Face keeps that our sizes know nothing of."""
+LARGEST, MOST_LAYERS = 10**8, 10**4
+"""Of counts in a config.json: a model is built by it before any weight is looked at."""
 Sizes = dict[str, object]
 
 
@@ -219,11 +221,13 @@ def architecture_of(config: Content, *, spec: ModelSpec) -> DecoderConfig:
     sizes = stored_sizes(config)
     counts: dict[str, Any] = {ours: sizes[theirs] for theirs, ours in COUNTS.items()}
     num_heads, num_kv_heads = counts["num_heads"], counts["num_kv_heads"]
-    if min(counts.values()) < 1 or num_heads % num_kv_heads or counts["own_head_dim"] % 2:
+    is_odd = min(counts.values()) < 1 or num_heads % num_kv_heads or counts["own_head_dim"] % 2
+    if is_odd or max(counts.values()) > LARGEST or counts["num_layers"] > MOST_LAYERS:
         raise CheckpointError(
-            f"{config.path} must give counts of 1 and more, a number of heads that its number of "
-            f"key/value heads divides, and an even head_dim, got "
-            + ", ".join(f"{key} {sizes[key]}" for key in COUNTS)
+            f"{config.path} must give counts of 1 and more, up to {MOST_LAYERS} of layers and "
+            f"{LARGEST} of the others, a number of heads that its number of key/value heads "
+            f"divides, and an even head_dim, got "
+            + ", ".join(f"{key} {str(sizes[key])[:20]}" for key in COUNTS)
             + "; get it again"
         )
     others: dict[str, Any] = {

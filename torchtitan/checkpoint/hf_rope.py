@@ -7,6 +7,7 @@ and not read here is refused, and a number has to be one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.files import Content
@@ -62,9 +63,10 @@ def check_number(content: Content, key: str) -> None:
         CheckpointError: Names the file and the key.
     """
     # exact: JSON's true is an int to isinstance
-    if key in content and type(content[key]) not in (int, float):
+    value = content.get(key, 1)
+    if type(value) not in (int, float) or not 0 < value < inf:
         raise CheckpointError(
-            f"{content.path} is damaged: '{key}' must be a number, got "
+            f"{content.path} is damaged: '{key}' must be a number above 0, got "
             f"{str(content[key])[:60]!r}; get it again"
         )
 

@@ -139,14 +139,21 @@ def map_file(path: Path) -> dict[str, Tensor]:
         wrong += [
             entry
             for entry in content.items()
-            if not (isinstance(entry[0], str) and isinstance(entry[1], Tensor))
+            if not (isinstance(entry[0], str) and _is_plain(entry[1]))
         ]
     if wrong:
         raise CheckpointError(
-            f'{path} must hold tensors by name, alone or under "model", got '
+            f'{path} must hold dense tensors by name, alone or under "model", got '
             f"{str(wrong[0])[:60]}; save the model's state_dict"
         )
     return content
+
+
+def _is_plain(value: object) -> bool:
+    """Tell whether a value is a tensor whose elements lie in the file, one by one."""
+    if not isinstance(value, Tensor) or value.is_nested:
+        return False
+    return value.layout == torch.strided and value.device.type == "cpu"
 
 
 def _refusal(error: Exception) -> str:

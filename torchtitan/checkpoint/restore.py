@@ -20,7 +20,7 @@ from torch import Tensor
 from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.base.log import amount
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.files import checked_kinds
+from torchtitan.checkpoint.files import check_counts, checked_kinds
 from torchtitan.checkpoint.hf_folder import EMBEDDING, OUTPUT, HFFolder
 from torchtitan.checkpoint.hf_read import read_weights
 from torchtitan.checkpoint.ranks import on_every_rank, union
@@ -106,10 +106,11 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
         return
     manifest = storage.on_first_rank(lambda: storage.read_manifest(source), group=group)
     missing = [name for name in taken if name not in manifest["components"]]
+    there = ", ".join(map(str, manifest["components"])) or "nothing"
     if missing:
         raise CheckpointError(
-            f"{source} lacks {', '.join(missing)}, it holds {', '.join(manifest['components'])} "
-            f"alone; take a full checkpoint, or only the weights of this one: "
+            f"{source} lacks {', '.join(missing)}, it holds {there} alone; take a full checkpoint, "
+            f"or only the weights of this one: "
             f"checkpoint.initial_load_path with initial_load_model_only = true"
         )
     if "model" in taken:
@@ -245,6 +246,7 @@ def _restore_position(state: RunState, start: Start, *, group: dist.ProcessGroup
         ),
         group=group,
     )
+    check_counts(stored, "position")
     try:
         state.loader.load_state_dict(stored)
     except DataError:
@@ -261,6 +263,7 @@ def _restore_train_state(
     train_state = storage.on_first_rank(
         lambda: checked_kinds(storage.read_state(source, "train_state"), kinds=kinds), group=group
     )
+    check_counts(train_state, "step", "tokens_seen")
     if train_state["step"] != step:
         raise CheckpointError(
             f"{source} must hold one step, its {storage.MANIFEST} says {step} and its train_state "

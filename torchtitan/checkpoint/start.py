@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError, UserError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.files import Content
 from torchtitan.checkpoint.hf import HeadDim
 from torchtitan.checkpoint.hf_folder import HFFolder
 from torchtitan.checkpoint.source import checked_step, find_source, is_plain_dcp, newest_step
@@ -79,7 +80,7 @@ class Comparison:
         return self.same_loading and not self.differences
 
 
-Compare = Callable[[Mapping[str, Any]], Comparison]
+Compare = Callable[[Content], Comparison]
 """From a checkpoint's manifest to the comparison with this job."""
 OpenHF = Callable[[Path], HFFolder]
 """From a path to the folder of Hugging Face there, or the file, if its weights are this model's."""

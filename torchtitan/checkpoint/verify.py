@@ -94,7 +94,7 @@ def _survey(checkpoint: Path) -> tuple[list[str], dict[str, FileRecord]]:
         sizes = {
             p.relative_to(checkpoint).as_posix(): p.stat().st_size
             for p in checkpoint.rglob("*")
-            if not p.is_dir()
+            if p.is_file()  # an editor's lock is a link to nothing
         }
     except OSError as error:  # a bad disk or missing rights: an older one may be readable
         return [f"it cannot be read: {error}"], {}

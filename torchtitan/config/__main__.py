@@ -85,9 +85,10 @@ def _split(argv: Sequence[str]) -> tuple[list[str], str | None]:
 def _read_world_size(given: str | None) -> int | None:
     if given is None:
         return None
-    if not (given.isascii() and given.isdecimal() and int(given)):
+    if not (given.isascii() and given.isdecimal() and 0 < len(given.lstrip("0")) < 10):
         raise ConfigError(
-            f"command line: --world_size must be the number of ranks, 1 or more, got '{given}'; "
+            f"command line: --world_size must be the number of ranks, 1 or more, got "
+            f"'{given[:60]}'; "
             "leave it out to check for the fewest that the degrees allow"
         )
     return int(given)

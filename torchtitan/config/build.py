@@ -19,7 +19,7 @@ from torchtitan.config import unbuilt
 from torchtitan.config.broken import Broken
 from torchtitan.config.compat import other_meanings, translate
 from torchtitan.config.fields import fields, section_fields
-from torchtitan.config.layers import COMMAND_LINE, Layer, Path, literal, spell
+from torchtitan.config.layers import COMMAND_LINE, Layer, Path, Setting, literal, spell
 from torchtitan.config.names import without_unknown
 from torchtitan.config.rules import broken_rules
 from torchtitan.config.schema import Config
@@ -36,6 +36,9 @@ RULES = {
 }
 
 WARMUP_STEPS, WARMUP_RATIO = ("lr_scheduler", "warmup_steps"), ("lr_scheduler", "warmup_ratio")
+SEED: Path = ("debug", "seed")
+LARGEST = 10**12
+"""Of a count: what is computed from it, sizes of tensors or times of waiting, fits into 64 bits."""
 EITHER: dict[Path, Path] = {WARMUP_STEPS: WARMUP_RATIO, WARMUP_RATIO: WARMUP_STEPS}
 """Two ways to say one thing: what a file or the command line says replaces what its base said in
 the other way; in one place both are a contradiction."""
@@ -94,9 +97,26 @@ def checked(built: Built) -> Config:
 
 
 def _without_unreadable(settings: Layer) -> tuple[Layer, list[str]]:
-    kept = {path: setting for path, setting in settings.items() if not setting.problem}
-    bad = [setting for setting in settings.values() if setting.problem]
-    return kept, [f"{setting.where()}: {setting.problem}" for setting in bad]
+    found = {path: _problem(path, setting) for path, setting in settings.items()}
+    kept = {path: setting for path, setting in settings.items() if not found[path]}
+    return kept, [
+        f"{settings[path].where()}: {problem}" for path, problem in found.items() if problem
+    ]
+
+
+def _problem(path: Path, setting: Setting) -> str:
+    """Say what no setting may be: what torch and the system cannot take comes to no message."""
+    value, facts = setting.value, fields().get(path)
+    is_count = facts is not None and facts.item is int and path != SEED
+    if is_count and isinstance(value, int) and abs(value) > LARGEST:
+        return f"must be at most {LARGEST}"
+    if "\0" in (value if isinstance(value, str) else "".join(_texts(value))):
+        return "must not hold the character NUL (\\u0000); remove it"
+    return setting.problem
+
+
+def _texts(value: object) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
 def _misplaced(layers: Sequence[Layer]) -> list[str]:

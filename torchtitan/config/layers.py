@@ -16,6 +16,7 @@ Path = tuple[str, ...]
 
 COMMAND_LINE = "command line"
 NUM_SHOWN = 100  # characters of a value that a message repeats
+MAX_BITS = 64 * 200  # Python writes no decimal number of more than 4300 digits
 
 
 @dataclass(frozen=True)
@@ -80,4 +81,6 @@ def literal(value: object) -> str:
         return f"[{', '.join(map(literal, value))}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        return hex(value)
     return str(value)

@@ -15,7 +15,7 @@ import re
 import sys
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.layers import COMMAND_LINE, Layer, Setting, flatten, literal
+from torchtitan.config.layers import COMMAND_LINE, NUM_SHOWN, Layer, Setting, flatten, literal
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -46,7 +46,13 @@ def read_layers(file: Setting) -> list[Layer]:
         seen.append(path.resolve())
         table = parse(_text_of(path, named_by=current), origin=str(path))
         base = table.pop("base", None)
-        layers.insert(0, flatten(table, origin=str(path)))
+        try:
+            layers.insert(0, flatten(table, origin=str(path)))
+        except RecursionError as error:
+            raise ConfigError(
+                f"{path}: tables must not be nested more deeply than the settings are; remove the "
+                "one with the longest name"
+            ) from error
         current = _base_of(base, origin=str(path))
     return layers
 
@@ -60,6 +66,8 @@ def parse(text: str, *, origin: str) -> dict[str, object]:
         lines = text.splitlines()
         number = int(found[1]) if found else max(len(lines), 1)
         shown = lines[number - 1].strip() if number <= len(lines) else ""
+        if len(shown) > NUM_SHOWN:
+            shown = shown[:NUM_SHOWN] + " ..."
         raise ConfigError(f"{origin}, line {number}: not valid TOML: {error}: {shown!r}") from error
 
 

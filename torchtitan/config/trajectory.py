@@ -8,9 +8,11 @@ thought about it.
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchtitan.base.errors import ConfigError
 from torchtitan.config.build import build, checked
 from torchtitan.config.compat import as_meant_then
 from torchtitan.config.fields import values_of
@@ -68,12 +70,29 @@ class Job:
     dp: int | None = None
 
     @classmethod
-    def stored(cls, toml: str, *, dp: int | None = None) -> Job:
+    def stored(
+        cls, toml: str, *, file: pathlib.Path | str = "stored settings", dp: int | None = None
+    ) -> Job:
         """Read back what `to_toml` once wrote, with the meaning that it had then; raise ConfigError
-        if that is not possible."""
-        origin = "stored settings"
-        layer = as_meant_then(flatten(parse(toml, origin=origin), origin=origin))
-        return cls(config=checked(build([layer])), dp=dp)
+        if that is not possible. `file` is named in the message."""
+        try:
+            layer = as_meant_then(flatten(parse(toml, origin=str(file)), origin=str(file)))
+            return cls(config=checked(build([layer])), dp=dp)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; restore {file}, or use the version that wrote it"
+            ) from error
+
+    @classmethod
+    def stored_in(cls, file: pathlib.Path) -> Job:
+        """Read back a file of such settings; raise ConfigError if that is not possible."""
+        try:
+            toml = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{file} must hold the settings of a run, it cannot be read: {error}; restore it"
+            ) from error
+        return cls.stored(toml, file=file)
 
     @property
     def global_batch(self) -> int | None:

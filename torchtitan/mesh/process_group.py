@@ -61,6 +61,12 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
             f"or ./run_train.sh"
         ) from error
     missing = [name for name in MEETING_POINT if name not in environ]
+    port = environ.get("MASTER_PORT", "1")
+    if not (port.isascii() and port.isdecimal() and 0 <= int(port[:6]) < 2**16) or local_rank < 0:
+        raise ConfigError(
+            f"MASTER_PORT must be a port, 0 to 65535, and LOCAL_RANK 0 or more, got {port[:60]!r} "
+            f"and {local_rank}; start ranks with torchrun or ./run_train.sh"
+        )
     if not 0 <= rank < world_size or (world_size > 1 and missing):
         raise ConfigError(
             f"RANK must be below WORLD_SIZE, and several ranks need {' and '.join(MEETING_POINT)} "

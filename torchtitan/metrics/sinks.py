@@ -257,7 +257,12 @@ def read_rows(path: Path) -> list[Row]:
 
     Raises DataError, naming the line, when the file holds something else.
     """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    except OSError as error:
+        raise DataError(
+            f"{path} must be a file of figures, it cannot be read: {error.strerror}; move it away"
+        ) from error
     rows: list[Row] = []
     for number, line in enumerate(lines, start=1):
         row = _parse(line)
@@ -274,7 +279,7 @@ def read_rows(path: Path) -> list[Row]:
 def _parse(line: str) -> Row | None:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # numbers of > 4300 digits; endless brackets
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
