@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import combinations
 from math import prod
 from pathlib import Path
+from pickle import STOP
 from typing import Any
 
 import torch
@@ -53,7 +54,10 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / METADATA
     try:
         check_is_file(path)
-        metadata = load_records(path.read_bytes())
+        data = path.read_bytes()
+        if not data.endswith(STOP):
+            raise EOFError
+        metadata = load_records(data)
         _check(metadata)
     except CheckpointError as error:
         raise CheckpointError(f"{path} is refused, nothing in it was run: {error}") from error
