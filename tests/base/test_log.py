@@ -203,6 +203,7 @@ def test_importing_has_no_effect() -> None:
 def test_amounts() -> None:
     assert [amount(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
     assert [amount(n, "batch") for n in (1, 2)] == ["1 batch", "2 batches"]
+    assert amount(2, "epoch") == "2 epochs"
 
 
 @pytest.mark.parametrize(

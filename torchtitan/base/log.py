@@ -170,7 +170,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 def amount(number: int, noun: str) -> str:
     """Return "1 batch" or "2 batches"."""
-    ending = "es" if noun.endswith("ch") else "s"
+    ending = "es" if noun.endswith("tch") else "s"
     return f"{number} {noun}{'' if number == 1 else ending}"
 
 
