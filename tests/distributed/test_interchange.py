@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,7 @@ QWEN3 = TINY.replace("[model]", '[model]\nname = "qwen3"')
 
 def job_from(folder: Path, source: Path, *options: str, toml: str = TINY) -> list[str]:
     path = f"--checkpoint.initial_load_path={source}"
+    folder.mkdir(exist_ok=True)
     return [*jobs.write_job(folder, toml), path, *options]
 
 
@@ -207,19 +209,16 @@ def test_a_folder_of_steps_asks_for_the_name_of_one(
     assert message.endswith(f"name one: {', '.join(names)}")
 
 
-TP2 = "--parallelism.tensor_parallel_degree=2"
-
-
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize(("saved_by", "world", "options"), [(1, 1, ()), (5, 2, ()), (2, 4, (TP2,))])
+@pytest.mark.parametrize(("saved_by", "world"), [(1, 1), (5, 2), (2, 4)])
 def test_a_qwen3_of_torchtitan_is_the_same_model(
-    dim: int, saved_by: int, world: int, options: tuple[str, ...], ranks: RankPool, tmp_path: Path
+    dim: int, saved_by: int, world: int, ranks: RankPool, tmp_path: Path
 ) -> None:
     """Names are equal, the rows of wq, wk and the norms of heads lie in another order."""
     model, theirs = qwen3()
     source = tmp_path / "step-7"
     ranks.run(write_sharded, source, theirs, dim, world=saved_by)
-    job = job_from(tmp_path, source, *options, toml=QWEN3)
+    job = job_from(tmp_path, source, toml=QWEN3)
     expected = dict(model.named_parameters())
     for loaded, _ in ranks.run(begin, job, world=world):
         for name, weight in expected.items():
@@ -246,7 +245,7 @@ def test_the_order_is_said_and_can_be_set(ranks: RankPool, tmp_path: Path) -> No
     (source / "state.json").write_text('{"rope": "sideways"}')
     assert "must say rope as interleaved or halves" in ranks.run(jobs.refusal, job, world=1)[0]
     llama = write(tmp_path / "llama", weights())
-    lines = ranks.run(jobs.logged, job_from(tmp_path, llama), world=1)[0]
+    lines = ranks.run(jobs.logged, job_from(tmp_path / "another", llama), world=1)[0]
     assert any("as torchtitan 0.2 writes llama3, interleaved" in line for line in lines)
 
 
@@ -285,9 +284,8 @@ def test_a_tied_head_that_was_saved_twice(
     if not layout:
         job = job_from(tmp_path, again, pattern, toml=toml)
         assert set(ranks.run(jobs.refusal, job, world=2)) == {"no error"}
-        grown = job_from(
-            tmp_path, source, "--checkpoint.grow_vocab", "--model.vocab_size=270", toml=toml
-        )
+        more = ("--checkpoint.grow_vocab", "--model.vocab_size=270")
+        grown = job_from(tmp_path / "grown", source, *more, toml=toml)
         [(loaded, _), _] = ranks.run(begin, grown, world=2)
         assert torch.equal(loaded["tok_embeddings.weight"][:264], expected["tok_embeddings.weight"])
 
@@ -297,7 +295,7 @@ def test_a_part_of_a_tensor_is_refused_by_name(ranks: RankPool, tmp_path: Path) 
     source = tmp_path / "step-7"
     ranks.run(write_part, source, weights(), world=2)
     for message in ranks.run(jobs.refusal, job_from(tmp_path, source), world=2):
-        assert "'norm.weight' has 16 of 32 elements (50.0%)" in message
+        assert re.search(r"'layers\.0\.attention\S+' has \d+ of \d+ elements \(50\.0%\)", message)
         assert "save it again from all ranks" in message
 
 
