@@ -63,7 +63,8 @@ class Side:
         return DataError(
             f"validation.split = {self.fraction} must {verb} at least {needed}, got {found}; "
             f"{change} validation.split, or add documents (a text file is one, and each line of "
-            f"JSONL; copies of one go together)"
+            f"JSONL; copies of one go together), or remove split and name other files in "
+            f"validation.dataset_path"
         )
 
 
