@@ -33,7 +33,9 @@ def test_logits_and_gradients_equal_the_public_models(variant):
     reference = reference_of(model)
     tokens = some_tokens(3, 70)
     logits, expected = model(tokens), reference(tokens).logits
-    atol = 1e-5 * float(expected.detach().abs().max())
+    # of the largest: each side rounds by up to 5e-6 (against itself in float64), and cosines and
+    # sines, float32 on both sides and computed in two ways, are 1e-5 apart under YaRN
+    atol = 2e-5 * float(expected.detach().abs().max())
     assert expected.std() > 0.5
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=atol)
     logits.square().mean().backward()
