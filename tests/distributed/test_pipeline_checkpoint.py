@@ -104,7 +104,7 @@ def test_a_pattern_counts_where_another_rank_holds_what_it_stands_for(
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), elsewhere(saved), *pipeline("1F1B")]
     part = [*job, CONTINUE, EVERYTHING, excluding("output.*", "layers.0.*")]
     for lines in ranks.run(logged, part, world=2):
-        assert "Not loaded, as 'output.*' asks: 1 parameters: output.weight" in lines
+        assert "Not loaded, as 'output.*' asks: 1 parameter: output.weight" in lines
         assert any("Not loaded, as 'layers.0.*' asks: 9 parameters" in line for line in lines)
     for message in ranks.run(refusal, [*job, FINETUNE, excluding("outptu.*")], world=2):
         assert "exclude_from_loading 'outptu.*' is neither a component" in message

@@ -16,7 +16,7 @@ from torchtitan.base.log import amount
 from torchtitan.config.schema import Config, TrainingConfig
 from torchtitan.data.loader import Loader, Numbered
 from torchtitan.data.overlap import describe_shared_documents, shared_files
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.data.validation import WholeBatches
 from torchtitan.mesh.dims import Mesh
 from torchtitan.models.parts import ModelParts
@@ -49,9 +49,10 @@ def build_validator(
     if not validation.enable:
         return None
     source = describe_source(config)
-    dataset = build_held_out(config, source=source)
+    tokenizer = build_tokenizer(config.model.tokenizer_path)
+    dataset = build_held_out(config, source=source, tokenizer=tokenizer)
     if validation.split is None and dist.get_rank() == 0:
-        warn_of_overlap(config, dataset=dataset, trained_on=trained_on)
+        warn_of_overlap(config, dataset=dataset, trained_on=trained_on, tokenizer=tokenizer)
     batches = WholeBatches(
         dataset,
         batch=source.local_batch_size * mesh.dims.dp,
@@ -86,7 +87,9 @@ def build_validator(
     )
 
 
-def warn_of_overlap(config: Config, *, dataset: Numbered, trained_on: Numbered) -> None:
+def warn_of_overlap(
+    config: Config, *, dataset: Numbered, trained_on: Numbered, tokenizer: Tokenizer
+) -> None:
     """Say if what is validated on is trained on too, as far as a short look at the data tells."""
     validation, training = config.validation, config.training
     found = []
@@ -103,10 +106,7 @@ def warn_of_overlap(config: Config, *, dataset: Numbered, trained_on: Numbered) 
         # examples and text are never stored as the same numbers
         if supervised == other and (
             documents := describe_shared_documents(
-                dataset.stores,
-                trained_on.stores,
-                tokenizer=build_tokenizer(config.model.tokenizer_path),
-                shift=int(supervised),
+                dataset.stores, trained_on.stores, tokenizer=tokenizer, shift=int(supervised)
             )
         ):
             found.append(documents)
@@ -150,14 +150,14 @@ def describe_source(config: Config) -> TrainingConfig:
     )
 
 
-def build_held_out(config: Config, *, source: TrainingConfig) -> Numbered:
+def build_held_out(config: Config, *, source: TrainingConfig, tokenizer: Tokenizer) -> Numbered:
     """Build the samples of the validation; what is wrong with them names its keys."""
-    path, split = config.model.tokenizer_path, config.validation.split
+    split = config.validation.split
     try:
         return build_samples(
             source,
-            tokenizer=build_tokenizer(path),
-            tokenizer_path=path,
+            tokenizer=tokenizer,
+            tokenizer_path=config.model.tokenizer_path,
             seed=SEED,
             split=split,
             held_out=True,

@@ -111,17 +111,17 @@ def export(
     )
     draft = draft_of(target)
 
-    def check() -> None:
+    def check_and_plan() -> list[list[Planned]]:
         reader = TensorReader(checkpoint / "model")
         stored = reader.read_metadata().state_dict_metadata
         check_names(checkpoint, stored, settings=settings)
         reader.check_whole(stored)
+        return plan_files(reader, settings=settings)
 
-    def prepare() -> list[list[Planned]]:
+    def prepare() -> None:
         if draft.exists():  # of a process that died
             shutil.rmtree(draft)
         draft.mkdir(parents=True)
-        return plan_files(TensorReader(checkpoint / "model"), settings=settings)
 
     def write() -> None:
         reader = TensorReader(checkpoint / "model")
@@ -129,9 +129,9 @@ def export(
             path = draft / file_name(number, num_files=len(plan), settings=settings)
             _write_file(path, plan[number], reader=reader, settings=settings)
 
-    on_first_rank(check, group=group)
+    plan = on_first_rank(check_and_plan, group=group)
     try:
-        plan = on_first_rank(prepare, group=group)
+        on_first_rank(prepare, group=group)
         on_every_rank(write, group=group)
         on_first_rank(lambda: _complete(target, plan, settings=settings), group=group)
     except CheckpointError as error:

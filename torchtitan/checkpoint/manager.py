@@ -65,9 +65,9 @@ class CheckpointManager:
 
     `state` is the run; `folder` holds the `step-N` folders; `manifest` is written into each of
     them; `group` is this manager's own; a rank that gives `pulse` no sign of life ends a save.
-    `export`, where the weights go to Hugging Face at the end,
-    takes the last step's folder and that of the export. `validation_data` tells the data of the
-    validation, if there is one, from others."""
+    `export`, where the weights go to Hugging Face at the end, takes the last step's folder and that
+    of the export. `validation_data` tells the data of the validation, if there is one, from others.
+    """
 
     def __init__(
         self,
