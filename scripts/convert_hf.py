@@ -35,7 +35,7 @@ from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.hf_convert import to_dcp
 from torchtitan.checkpoint.hf_write import export
 from torchtitan.config.load import load_config
-from torchtitan.models import MODELS
+from torchtitan.models.families import MODELS
 
 
 def to_hf(

@@ -47,7 +47,7 @@ from torchtitan.base.log import (
     use_color,
 )
 from torchtitan.config.load import load_config
-from torchtitan.config.schema import Config
+from torchtitan.job import Config
 from torchtitan.mesh.faults import PeerError
 from torchtitan.mesh.process_group import (
     await_reports,

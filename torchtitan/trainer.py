@@ -27,8 +27,8 @@ from torch import Tensor
 from torchtitan.base.transfer import HostCopy, to_device
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.state import Progress
-from torchtitan.config.schema import TrainingConfig
 from torchtitan.data.loader import Loader, Samples
+from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.faults import raise_if_nonfinite
 from torchtitan.mesh.process_group import gather, tighten_timeout
@@ -41,7 +41,7 @@ from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
 from torchtitan.optim.optimizer import skips_by_itself, take_step
 from torchtitan.optim.schedule import Schedule, set_lr
-from torchtitan.parallel.context_layout import SequenceShard
+from torchtitan.parallel.context.layout import SequenceShard
 from torchtitan.parallel.execution import Execution
 from torchtitan.validate import Validator
 

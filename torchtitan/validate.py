@@ -23,7 +23,7 @@ from torchtitan.mesh.process_group import gather, set_timeout, tighten_timeout
 from torchtitan.metrics.sinks import Row
 from torchtitan.models.parts import ModelParts
 from torchtitan.optim.loss import count_valid
-from torchtitan.parallel.context_layout import SequenceShard
+from torchtitan.parallel.context.layout import SequenceShard
 from torchtitan.parallel.execution import Execution
 from torchtitan.parallel.fsdp import reshard
 

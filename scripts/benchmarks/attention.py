@@ -31,8 +31,8 @@ from scripts.benchmarks.ranks import run_ranks
 from torchtitan.base.device import device_name, local_device
 from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.process_group import Launch
-from torchtitan.parallel.context_attention import Method, Ranks, build_attention
-from torchtitan.parallel.context_layout import SequenceLayout
+from torchtitan.parallel.context.attention import Method, Ranks, build_attention
+from torchtitan.parallel.context.layout import SequenceLayout
 
 SUMMARY = "context parallelism, against attention over the whole sequence"
 METHODS: tuple[Method, ...] = ("ring", "allgather", "ulysses")

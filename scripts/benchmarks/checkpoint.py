@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from scripts.benchmarks.pairs import Comparison, Report, alternate, timed
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.manager import CheckpointManager, build_group
+from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.state import Progress, RunState
-from torchtitan.config.schema import CheckpointConfig
 from torchtitan.mesh.faults import Pulse
 
 SUMMARY = "save, load, and time the loop is blocked"

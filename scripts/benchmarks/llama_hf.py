@@ -12,8 +12,8 @@ from torch import nn
 
 from torchtitan.checkpoint.hf import head_dim_of_rows, their_name, to_their_rows
 from torchtitan.checkpoint.hf_config import sizes_of
-from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.families import MODELS
 from torchtitan.models.spec import DecoderConfig
 
 

@@ -29,7 +29,7 @@ from scripts.benchmarks.pairs import Comparison, Report, check_close
 from scripts.benchmarks.ranks import run_ranks
 from torchtitan.mesh.process_group import Launch
 from torchtitan.parallel.batch import Batch
-from torchtitan.parallel.schedules import (
+from torchtitan.parallel.pipeline.schedules import (
     SCHEDULES,
     Runtime,
     Shapes,

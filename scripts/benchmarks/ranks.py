@@ -21,8 +21,8 @@ import torch.multiprocessing as mp
 from scripts.benchmarks.pairs import DisagreementError
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import ConfigError, UserError
-from torchtitan.config.schema import CommConfig
 from torchtitan.mesh.process_group import Launch, init_process_group, leave
+from torchtitan.mesh.settings import CommConfig
 
 Measurement = Callable[[Launch, Path, dict[str, Any]], dict[str, Any]]
 """From this rank's place, a folder that goes again and settings, to figures."""

@@ -26,8 +26,8 @@ from scripts.benchmarks.turns import CLOCKS, TOLERANCES, peak_gib, read_clocks, 
 from torchtitan.assemble import assemble, find_model
 from torchtitan.base.device import device_name
 from torchtitan.config.load import load_config
-from torchtitan.config.schema import ModelConfig
 from torchtitan.mesh.process_group import Launch
+from torchtitan.models.settings import ModelConfig
 from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
 from torchtitan.optim.optimizer import take_step

@@ -28,11 +28,11 @@ import torch
 from scripts.benchmarks.pairs import Comparison, DisagreementError, Report, check_close
 from torchtitan.assemble import find_model
 from torchtitan.config.load import load_config
-from torchtitan.config.schema import ModelConfig
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.metrics.sinks import read_rows
 from torchtitan.models.init import initialize
+from torchtitan.models.settings import ModelConfig
 
 SUMMARY = "from the command to the first finished step"
 ROOT = Path(__file__).parents[2]

@@ -47,7 +47,7 @@ from scripts.benchmarks.turns import (
 from torchtitan.assemble import find_model
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import load_config
-from torchtitan.config.schema import ModelConfig
+from torchtitan.models.settings import ModelConfig
 
 SUMMARY = "a training step, against a loop without a trainer and transformers"
 TARGETS = {BARE: "at most 1.02", LLAMA: "at most 1.00", TRAINER: "at most 1.00"}

@@ -35,16 +35,16 @@ from torchtitan.assemble.run import build_loader
 from torchtitan.base.device import device_name, local_device, peak_flops, timed_peak
 from torchtitan.checkpoint.state import Progress
 from torchtitan.config.load import load_config
-from torchtitan.config.schema import ModelConfig
 from torchtitan.mesh.dims import build_mesh
 from torchtitan.mesh.process_group import Launch
 from torchtitan.metrics.sinks import Row
-from torchtitan.models import count
+from torchtitan.models.contract import count
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import initialize
+from torchtitan.models.settings import ModelConfig
 from torchtitan.parallel.activation import apply_activation_checkpointing
 from torchtitan.parallel.batch import Batch
-from torchtitan.parallel.context import build_shard
+from torchtitan.parallel.context.build import build_shard
 from torchtitan.trainer import Run, Trainer
 
 OURS, BARE, LLAMA, TRAINER = "ours", "bare loop", "transformers", "Trainer"

@@ -17,7 +17,7 @@ from torchtitan.assemble.layout import find_layout, log_job
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.state import Progress
 from torchtitan.config.load import load_config
-from torchtitan.models import MODELS
+from torchtitan.models.families import MODELS
 from torchtitan.models.spec import DecoderConfig, LinearScaling, Llama3Scaling, YarnScaling
 
 FLAVORS = MODELS["llama3"].flavors

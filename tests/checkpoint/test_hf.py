@@ -29,10 +29,10 @@ from torchtitan.checkpoint.hf_folder import DTYPES, open_folder
 from torchtitan.checkpoint.hf_read import read_weights
 from torchtitan.checkpoint.hf_write import HFExport, export
 from torchtitan.config.load import load_config
-from torchtitan.config.schema import ModelConfig, RopeScalingConfig
-from torchtitan.models import MODELS, DecoderConfig, ModelSpec
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.spec import Llama3Scaling
+from torchtitan.models.families import MODELS
+from torchtitan.models.settings import ModelConfig, RopeScalingConfig
+from torchtitan.models.spec import DecoderConfig, Llama3Scaling, ModelSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LLAMA = MODELS["llama3"]

@@ -22,8 +22,8 @@ from torchtitan.assemble.writer import open_writer
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.hf_lora import Factors
 from torchtitan.checkpoint.hf_write import HFExport, export
-from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.families import MODELS
 from torchtitan.models.lora import apply_lora, is_factor
 from torchtitan.models.spec import ModelSpec
 

@@ -12,9 +12,9 @@ from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint import staging
 from torchtitan.checkpoint.manager import check_staging
+from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.staging import Staging
 from torchtitan.checkpoint.storage import Component
-from torchtitan.config.schema import CheckpointConfig
 
 
 def stage_twice() -> list[tuple[torch.Tensor, torch.Tensor, int]]:

@@ -9,7 +9,7 @@ import pytest
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import load_config
-from torchtitan.config.schema import Config
+from torchtitan.job import Config
 
 
 class Jobs:

@@ -15,8 +15,8 @@ from torchtitan.config.compat import RENAMED
 from torchtitan.config.fields import fields, values_of
 from torchtitan.config.layers import Path, literal, section
 from torchtitan.config.load import load_config
-from torchtitan.config.schema import Config
 from torchtitan.config.unbuilt import SWITCHES, UNBUILT, UNBUILT_VALUES
+from torchtitan.job import Config
 
 ALL = [
     ((*section.split("."), key), default)

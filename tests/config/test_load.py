@@ -11,7 +11,7 @@ from tests.config.jobs import Jobs, mistakes_of
 from torchtitan.config.fields import FieldFacts, fields, sections, values_of
 from torchtitan.config.layers import Path, literal
 from torchtitan.config.load import load_config, to_toml
-from torchtitan.config.schema import Config
+from torchtitan.job import Config
 
 
 def test_no_file_means_defaults() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.config.jobs import Jobs
-from torchtitan.config.schema import Config
+from torchtitan.job import Config
 
 # --- names -------------------------------------------------------------------------------------
 

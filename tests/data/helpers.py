@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.config.schema import DataLoaderConfig, TrainingConfig
 from torchtitan.data.dataset import Dataset, build_dataset
 from torchtitan.data.loader import Loader
+from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
 from torchtitan.data.tokenizer import ByteTokenizer
 
 SEQ_LEN = 16

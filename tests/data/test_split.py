@@ -19,10 +19,10 @@ from tests.data.chats import write_lines
 from tests.data.helpers import loader_of, training, write_texts
 from tests.data.test_store import write_by_hand
 from torchtitan.base.errors import DataError
-from torchtitan.config.schema import TrainingConfig
 from torchtitan.data import split
 from torchtitan.data.dataset import Dataset, build_dataset
 from torchtitan.data.finetune import ExampleDataset, build_examples
+from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.split import Side, View
 from torchtitan.data.store import TokenStore, open_writer
 from torchtitan.data.tokenizer import ByteTokenizer

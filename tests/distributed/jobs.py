@@ -24,8 +24,8 @@ from torchtitan.base.errors import UserError
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.config.load import load_config
 from torchtitan.mesh.process_group import Launch
-from torchtitan.models import MODELS
 from torchtitan.models.decoder import HeadLoss
+from torchtitan.models.families import MODELS
 from torchtitan.trainer import Run, Trainer
 
 FSDP: tuple[str, ...] = ()

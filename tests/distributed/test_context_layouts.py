@@ -27,9 +27,9 @@ from torchtitan.models.decoder import Block
 from torchtitan.models.init import Init, Normal
 from torchtitan.models.spec import DecoderConfig
 from torchtitan.optim.loss import IGNORE_INDEX
-from torchtitan.parallel import context_attention
 from torchtitan.parallel.batch import Batch
-from torchtitan.parallel.context_layout import SequenceLayout, SequenceShard
+from torchtitan.parallel.context import attention as context_attention
+from torchtitan.parallel.context.layout import SequenceLayout, SequenceShard
 
 BASE = (
     "--model.flavor=tiny8",

@@ -25,14 +25,15 @@ from tests.distributed import pipeline_jobs as pj
 from tests.distributed.pipeline_jobs import TINY8, Trained, assert_same_training, pipeline
 from tests.distributed.rank_pool import RankPool
 from torchtitan.data.dataset import Dataset
-from torchtitan.models import MODELS, initialize, llama3
+from torchtitan.models import llama3
 from torchtitan.models.documents import Documents
-from torchtitan.models.init import Init, Normal
+from torchtitan.models.families import MODELS
+from torchtitan.models.init import Init, Normal, initialize
 from torchtitan.models.spec import DecoderConfig
 from torchtitan.optim.loss import IGNORE_INDEX
 from torchtitan.parallel.batch import Batch
-from torchtitan.parallel.context import build_layout
-from torchtitan.parallel.context_layout import SequenceShard
+from torchtitan.parallel.context.build import build_layout
+from torchtitan.parallel.context.layout import SequenceShard
 
 T = TypeVar("T")
 TP2 = "--parallelism.tensor_parallel_degree=2"

@@ -15,7 +15,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
 from torchtitan.assemble.writer import open_writer
 from torchtitan.base.errors import ConfigError
-from torchtitan.models import MODELS
+from torchtitan.models.families import MODELS
 from torchtitan.models.generate import generate
 
 PROMPTS = [[5, 200, 17, 17, 3], [7], list(range(1, 31))]

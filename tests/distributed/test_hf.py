@@ -15,8 +15,9 @@ from tests.distributed import hf_jobs, jobs
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
 from torchtitan.checkpoint.storage import verify
-from torchtitan.models import MODELS, llama3
+from torchtitan.models import llama3
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.families import MODELS
 from torchtitan.models.llama3 import LLAMA_31
 
 TIED = {"tie_embeddings": True, "rope_scaling": LLAMA_31}

@@ -22,8 +22,8 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
 from torchtitan.checkpoint.state import model_tensors
-from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.families import MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

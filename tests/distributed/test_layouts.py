@@ -23,8 +23,8 @@ from scripts.layouts.gaps import (
 from scripts.layouts.words import parse_layout
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan.models import MODELS
 from torchtitan.models.decoder import HeadLoss
+from torchtitan.models.families import MODELS
 from torchtitan.optim.loss import count_valid
 from torchtitan.parallel import apply
 

@@ -25,8 +25,10 @@ from tests.distributed.pipeline_jobs import (
     pipeline,
 )
 from tests.distributed.rank_pool import RankPool
-from torchtitan.parallel import apply, pipeline_layout, schedules
-from torchtitan.parallel.tied import TiedEmbedding
+from torchtitan.parallel import apply
+from torchtitan.parallel.pipeline import layout as pipeline_layout
+from torchtitan.parallel.pipeline import schedules
+from torchtitan.parallel.pipeline.tied import TiedEmbedding
 
 WHOLE_BACKWARD = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
 # the modules of two stages, cut where no cost would

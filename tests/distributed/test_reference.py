@@ -13,7 +13,8 @@ from tests.distributed.rank_pool import RankPool
 from torchtitan.config.load import load_config
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.models import MODELS, initialize
+from torchtitan.models.families import MODELS
+from torchtitan.models.init import initialize
 
 STEPS, PEAK_LR, WARMUP, TOTAL = 6, 8e-4, 5, 20
 

@@ -29,7 +29,8 @@ from torchtitan.assemble import run
 from torchtitan.config.load import load_config
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.models import MODELS, initialize
+from torchtitan.models.families import MODELS
+from torchtitan.models.init import initialize
 from torchtitan.optim import clip, loss
 from torchtitan.optim.loss import count_valid
 from torchtitan.parallel import tensor

@@ -25,9 +25,9 @@ from torchtitan.checkpoint.storage import read_manifest
 from torchtitan.config.load import load_config
 from torchtitan.data.validation import WholeBatches
 from torchtitan.mesh.stop import StopRequest
-from torchtitan.models import MODELS
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.documents import Documents
+from torchtitan.models.families import MODELS
 from torchtitan.trainer import Trainer
 
 NUM_SAMPLES, SEQ_LEN = 13, 32

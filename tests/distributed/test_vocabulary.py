@@ -13,7 +13,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
 from torchtitan.assemble import find_model
 from torchtitan.config.load import load_config
-from torchtitan.models import MODELS
+from torchtitan.models.families import MODELS
 
 TINY8 = jobs.TINY.replace('"tiny"', '"tiny8"')
 ROWS = 264

@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.schema import ParallelismConfig
 from torchtitan.mesh.dims import ParallelDims, build_mesh, resolve_dims
+from torchtitan.mesh.settings import ParallelismConfig
 
 
 def test_shard_degree_takes_the_ranks_left_over() -> None:

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.config.schema import MetricsConfig
+from torchtitan.metrics.settings import MetricsConfig
 from torchtitan.metrics.sinks import (
     ConsoleSink,
     JsonlSink,
@@ -326,7 +326,7 @@ def test_optional_packages_load_only_when_used(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from torchtitan.config.schema import MetricsConfig
+from torchtitan.metrics.settings import MetricsConfig
 from torchtitan.metrics import meter, progress, sinks
 built = sinks.build_sinks(
     MetricsConfig(), folder=Path(sys.argv[1]), rank=0, resume_step=0, color=False,

@@ -13,7 +13,7 @@ import torch
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import DataError
-from torchtitan.config.schema import ProfilingConfig
+from torchtitan.metrics.settings import ProfilingConfig
 from torchtitan.metrics.trace import build_profiler
 
 CPU = torch.device("cpu")

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtitan.models import MODELS, ModelSpec
+from torchtitan.models.families import MODELS
+from torchtitan.models.spec import ModelSpec
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 

@@ -18,10 +18,11 @@ from torchtitan.assemble.layout import find_layout
 from torchtitan.assemble.writer import Source, _build
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import load_config
-from torchtitan.models import MODELS, Counts, ModelSpec, count, initialize
-from torchtitan.models.contract import check_contract
+from torchtitan.models.contract import Counts, check_contract, count
 from torchtitan.models.decoder import Block, Decoder, TiedOutput
-from torchtitan.models.spec import HFFormat
+from torchtitan.models.families import MODELS
+from torchtitan.models.init import initialize
+from torchtitan.models.spec import HFFormat, ModelSpec
 
 JOB = ["--model.name=parallel", "--model.flavor=tiny", "--training.seq_len=32"]
 LLAMA3 = MODELS["llama3"]

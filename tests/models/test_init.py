@@ -7,8 +7,8 @@ import pytest
 import scipy.stats
 import torch
 
-from torchtitan.models import MODELS, initialize
-from torchtitan.models.init import CUTOFF, fill_normal, local_offsets, make_key
+from torchtitan.models.families import MODELS
+from torchtitan.models.init import CUTOFF, fill_normal, initialize, local_offsets, make_key
 
 N = 1 << 20
 NAME = "layers.1.attention.wq.weight"

@@ -10,7 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.models.fake_group import fake_group
-from torchtitan.models import MODELS, initialize
+from torchtitan.models.families import MODELS
+from torchtitan.models.init import initialize
 
 SPEC = MODELS["llama3"]
 TINY = SPEC.flavors["tiny"]

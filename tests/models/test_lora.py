@@ -10,8 +10,9 @@ from torch.func import functional_call
 
 from tests.models.reference import VARIANTS, random_decoder
 from torchtitan.base.errors import ConfigError
-from torchtitan.models import MODELS, initialize
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.families import MODELS
+from torchtitan.models.init import initialize
 from torchtitan.models.lora import LoRALinear, apply_lora, is_factor, linear_names, merged
 from torchtitan.models.trained import Trained, check_pattern
 

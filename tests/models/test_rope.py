@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.models.fake_group import fake_group
 from tests.models.reference import TINY, random_decoder, reference_config
-from torchtitan.models import MODELS
+from torchtitan.models.families import MODELS
 from torchtitan.models.rope import build_rope, frequencies
 from torchtitan.models.spec import DecoderConfig, LinearScaling, Llama3Scaling, YarnScaling
 

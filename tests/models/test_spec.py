@@ -6,8 +6,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.reference import VARIANTS, public_model, random_decoder, reference_config
-from torchtitan.models import MODELS, DecoderConfig, count
-from torchtitan.models.spec import Llama3Scaling
+from torchtitan.models.contract import count
+from torchtitan.models.families import MODELS
+from torchtitan.models.spec import DecoderConfig, Llama3Scaling
 
 FLAVORS = [(name, flavor) for name, spec in MODELS.items() for flavor in spec.flavors]
 # from the public checkpoints

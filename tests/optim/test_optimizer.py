@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan.config.schema import OptimizerConfig
 from torchtitan.optim.optimizer import build_optimizer
+from torchtitan.optim.settings import OptimizerConfig
 
 
 def model() -> nn.Module:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan.config.schema import LRSchedulerConfig
 from torchtitan.optim.schedule import build_schedule, set_lr
+from torchtitan.optim.settings import LRSchedulerConfig
 
 
 def rates(steps: int, **settings: object) -> list[float]:

@@ -13,8 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtitan.models import MODELS, initialize
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.families import MODELS
+from torchtitan.models.init import initialize
 from torchtitan.parallel.activation import Mode, apply_activation_checkpointing
 
 PRODUCT = "aten::mm"

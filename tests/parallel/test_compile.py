@@ -15,11 +15,11 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from tests.parallel.test_activation import gradients, tiny
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.schema import CompileConfig
 from torchtitan.models.decoder import Decoder, FeedForward
 from torchtitan.models.documents import Documents
 from torchtitan.parallel.activation import apply_activation_checkpointing
 from torchtitan.parallel.compile import apply_compile, check_compile
+from torchtitan.parallel.settings import CompileConfig
 
 
 @dataclass

@@ -13,17 +13,18 @@ from tests.parallel.test_context_attention import Watch
 from torchtitan.assemble.layout import find_layout
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import load_config
-from torchtitan.config.parallelism import Balancer
-from torchtitan.config.schema import DataLoaderConfig, ParallelismConfig, TrainingConfig
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.loader import Loader
+from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.mesh.dims import build_mesh, resolve_dims
-from torchtitan.models import MODELS, initialize
+from torchtitan.mesh.settings import Balancer, ParallelismConfig
 from torchtitan.models.attention import causal_attention
+from torchtitan.models.families import MODELS
+from torchtitan.models.init import initialize
 from torchtitan.optim.loss import build_loss
-from torchtitan.parallel.context import apply_context_parallel, build_shard
-from torchtitan.parallel.context_attention import Method
+from torchtitan.parallel.context.attention import Method
+from torchtitan.parallel.context.build import apply_context_parallel, build_shard
 
 SEQ_LEN = 10_000
 Attention = Literal["across", "within"]

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.rank_pool import RankPool
-from torchtitan.config.parallelism import Balancer
+from torchtitan.mesh.settings import Balancer
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.documents import Documents
-from torchtitan.parallel import context_attention
-from torchtitan.parallel.context_attention import Method, Ranks, build_attention
-from torchtitan.parallel.context_layout import SequenceLayout
+from torchtitan.parallel.context import attention as context_attention
+from torchtitan.parallel.context.attention import Method, Ranks, build_attention
+from torchtitan.parallel.context.layout import SequenceLayout
 
 Attention = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
 METHODS: list[Method] = ["allgather", "ring", "ulysses"]

@@ -7,9 +7,9 @@ from typing import Literal, get_args
 import pytest
 import torch
 
-from torchtitan.config.parallelism import Balancer
+from torchtitan.mesh.settings import Balancer
 from torchtitan.models.documents import Documents
-from torchtitan.parallel.context_layout import SequenceLayout, SequenceShard
+from torchtitan.parallel.context.layout import SequenceLayout, SequenceShard
 
 LAYOUTS = [
     SequenceLayout(degree=degree, balancer=balancer)

@@ -15,13 +15,13 @@ from tests.distributed import jobs as training_jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import load_config
-from torchtitan.config.schema import Float8Config
-from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel import float8
 from torchtitan.parallel.float8 import apply_float8, check_float8
+from torchtitan.parallel.settings import Float8Config
 
 # a head that float8 could take
 TINY = replace(MODELS["llama3"].flavors["tiny"], vocab_size=272)

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.fake_group import fake_group
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.schema import ParallelismConfig
 from torchtitan.mesh.dims import ParallelDims
-from torchtitan.models import MODELS, initialize
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.families import MODELS
+from torchtitan.models.init import initialize
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.activation import apply_activation_checkpointing
 from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp, find_reshard, name_reshard

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.schema import ParallelismConfig, TrainingConfig
-from torchtitan.models import MODELS, count
-from torchtitan.parallel.pipeline_layout import PipelineLayout, plan_pipeline
+from torchtitan.data.settings import TrainingConfig
+from torchtitan.mesh.settings import ParallelismConfig
+from torchtitan.models.contract import count
+from torchtitan.models.families import MODELS
+from torchtitan.parallel.pipeline.layout import PipelineLayout, plan_pipeline
 
 LLAMA3 = MODELS["llama3"]
 COUNTS = count(LLAMA3.build_meta(LLAMA3.flavors["tiny8"]))

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.models.fake_group import fake_group
-from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.models.lora import apply_lora
 from torchtitan.optim.loss import build_loss

@@ -12,8 +12,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.parallel.schedule_csv import read_csv
-from torchtitan.parallel.schedules import (
+from torchtitan.parallel.pipeline.schedule_csv import read_csv
+from torchtitan.parallel.pipeline.schedules import (
     SCHEDULES,
     Action,
     check_schedule,

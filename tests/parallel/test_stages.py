@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.schema import ParallelismConfig
-from torchtitan.models import MODELS, count
-from torchtitan.parallel.stages import (
+from torchtitan.mesh.settings import ParallelismConfig
+from torchtitan.models.contract import count
+from torchtitan.models.families import MODELS
+from torchtitan.parallel.pipeline.stages import (
     Costs,
     check_modules,
     count_stages,

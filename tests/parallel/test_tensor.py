@@ -14,9 +14,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.models.fake_group import fake_group
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.schema import ParallelismConfig
-from torchtitan.models import MODELS, initialize
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.families import MODELS
+from torchtitan.models.init import initialize
 from torchtitan.models.spec import DecoderConfig
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from torchtitan.parallel.schedules import compute_table
+from torchtitan.parallel.pipeline.schedules import compute_table
 from torchtitan.plan.__main__ import main
 from torchtitan.plan.draw import as_text, save_picture
 from torchtitan.plan.schedule import Costs, simulate

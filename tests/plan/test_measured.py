@@ -15,8 +15,8 @@ from tests.distributed import jobs
 from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError
-from torchtitan.parallel.pipeline_ranges import record_actions
-from torchtitan.parallel.schedules import SCHEDULES, compute_table
+from torchtitan.parallel.pipeline.ranges import record_actions
+from torchtitan.parallel.pipeline.schedules import SCHEDULES, compute_table
 from torchtitan.plan.__main__ import main
 from torchtitan.plan.measured import read_run
 from torchtitan.plan.schedule import Costs, simulate

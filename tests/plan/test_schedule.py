@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchtitan.parallel.schedules import SCHEDULES, Action, compute_table
+from torchtitan.parallel.pipeline.schedules import SCHEDULES, Action, compute_table
 from torchtitan.plan.schedule import Costs, Span, Timeline, simulate
 
 SIZES = [(2, 4), (3, 6), (4, 8), (4, 16), (8, 16)]

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, models
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.families import MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "convert_hf.py"

@@ -22,8 +22,8 @@ from torchtitan.assemble.steps import find_step
 from torchtitan.assemble.writer import open_writer
 from torchtitan.checkpoint.files import write_sealed_json
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.families import MODELS
 from torchtitan.models.generate import generate
 from torchtitan.models.spec import LinearScaling
 

@@ -107,7 +107,7 @@ def test_a_trained_tokenizer_is_that_of_the_library(tmp_path: Path) -> None:
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    source = (ROOT / "torchtitan" / "config" / "schema.py").read_text()
+    source = (ROOT / "torchtitan" / "data" / "settings.py").read_text()
     odd = "naïve 中文 \U0001f600 don't  DON'T\r\n\r\n 123456 \t x\n" * 5
     library = script.train(iter([source, odd]), vocab_size=700)
     file = tmp_path / "new.tiktoken"

@@ -10,12 +10,13 @@ from torchtitan.assemble.layout import Layout
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
 from torchtitan.checkpoint.state import Progress
-from torchtitan.config.schema import Config, TrainingConfig
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.loader import Loader, Numbered
 from torchtitan.data.sample_log import SampleLog
+from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.split import Side
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
+from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh
 
 

@@ -14,8 +14,10 @@ from torchtitan.checkpoint.hf import CONFIG
 from torchtitan.checkpoint.hf_config import CARRIED, read_config
 from torchtitan.checkpoint.hf_lora import Factors
 from torchtitan.checkpoint.hf_write import HFExport
-from torchtitan.config.schema import Config, LoRAConfig, ModelConfig
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.job import Config
+from torchtitan.lora.settings import LoRAConfig
+from torchtitan.models.settings import ModelConfig
 
 logger = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"

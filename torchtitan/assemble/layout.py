@@ -18,11 +18,12 @@ from torchtitan.base.device import device_name
 from torchtitan.base.errors import ConfigError, Mistakes, did_you_mean
 from torchtitan.checkpoint.hf import find_misnamed
 from torchtitan.config.load import to_toml
-from torchtitan.config.schema import Config, ModelConfig, RopeScalingConfig
 from torchtitan.data.loader import accumulation_steps
+from torchtitan.job import Config
 from torchtitan.mesh.dims import ParallelDims, resolve_dims
-from torchtitan.models import MODELS, Counts, LanguageModel, count
-from torchtitan.models.contract import check_contract
+from torchtitan.models.contract import Counts, LanguageModel, check_contract, count
+from torchtitan.models.families import MODELS
+from torchtitan.models.settings import ModelConfig, RopeScalingConfig
 from torchtitan.models.spec import (
     DecoderConfig,
     LinearScaling,
@@ -33,10 +34,10 @@ from torchtitan.models.spec import (
 )
 from torchtitan.models.trained import Trained
 from torchtitan.parallel.compile import check_backend, check_compile
-from torchtitan.parallel.context import check_attention
+from torchtitan.parallel.context.build import check_attention
 from torchtitan.parallel.float8 import check_float8, find_converted
 from torchtitan.parallel.fsdp import find_reshard, name_reshard
-from torchtitan.parallel.pipeline_layout import PipelineLayout, plan_pipeline
+from torchtitan.parallel.pipeline.layout import PipelineLayout, plan_pipeline
 from torchtitan.parallel.tensor import check_tensor_parallel
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.base.device import device_type, has_bfloat16
-from torchtitan.config.schema import Config
+from torchtitan.job import Config
 
 
 def settle_precision(config: Config) -> tuple[Config, str]:

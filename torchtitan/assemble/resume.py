@@ -31,6 +31,7 @@ from torchtitan.checkpoint.manager import CheckpointManager, Export, check_stagi
 from torchtitan.checkpoint.pt_file import open_file
 from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.checkpoint.restore import restore
+from torchtitan.checkpoint.settings import WEIGHT_FILES
 from torchtitan.checkpoint.source import row_order
 from torchtitan.checkpoint.start import (
     Comparison,
@@ -41,10 +42,9 @@ from torchtitan.checkpoint.start import (
 )
 from torchtitan.checkpoint.state import RunState
 from torchtitan.checkpoint.storage import find_steps
-from torchtitan.config.checkpoint import WEIGHT_FILES
 from torchtitan.config.load import to_toml
-from torchtitan.config.schema import Config
 from torchtitan.config.trajectory import Job, trajectory_differences
+from torchtitan.job import Config
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.faults import Pulse
 from torchtitan.mesh.process_group import job_store

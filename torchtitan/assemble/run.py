@@ -31,8 +31,8 @@ from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_type, local_device, peak_flops
 from torchtitan.checkpoint.manager import build_group
 from torchtitan.checkpoint.state import Progress, RunState
-from torchtitan.config.schema import Config, DebugConfig
 from torchtitan.data.loader import Loader
+from torchtitan.job import Config, DebugConfig
 from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.mesh.process_group import Launch, gather, set_timeout
 from torchtitan.metrics.meter import Meter
@@ -43,7 +43,7 @@ from torchtitan.optim.loss import build_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
 from torchtitan.parallel.build import build_model_and_execution
-from torchtitan.parallel.context import build_shard
+from torchtitan.parallel.context.build import build_shard
 from torchtitan.parallel.execution import Execution
 from torchtitan.trainer import Run
 

@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torchtitan.assemble.data import build_samples
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
-from torchtitan.config.schema import Config, TrainingConfig
 from torchtitan.data.loader import Loader, Numbered
 from torchtitan.data.overlap import describe_shared_documents, shared_files
+from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.data.validation import WholeBatches
+from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh
 from torchtitan.models.parts import ModelParts
-from torchtitan.parallel.context_layout import SequenceShard
+from torchtitan.parallel.context.layout import SequenceShard
 from torchtitan.parallel.execution import Execution
 from torchtitan.validate import Validator
 

@@ -28,13 +28,14 @@ from torchtitan.checkpoint.hf import CONFIG
 from torchtitan.checkpoint.hf_config import architecture_of, family_of, read_config
 from torchtitan.checkpoint.hf_folder import open_folder
 from torchtitan.checkpoint.hf_read import read_weights
-from torchtitan.config.schema import Config, LoRAConfig
 from torchtitan.config.trajectory import Job
 from torchtitan.data.chat import ChatTemplate
 from torchtitan.data.chat_files import find_template
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
-from torchtitan.models import MODELS
+from torchtitan.job import Config
+from torchtitan.lora.settings import LoRAConfig
 from torchtitan.models.contract import LanguageModel
+from torchtitan.models.families import MODELS
 from torchtitan.models.lora import apply_lora
 from torchtitan.models.spec import DecoderConfig, ModelSpec
 from torchtitan.optim.loss import build_loss

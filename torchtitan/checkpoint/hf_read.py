@@ -34,7 +34,7 @@ from torchtitan.checkpoint.hf import overlap
 from torchtitan.checkpoint.hf_folder import DTYPES, HFFolder, StoredTensor
 from torchtitan.checkpoint.pt_file import map_file
 from torchtitan.checkpoint.ranks import reason
-from torchtitan.config.checkpoint import WEIGHT_FILES
+from torchtitan.checkpoint.settings import WEIGHT_FILES
 
 
 def read_weights(

@@ -28,10 +28,10 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.hf import ADAPTER_CONFIG, CONFIG
 from torchtitan.checkpoint.retention import describe_score, rank_steps, steps_to_delete
+from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.staging import Staging
 from torchtitan.checkpoint.state import RunState
 from torchtitan.checkpoint.storage import Component
-from torchtitan.config.schema import CheckpointConfig
 from torchtitan.mesh.faults import Pulse
 
 logger = logging.getLogger(__name__)

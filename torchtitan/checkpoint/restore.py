@@ -33,9 +33,9 @@ from torchtitan.checkpoint.state import (
     rng_tensors,
     set_rng,
 )
-from torchtitan.config.schema import LRSchedulerConfig
 from torchtitan.models.lora import is_factor
 from torchtitan.optim.schedule import Schedule, build_schedule
+from torchtitan.optim.settings import LRSchedulerConfig
 
 logger = logging.getLogger(__name__)
 COMPONENTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")

@@ -18,7 +18,7 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.hf_folder import is_hf_folder
 from torchtitan.checkpoint.metadata import METADATA
-from torchtitan.config.schema import CheckpointConfig
+from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.models.spec import ModelSpec, RopeOrder
 
 logger = logging.getLogger(__name__)

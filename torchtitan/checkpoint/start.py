@@ -26,9 +26,8 @@ from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import Content
 from torchtitan.checkpoint.hf import HeadDim
 from torchtitan.checkpoint.hf_folder import HFFolder
+from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
 from torchtitan.checkpoint.source import checked_step, find_source, is_plain_dcp, newest_step
-from torchtitan.config.checkpoint import WEIGHT_FILES
-from torchtitan.config.schema import CheckpointConfig
 from torchtitan.mesh.dims import ParallelDims
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
 from torchtitan.config.load import load_config, to_toml
-from torchtitan.config.schema import Config
+from torchtitan.job import Config
 
 logger = logging.getLogger(__name__)
 HELP = (

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchtitan.config.broken import Broken
-from torchtitan.config.schema import ActivationCheckpointConfig, Config
+from torchtitan.job import Config
+from torchtitan.parallel.settings import ActivationCheckpointConfig
 
 KEEPS_A_BUDGET = ("inductor", "aot_eager_decomp_partition")
 """Compilers that choose what to recompute; the second makes no code, and is for tests."""

@@ -22,8 +22,8 @@ from torchtitan.config.fields import fields, section_fields
 from torchtitan.config.layers import COMMAND_LINE, Layer, Path, Setting, literal, spell
 from torchtitan.config.names import without_unknown
 from torchtitan.config.rules import broken_rules
-from torchtitan.config.schema import Config
 from torchtitan.config.toml_files import CONFIG_FILE, parse
+from torchtitan.job import Config
 
 RULES = {
     "int_type": "must be an integer",

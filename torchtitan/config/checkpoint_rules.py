@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
 from torchtitan.config.broken import Broken, leads_outside
-from torchtitan.config.checkpoint import WEIGHT_FILES
-from torchtitan.config.schema import CheckpointConfig, Config
+from torchtitan.job import Config
 
 
 def checkpoint_rules(config: Config) -> Iterator[Broken]:

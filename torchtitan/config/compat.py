@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torchtitan.config.layers import COMMAND_LINE, Layer, Path, Setting, same, spell
-from torchtitan.config.schema import Config
 from torchtitan.config.unbuilt import UNBUILT, value_refusal
+from torchtitan.job import Config
 
 RENAMED: dict[Path, Path] = {
     ("job", "print_args"): ("job", "print_config"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchtitan.config.broken import Broken
-from torchtitan.config.schema import Config, DataLoaderConfig
+from torchtitan.data.settings import DataLoaderConfig
+from torchtitan.job import Config
 
 
 def data_rules(config: Config) -> Iterator[Broken]:

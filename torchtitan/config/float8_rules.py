@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchtitan.config.broken import Broken
-from torchtitan.config.float8 import FLOAT8, MULTIPLE, Float8Config
 from torchtitan.config.layers import literal
-from torchtitan.config.schema import Config
+from torchtitan.job import Config
+from torchtitan.parallel.settings import FLOAT8, MULTIPLE, Float8Config
 
 
 def float8_rules(config: Config) -> Iterator[Broken]:

@@ -7,8 +7,8 @@ from math import prod
 
 from torchtitan.base.errors import did_you_mean
 from torchtitan.config.broken import Broken
-from torchtitan.config.parallelism import CHUNKS_A_RANK
-from torchtitan.config.schema import Config, ParallelismConfig
+from torchtitan.job import Config
+from torchtitan.mesh.settings import CHUNKS_A_RANK, ParallelismConfig
 
 SEQUENCE_TIES = (
     "parallelism.context_parallel_degree",

@@ -17,8 +17,8 @@ from torchtitan.config.build import build
 from torchtitan.config.cli import read_command_line
 from torchtitan.config.fields import values_of
 from torchtitan.config.layers import Layer
-from torchtitan.config.schema import Config
 from torchtitan.config.toml_files import CONFIG_FILE, read_layers
+from torchtitan.job import Config
 
 __all__ = ["load_config", "to_toml"]
 

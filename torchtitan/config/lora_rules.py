@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchtitan.config.broken import Broken
-from torchtitan.config.schema import Config, LoRAConfig
+from torchtitan.job import Config
+from torchtitan.lora.settings import LoRAConfig
 
 
 def lora_rules(config: Config) -> Iterator[Broken]:

@@ -18,9 +18,9 @@ from torchtitan.config.data_rules import data_rules
 from torchtitan.config.float8_rules import float8_rules
 from torchtitan.config.layout_rules import layout_rules
 from torchtitan.config.lora_rules import lora_rules
-from torchtitan.config.rope import NEEDED, READ
-from torchtitan.config.schema import Config
 from torchtitan.config.validation_rules import validation_rules
+from torchtitan.job import Config
+from torchtitan.models.settings import NEEDED, READ
 
 
 def broken_rules(config: Config) -> Iterator[Broken]:

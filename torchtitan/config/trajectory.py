@@ -17,8 +17,8 @@ from torchtitan.config.build import build, checked
 from torchtitan.config.compat import as_meant_then
 from torchtitan.config.fields import values_of
 from torchtitan.config.layers import Path, flatten, literal
-from torchtitan.config.schema import Config
 from torchtitan.config.toml_files import parse
+from torchtitan.job import Config
 
 _ROUNDING = "changes the order of additions alone: the same training to rounding"
 

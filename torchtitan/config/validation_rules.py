@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torchtitan.config.broken import Broken
 from torchtitan.config.data_rules import worker_rules
 from torchtitan.config.layout_rules import SEQUENCE_TIES, misfit
-from torchtitan.config.schema import Config
+from torchtitan.job import Config
 
 READS = ("files", "examples")
 

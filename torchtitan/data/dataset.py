@@ -35,7 +35,7 @@ from torchtitan.data.split import Side, View, build_view
 from torchtitan.data.store import TokenStore
 
 if TYPE_CHECKING:
-    from torchtitan.config.schema import TrainingConfig
+    from torchtitan.data.settings import TrainingConfig
     from torchtitan.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -43,7 +43,7 @@ from torchtitan.data.store import StoreWriter, TokenStore
 from torchtitan.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from torchtitan.config.schema import TrainingConfig
+    from torchtitan.data.settings import TrainingConfig
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.base.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from torchtitan.config.schema import DataLoaderConfig
+    from torchtitan.data.settings import DataLoaderConfig
     from torchtitan.data.store import TokenStore
 
 Samples = dict[str, torch.Tensor]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.schema import ParallelismConfig
+from torchtitan.mesh.settings import ParallelismConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.schema import CommConfig
+from torchtitan.mesh.settings import CommConfig
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")

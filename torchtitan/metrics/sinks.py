@@ -25,7 +25,7 @@ from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.base.log import Style, paint
 
 if TYPE_CHECKING:
-    from torchtitan.config.schema import MetricsConfig
+    from torchtitan.metrics.settings import MetricsConfig
 
 logger = logging.getLogger(__name__)
 

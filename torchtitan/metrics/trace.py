@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torchtitan.base.errors import DataError
 
 if TYPE_CHECKING:
-    from torchtitan.config.schema import ProfilingConfig
+    from torchtitan.metrics.settings import ProfilingConfig
 
 logger = logging.getLogger(__name__)
 _KINETO_SILENT = "6"

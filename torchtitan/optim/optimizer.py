@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.config.schema import OptimizerConfig
 from torchtitan.models.parts import HasParameters
+from torchtitan.optim.settings import OptimizerConfig
 
 
 def build_optimizer(model: HasParameters, *, settings: OptimizerConfig) -> torch.optim.Optimizer:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from torchtitan.config.schema import LRSchedulerConfig
+from torchtitan.optim.settings import LRSchedulerConfig
 
 Schedule = Callable[[int], float]
 """Maps a step, counted from 1, to its learning rate."""

@@ -14,22 +14,18 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from torchtitan.config.schema import (
-    ActivationCheckpointConfig,
-    CompileConfig,
-    Float8Config,
-    ParallelismConfig,
-    TrainingConfig,
-)
+from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.spec import TensorRole
 from torchtitan.models.trained import Trained
 from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
 from torchtitan.parallel.compile import apply_compile
-from torchtitan.parallel.context import apply_context_parallel
+from torchtitan.parallel.context.build import apply_context_parallel
 from torchtitan.parallel.float8 import apply_float8
 from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp, find_reshard, name_reshard
 from torchtitan.parallel.precision import can_compute_in, compute_in
+from torchtitan.parallel.settings import ActivationCheckpointConfig, CompileConfig, Float8Config
 from torchtitan.parallel.tensor import apply_tensor_parallel
 
 

@@ -9,15 +9,10 @@ from functools import partial
 
 import torch
 
-from torchtitan.config.schema import (
-    ActivationCheckpointConfig,
-    CompileConfig,
-    Float8Config,
-    LoRAConfig,
-    ParallelismConfig,
-    TrainingConfig,
-)
+from torchtitan.data.settings import TrainingConfig
+from torchtitan.lora.settings import LoRAConfig
 from torchtitan.mesh.dims import Mesh
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.init import initialize
@@ -27,8 +22,9 @@ from torchtitan.models.spec import DecoderConfig, ModelSpec
 from torchtitan.models.trained import Trained
 from torchtitan.parallel.apply import parallelize
 from torchtitan.parallel.execution import Execution, WholeModel
-from torchtitan.parallel.pipeline import Pipeline, find_shapes
-from torchtitan.parallel.pipeline_layout import PipelineLayout
+from torchtitan.parallel.pipeline.execution import Pipeline, find_shapes
+from torchtitan.parallel.pipeline.layout import PipelineLayout
+from torchtitan.parallel.settings import ActivationCheckpointConfig, CompileConfig, Float8Config
 
 
 def build_model_and_execution(

@@ -31,8 +31,8 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 from torchtitan.base.errors import ConfigError, did_you_mean
-from torchtitan.config.schema import CompileConfig
 from torchtitan.models.contract import Attends
+from torchtitan.parallel.settings import CompileConfig
 
 INDUCTOR = "inductor"
 

@@ -1,7 +1,7 @@
 """How a step runs through the model: what the loop asks for, and the plain answer.
 
-A pipeline gives the other answer (`pipeline.py`). Either takes the accumulation steps of one
-optimizer step and leaves summed gradients, so the loop does not know which one it has.
+A pipeline gives the other answer (`pipeline/execution.py`). Either takes the accumulation steps of
+one optimizer step and leaves summed gradients, so the loop does not know which one it has.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.float8 import MULTIPLE, Float8Config
 from torchtitan.models.decoder import Output
+from torchtitan.parallel.settings import MULTIPLE, Float8Config
 
 SECTION = "[quantize.linear.float8]"
 FIRST_CAPABILITY = (8, 9)

@@ -32,8 +32,8 @@ from torch.distributed.fsdp import (
 )
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.schema import ParallelismConfig
 from torchtitan.mesh.dims import ParallelDims
+from torchtitan.mesh.settings import ParallelismConfig
 
 
 @dataclass(frozen=True, kw_only=True)

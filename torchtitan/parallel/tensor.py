@@ -40,7 +40,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.schema import ParallelismConfig
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.lora import LoRALinear

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.parallel.schedule_csv import read_csv
-from torchtitan.parallel.schedules import SCHEDULES, Table, compute_table
+from torchtitan.parallel.pipeline.schedule_csv import read_csv
+from torchtitan.parallel.pipeline.schedules import SCHEDULES, Table, compute_table
 from torchtitan.plan.draw import LEGEND, as_text, save_picture
 from torchtitan.plan.measured import read_run
 from torchtitan.plan.schedule import Costs, Timeline, simulate

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.parallel.schedules import KINDS, Action, Kind
+from torchtitan.parallel.pipeline.schedules import KINDS, Action, Kind
 from torchtitan.plan.schedule import Span, Timeline
 
 SUFFIXES = (".svg", ".png")

@@ -1,7 +1,7 @@
 """The timeline of a pipeline that ran, from the traces of a profiled run.
 
 Each rank's trace holds a range `pipeline:2F0` around every action, without the wait for what
-another rank sends (`parallel/pipeline_ranges.py`). On a GPU such a range is the time of the launch,
+another rank sends (`parallel/pipeline/ranges.py`). On a GPU such a range is the time of the launch,
 not of the kernels, so traces of GPUs are refused.
 Clocks of ranks on one machine are the same; across machines they are as equal as NTP keeps them.
 """
@@ -18,8 +18,8 @@ from typing import Any
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.toml_files import parse
-from torchtitan.parallel.pipeline_ranges import PREFIX
-from torchtitan.parallel.schedules import KINDS, Action, Kind
+from torchtitan.parallel.pipeline.ranges import PREFIX
+from torchtitan.parallel.pipeline.schedules import KINDS, Action, Kind
 from torchtitan.plan.schedule import Costs, Span, Timeline
 
 _RANGE = re.compile(PREFIX + r"(\d+)([FBIW])(\d+)")

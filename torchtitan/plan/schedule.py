@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchtitan.parallel.schedule_csv import in_order
-from torchtitan.parallel.schedules import Action, Kind, Table
+from torchtitan.parallel.pipeline.schedule_csv import in_order
+from torchtitan.parallel.pipeline.schedules import Action, Kind, Table
 
 
 @dataclass(frozen=True, kw_only=True)

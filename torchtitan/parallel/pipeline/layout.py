@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import amount
-from torchtitan.config.schema import ParallelismConfig, TrainingConfig
+from torchtitan.data.settings import TrainingConfig
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.contract import Counts
-from torchtitan.parallel.schedule_csv import read_csv
-from torchtitan.parallel.schedules import SCHEDULES, Table, compute_table, ranks_of
-from torchtitan.parallel.stages import (
+from torchtitan.parallel.pipeline.schedule_csv import read_csv
+from torchtitan.parallel.pipeline.schedules import SCHEDULES, Table, compute_table, ranks_of
+from torchtitan.parallel.pipeline.stages import (
     Stages,
     check_modules,
     count_stages,

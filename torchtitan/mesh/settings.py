@@ -1,4 +1,4 @@
-"""The settings of a job's layout: the [parallelism] section."""
+"""The settings of the ranks: the sections [parallelism] and [comm]."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.types import STRICT, Degree, ListsOfNames, NumberOrText
+from torchtitan.config.types import STRICT, Degree, ListsOfNames, NumberOrText, Text
 
 Balancer = Literal["headtail", "balanced", "none"]
 CHUNKS_A_RANK: Mapping[Balancer, int] = {"headtail": 2, "balanced": 8, "none": 1}
@@ -79,3 +79,20 @@ class ParallelismConfig:
     """headtail: each rank holds a chunk near the head of the sequence and one near its tail, so
     that all work alike; balanced: eight chunks, chosen for each sequence so that all work alike
     whatever its documents (not for ulysses, which needs no balance); none: one contiguous chunk."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CommConfig:
+    """Process groups."""
+
+    init_timeout_seconds: PositiveInt = 300
+    """Longest wait for other ranks until the first step of this start is done."""
+    train_timeout_seconds: PositiveInt = 100
+    """Longest wait for other ranks after that."""
+    trace_buf_size: NonNegativeInt = 20000
+    """Collectives remembered by NCCL's flight recorder, written to save_traces_folder on a timeout;
+    0: off."""
+    save_traces_folder: Text = "comm_traces"
+    """Folder of the flight recorder's files, inside dump_folder."""
+    save_traces_file_prefix: str = "rank_"
+    """Beginning of the flight recorder's file names."""

@@ -2,7 +2,7 @@
 
 Everything but attention works on each token by itself, so a rank computes its part of the sequence
 as if it were the whole, with the right positions (`SequenceShard`); attention alone looks further
-(`context_attention.py`). Parameters are sharded over these ranks as over those of FSDP, whose sum
+(`attention.py`). Parameters are sharded over these ranks as over those of FSDP, whose sum
 of gradients is the sum over the sequence too.
 """
 
@@ -11,11 +11,12 @@ from __future__ import annotations
 from torch import nn
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.schema import ParallelismConfig, TrainingConfig
+from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.contract import Attends, LanguageModel
-from torchtitan.parallel.context_attention import Ranks, build_attention
-from torchtitan.parallel.context_layout import SequenceLayout, SequenceShard
+from torchtitan.parallel.context.attention import Ranks, build_attention
+from torchtitan.parallel.context.layout import SequenceLayout, SequenceShard
 
 
 def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> None:

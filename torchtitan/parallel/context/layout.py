@@ -3,7 +3,7 @@
 The sequence is cut into chunks of equal length. `headtail` gives rank r of n the chunks r and
 2n - 1 - r: causal attention costs a chunk in proportion to its place, so a chunk near the head and
 one near the tail make the same sum on every rank. `balanced` deals out smaller chunks by what they
-cost in this very sequence (`context_balance.py`), which is even for documents of any lengths.
+cost in this very sequence (`balance.py`), which is even for documents of any lengths.
 Without load balance rank r holds chunk r, and the last rank works 2n - 1 times as long as the
 first.
 
@@ -24,10 +24,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchtitan.config.parallelism import CHUNKS_A_RANK, Balancer
+from torchtitan.mesh.settings import CHUNKS_A_RANK, Balancer
 from torchtitan.models.documents import Documents
 from torchtitan.parallel.batch import Batch
-from torchtitan.parallel.context_balance import deal
+from torchtitan.parallel.context.balance import deal
 
 Ranges = tuple[tuple[int, int], ...]
 """Begin and end of stretches of a sequence, upwards."""

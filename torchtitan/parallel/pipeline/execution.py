@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.config.schema import ParallelismConfig
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.parts import ModelParts
 from torchtitan.models.spec import DecoderConfig
 from torchtitan.parallel.batch import Batch
-from torchtitan.parallel.pipeline_layout import PipelineLayout
-from torchtitan.parallel.schedules import (
+from torchtitan.parallel.pipeline.layout import PipelineLayout
+from torchtitan.parallel.pipeline.schedules import (
     Runtime,
     Shapes,
     Table,
     forward_table,
 )
-from torchtitan.parallel.tied import TiedEmbedding
+from torchtitan.parallel.pipeline.tied import TiedEmbedding
 
 
 def find_shapes(

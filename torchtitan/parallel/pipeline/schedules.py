@@ -29,7 +29,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.parallel.batch import Batch
-from torchtitan.parallel.pipeline_ranges import record_actions
+from torchtitan.parallel.pipeline.ranges import record_actions
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 # the letters of torch's tables and CSV files

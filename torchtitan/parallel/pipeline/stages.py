@@ -21,7 +21,7 @@ from math import ceil
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import amount
-from torchtitan.config.schema import ParallelismConfig
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.contract import Counts
 
 FIRST = ("tok_embeddings",)

@@ -30,8 +30,8 @@ from torch import Tensor
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.contract import Attend
 from torchtitan.models.documents import Documents
-from torchtitan.parallel.context_kernels import attend, attend_backward, merge
-from torchtitan.parallel.context_layout import Block, SequenceLayout, find_blocks
+from torchtitan.parallel.context.kernels import attend, attend_backward, merge
+from torchtitan.parallel.context.layout import Block, SequenceLayout, find_blocks
 from torchtitan.parallel.one_operator import as_one_operator
 
 Method = Literal["allgather", "ring", "alltoall", "ulysses"]

@@ -1,4 +1,4 @@
-"""The settings of matrix products in float8: the section [quantize.linear.float8]."""
+"""The settings of how blocks compute: [activation_checkpoint], [compile], [quantize]."""
 
 from __future__ import annotations
 
@@ -7,7 +7,33 @@ from typing import Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.types import STRICT, Strings
+from torchtitan.config.types import STRICT, Fraction, Strings, Text
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ActivationCheckpointConfig:
+    """Which activations are recomputed in backward instead of kept."""
+
+    mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
+    """none: keep all; full: recompute every block; selective: what selective_ac_option says;
+    memory_budget: the compiler chooses what of a block to recompute (needs compile.enable)."""
+    selective_ac_option: str = "2"
+    """A number n in quotes: recompute every n-th block; op: recompute every block but for attention
+    and every second matrix product, whose outputs are kept."""
+    memory_budget: Fraction = 0.5
+    """Of mode = memory_budget, the part that may be kept of what a compiled block keeps by itself:
+    1 recomputes nothing, 0 keeps a block's input, and that of attention which is not compiled."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CompileConfig:
+    """torch.compile of the model's blocks."""
+
+    enable: bool = False
+    """Compile the blocks: the first step takes minutes, later ones less time."""
+    backend: Text = "inductor"
+    """Compiler: inductor; to look for faults aot_eager or eager, which make no code."""
+
 
 FLOAT8 = ("float8", "quantize.linear.float8")
 """What model.converters may hold; the second is torchtitan 0.2's name."""

@@ -1,7 +1,7 @@
-"""How the rotary wavelengths are scaled: the section [model.rope_scaling].
+"""The settings of the model: the sections [model] and [model.rope_scaling].
 
-Each type reads some of the keys. A key that the type does not read is refused, not ignored, which
-is why none has a default here: the defaults are the model's.
+Each type of scaling reads some of the keys. A key that the type does not read is refused, not
+ignored, which is why none has a default here: the defaults are the model's.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.types import STRICT, AtLeastOne, FinitePositive
+from torchtitan.config.types import STRICT, AboveOne, AtLeastOne, FinitePositive, Strings, Text
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -57,3 +57,25 @@ READ: Mapping[str, tuple[str, ...]] = {
     "yarn": (*NEEDED["yarn"], "beta_fast", "beta_slow", "attention_factor"),
 }
 """Keys that a type reads."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ModelConfig:
+    """Which model, and the tokenizer that goes with it."""
+
+    name: Text = "llama3"
+    """Model family: a key of torchtitan.models.families.MODELS."""
+    flavor: Text = "debugmodel"
+    """Size within the family, e.g. debugmodel, small, 1B, 3B, 8B, 70B, 405B."""
+    tokenizer_path: Text = "bpe_2048"
+    """Built-in name (bpe_2048, byte), tiktoken file (Llama 3's tokenizer.model), or tokenizer.json
+    or its folder."""
+    converters: Strings = ()
+    """What layers are converted to before they are trained: "float8", as [quantize.linear.float8]
+    says; empty: nothing."""
+    vocab_size: PositiveInt | None = None
+    """Rows of the embedding and of the output head; the flavor's if not given."""
+    rope_theta: AboveOne | None = None
+    """Base of the rotary wavelengths; the flavor's if not given."""
+    rope_scaling: RopeScalingConfig = Field(default_factory=RopeScalingConfig)
+    """Stretch of the rotary wavelengths."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.parallel.schedules import KINDS, Action, Kind, Table
+from torchtitan.parallel.pipeline.schedules import KINDS, Action, Kind, Table
 
 _SINGLE = re.compile(r"(\d+)([FBIW])(\d+)")
 _PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")

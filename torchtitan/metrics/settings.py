@@ -1,0 +1,42 @@
+"""The settings of what is reported and recorded: the sections [metrics] and [profiling]."""
+
+from __future__ import annotations
+
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from torchtitan.config.types import STRICT, Text
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MetricsConfig:
+    """What is reported, how often and to where."""
+
+    log_freq: PositiveInt = 10
+    """Report every this many steps; the first and the last step are always reported."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard event files to save_tb_folder."""
+    save_tb_folder: Text = "tb"
+    """Folder of the TensorBoard files, inside dump_folder."""
+    enable_wandb: bool = False
+    """Send figures to Weights & Biases; WANDB_MODE=offline keeps them in dump_folder/wandb."""
+    save_for_all_ranks: bool = False
+    """Every rank, not rank 0 alone, writes metrics, TensorBoard and W&B figures, in own files."""
+    disable_color_printing: bool = False
+    """No colours on the console; NO_COLOR and output that is no terminal do the same."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ProfilingConfig:
+    """Traces of whole steps, to see where the time goes."""
+
+    enable_profiling: bool = False
+    """Write a trace of every rank now and then; it slows the recorded steps, and changes none."""
+    save_traces_folder: Text = "profile_traces"
+    """Folder of the traces, inside dump_folder: step-N/rank_R.json, for chrome://tracing."""
+    profile_freq: PositiveInt = 10
+    """Steps from one trace to the next."""
+    profiler_active: PositiveInt = 1
+    """Steps that a trace holds: the last ones of each profile_freq."""
+    profiler_warmup: NonNegativeInt = 3
+    """Steps before these with the profiler on already, so that its start-up is not recorded."""

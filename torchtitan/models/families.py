@@ -1,0 +1,8 @@
+"""The models that a job can name."""
+
+from __future__ import annotations
+
+from torchtitan.models import llama3, qwen3
+from torchtitan.models.spec import ModelSpec
+
+MODELS: dict[str, ModelSpec] = {spec.name: spec for spec in (llama3.SPEC, qwen3.SPEC)}
