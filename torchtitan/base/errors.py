@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -20,19 +21,45 @@ class UserError(Exception):
     exit_code = 2
 
 
+@dataclass(frozen=True)
+class Violation:
+    """A rule about settings that does not hold.
+
+    A room names keys as its own section has them, `seq_len`; whoever knows where the section stands
+    adds that by `within`, and whoever knows which file gave the value words the place.
+    """
+
+    keys: tuple[str, ...]
+    """The settings that the rule ties, by dotted paths; the one to blame comes first."""
+    rule: str
+    """What must hold, what was given, and what to do."""
+    is_notice: bool = False
+    """The job may start: the setting has no effect, or is worth a remark."""
+
+    def within(self, section: str) -> Violation:
+        """Return it with the path of the section before each key."""
+        return replace(self, keys=tuple(f"{section}.{key}" for key in self.keys))
+
+    def __str__(self) -> str:
+        section, _, key = self.keys[0].rpartition(".")
+        return f"[{section}] {key}: {self.rule}" if section else f"{key}: {self.rule}"
+
+
 class ConfigError(UserError):
     """One or more mistakes in the job's settings, all of them reported together."""
 
-    def __init__(self, mistakes: str | Sequence[str]) -> None:
-        self.mistakes = [mistakes] if isinstance(mistakes, str) else list(mistakes)
-        super().__init__("\n".join(self.mistakes))
+    def __init__(self, mistakes: str | Violation | Sequence[str | Violation]) -> None:
+        if isinstance(mistakes, str | Violation):
+            mistakes = [mistakes]
+        self.mistakes = list(mistakes)
+        super().__init__("\n".join(map(str, self.mistakes)))
 
 
 class Mistakes:
     """Collects the mistakes of checks that do not depend on each other, to report them together."""
 
     def __init__(self) -> None:
-        self._found: list[str] = []
+        self._found: list[str | Violation] = []
 
     def of(self, check: Callable[[], T]) -> T | None:
         """Return what the check returns, or None where it raises ConfigError."""

@@ -53,7 +53,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Layer, list[str]]:
     try:
         found, rest = build_parser().parse_known_args(list(argv))
     except ConfigError as error:
-        return {}, error.mistakes
+        return {}, [str(mistake) for mistake in error.mistakes]
     values = vars(found)
     if values.pop("help"):
         build_parser(for_help=True).print_help()

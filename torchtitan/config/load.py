@@ -39,7 +39,7 @@ def load_config(argv: Sequence[str]) -> Config:
         try:
             layers = read_layers(file)
         except ConfigError as error:
-            unread = error.mistakes
+            unread = [str(mistake) for mistake in error.mistakes]
     built = build([*layers, options], check_rules=not unread)
     for notice in built.notices:
         logger.warning(notice)
