@@ -92,9 +92,8 @@ def _run_leg(arguments: Sequence[str], *, leg: Leg, data: Path) -> None:
         port = listener.getsockname()[1]
     ranks, outputs = [], []
     for rank in range(leg.ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": leg.ranks}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environ = {key: str(value) for key, value in place.items()}
+        environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(leg.ranks)}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         outputs.append(data / f"output_{os.getpid()}_{rank}.txt")
         train = partial(_train, arguments, environ=environ, folder=data)
         ranks.append(fork(train, output=outputs[-1]))

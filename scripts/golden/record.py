@@ -14,7 +14,10 @@ import platform
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FIGURES = (
     "step",
@@ -59,8 +62,8 @@ def _state(step: Path, part: str) -> dict[str, Any]:
     return state
 
 
-def _hashes(folder: Path) -> dict[str, str]:
-    """Return the hash of each tensor in a folder of DCP: of its type, shape and bytes."""
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors in a folder of DCP, in the order of their names."""
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -72,8 +75,15 @@ def _hashes(folder: Path) -> dict[str, str]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return tensors
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    """Return the hash of each tensor: of its type, shape and bytes."""
+    import torch
+
     digests = {}
-    for name, tensor in tensors.items():
+    for name, tensor in read_tensors(folder).items():
         digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         digests[name] = digest.hexdigest()
