@@ -1,0 +1,169 @@
+"""Compare what this code computes with what was recorded of it, bit for bit.
+
+    python scripts/goldens.py check                  # all jobs
+    python scripts/goldens.py check tp2 resume_fsdp2
+    python scripts/goldens.py make tp2               # record anew: say why in the commit's message
+
+`tests/goldens/goldens.json` holds, for each job of `golden/jobs.py`, every row of metrics.jsonl,
+the data position, and hashes of the last checkpoint's weights, optimizer and random generators.
+Tests compare layouts with each other, to a tolerance; this shows that a change of the code, meant
+to change no number, changed none. It knows the trainer as its users do, by settings and files, so
+that it outlives what is behind them.
+
+The jobs run on the CPU with the oldest instructions (`golden/ranks.py` says how), which all
+x86-64 machines share. With another version of torch, or on another kind of machine, other bits
+are right too: then figures are compared to a relative 1e-5, hashes are not compared, and the first
+line says so.
+
+`tests/fixtures/first_house` holds runs of three steps, written by the code before its redesign and
+resumed by the jobs `first_house_*`. `make` writes such a folder only where there is none: they
+stand for the checkpoints that users have.
+
+Exit code 0 the same numbers, 1 others or a job that fails, 2 a mistake in the options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
+
+from scripts.golden.jobs import FIXTURE_JOBS, FIXTURES, JOBS, write_data
+from scripts.golden.ranks import ROOT, RunError, fork, pin_instructions, preload, run_job, wait_for
+from scripts.golden.record import about_machine, differences, read_record, why_no_bits
+
+GOLDENS = ROOT / "tests" / "goldens" / "goldens.json"
+NUM_WORKERS = 2
+SECONDS_FOR_ALL = 900
+SHOWN = 6
+KEPT = ("config.toml", "metrics.jsonl", "checkpoint")
+"""What of a run's folder becomes a fixture."""
+
+
+def make(names: Sequence[str], *, folder: Path) -> bool:
+    """Record the jobs; those that are not named keep their records."""
+    for name in FIXTURE_JOBS:
+        make_fixture(name, folder=folder)
+    goldens = read_goldens() if GOLDENS.is_file() else {"jobs": {}}
+    if not run_jobs(names, against=None, folder=folder):
+        return False
+    made = {name: json.loads((folder / f"{name}.json").read_text("utf-8")) for name in names}
+    jobs = goldens["jobs"] | made
+    goldens = {
+        "made_with": about_machine(),
+        "jobs": {name: jobs[name] for name in JOBS if name in jobs},
+    }
+    GOLDENS.write_text(json.dumps(goldens, indent=1) + "\n", encoding="utf-8")
+    return True
+
+
+def make_fixture(name: str, *, folder: Path) -> None:
+    """Write a run of the first house, where there is none."""
+    target = ROOT / FIXTURES / name / "run"
+    if target.exists():
+        return
+    write_data(folder)
+    run_job(FIXTURE_JOBS[name], folder=folder / "fixture" / name, data=folder)
+    target.mkdir(parents=True)
+    for kept in KEPT:
+        source = folder / "fixture" / name / kept
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, target / kept)
+
+
+def check(names: Sequence[str], *, folder: Path) -> bool:
+    """Run the jobs again and compare."""
+    goldens = read_goldens()
+    if unlike := why_no_bits(about_machine(), goldens["made_with"]):
+        print(f"this machine has {unlike}: figures are compared to a relative 1e-5, no hashes")
+    return run_jobs(names, against=goldens, folder=folder)
+
+
+def read_goldens() -> dict[str, Any]:
+    """Return the machine and the jobs that were recorded."""
+    goldens: dict[str, Any] = json.loads(GOLDENS.read_text(encoding="utf-8"))
+    return goldens
+
+
+def run_jobs(names: Sequence[str], *, against: Mapping[str, Any] | None, folder: Path) -> bool:
+    """Run jobs, several at a time, print a line for each, and return whether all went well.
+
+    Each record goes to `folder`/NAME.json. Where records are compared, a difference is no good end.
+    """
+    write_data(folder)
+    started = time.monotonic()
+    workers = [
+        fork(partial(_work, names, against=against, folder=folder)) for _ in range(NUM_WORKERS)
+    ]
+    wait_for(workers, seconds=SECONDS_FOR_ALL)
+    num_bad = len(list(folder.glob("*.bad")))
+    seconds = time.monotonic() - started
+    print(f"{len(names) - num_bad} of {len(names)} jobs as they should be, {seconds:.0f} s")
+    return not num_bad
+
+
+def _work(names: Sequence[str], *, against: Mapping[str, Any] | None, folder: Path) -> None:
+    """Run whatever no other worker has begun."""
+    for name in names:
+        try:
+            (folder / f"{name}.begun").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        started = time.monotonic()
+        complaints = _run(name, against=against, folder=folder)
+        seconds = time.monotonic() - started
+        lines = [f"{name:<28}{seconds:>5.1f} s  {'DIFFERS' if complaints else 'ok'}"]
+        lines += [f"    {name}: {each}" for each in complaints[:SHOWN]]
+        if len(complaints) > SHOWN:
+            lines.append(f"    {name}: and {len(complaints) - SHOWN} more")
+        if complaints:
+            (folder / f"{name}.bad").touch()
+        print("\n".join(lines), flush=True)
+
+
+def _run(name: str, *, against: Mapping[str, Any] | None, folder: Path) -> list[str]:
+    """Run one job, write its record, and return what is wrong with it."""
+    try:
+        run_job(JOBS[name], folder=folder / "runs" / name, data=folder)
+    except RunError as error:
+        return [str(error)]
+    record = read_record(folder / "runs" / name)
+    (folder / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")
+    if against is None:
+        return []
+    if name not in against["jobs"]:
+        return [f"is not in {GOLDENS.name}; record it: scripts/goldens.py make {name}"]
+    exact = not why_no_bits(about_machine(), against["made_with"])
+    return list(differences(against["jobs"][name], record, exact=exact))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Make or check, and return the exit code."""
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("verb", choices=("make", "check"))
+    parser.add_argument("jobs", nargs="*", metavar="NAME", help=f"of {', '.join(JOBS)} (all)")
+    options = parser.parse_args(argv)
+    names = options.jobs or list(JOBS)
+    if unknown := [name for name in names if name not in JOBS]:
+        parser.error(f"no job {', '.join(unknown)}; there are {', '.join(JOBS)}")
+    pin_instructions([__file__, *argv])
+    preload()
+    with tempfile.TemporaryDirectory() as folder:
+        act = make if options.verb == "make" else check
+        return 0 if act(names, folder=Path(folder)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""The recorded numbers: that this code computes them, and that a difference is found and named."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from scripts import goldens
+from scripts.golden.jobs import JOBS
+from scripts.golden.record import Record, differences, why_no_bits
+
+RECORDED = goldens.read_goldens()["jobs"]
+
+
+def run_check(names: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, goldens.__file__, "check", *names], capture_output=True, text=True
+    )
+
+
+@pytest.mark.timeout(900)
+def test_this_code_computes_what_was_recorded() -> None:
+    """All but the runs of the first house, which tests/checkpoint/test_first_house.py resumes."""
+    done = run_check([name for name, job in JOBS.items() if not job.fixture])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_job_is_recorded() -> None:
+    assert list(RECORDED) == list(JOBS)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "whole"),
+    [
+        ("resume_fsdp2", "fsdp2"),
+        ("first_house_single", "smallest_single"),
+        ("first_house_fsdp2", "smallest_fsdp2"),
+        ("first_house_lora", "smallest_lora"),
+    ],
+)
+def test_the_record_of_a_resume_is_that_of_the_whole_run(resumed: str, whole: str) -> None:
+    assert RECORDED[resumed] == RECORDED[whole]
+
+
+def nudge(row: dict[str, Any], figure: str) -> None:
+    row[figure] *= 1 + 1e-15
+
+
+PLANTED: dict[str, tuple[Callable[[Record], object], str]] = {
+    "loss": (lambda record: nudge(record["rows"][2], "loss"), "step 3, loss: "),
+    "lr": (lambda record: nudge(record["rows"][0], "lr"), "step 1, lr: "),
+    "no figure": (lambda record: record["rows"][1].pop("max_loss"), "step 2, max_loss: "),
+    "no step": (lambda record: record["rows"].pop(), "rows: 4 recorded, 3 now"),
+    "position": (lambda record: record.update(position=31), "position: 32 recorded, 31 now"),
+    "weights": (
+        lambda record: (
+            record.update(weights="0"),
+            record["tensors"].update({"norm.weight": "0"}),
+        ),
+        "weights: 1 of 21 tensors differ, first norm.weight",
+    ),
+    "optimizer": (lambda record: record.update(optimizer="0"), "optimizer: another state"),
+    "generators": (lambda record: record.update(generators="0"), "generators: another state"),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_difference_is_named(planted: str) -> None:
+    change, expected = PLANTED[planted]
+    found = copy.deepcopy(RECORDED["single"])
+    assert list(differences(RECORDED["single"], found, exact=True)) == []
+    change(found)
+    [complaint] = differences(RECORDED["single"], found, exact=True)
+    assert complaint.startswith(expected)
+
+
+def test_on_another_machine_figures_may_differ_a_little_and_hashes_at_all() -> None:
+    ours = {"torch": "2.13.0", "machine": "x86_64", "capability": "DEFAULT", "cpu": "A"}
+    assert why_no_bits(ours, ours | {"cpu": "B"}) == ""
+    assert "torch 2.13.0, not 2.12.0" in why_no_bits(ours, ours | {"torch": "2.12.0"})
+    found = copy.deepcopy(RECORDED["single"])
+    found["weights"], found["tensors"], found["optimizer"] = "0", {}, "0"
+    found["rows"][1]["loss"] *= 1 + 5e-6
+    assert list(differences(RECORDED["single"], found, exact=False)) == []
+    found["rows"][1]["loss"] *= 1 + 1e-5
+    [complaint] = differences(RECORDED["single"], found, exact=False)
+    assert complaint.startswith("step 2, loss: ")
+
+
+def test_an_unknown_job_is_refused_with_those_that_there_are() -> None:
+    done = run_check(["fsdp3"])
+    assert done.returncode == 2
+    assert "fsdp3" in done.stderr
+    assert "resume_fsdp2" in done.stderr
