@@ -11,9 +11,9 @@ to change no number, changed none. It knows the trainer as its users do, by sett
 that it outlives what is behind them.
 
 The jobs run on the CPU with the oldest instructions (`golden/ranks.py` says how), which all
-x86-64 machines share. With another version of torch, or on another kind of machine, other bits
-are right too: then figures are compared to a relative 1e-5, hashes are not compared, and the first
-line says so.
+x86-64 machines share. With another version of torch or of libc, or on another processor, other
+bits may be right too: then figures are compared to a relative 1e-5, hashes are not compared, and
+the first line says so.
 
 `tests/fixtures/first_house` holds runs of three steps, written by the code before its redesign and
 resumed by the jobs `first_house_*`. `make` writes such a folder only where there is none: they

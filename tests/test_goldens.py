@@ -80,8 +80,15 @@ def test_a_difference_is_named(planted: str) -> None:
 
 
 def test_on_another_machine_figures_may_differ_a_little_and_hashes_at_all() -> None:
-    ours = {"torch": "2.13.0", "machine": "x86_64", "capability": "DEFAULT", "cpu": "A"}
-    assert why_no_bits(ours, ours | {"cpu": "B"}) == ""
+    ours = {
+        "torch": "2.13.0",
+        "machine": "x86_64",
+        "capability": "DEFAULT",
+        "cpu": "A",
+        "libc": "g",
+    }
+    assert why_no_bits(ours, dict(ours)) == ""
+    assert "cpu A, not B" in why_no_bits(ours, ours | {"cpu": "B"})
     assert "torch 2.13.0, not 2.12.0" in why_no_bits(ours, ours | {"torch": "2.12.0"})
     found = copy.deepcopy(RECORDED["single"])
     found["weights"], found["tensors"], found["optimizer"] = "0", {}, "0"

@@ -63,7 +63,7 @@ def preload() -> None:
 
 def add_smallest() -> None:
     """Give Llama a flavor of which checkpoints are small enough for git."""
-    from torchtitan.models import MODELS
+    from torchtitan.models.families import MODELS
 
     flavors = MODELS["llama3"].flavors
     assert isinstance(flavors, dict)

@@ -111,8 +111,8 @@ def about_machine() -> dict[str, str]:
 
 
 def why_no_bits(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Say why two machines cannot compute the same bits; "" where they can."""
-    keys = ("torch", "machine", "capability")
+    """Say why two machines may compute other bits; "" where they must not."""
+    keys = ("torch", "machine", "capability", "libc", "cpu")
     return ", ".join(f"{k} {ours[k]}, not {theirs[k]}" for k in keys if ours[k] != theirs[k])
 
 
