@@ -42,7 +42,7 @@ FLOORS: Mapping[str, int] = {
 NARROW: Mapping[str, frozenset[str]] = {
     "config": frozenset({"base.errors", "job"}),
     "models": frozenset({"base"}),
-    "settings": frozenset({"config"}),
+    "settings": frozenset({"config", "models.rope_scaling"}),
 }
 # a room's section is plain data, which every other room may read
 SETTINGS = "settings"

@@ -22,7 +22,8 @@ from scripts.benchmarks.trace import top_operations
 from scripts.benchmarks.turns import check_losses
 from tests.models.reference import TINY, random_decoder
 from torchtitan.config.load import load_config
-from torchtitan.models.spec import DecoderConfig, Llama3Scaling
+from torchtitan.models.rope_scaling import Llama3Scaling
+from torchtitan.models.spec import DecoderConfig
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 

@@ -23,15 +23,9 @@ from torchtitan.job import Config
 from torchtitan.mesh.dims import ParallelDims, resolve_dims
 from torchtitan.models.contract import Counts, LanguageModel, check_contract, count
 from torchtitan.models.families import MODELS
-from torchtitan.models.settings import ModelConfig, RopeScalingConfig
-from torchtitan.models.spec import (
-    DecoderConfig,
-    LinearScaling,
-    Llama3Scaling,
-    ModelSpec,
-    RopeScaling,
-    YarnScaling,
-)
+from torchtitan.models.rope_scaling import build_scaling, warn_of_positions
+from torchtitan.models.settings import ModelConfig
+from torchtitan.models.spec import DecoderConfig, ModelSpec
 from torchtitan.models.trained import Trained
 from torchtitan.parallel.compile import check_backend, check_compile
 from torchtitan.parallel.context.build import check_attention
@@ -41,12 +35,6 @@ from torchtitan.parallel.pipeline.layout import PipelineLayout, plan_pipeline
 from torchtitan.parallel.tensor import check_tensor_parallel
 
 logger = logging.getLogger(__name__)
-
-SCALINGS: dict[type[RopeScaling], str] = {
-    LinearScaling: "linear",
-    Llama3Scaling: "llama3",
-    YarnScaling: "yarn",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,43 +197,10 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
     if settings.rope_theta is not None:
         architecture = replace(architecture, rope_theta=settings.rope_theta)
     if settings.rope_scaling.type != "flavor":
-        architecture = replace(architecture, rope_scaling=find_scaling(settings.rope_scaling))
+        given = asdict(settings.rope_scaling)
+        scaling = build_scaling(given.pop("type"), given)
+        architecture = replace(architecture, rope_scaling=scaling)
     return spec, architecture
-
-
-def find_scaling(settings: RopeScalingConfig) -> RopeScaling | None:
-    """Say how wavelengths are scaled, what is not set by the defaults of that way.
-
-    Raises:
-        ConfigError: The bounds of long and short wavelengths are in disorder.
-    """
-    # the rules have seen to it that what is given is what the type reads
-    given = {key: value for key, value in asdict(settings).items() if value is not None}
-    match given.pop("type"):
-        case "linear":
-            return LinearScaling(**given)
-        case "llama3":
-            llama3 = Llama3Scaling(**given)
-            _check_order(
-                "low_freq_factor",
-                llama3.low_freq_factor,
-                "high_freq_factor",
-                llama3.high_freq_factor,
-            )
-            return llama3
-        case "yarn":
-            yarn = YarnScaling(**given)
-            _check_order("beta_slow", yarn.beta_slow, "beta_fast", yarn.beta_fast)
-            return yarn
-    return None
-
-
-def _check_order(low_name: str, low: float, high_name: str, high: float) -> None:
-    if low >= high:
-        raise ConfigError(
-            f"[model.rope_scaling] {high_name} must be greater than {low_name}, got {high:g} and "
-            f"{low:g}; raise the first or lower the second"
-        )
 
 
 def describe_sequences(config: Config, *, layout: Layout) -> list[str]:
@@ -263,25 +218,8 @@ def describe_sequences(config: Config, *, layout: Layout) -> list[str]:
             f"document positions {training.document_positions}"
         )
     if (scaling := layout.architecture.rope_scaling) is not None:
-        said.append(f"rope scaling {SCALINGS[type(scaling)]}, factor {scaling.factor:g}")
+        said.append(f"rope scaling {scaling.type}, factor {scaling.factor:g}")
     return said
-
-
-def warn_of_positions(scaling: RopeScaling | None, *, seq_len: int) -> None:
-    """Warn where sequences are longer than the rotation was stretched for."""
-    if scaling is None or isinstance(scaling, LinearScaling):
-        return
-    reached = int(scaling.factor * scaling.original_max_position)
-    if reached < seq_len:
-        logger.warning(
-            "The rope scaling reaches %d positions (factor %g x original_max_position %d), "
-            "training.seq_len is %d; for as many raise model.rope_scaling.factor to %g",
-            reached,
-            scaling.factor,
-            scaling.original_max_position,
-            seq_len,
-            seq_len / scaling.original_max_position,
-        )
 
 
 def log_job(
