@@ -1,63 +1,47 @@
-"""Which model, over which ranks: all that can be said before anything is built.
+"""Which model, over which ranks: found and checked before anything is built.
 
-Degrees, sizes, stages and microbatches are checked against each other here, on every rank alike, so
-that a mistake ends the job in its first second.
+Degrees, sizes, stages and microbatches are checked against each other, on every rank alike, so that
+a mistake ends the job in its first second.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
 
 from torchtitan.assemble.trained import find_trained
 from torchtitan.base.device import device_name
-from torchtitan.base.errors import ConfigError, Mistakes, did_you_mean
+from torchtitan.base.errors import ConfigError, Mistakes, Violation, did_you_mean
 from torchtitan.checkpoint.hf import find_misnamed
 from torchtitan.config.load import to_toml
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.job import Config
-from torchtitan.mesh.dims import ParallelDims, resolve_dims
-from torchtitan.models.contract import Counts, LanguageModel, check_contract, count
+from torchtitan.mesh.dims import resolve_dims
+from torchtitan.models.contract import LanguageModel, check_contract, count
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import build_scaling, warn_of_positions
 from torchtitan.models.settings import ModelConfig
 from torchtitan.models.spec import DecoderConfig, ModelSpec
-from torchtitan.models.trained import Trained
 from torchtitan.parallel.compile import check_backend, check_compile
 from torchtitan.parallel.context.build import check_attention
-from torchtitan.parallel.float8 import check_float8, find_converted
-from torchtitan.parallel.fsdp import find_reshard, name_reshard
-from torchtitan.parallel.pipeline.layout import PipelineLayout, plan_pipeline
+from torchtitan.parallel.float8 import check_float8, find_converted, find_float8
+from torchtitan.parallel.fsdp import find_reshard
+from torchtitan.parallel.layout import Layout
+from torchtitan.parallel.pipeline.layout import plan_pipeline
 from torchtitan.parallel.tensor import check_tensor_parallel
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """A model and how it lies over the ranks."""
-
-    spec: ModelSpec
-    architecture: DecoderConfig
-    counts: Counts
-    dims: ParallelDims
-    pipeline: PipelineLayout | None
-    """Stages and schedule; None without pipeline parallelism."""
-    accumulation: int
-    """Microbatches of local_batch_size samples that a rank adds up in a step."""
-    trained: Trained
-    """Which parameters are trained."""
 
 
 def find_layout(config: Config, *, world_size: int) -> Layout:
     """Find model, degrees and stages, and refuse what does not fit together.
 
     Raises:
-        ConfigError: Says all that does not fit, and what would.
+        ConfigError: Names everything that does not fit, and what would.
     """
     training, parallelism = config.training, config.parallelism
     mistakes = Mistakes()
@@ -75,14 +59,14 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     if dims is None:
         mistakes.report()
     assert dims is not None
-    mistakes.of(lambda: find_reshard(parallelism, dims=dims))
+    reshard = mistakes.of(lambda: find_reshard(parallelism, dims=dims))
     pipeline = mistakes.of(
         lambda: plan_pipeline(
             parallelism,
             num_layers=architecture.num_layers,
             counts=counts,
             training=training,
-            frees_weights=name_reshard(parallelism, dims=dims) == "always",
+            frees_weights=reshard is not None and not reshard.keeps_last,
             recomputes=config.activation_checkpoint.mode != "none",
             compiles=config.compile.enable,
         )
@@ -92,18 +76,22 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
             training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
         )
     )
-    trained = mistakes.of(lambda: find_trained(config, model=model))  # changes the model
+    found_trained = mistakes.of(lambda: find_trained(config, model=model))  # adapts the model
     mistakes.report()
+    assert reshard is not None
     assert accumulation is not None
-    assert trained is not None
+    assert found_trained is not None
+    trained, adapt = found_trained
     return Layout(
         spec=spec,
         architecture=architecture,
         counts=counts,
         dims=dims,
+        reshard=reshard,
         pipeline=pipeline,
         accumulation=accumulation,
         trained=trained,
+        adapt=adapt,
     )
 
 
@@ -115,8 +103,7 @@ def check_device(config: Config, *, device_type: str) -> None:
     """
     mistakes = Mistakes()
     mistakes.of(lambda: check_compile(config.compile, device_type=device_type))
-    if config.model.converters:
-        float8 = config.quantize.linear.float8
+    if (float8 := find_float8(config)) is not None:
         mistakes.of(lambda: check_float8(float8, device_type=device_type))
     mistakes.report()
 
@@ -135,8 +122,8 @@ def check_family(config: Config, *, spec: ModelSpec, model: LanguageModel) -> No
         )
     )
     mistakes.of(lambda: check_attention(model, parallelism=parallelism))
-    if config.model.converters:
-        mistakes.of(lambda: find_converted(model, settings=config.quantize.linear.float8))
+    if (float8 := find_float8(config)) is not None:
+        mistakes.of(lambda: find_converted(model, settings=float8))
     mistakes.of(lambda: _check_stages(spec, degree=parallelism.pipeline_parallel_degree))
     names = [name for name, _ in model.named_parameters()]
     for key in ("initial_load_in_hf", "last_save_in_hf"):
@@ -167,10 +154,11 @@ def check_hf(spec: ModelSpec, names: Collection[str], *, of: DecoderConfig, key:
 
 def _check_stages(spec: ModelSpec, *, degree: int) -> None:
     if degree > 1 and not spec.stages:
-        raise ConfigError(
-            f"[parallelism] pipeline_parallel_degree must be 1 for {spec.name}, got {degree}: it "
-            f"does not run in stages (its ModelSpec says stages = False)"
+        rule = (
+            f"must be 1 for {spec.name}, got {degree}: it does not run in stages (its ModelSpec "
+            f"says stages = False)"
         )
+        raise ConfigError(Violation(("parallelism.pipeline_parallel_degree",), rule))
 
 
 def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
@@ -181,16 +169,15 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
     """
     name, flavor = settings.name, settings.flavor
     if name not in MODELS:
-        raise ConfigError(
-            f"[model] name must be one of {', '.join(MODELS)}, got '{name}'"
-            f"{did_you_mean(name, MODELS)}"
-        )
+        rule = f"must be one of {', '.join(MODELS)}, got '{name}'{did_you_mean(name, MODELS)}"
+        raise ConfigError(Violation(("model.name",), rule))
     spec = MODELS[name]
     if flavor not in spec.flavors:
-        raise ConfigError(
-            f"[model] flavor of {name} must be one of {', '.join(spec.flavors)}, got '{flavor}'"
+        rule = (
+            f"must be one of {', '.join(spec.flavors)} for {name}, got '{flavor}'"
             f"{did_you_mean(flavor, spec.flavors)}"
         )
+        raise ConfigError(Violation(("model.flavor", "model.name"), rule))
     architecture = spec.flavors[flavor]
     if settings.vocab_size is not None:
         architecture = replace(architecture, vocab_size=settings.vocab_size)
@@ -204,7 +191,7 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
 
 
 def describe_sequences(config: Config, *, layout: Layout) -> list[str]:
-    """Say how sequences lie over ranks, hold documents and are stretched, where that matters."""
+    """Say how sequences are split over ranks, hold documents and are stretched, if at all."""
     training, parallelism = config.training, config.parallelism
     said = []
     if layout.dims.cp > 1:
@@ -225,11 +212,11 @@ def describe_sequences(config: Config, *, layout: Layout) -> list[str]:
 def log_job(
     config: Config, *, layout: Layout, device: torch.device, precision: str = "as set"
 ) -> None:
-    """Say what is about to be trained, where, and how; `precision`: why it computes as it does."""
+    """Log what is about to be trained, where and how; `precision`: why it computes in that type."""
     dims = layout.dims
     seq_len = config.training.seq_len
     logger.info(
-        "%s %s: %s parameters, %.3g FLOPs a token at seq_len %d",
+        "%s %s: %s parameters, %.3g FLOPs per token at seq_len %d",
         config.model.name,
         config.model.flavor,
         f"{layout.counts.num_parameters:,}",
@@ -248,8 +235,7 @@ def log_job(
     warn_of_positions(layout.architecture.rope_scaling, seq_len=seq_len)
     if sequences := describe_sequences(config, layout=layout):
         logger.info("Sequences: %s", "; ".join(sequences))
-    if config.model.converters:
-        float8 = config.quantize.linear.float8
+    if (float8 := find_float8(config)) is not None:
         logger.info(
             "Linear layers of blocks multiply in float8 (%s%s); MFU is still of bfloat16's peak",
             float8.recipe_name or "tensorwise",

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torchtitan.base.errors import ConfigError, Violation
 
@@ -80,7 +80,7 @@ def build_scaling(name: str, given: Mapping[str, float | None]) -> RopeScaling |
     """
     if name not in SCALINGS:
         return None
-    values = {key: value for key, value in given.items() if value is not None}
+    values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     scaling = SCALINGS[name](**values)
     if isinstance(scaling, Llama3Scaling):
         _check_order(scaling, low="low_freq_factor", high="high_freq_factor")
