@@ -22,7 +22,6 @@ FLOORS: Mapping[str, int] = {
     "base": 0,
     "config": 0,
     "settings": 0,
-    "lora": 1,
     "mesh": 1,
     "models": 1,
     "parallel": 2,
@@ -32,6 +31,7 @@ FLOORS: Mapping[str, int] = {
     "checkpoint": 3,
     "plan": 3,
     "validate": 3,
+    "lora": 4,
     "trainer": 4,
     "job": 4,
     "assemble": 5,
@@ -42,12 +42,16 @@ FLOORS: Mapping[str, int] = {
 NARROW: Mapping[str, frozenset[str]] = {
     "config": frozenset({"base.errors", "job"}),
     "models": frozenset({"base"}),
-    "settings": frozenset({"config"}),
+    "settings": frozenset({"config", "models.rope_scaling"}),
 }
 # a room's section is plain data, which every other room may read
 SETTINGS = "settings"
-# a command that stands higher than its package, which nothing else imports
-COMMANDS = {"torchtitan/config/__main__.py": "train"}
+# a file that stands higher than its package
+COMMANDS = {
+    "torchtitan/config/__main__.py": "train",
+    # old names, until the Hugging Face room imports them from their home
+    "torchtitan/models/lora.py": "lora",
+}
 NAMES_CONFIG = ("train", "assemble", "plan", "job", "config")
 MAX_FILE, MAX_FUNCTION = 350, 60
 
@@ -252,6 +256,8 @@ PLANTED: list[tuple[Rule, dict[str, str]]] = [
     (floors, {"torchtitan/checkpoint/x.py": "from torchtitan.assemble import Run"}),
     (floors, {"torchtitan/trainer.py": "from torchtitan.assemble import assemble"}),
     (floors, {"torchtitan/assemble.py": "from torchtitan.train import main"}),
+    (floors, {"torchtitan/parallel/x.py": "from torchtitan.lora.layer import LoRALinear"}),
+    (floors, {"torchtitan/checkpoint/x.py": "from torchtitan.lora.layer import is_adapter"}),
     (floors, {"torchtitan/cellar/x.py": "import torch"}),
     (floors, {"torchtitan/optim/settings.py": "from torchtitan.base import log"}),
     (models_import_torch_and_base_only, {"torchtitan/models/x.py": "import numpy as np"}),

@@ -100,7 +100,7 @@ def test_a_pipeline_shows_its_loss_on_every_rank_wherever_the_last_stage_is(
         (["--training.stepz=3"], "did you mean --training.steps?"),
         (["--parallelism.data_parallel_shard_degree=4"], "start NGPU=4 ranks"),
         (["--model.tokenizer_path=bpe_2048"], "model.tokenizer_path has 2048 ids, the model 263"),
-        (["--model.flavor=9B"], "flavor of llama3 must be one of tiny, tiny8, narrow"),
+        (["--model.flavor=9B"], "[model] flavor: must be one of tiny, tiny8, narrow"),
         (["--training.dataset=files", "--training.dataset_path=no/*.txt"], "no/*.txt"),
         (["--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree"),
         (["--job.dump_folder=/proc/nowhere"], "/proc/nowhere"),

@@ -25,7 +25,7 @@ from torchtitan.models.parts import ModelParts
 from torchtitan.optim.loss import count_valid
 from torchtitan.parallel.context.layout import SequenceShard
 from torchtitan.parallel.execution import Execution
-from torchtitan.parallel.fsdp import reshard
+from torchtitan.parallel.fsdp import free_gathered
 
 LARGEST_EXPONENT = 700.0  # e to more is no float
 
@@ -126,4 +126,4 @@ def _evaluating(model: ModelParts, *, device: torch.device) -> Iterator[None]:
     finally:
         for part, mode in zip(model, modes, strict=True):
             part.train(mode)
-            reshard(part)
+            free_gathered(part)

@@ -18,7 +18,8 @@ from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.state import Progress
 from torchtitan.config.load import load_config
 from torchtitan.models.families import MODELS
-from torchtitan.models.spec import DecoderConfig, LinearScaling, Llama3Scaling, YarnScaling
+from torchtitan.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+from torchtitan.models.spec import DecoderConfig
 
 FLAVORS = MODELS["llama3"].flavors
 STRETCH = ["factor=8.0", "original_max_position=64"]
@@ -73,11 +74,11 @@ def test_each_type_takes_its_keys_and_leaves_the_others_to_the_model(
     [
         (
             ["type=llama3", "low_freq_factor=4.0"],
-            "high_freq_factor must be greater than low_freq_factor, got 4 and 4",
+            "high_freq_factor: must be greater than low_freq_factor, got 4 and 4",
         ),
         (
             ["type=yarn", "beta_fast=0.5"],
-            "beta_fast must be greater than beta_slow, got 0.5 and 1",
+            "beta_fast: must be greater than beta_slow, got 0.5 and 1",
         ),
     ],
 )
@@ -123,7 +124,9 @@ def test_the_log_says_how_sequences_are_cut_and_stretched(caplog: pytest.LogCapt
 def test_a_stretch_too_short_for_the_sequences_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     text = logged(caplog, *YARN, "--model.rope_scaling.factor=7.9")
     assert "reaches 4044 positions (factor 7.9 x original_max_position 512)" in text
-    assert "training.seq_len is 4096; for as many raise model.rope_scaling.factor to 8\n" in text
+    assert (
+        "training.seq_len is 4096; to reach as many raise model.rope_scaling.factor to 8\n" in text
+    )
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,9 @@ from torchtitan.checkpoint.hf_write import HFExport, export
 from torchtitan.config.load import load_config
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
+from torchtitan.models.rope_scaling import Llama3Scaling
 from torchtitan.models.settings import ModelConfig, RopeScalingConfig
-from torchtitan.models.spec import DecoderConfig, Llama3Scaling, ModelSpec
+from torchtitan.models.spec import DecoderConfig, ModelSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LLAMA = MODELS["llama3"]

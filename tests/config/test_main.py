@@ -110,7 +110,7 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["--optimizer.frozen_params=layer.*"], ["frozen_params 'layer.*'", "near are"]),
         (["--optimizer.no_decay_params=*nrom*"], ["no_decay_params '*nrom*'", "near are"]),
         (["--model.tokenizer_path=bpe_2048"], ["2048 ids, the model 264"]),
-        (["--lora.rank=2", "--lora.modules=*.wx"], ["[lora] modules '*.wx'"]),
+        (["--lora.rank=2", "--lora.modules=*.wx"], ["[lora] modules: '*.wx'"]),
         ([*FLOAT8, "--quantize.linear.float8.filter_fqns=outptu"], ['holds "outptu"']),
         (["--compile.enable", "--compile.backend=induktor"], ["did you mean 'inductor'?"]),
         (["--parallelism.pipeline_parallel_schedule=zb"], ["did you mean 'ZBVZeroBubble'?"]),

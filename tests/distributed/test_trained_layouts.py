@@ -1,4 +1,4 @@
-"""A part of the model is trained, in every layout the same: some parameters, or low-rank factors.
+"""A part of the model is trained, in every layout the same: some parameters, or adapters.
 
 float32, the model of eight layers. Frozen are, among others, all of a pipeline's first stage, or a
 tied embedding that lies on two stages.
@@ -19,7 +19,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_layouts import assert_same_training
 from tests.distributed.test_parts import resized
 from torchtitan.checkpoint.state import optimizer_tensors
-from torchtitan.parallel import low_rank
+from torchtitan.lora import tensor as adapter_tensor
 from torchtitan.trainer import Trainer
 
 TINY8 = jobs.TINY.replace('"tiny"', '"tiny8"')
@@ -40,7 +40,7 @@ LORA = ("--lora.rank=4", "--lora.alpha=8.0", "--optimizer.lr=0.02")
 PARTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "few": ({}, (frozen(FEW),)),
     "all but a tied embedding": (TIED, (frozen(EMBEDDING),)),
-    "factors": ({}, (*LORA, '--optimizer.frozen_params=["layers.3.*.wo.lora_b"]')),
+    "adapters": ({}, (*LORA, '--optimizer.frozen_params=["layers.3.*.wo.lora_b"]')),
 }
 LAYOUTS = {
     ("few", "pp 2"): (2, (PP2, FOUR)),
@@ -50,9 +50,9 @@ LAYOUTS = {
     ),
     ("few", "fsdp 2, tp 2, recomputed"): (4, (TP2, "--activation_checkpoint.mode=full")),
     ("all but a tied embedding", "pp 2"): (2, (PP2, FOUR)),
-    ("factors", "fsdp 2, pp 2"): (4, (PP2, FOUR)),
-    ("factors", "tp 2"): (2, (TP2,)),
-    ("factors", "fsdp 2, tp 2, stream copied, recomputed"): (
+    ("adapters", "fsdp 2, pp 2"): (4, (PP2, FOUR)),
+    ("adapters", "tp 2"): (2, (TP2,)),
+    ("adapters", "fsdp 2, tp 2, stream copied, recomputed"): (
         4,
         (
             TP2,
@@ -61,8 +61,8 @@ LAYOUTS = {
             "--activation_checkpoint.selective_ac_option=op",
         ),
     ),
-    ("factors", "cp 2"): (2, (CP2,)),
-    ("factors", "tp 2, compiled"): (2, (TP2, "--compile.enable", "--compile.backend=aot_eager")),
+    ("adapters", "cp 2"): (2, (CP2,)),
+    ("adapters", "tp 2, compiled"): (2, (TP2, "--compile.enable", "--compile.backend=aot_eager")),
 }
 References = Callable[[str], tuple[jobs.Result, set[str]]]
 
@@ -110,7 +110,7 @@ def test_what_is_frozen_stays_and_all_else_moves(part: str, on_one_device: Refer
     result, trained = on_one_device(part)
     for name, weights in result.final.items():
         assert torch.equal(weights, result.initial[name]) != (name in trained), name
-    few = {"few": 2 * 8 + 1, "all but a tied embedding": 8 * 8 + 1, "factors": 8 * 14 - 1}
+    few = {"few": 2 * 8 + 1, "all but a tied embedding": 8 * 8 + 1, "adapters": 8 * 14 - 1}
     assert len(trained) == few[part]
 
 
@@ -137,18 +137,18 @@ def test_the_same_model(
 
 
 def train_with_copies_that_keep_their_own_ranks_gradient(job: list[str]) -> jobs.Result:
-    """Plant the bug that the sum over ranks of a copied factor's gradient is left out."""
-    correct = low_rank._local
+    """Plant the bug that the sum over ranks of a copied adapter's gradient is left out."""
+    correct = adapter_tensor._local
 
     def local(tensor: Any) -> Tensor:
-        is_copied_factor = tensor.ndim == 2 and tensor.placements[0].is_replicate()
-        return tensor.to_local() if is_copied_factor else correct(tensor)
+        is_copied_adapter = tensor.ndim == 2 and tensor.placements[0].is_replicate()
+        return tensor.to_local() if is_copied_adapter else correct(tensor)
 
-    low_rank._local = local
+    adapter_tensor._local = local
     try:
         return jobs.train(job)
     finally:
-        low_rank._local = correct
+        adapter_tensor._local = correct
 
 
 def test_a_planted_bug_is_seen(
@@ -157,8 +157,8 @@ def test_a_planted_bug_is_seen(
     cache: Path,
     on_one_device: References,
 ) -> None:
-    job = job_of("factors", tmp_path, cache, TP2)
+    job = job_of("adapters", tmp_path, cache, TP2)
     result = ranks.run(train_with_copies_that_keep_their_own_ranks_gradient, job, world=2)[0]
     norms = [row["grad_norm"] for row in result.rows]
-    correct = [row["grad_norm"] for row in on_one_device("factors")[0].rows]
+    correct = [row["grad_norm"] for row in on_one_device("adapters")[0].rows]
     assert norms != pytest.approx(correct, rel=1e-3)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan.assemble import run as assembling
 from torchtitan.base.device import PeakFlops
 from torchtitan.metrics import meter as meter_module
 from torchtitan.metrics.meter import Meter
@@ -226,7 +225,7 @@ def mfu_of_unequal_devices(job: list[str]) -> tuple[float, float]:
     """Train on devices whose peaks differ; return this rank's MFU and its TFLOP/s."""
     peak = PeakFlops(value=[1e12, 3e12][dist.get_rank()], source="a test")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembling, "peak_flops", lambda device, dtype: peak)
+        patch.setattr(meter_module, "peak_flops", lambda device, dtype: peak)
         trainer = jobs.Trainer(jobs.start(job))
         trainer.train()
         trainer.close()

@@ -8,13 +8,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.spec import (
-    DecoderConfig,
+from torchtitan.models.rope_scaling import (
     LinearScaling,
     Llama3Scaling,
     RopeScaling,
     YarnScaling,
 )
+from torchtitan.models.spec import DecoderConfig
 
 NAMES = {
     "tok_embeddings": "model.embed_tokens",

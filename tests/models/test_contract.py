@@ -76,12 +76,12 @@ def test_what_each_token_multiplies_may_be_fewer_than_all() -> None:
         (
             ["--parallelism.tensor_parallel_degree=2"],
             2,
-            ["tensor_parallel_degree must be 1, got 2", "tensor_plan", "layers.0.attention.wk"],
+            ["tensor_parallel_degree: must be 1, got 2", "tensor_plan", "layers.0.attention.wk"],
         ),
         (
             ["--parallelism.pipeline_parallel_degree=2"],
             2,
-            ["pipeline_parallel_degree must be 1 for parallel", "stages = False"],
+            ["pipeline_parallel_degree: must be 1 for parallel", "stages = False"],
         ),
         (
             ["--checkpoint.enable", "--checkpoint.last_save_in_hf"],

@@ -12,7 +12,8 @@ from tests.models.fake_group import fake_group
 from tests.models.reference import TINY, random_decoder, reference_config
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope import build_rope, frequencies
-from torchtitan.models.spec import DecoderConfig, LinearScaling, Llama3Scaling, YarnScaling
+from torchtitan.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+from torchtitan.models.spec import DecoderConfig
 
 
 def test_rotation_is_that_of_complex_numbers_in_float64():
@@ -58,7 +59,9 @@ def test_frequencies_equal_the_public_ones(flavor):
     [
         LinearScaling(factor=1.0),
         LinearScaling(factor=3.7),
-        Llama3Scaling(factor=4.0, low_freq_factor=2.0, high_freq_factor=3.0),
+        Llama3Scaling(
+            factor=4.0, original_max_position=8192, low_freq_factor=2.0, high_freq_factor=3.0
+        ),
         YarnScaling(factor=1.0, original_max_position=4096),
         YarnScaling(factor=16.0, original_max_position=8192),
         YarnScaling(factor=40.0, original_max_position=4096, beta_fast=7.5, beta_slow=2.5),

@@ -8,7 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models.reference import VARIANTS, public_model, random_decoder, reference_config
 from torchtitan.models.contract import count
 from torchtitan.models.families import MODELS
-from torchtitan.models.spec import DecoderConfig, Llama3Scaling
+from torchtitan.models.rope_scaling import Llama3Scaling
+from torchtitan.models.spec import DecoderConfig
 
 FLAVORS = [(name, flavor) for name, spec in MODELS.items() for flavor in spec.flavors]
 # from the public checkpoints
@@ -58,8 +59,9 @@ def test_flavors_with_names_of_torchtitan_are_its_models(name, flavor):
     config = MODELS[name].flavors[flavor]
     dim, num_layers, num_heads, num_kv_heads, hidden_dim, tied = TORCHTITAN[name, flavor]
     vocab_size = {"llama3": 128_256, "qwen3": 151_936}[name] if flavor[-1] == "B" else 2048
+    scaling = Llama3Scaling(factor=8.0, original_max_position=8192)
     family = {
-        "llama3": {"rope_theta": 5e5, "rope_scaling": Llama3Scaling(factor=8.0), "norm_eps": 1e-5},
+        "llama3": {"rope_theta": 5e5, "rope_scaling": scaling, "norm_eps": 1e-5},
         "qwen3": {"rope_theta": 1e6, "norm_eps": 1e-6, "own_head_dim": 128, "qk_norm": True},
     }[name]
     assert config == DecoderConfig(

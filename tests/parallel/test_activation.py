@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ PRODUCT = "aten::mm"
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
-def tiny() -> Decoder:
-    model = MODELS["llama3"].build(MODELS["llama3"].flavors["tiny"])
+def tiny(num_layers: int = 2) -> Decoder:
+    sizes = replace(MODELS["llama3"].flavors["tiny"], num_layers=num_layers)
+    model = MODELS["llama3"].build(sizes)
     initialize(model, seed=0)
     return model
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.fake_group import fake_group
 from torchtitan.base.errors import ConfigError
+from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.decoder import Decoder
@@ -21,7 +22,7 @@ from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.activation import apply_activation_checkpointing
-from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp, find_reshard, name_reshard
+from torchtitan.parallel.fsdp import Reshard, apply_fsdp, find_reshard
 
 TINY8 = MODELS["llama3"].flavors["tiny8"]
 RANKS = 4
@@ -58,18 +59,12 @@ def gathers(
     model.output.loss = build_loss(None)
     apply_activation_checkpointing(model, mode="full" if recomputes else "none", option="")
     dims = ParallelDims(dp_shard=shape[-1], dp_replicate=RANKS // shape[-1])
-    policy = FSDPPolicy(
-        param_dtype=torch.float32,
-        reduce_dtype=torch.float32,
-        reshard_after_forward=find_reshard(
-            ParallelismConfig(fsdp_reshard_after_forward=asked), dims=dims
-        ),
-        keep_last=asked != "always",
-        cpu_offload=False,
-    )
+    training = TrainingConfig(mixed_precision_param="float32")
+    reshard = find_reshard(ParallelismConfig(fsdp_reshard_after_forward=asked), dims=dims)
     with fake_group(rank=0, world_size=RANKS), Gathers() as seen:
         names = ("dp_replicate", "fsdp")[-len(shape) :]
-        apply_fsdp(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names), policy=policy)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        apply_fsdp(model, mesh=mesh, training=training, reshard=reshard)
         model.to_empty(device="cpu")
         initialize(model, seed=0)
         seen.found.clear()
@@ -121,21 +116,21 @@ def test_a_number_of_ranks_divides_those_that_share(asked: str, ranks: int, reme
 
 def test_what_is_said_of_weights_after_forward() -> None:
     dims, pipeline = ParallelDims(dp_shard=4, cp=2), ParallelDims(dp_shard=4, pp=2)
-    said = {
-        asked: [
-            find_reshard(ParallelismConfig(fsdp_reshard_after_forward=asked), dims=each)
-            for each in (dims, pipeline)
-        ]
-        for asked in ("default", "always", "never")
+    expected = {
+        "default": [(True, True), (False, True)],
+        "always": [(True, False), (True, False)],
+        "never": [(False, True), (False, True)],
+        "4": [(4, True), (True, False)],
+        "1": [(False, True), (False, True)],
     }
-    assert said == {"default": [True, False], "always": [True, True], "never": [False, False]}
-    assert find_reshard(ParallelismConfig(fsdp_reshard_after_forward="4"), dims=dims) == 4
-
-
-@pytest.mark.parametrize(("asked", "name"), [("1", "never"), ("8", "always"), ("4", "4")])
-def test_numbers_that_have_a_name_are_that(asked: str, name: str) -> None:
-    settings = ParallelismConfig(fsdp_reshard_after_forward=asked)
-    assert name_reshard(settings, dims=ParallelDims(dp_shard=4, cp=2)) == name
+    for asked, found in expected.items():
+        for each, (frees, keeps_last) in zip((dims, pipeline), found, strict=True):
+            settings = ParallelismConfig(fsdp_reshard_after_forward=asked)
+            assert find_reshard(settings, dims=each) == Reshard(
+                after_forward=frees, keeps_last=keeps_last
+            )
+    settings = ParallelismConfig(fsdp_reshard_after_forward="8")
+    assert find_reshard(settings, dims=dims) == Reshard(after_forward=True, keeps_last=False)
 
 
 @pytest.mark.parametrize("axis", ["pp", "tp"])
@@ -144,7 +139,7 @@ def test_groups_within_the_ranks_need_one_axis(axis: str) -> None:
     for asked, fits in (("1", True), ("2", False), ("4", True)):
         settings = ParallelismConfig(fsdp_reshard_after_forward=asked)
         if fits:
-            assert find_reshard(settings, dims=dims) == (asked == "4")
+            assert find_reshard(settings, dims=dims).after_forward == (asked == "4")
         else:
             with pytest.raises(ConfigError, match=rf'is 1, got {asked} with 2; write "default"'):
                 find_reshard(settings, dims=dims)

@@ -9,19 +9,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.models.fake_group import fake_group
+from torchtitan.data.settings import TrainingConfig
+from torchtitan.lora.layer import apply_lora
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
-from torchtitan.models.lora import apply_lora
 from torchtitan.optim.loss import build_loss
-from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp
+from torchtitan.parallel.fsdp import Reshard, apply_fsdp
 from torchtitan.parallel.precision import can_compute_in, compute_in
 
 BF16 = torch.bfloat16
 TINY = MODELS["llama3"].flavors["tiny"]
-POLICY = FSDPPolicy(
-    param_dtype=BF16, reduce_dtype=torch.float32, reshard_after_forward=True, cpu_offload=False
-)
+TRAINING = TrainingConfig(mixed_precision_param="bfloat16")
+RESHARD = Reshard(after_forward=True, keeps_last=True)
 ENDS = ("tok_embeddings.weight", "output.weight")
 
 
@@ -61,7 +61,7 @@ def trained(model: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
 def test_blocks_compute_bit_for_bit_what_they_do_under_fsdp(adapted: bool) -> None:
     with fake_group(rank=0, world_size=1):
         sharded = built(adapted=adapted)
-        apply_fsdp(sharded, mesh=init_device_mesh("cpu", (1,)), policy=POLICY)
+        apply_fsdp(sharded, mesh=init_device_mesh("cpu", (1,)), training=TRAINING, reshard=RESHARD)
         expected, expected_grads = trained(sharded)
     alone = built(adapted=adapted)
     compute_in(alone, dtype=BF16)

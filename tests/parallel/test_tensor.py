@@ -14,13 +14,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.models.fake_group import fake_group
 from torchtitan.base.errors import ConfigError
+from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.models.spec import DecoderConfig
 from torchtitan.optim.loss import build_loss
-from torchtitan.parallel.fsdp import FSDPPolicy, apply_fsdp
+from torchtitan.parallel.fsdp import Reshard, apply_fsdp
 from torchtitan.parallel.tensor import _matches, apply_tensor_parallel, check_tensor_parallel
 
 LLAMA3 = MODELS["llama3"]
@@ -43,13 +44,9 @@ def split(
         loss_parallel=loss,
     )
     if fsdp > 1:
-        policy = FSDPPolicy(
-            param_dtype=torch.float32,
-            reduce_dtype=torch.float32,
-            reshard_after_forward=True,
-            cpu_offload=False,
-        )
-        apply_fsdp(model, mesh=mesh["fsdp"], policy=policy)
+        training = TrainingConfig(mixed_precision_param="float32")
+        reshard = Reshard(after_forward=True, keeps_last=True)
+        apply_fsdp(model, mesh=mesh["fsdp"], training=training, reshard=reshard)
 
 
 def meta_model(config: DecoderConfig) -> Decoder:

@@ -22,7 +22,8 @@ from scripts.benchmarks.trace import top_operations
 from scripts.benchmarks.turns import check_losses
 from tests.models.reference import TINY, random_decoder
 from torchtitan.config.load import load_config
-from torchtitan.models.spec import DecoderConfig, Llama3Scaling
+from torchtitan.models.rope_scaling import Llama3Scaling
+from torchtitan.models.spec import DecoderConfig
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -329,7 +330,7 @@ def test_figures_agree_within_the_tolerance() -> None:
     [
         ((), "WHAT"),
         (("train", "--pairs", "0"), "at least 1"),
-        (("train", "--flavor", "9B"), "flavor of llama3 must be one of"),
+        (("train", "--flavor", "9B"), "[model] flavor: must be one of"),
         (("train", "--flavor", "tiny", "--ranks", "2", "--others", "Trainer"), "leaves nobody"),
         (("attention", "--seq_len", "30"), "try 28"),
         (("attention", "--kv_heads", "3"), "--kv_heads must be a multiple of the 2 ranks"),

@@ -25,7 +25,7 @@ from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.generate import generate
-from torchtitan.models.spec import LinearScaling
+from torchtitan.models.rope_scaling import LinearScaling
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
 PROMPT = "naïve "

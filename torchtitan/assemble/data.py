@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtitan.assemble.layout import Layout
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
 from torchtitan.checkpoint.state import Progress
@@ -18,6 +17,7 @@ from torchtitan.data.split import Side
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
 from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh
+from torchtitan.parallel.layout import Layout
 
 
 def build_samples(
@@ -63,7 +63,7 @@ def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progre
         seed=config.debug.seed,
         split=config.validation.split,
     )
-    global_batch_size = training.local_batch_size * mesh.dims.dp * layout.accumulation
+    global_batch_size = layout.samples_per_step(training)
     if dataset.num_samples is not None and dataset.num_samples < global_batch_size:
         assert training.num_epochs is not None, "without it the data never end"
         # a batch that is read at once is no larger than its parts

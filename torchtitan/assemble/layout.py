@@ -1,75 +1,47 @@
-"""Which model, over which ranks: all that can be said before anything is built.
+"""Which model, over which ranks: found and checked before anything is built.
 
-Degrees, sizes, stages and microbatches are checked against each other here, on every rank alike, so
-that a mistake ends the job in its first second.
+Degrees, sizes, stages and microbatches are checked against each other, on every rank alike, so that
+a mistake ends the job in its first second.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
 
 from torchtitan.assemble.trained import find_trained
 from torchtitan.base.device import device_name
-from torchtitan.base.errors import ConfigError, Mistakes, did_you_mean
+from torchtitan.base.errors import ConfigError, Mistakes, Violation, did_you_mean
 from torchtitan.checkpoint.hf import find_misnamed
 from torchtitan.config.load import to_toml
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.job import Config
-from torchtitan.mesh.dims import ParallelDims, resolve_dims
-from torchtitan.models.contract import Counts, LanguageModel, check_contract, count
+from torchtitan.mesh.dims import resolve_dims
+from torchtitan.models.contract import LanguageModel, check_contract, count
 from torchtitan.models.families import MODELS
-from torchtitan.models.settings import ModelConfig, RopeScalingConfig
-from torchtitan.models.spec import (
-    DecoderConfig,
-    LinearScaling,
-    Llama3Scaling,
-    ModelSpec,
-    RopeScaling,
-    YarnScaling,
-)
-from torchtitan.models.trained import Trained
+from torchtitan.models.rope_scaling import build_scaling, warn_of_positions
+from torchtitan.models.settings import ModelConfig
+from torchtitan.models.spec import DecoderConfig, ModelSpec
 from torchtitan.parallel.compile import check_backend, check_compile
 from torchtitan.parallel.context.build import check_attention
-from torchtitan.parallel.float8 import check_float8, find_converted
-from torchtitan.parallel.fsdp import find_reshard, name_reshard
-from torchtitan.parallel.pipeline.layout import PipelineLayout, plan_pipeline
+from torchtitan.parallel.float8 import check_float8, find_converted, find_float8
+from torchtitan.parallel.fsdp import find_reshard
+from torchtitan.parallel.layout import Layout
+from torchtitan.parallel.pipeline.layout import plan_pipeline
 from torchtitan.parallel.tensor import check_tensor_parallel
 
 logger = logging.getLogger(__name__)
-
-SCALINGS: dict[type[RopeScaling], str] = {
-    LinearScaling: "linear",
-    Llama3Scaling: "llama3",
-    YarnScaling: "yarn",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """A model and how it lies over the ranks."""
-
-    spec: ModelSpec
-    architecture: DecoderConfig
-    counts: Counts
-    dims: ParallelDims
-    pipeline: PipelineLayout | None
-    """Stages and schedule; None without pipeline parallelism."""
-    accumulation: int
-    """Microbatches of local_batch_size samples that a rank adds up in a step."""
-    trained: Trained
-    """Which parameters are trained."""
 
 
 def find_layout(config: Config, *, world_size: int) -> Layout:
     """Find model, degrees and stages, and refuse what does not fit together.
 
     Raises:
-        ConfigError: Says all that does not fit, and what would.
+        ConfigError: Names everything that does not fit, and what would.
     """
     training, parallelism = config.training, config.parallelism
     mistakes = Mistakes()
@@ -87,14 +59,14 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     if dims is None:
         mistakes.report()
     assert dims is not None
-    mistakes.of(lambda: find_reshard(parallelism, dims=dims))
+    reshard = mistakes.of(lambda: find_reshard(parallelism, dims=dims))
     pipeline = mistakes.of(
         lambda: plan_pipeline(
             parallelism,
             num_layers=architecture.num_layers,
             counts=counts,
             training=training,
-            frees_weights=name_reshard(parallelism, dims=dims) == "always",
+            frees_weights=reshard is not None and not reshard.keeps_last,
             recomputes=config.activation_checkpoint.mode != "none",
             compiles=config.compile.enable,
         )
@@ -104,18 +76,22 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
             training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
         )
     )
-    trained = mistakes.of(lambda: find_trained(config, model=model))  # changes the model
+    found_trained = mistakes.of(lambda: find_trained(config, model=model))  # adapts the model
     mistakes.report()
+    assert reshard is not None
     assert accumulation is not None
-    assert trained is not None
+    assert found_trained is not None
+    trained, adapt = found_trained
     return Layout(
         spec=spec,
         architecture=architecture,
         counts=counts,
         dims=dims,
+        reshard=reshard,
         pipeline=pipeline,
         accumulation=accumulation,
         trained=trained,
+        adapt=adapt,
     )
 
 
@@ -127,8 +103,7 @@ def check_device(config: Config, *, device_type: str) -> None:
     """
     mistakes = Mistakes()
     mistakes.of(lambda: check_compile(config.compile, device_type=device_type))
-    if config.model.converters:
-        float8 = config.quantize.linear.float8
+    if (float8 := find_float8(config)) is not None:
         mistakes.of(lambda: check_float8(float8, device_type=device_type))
     mistakes.report()
 
@@ -147,8 +122,8 @@ def check_family(config: Config, *, spec: ModelSpec, model: LanguageModel) -> No
         )
     )
     mistakes.of(lambda: check_attention(model, parallelism=parallelism))
-    if config.model.converters:
-        mistakes.of(lambda: find_converted(model, settings=config.quantize.linear.float8))
+    if (float8 := find_float8(config)) is not None:
+        mistakes.of(lambda: find_converted(model, settings=float8))
     mistakes.of(lambda: _check_stages(spec, degree=parallelism.pipeline_parallel_degree))
     names = [name for name, _ in model.named_parameters()]
     for key in ("initial_load_in_hf", "last_save_in_hf"):
@@ -179,10 +154,11 @@ def check_hf(spec: ModelSpec, names: Collection[str], *, of: DecoderConfig, key:
 
 def _check_stages(spec: ModelSpec, *, degree: int) -> None:
     if degree > 1 and not spec.stages:
-        raise ConfigError(
-            f"[parallelism] pipeline_parallel_degree must be 1 for {spec.name}, got {degree}: it "
-            f"does not run in stages (its ModelSpec says stages = False)"
+        rule = (
+            f"must be 1 for {spec.name}, got {degree}: it does not run in stages (its ModelSpec "
+            f"says stages = False)"
         )
+        raise ConfigError(Violation(("parallelism.pipeline_parallel_degree",), rule))
 
 
 def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
@@ -193,63 +169,29 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
     """
     name, flavor = settings.name, settings.flavor
     if name not in MODELS:
-        raise ConfigError(
-            f"[model] name must be one of {', '.join(MODELS)}, got '{name}'"
-            f"{did_you_mean(name, MODELS)}"
-        )
+        rule = f"must be one of {', '.join(MODELS)}, got '{name}'{did_you_mean(name, MODELS)}"
+        raise ConfigError(Violation(("model.name",), rule))
     spec = MODELS[name]
     if flavor not in spec.flavors:
-        raise ConfigError(
-            f"[model] flavor of {name} must be one of {', '.join(spec.flavors)}, got '{flavor}'"
+        rule = (
+            f"must be one of {', '.join(spec.flavors)} for {name}, got '{flavor}'"
             f"{did_you_mean(flavor, spec.flavors)}"
         )
+        raise ConfigError(Violation(("model.flavor", "model.name"), rule))
     architecture = spec.flavors[flavor]
     if settings.vocab_size is not None:
         architecture = replace(architecture, vocab_size=settings.vocab_size)
     if settings.rope_theta is not None:
         architecture = replace(architecture, rope_theta=settings.rope_theta)
     if settings.rope_scaling.type != "flavor":
-        architecture = replace(architecture, rope_scaling=find_scaling(settings.rope_scaling))
+        given = asdict(settings.rope_scaling)
+        scaling = build_scaling(given.pop("type"), given)
+        architecture = replace(architecture, rope_scaling=scaling)
     return spec, architecture
 
 
-def find_scaling(settings: RopeScalingConfig) -> RopeScaling | None:
-    """Say how wavelengths are scaled, what is not set by the defaults of that way.
-
-    Raises:
-        ConfigError: The bounds of long and short wavelengths are in disorder.
-    """
-    # the rules have seen to it that what is given is what the type reads
-    given = {key: value for key, value in asdict(settings).items() if value is not None}
-    match given.pop("type"):
-        case "linear":
-            return LinearScaling(**given)
-        case "llama3":
-            llama3 = Llama3Scaling(**given)
-            _check_order(
-                "low_freq_factor",
-                llama3.low_freq_factor,
-                "high_freq_factor",
-                llama3.high_freq_factor,
-            )
-            return llama3
-        case "yarn":
-            yarn = YarnScaling(**given)
-            _check_order("beta_slow", yarn.beta_slow, "beta_fast", yarn.beta_fast)
-            return yarn
-    return None
-
-
-def _check_order(low_name: str, low: float, high_name: str, high: float) -> None:
-    if low >= high:
-        raise ConfigError(
-            f"[model.rope_scaling] {high_name} must be greater than {low_name}, got {high:g} and "
-            f"{low:g}; raise the first or lower the second"
-        )
-
-
 def describe_sequences(config: Config, *, layout: Layout) -> list[str]:
-    """Say how sequences lie over ranks, hold documents and are stretched, where that matters."""
+    """Say how sequences are split over ranks, hold documents and are stretched, if at all."""
     training, parallelism = config.training, config.parallelism
     said = []
     if layout.dims.cp > 1:
@@ -263,35 +205,18 @@ def describe_sequences(config: Config, *, layout: Layout) -> list[str]:
             f"document positions {training.document_positions}"
         )
     if (scaling := layout.architecture.rope_scaling) is not None:
-        said.append(f"rope scaling {SCALINGS[type(scaling)]}, factor {scaling.factor:g}")
+        said.append(f"rope scaling {scaling.type}, factor {scaling.factor:g}")
     return said
-
-
-def warn_of_positions(scaling: RopeScaling | None, *, seq_len: int) -> None:
-    """Warn where sequences are longer than the rotation was stretched for."""
-    if scaling is None or isinstance(scaling, LinearScaling):
-        return
-    reached = int(scaling.factor * scaling.original_max_position)
-    if reached < seq_len:
-        logger.warning(
-            "The rope scaling reaches %d positions (factor %g x original_max_position %d), "
-            "training.seq_len is %d; for as many raise model.rope_scaling.factor to %g",
-            reached,
-            scaling.factor,
-            scaling.original_max_position,
-            seq_len,
-            seq_len / scaling.original_max_position,
-        )
 
 
 def log_job(
     config: Config, *, layout: Layout, device: torch.device, precision: str = "as set"
 ) -> None:
-    """Say what is about to be trained, where, and how; `precision`: why it computes as it does."""
+    """Log what is about to be trained, where and how; `precision`: why it computes in that type."""
     dims = layout.dims
     seq_len = config.training.seq_len
     logger.info(
-        "%s %s: %s parameters, %.3g FLOPs a token at seq_len %d",
+        "%s %s: %s parameters, %.3g FLOPs per token at seq_len %d",
         config.model.name,
         config.model.flavor,
         f"{layout.counts.num_parameters:,}",
@@ -310,8 +235,7 @@ def log_job(
     warn_of_positions(layout.architecture.rope_scaling, seq_len=seq_len)
     if sequences := describe_sequences(config, layout=layout):
         logger.info("Sequences: %s", "; ".join(sequences))
-    if config.model.converters:
-        float8 = config.quantize.linear.float8
+    if (float8 := find_float8(config)) is not None:
         logger.info(
             "Linear layers of blocks multiply in float8 (%s%s); MFU is still of bfloat16's peak",
             float8.recipe_name or "tensorwise",

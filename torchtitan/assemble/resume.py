@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.assemble.hf import chosen_rotation, describe_export, warn_of_other_tokenizer
-from torchtitan.assemble.layout import Layout
 from torchtitan.assemble.trained import check_scale, warn_of_random_base
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import CheckpointError
@@ -48,6 +47,7 @@ from torchtitan.job import Config
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.faults import Pulse
 from torchtitan.mesh.process_group import job_store
+from torchtitan.parallel.layout import Layout
 
 logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.toml"

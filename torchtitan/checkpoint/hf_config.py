@@ -26,7 +26,8 @@ from torchtitan.checkpoint.hf_rope import (
     stored_scaling,
     their_scaling,
 )
-from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec, YarnScaling
+from torchtitan.models.rope_scaling import YarnScaling
+from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec
 
 COUNTS = {
     "hidden_size": "dim",

@@ -11,7 +11,7 @@ from math import inf
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.files import Content
-from torchtitan.models.spec import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from torchtitan.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 ORIGINAL = "original_max_position_embeddings"
 NEEDED = {

@@ -54,11 +54,12 @@ def check_job(config: Config, *, world_size: int | None) -> None:
         UserError: Says all that does not fit together, or that a tokenizer is damaged.
     """
     # here: mistakes in the settings alone are told without the seconds that torch takes
-    from torchtitan.assemble.layout import check_device, find_layout, warn_of_positions
+    from torchtitan.assemble.layout import check_device, find_layout
     from torchtitan.assemble.trained import warn_of_random_base
     from torchtitan.base.device import device_type
     from torchtitan.data.tokenizer import check_vocabulary, find_here
     from torchtitan.mesh.dims import fewest_ranks
+    from torchtitan.models.rope_scaling import warn_of_positions
 
     layout = find_layout(config, world_size=world_size or fewest_ranks(config.parallelism))
     tokenizer = find_here(config.model.tokenizer_path)

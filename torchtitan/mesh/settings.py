@@ -80,6 +80,19 @@ class ParallelismConfig:
     that all work alike; balanced: eight chunks, chosen for each sequence so that all work alike
     whatever its documents (not for ulysses, which needs no balance); none: one contiguous chunk."""
 
+    def microbatch_size(self, local_batch_size: int) -> int:
+        """Return the samples of a microbatch of the pipeline."""
+        if self.pipeline_parallel_num_microbatches is not None:
+            return local_batch_size // self.pipeline_parallel_num_microbatches
+        return self.pipeline_parallel_microbatch_size
+
+
+def sequence_multiple(settings: ParallelismConfig) -> int:
+    """Return what the length of a sequence must be a multiple of, to be split over its ranks."""
+    cp, tp = settings.context_parallel_degree, settings.tensor_parallel_degree
+    chunks = cp * CHUNKS_A_RANK[settings.context_parallel_load_balancer] if cp > 1 else 1
+    return chunks * (tp if settings.enable_sequence_parallel else 1)
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CommConfig:

@@ -11,6 +11,7 @@ first one usually is step 1 alone, start-up and compilation included; no average
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,8 +20,11 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan.base.device import memory_peak_gib, reset_memory_peak
+from torchtitan.base.device import memory_peak_gib, peak_flops, reset_memory_peak
+from torchtitan.mesh.process_group import gather
 from torchtitan.metrics.sinks import Row
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -34,7 +38,7 @@ class _Interval:
 
 
 class Meter:
-    """Count steps, tokens and time; turn them into one row of figures a report.
+    """Count steps, tokens and time; turn them into one row of figures per report.
 
     `flops_per_token`: forward and backward, of the whole model. `peak_flops`: of one device, None
     where none is known. `world_size`: devices that share the work. `clock`: seconds, for tests.
@@ -60,7 +64,7 @@ class Meter:
 
     @property
     def average_tokens_per_second(self) -> float:
-        """Tokens a second of all devices over all reports but the first, which is slow."""
+        """Tokens per second of all devices over all reports but the first, which is slow."""
         num_tokens, seconds = self._average_over
         return num_tokens / seconds if seconds else 0.0
 
@@ -143,3 +147,20 @@ def _to_host(
         else:
             values[name] = value
     return values
+
+
+def build_meter(
+    *, flops_per_token: float, dtype: torch.dtype, world_size: int, device: torch.device
+) -> Meter:
+    """Build the meter, and log what MFU is a percentage of: the mean peak of all ranks' devices."""
+    peak = peak_flops(device, dtype=dtype)
+    ours = torch.tensor(peak.value if peak else math.nan, dtype=torch.float64, device=device)
+    mean = gather(ours).mean().item()  # not a number if any device's peak is unknown
+    if peak is not None and math.isfinite(mean):
+        logger.info("MFU: percent of %.4g TFLOP/s per device (%s)", mean / 1e12, peak.source)
+    return Meter(
+        flops_per_token=flops_per_token,
+        peak_flops=mean if math.isfinite(mean) else None,
+        world_size=world_size,
+        device=device,
+    )

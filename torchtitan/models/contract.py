@@ -42,6 +42,10 @@ class Attends(nn.Module):
     """Channels of all query heads together, by which attention's FLOPs are counted."""
 
 
+class CastsWeights:
+    """Marks a module with weights that computes in the type of its input, casting them itself."""
+
+
 class LanguageModel(nn.Module):
     """A causal language model of four parts: embedding, blocks, last norm, head.
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.models.attention import Attention, KVCache, LayerCache
-from torchtitan.models.contract import LanguageModel
+from torchtitan.models.contract import CastsWeights, LanguageModel
 from torchtitan.models.documents import Documents
 from torchtitan.models.rope import Rope, build_rope
 from torchtitan.models.spec import DecoderConfig
@@ -65,7 +65,7 @@ HeadLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From the head's input (B, S, C), its weight (V, C) and labels (B, S) to the summed loss."""
 
 
-class Output(nn.Linear):
+class Output(nn.Linear, CastsWeights):
     """The output head: logits or, given labels, the loss.
 
     The loss is the head's, so that the logits of a long sequence need never exist all at once. What

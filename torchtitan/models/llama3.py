@@ -17,16 +17,11 @@ from dataclasses import replace
 
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Constant, Init, Normal
-from torchtitan.models.spec import (
-    DecoderConfig,
-    HFFormat,
-    Llama3Scaling,
-    ModelSpec,
-    TensorRole,
-)
+from torchtitan.models.rope_scaling import Llama3Scaling
+from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec, TensorRole
 
-LLAMA_31 = Llama3Scaling(factor=8.0)
-LLAMA_32 = Llama3Scaling(factor=32.0)
+LLAMA_31 = Llama3Scaling(factor=8.0, original_max_position=8192)
+LLAMA_32 = Llama3Scaling(factor=32.0, original_max_position=8192)
 
 SMALL = DecoderConfig(
     dim=256, num_layers=6, num_heads=16, num_kv_heads=16, hidden_dim=768, vocab_size=2048

@@ -7,8 +7,7 @@ destroyed by `model.to(dtype)`, a real one is rounded by it, and either needs ca
 device; computing costs S x D/2 cosines, nothing beside one layer. Angles are float64, since float32
 is off by 0.008 rad at position 131072; the rotation is float32, whatever the model computes in.
 
-For contexts longer than those of pretraining the frequencies are scaled: far fewer tokens of
-training are needed where distances look as they did (`RopeScaling`). Each way is a function below.
+For contexts longer than those of pretraining the frequencies are scaled (`rope_scaling.py`).
 
 Shapes: B batch, S sequence, H heads, D width of a head, P = D/2 pairs.
 """
@@ -19,7 +18,12 @@ import math
 
 import torch
 
-from torchtitan.models.spec import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from torchtitan.models.rope_scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    YarnScaling,
+)
 
 
 class Rope:

@@ -1,18 +1,20 @@
 """The settings of the model: the sections [model] and [model.rope_scaling].
 
-Each type of scaling reads some of the keys. A key that the type does not read is refused, not
-ignored, which is why none has a default here: the defaults are the model's.
+Each type of scaling reads some of the keys (`READ`). A key that the type does not read
+is refused, not ignored, so none has a default here: the defaults are those of the type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from typing import Literal
 
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.types import STRICT, AboveOne, AtLeastOne, FinitePositive, Strings, Text
+from torchtitan.models.rope_scaling import SCALINGS
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -42,21 +44,15 @@ class RopeScalingConfig:
     """Queries and keys are multiplied by this; 0.1 ln(factor) + 1 if not given (yarn)."""
 
 
-NEEDED: Mapping[str, tuple[str, ...]] = {
-    "flavor": (),
-    "none": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "original_max_position"),
-    "yarn": ("factor", "original_max_position"),
-}
-"""Keys that a type cannot do without."""
-
-READ: Mapping[str, tuple[str, ...]] = {
-    **NEEDED,
-    "llama3": (*NEEDED["llama3"], "low_freq_factor", "high_freq_factor"),
-    "yarn": (*NEEDED["yarn"], "beta_fast", "beta_slow", "attention_factor"),
+READ: Mapping[str, tuple[str, ...]] = {"flavor": (), "none": ()} | {
+    name: tuple(field.name for field in fields(scaling)) for name, scaling in SCALINGS.items()
 }
 """Keys that a type reads."""
+NEEDED: Mapping[str, tuple[str, ...]] = {"flavor": (), "none": ()} | {
+    name: tuple(field.name for field in fields(scaling) if field.default is MISSING)
+    for name, scaling in SCALINGS.items()
+}
+"""Keys that a type cannot do without."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -7,12 +7,13 @@ What the module itself has to be is said in `contract.py`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
+
+from torchtitan.models.rope_scaling import RopeScaling
 
 if TYPE_CHECKING:
     from torchtitan.models.contract import LanguageModel
@@ -26,54 +27,6 @@ gather: takes the whole sequence, for all the matrices in it. column: a matrix s
 its output. row: one split by rows of its input, whose parts of the result are summed. head: the
 matrix, or what multiplies by the embedding's, from the whole sequence to logits.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearScaling:
-    """Position interpolation: all rotary wavelengths grow alike (arXiv:2306.15595)."""
-
-    factor: float
-    """Wavelengths grow by this factor."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Llama 3.1's stretch of the rotary wavelengths, for contexts beyond those of pretraining."""
-
-    factor: float
-    """Wavelengths longer than original_max_position / low_freq_factor grow by this factor."""
-    low_freq_factor: float = 1.0
-    """Bounds the long wavelengths, in turns within original_max_position."""
-    high_freq_factor: float = 4.0
-    """Wavelengths with more turns than this stay; those between are blended."""
-    original_max_position: int = 8192
-    """Context length of pretraining, in tokens."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class YarnScaling:
-    """YaRN: long wavelengths grow, short ones stay, attention is sharpened (arXiv:2309.00071)."""
-
-    factor: float
-    """Wavelengths of at most beta_slow turns within original_max_position grow by this factor."""
-    original_max_position: int
-    """Context length of pretraining, in tokens."""
-    beta_fast: float = 32.0
-    """Wavelengths with more turns than this stay; those between are blended."""
-    beta_slow: float = 1.0
-    """Bounds the long wavelengths, in turns within original_max_position."""
-    attention_factor: float | None = None
-    """Queries and keys grow by this factor, scores by its square; None: 0.1 ln(factor) + 1."""
-
-    @property
-    def temperature(self) -> float:
-        """The factor on queries and keys: the paper's sqrt(1/t)."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1.0
-
-
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """Which parameters of a model are trained; the others keep their values bit for bit.
 
-A parameter that is not trained requires no gradient. All that follows, torch does by itself: none
-is computed, backward ends where nothing before it is trained, and the optimizer, which holds what
-requires gradients, has no state of it. So there is one place where a parameter is frozen, and every
-other part of the library asks `requires_grad`.
+A frozen parameter requires no gradient. Torch does the rest: no gradient is computed, backward ends
+where nothing before it is trained, and the optimizer, which holds what requires gradients, has no
+state for it. So a parameter is frozen in one place, and every other part of the library asks
+`requires_grad`.
 """
 
 from __future__ import annotations
@@ -15,56 +15,53 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from torchtitan.base.errors import ConfigError
-from torchtitan.models.lora import is_factor
+from torchtitan.base.errors import ConfigError, Violation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Tells the parameters that are trained from those that are not, by name."""
+    """Tells by name which parameters are trained."""
 
+    only: tuple[str, ...] = ("*",)
+    """Shell patterns of names; what matches none is not trained."""
     frozen: tuple[str, ...] = ()
-    """Shell patterns of names that are not trained."""
-    factors_alone: bool = False
-    """Whether of all others only the low-rank factors are."""
+    """Shell patterns of names that are not trained, whatever `only` says."""
 
     def includes(self, name: str) -> bool:
         """Tell whether a parameter is trained."""
-        if self.factors_alone and not is_factor(name):
-            return False
-        return not any(fnmatchcase(name, pattern) for pattern in self.frozen)
+        is_chosen = any(fnmatchcase(name, pattern) for pattern in self.only)
+        return is_chosen and not any(fnmatchcase(name, pattern) for pattern in self.frozen)
 
     def check(self, names: Collection[str]) -> None:
         """Check the patterns against the names of the whole model.
 
         Raises:
-            ConfigError: A pattern stands for nothing, or nothing is left to train.
+            ConfigError: A pattern matches nothing, or nothing is left to train.
         """
         for pattern in self.frozen:
-            check_pattern(pattern, names, key="[optimizer] frozen_params", what="parameter")
+            check_pattern(pattern, names, key="optimizer.frozen_params", what="parameter")
         if not any(map(self.includes, names)):
-            raise ConfigError(
-                "[optimizer] frozen_params must leave a parameter to train, got "
-                f"{', '.join(self.frozen)}, which freeze all {len(names)}; remove a pattern"
+            rule = (
+                f"must leave a parameter to train, got {', '.join(self.frozen)}, which freeze all "
+                f"{len(names)}; remove a pattern"
             )
+            raise ConfigError(Violation(("optimizer.frozen_params",), rule))
 
     def freeze_others(self, model: nn.Module) -> None:
-        """Let what is not trained require no gradient, in place."""
+        """Let the parameters that are not trained require no gradient, in place."""
         for name, parameter in model.named_parameters():
             if not self.includes(name):
                 parameter.requires_grad_(False)
 
 
 def check_pattern(pattern: str, names: Collection[str], *, key: str, what: str) -> None:
-    """Check that a shell pattern stands for something.
+    """Check that a shell pattern, given under `key`, matches something.
 
     Raises:
-        ConfigError: It does not; says which names come near.
+        ConfigError: It does not; says which names are near.
     """
     if any(fnmatchcase(name, pattern) for name in names):
         return
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or sorted(names)[:3]
-    raise ConfigError(
-        f"{key} '{pattern}' must match a {what} of the model, it matches none; near are "
-        f"{', '.join(near)}"
-    )
+    rule = f"'{pattern}' must match a {what} of the model; near are {', '.join(near)}"
+    raise ConfigError(Violation((key,), rule))

@@ -1,105 +1,66 @@
-"""The model as this rank holds it: built without memory, cut, made parallel, then filled.
+"""The model as this rank holds it.
 
-build (meta) -> this rank's stages -> parallelize -> storage -> initial weights
+build on meta -> adapt -> keep this rank's stages -> parallelize -> allocate -> initialise
 """
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
+from torch.distributed.tensor import DTensor
 
-from torchtitan.data.settings import TrainingConfig
-from torchtitan.lora.settings import LoRAConfig
 from torchtitan.mesh.dims import Mesh
-from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.init import initialize
-from torchtitan.models.lora import apply_lora
 from torchtitan.models.parts import ModelParts
-from torchtitan.models.spec import DecoderConfig, ModelSpec
-from torchtitan.models.trained import Trained
 from torchtitan.parallel.apply import parallelize
 from torchtitan.parallel.execution import Execution, WholeModel
-from torchtitan.parallel.pipeline.execution import Pipeline, find_shapes
-from torchtitan.parallel.pipeline.layout import PipelineLayout
-from torchtitan.parallel.settings import ActivationCheckpointConfig, CompileConfig, Float8Config
+from torchtitan.parallel.layout import Layout
+from torchtitan.parallel.pipeline.execution import build_pipeline
+from torchtitan.parallel.settings import Sections
 
 
 def build_model_and_execution(
-    spec: ModelSpec,
+    layout: Layout,
     *,
-    architecture: DecoderConfig,
     mesh: Mesh,
-    layout: PipelineLayout | None,
-    training: TrainingConfig,
-    parallelism: ParallelismConfig,
-    activation_checkpoint: ActivationCheckpointConfig,
-    compiler: CompileConfig,
-    float8: Float8Config | None,
-    lora: LoRAConfig,
-    trained: Trained,
+    settings: Sections,
     device: torch.device,
     seed: int,
     loss: HeadLoss,
 ) -> tuple[ModelParts, Execution]:
     """Build this rank's parts of the model, and what runs batches through all ranks' parts."""
+    training = settings.training
 
     def build_part(modules: tuple[str, ...] | None) -> LanguageModel:
-        part = _on_meta(spec, architecture, dtype=getattr(torch, training.dtype), lora=lora)
-        _cut(part, modules=modules, loss=loss)
-        parallelize(
-            part,
-            mesh=mesh,
-            tensor_plan=spec.tensor_plan,
-            training=training,
-            parallelism=parallelism,
-            activation_checkpoint=activation_checkpoint,
-            compiler=compiler,
-            float8=float8,
-            trained=trained,
-        )
+        part = layout.spec.build_meta(layout.architecture).to(getattr(torch, training.dtype))
+        if layout.adapt is not None:
+            layout.adapt(part)
+        if modules is not None:
+            part.keep_only(modules)
+        if part.output is not None:
+            part.output.loss = loss
+        parallelize(part, mesh=mesh, layout=layout, settings=settings)
+        _check_placements(part, mesh=mesh)
         part.to_empty(device="cpu" if training.enable_cpu_offload else device)
         initialize(part, seed=seed)
         return part
 
-    if layout is None:
+    if layout.pipeline is None:
         model = build_part(None)
         return ModelParts([model]), WholeModel(model)
-    own = layout.stages_of(mesh.params.get_local_rank("pp"))
-    parts = ModelParts([build_part(layout.modules[stage]) for stage in own])
-    shapes = partial(
-        find_shapes,
-        architecture,
-        microbatch_size=layout.microbatch_size,
-        settings=parallelism,
-        tp=mesh.dims.tp,
-        dtype=getattr(torch, training.mixed_precision_param),
-    )
-    return parts, Pipeline(
-        parts,
-        layout=layout,
-        shapes=shapes,
-        seq_len=training.seq_len // mesh.dims.cp,
-        group=mesh.params.get_group("pp"),
-        device=device,
-        tied=architecture.tie_embeddings,
-    )
+    own = layout.pipeline.stages_of(mesh.params.get_local_rank("pp"))
+    parts = ModelParts([build_part(layout.pipeline.modules[stage]) for stage in own])
+    return parts, build_pipeline(parts, layout=layout, mesh=mesh, settings=settings, device=device)
 
 
-def _on_meta(
-    spec: ModelSpec, architecture: DecoderConfig, *, dtype: torch.dtype, lora: LoRAConfig
-) -> LanguageModel:
-    model = spec.build_meta(architecture).to(dtype)
-    if lora.rank:
-        apply_lora(model, rank=lora.rank, alpha=lora.alpha, patterns=lora.modules)
-    return model
+def _check_placements(part: LanguageModel, *, mesh: Mesh) -> None:
+    """Check that every parameter lies on a mesh of all ranks of its stage, on any axes.
 
-
-def _cut(part: LanguageModel, *, modules: tuple[str, ...] | None, loss: HeadLoss) -> None:
-    """Keep a stage's modules, None: all, and give the head, if it is there, its loss."""
-    if modules is not None:
-        part.keep_only(modules)
-    if part.output is not None:
-        part.output.loss = loss
+    `optim.clip.global_norm` relies on it: it counts copies along a parameter's own mesh, so a copy
+    outside that mesh would count twice.
+    """
+    num_ranks = mesh.dims.world_size // mesh.dims.pp
+    for name, parameter in part.named_parameters():
+        found = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+        assert found == num_ranks, f"{name} lies on a mesh of {found} ranks, not of {num_ranks}"

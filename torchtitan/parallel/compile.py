@@ -1,23 +1,23 @@
 """torch.compile, block by block: each block's many small operators become a few fused ones.
 
-Blocks of a class are all alike, so they are compiled once, however many there are: what is compiled
-is the class's `forward`, and every block calls that with itself as the first argument. (The whole
-model as one graph compiles for as many times longer as it has layers, and FSDP, which gathers one
-block's weights at a time, would lie inside of the graph.) Modules stay the same objects, so
-parameters keep their names. What is not a block, embedding, last norm, head and loss, stays as it
-is.
+Blocks that share a `forward` are compiled once, however many there are: what is compiled is the
+function behind the method, and every block calls it with itself as the first argument. Blocks of
+another class, or whose own `forward` was replaced, are compiled by themselves. (The whole model as
+one graph takes as many times longer to compile as it has layers, and FSDP, which gathers one
+block's weights at a time, would lie inside the graph.) Modules stay the same objects, so parameters
+keep their names. Embedding, last norm, head and loss are no blocks and stay as they are.
 
-A block is one graph, and whatever would break it in two is an error, but for attention that talks
-to other ranks or goes by the lengths of documents: the compiler looks into neither. Such attention
-runs as it would without the compiler, between the graphs of what stands before and behind it.
+A block is one graph, and whatever would break it in two is an error. The exception is attention
+that talks to other ranks or depends on the lengths of documents: it runs uncompiled, between the
+graphs of what comes before and after it.
 
-Recomputation wraps the compiled block, rather than being compiled into it: so blocks that are
-recomputed and blocks that are not share one graph, and a recomputed one keeps its input alone. Or
-the compiler itself is given a budget of memory, and finds what of a block to recompute for it.
+Recomputation wraps the compiled block instead of being compiled into it: so blocks that are
+recomputed and blocks that are not share one graph, and a recomputed block keeps only its input.
+Alternatively the compiler gets a memory budget and chooses itself what to recompute.
 
-A graph is good for one shape: the kernels know all lengths. Another batch or sequence length, or a
-forward without gradients, as in evaluation, compiles one more; a job has two or three of them. Past
-eight torch takes it for a mistake and raises.
+A graph is valid for one shape. Another batch or sequence length, or a forward without gradients, as
+in evaluation, compiles one more; a job has two or three of them. Beyond eight torch assumes a
+mistake and raises an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 
-from torchtitan.base.errors import ConfigError, did_you_mean
+from torchtitan.base.errors import ConfigError, Violation, did_you_mean
 from torchtitan.models.contract import Attends
 from torchtitan.parallel.settings import CompileConfig
 
@@ -38,22 +38,23 @@ INDUCTOR = "inductor"
 
 
 def check_backend(settings: CompileConfig, *, is_installed: bool) -> None:
-    """Check the compiler's name; `is_installed`: whether it must be one of this machine's.
+    """Check the backend's name; `is_installed`: whether this machine must have it.
 
     Raises:
-        ConfigError: There is none of that name here, or it is another one misspelt.
+        ConfigError: This machine has none of that name, or it is another one misspelt.
     """
     if not settings.enable:
         return
-    # loading the compilers takes a second, which other jobs need not spend
+    # listing the backends takes a second: only where one is used
     known = torch.compiler.list_backends(exclude_tags=None)
     guess = did_you_mean(settings.backend, known)
     if settings.backend not in known and (is_installed or guess):
         others = ", ".join(sorted({*torch.compiler.list_backends()} - {INDUCTOR}))
-        raise ConfigError(
-            f"[compile] backend must be inductor, another one that is installed ({others}), or "
-            f"aot_eager or eager, which make no code; got '{settings.backend}'{guess}"
+        rule = (
+            f"must be inductor, another one that is installed ({others}), or aot_eager or eager, "
+            f"which generate no code; got '{settings.backend}'{guess}"
         )
+        raise ConfigError(Violation(("compile.backend",), rule))
 
 
 def check_compile(settings: CompileConfig, *, device_type: str) -> None:
@@ -72,11 +73,11 @@ def check_compile(settings: CompileConfig, *, device_type: str) -> None:
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler as error:
-            raise ConfigError(
-                "[compile] enable: inductor writes C++ for CPUs and finds no compiler for it; "
-                "install one (g++), or name yours in the environment variable CXX, or write "
-                "compile.enable = false"
-            ) from error
+            rule = (
+                "needs a C++ compiler on CPUs, and inductor finds none; install one (g++), or name "
+                "yours in the environment variable CXX, or write compile.enable = false"
+            )
+            raise ConfigError(Violation(("compile.enable",), rule)) from error
 
 
 def apply_compile(
@@ -87,33 +88,36 @@ def apply_compile(
     opaque_attention: bool,
     sequence_comes_async: bool,
 ) -> None:
-    """Compile the blocks of `model` in place; code is made when the first batch comes.
+    """Compile the blocks of `model` in place; the work is done when the first batch comes.
 
-    `memory_budget`: the part to keep of what a graph keeps by itself for backward; the rest is
-    recomputed. `opaque_attention`: the compiler cannot look into attention. `sequence_comes_async`:
-    the embedding hands on what may still be on its way from other ranks.
+    `memory_budget`: the fraction of what a graph would save for backward that it may save; the rest
+    is recomputed. `opaque_attention`: attention cannot be compiled. `sequence_comes_async`: the
+    embedding's output may still be on its way from other ranks.
     """
-    forwards: dict[type, Callable[..., Tensor]] = {}
+    compiled: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
     for block in model.layers.values():
-        if type(block) not in forwards:
-            compiled: Any = torch.compile(
-                type(block).forward, backend=backend, fullgraph=not opaque_attention, dynamic=False
+        forward = block.forward
+        is_own_method = isinstance(forward, MethodType) and forward.__self__ is block
+        shared = forward.__func__ if is_own_method else forward
+        if shared not in compiled:
+            graphs: Any = torch.compile(
+                shared, backend=backend, fullgraph=not opaque_attention, dynamic=False
             )
-            budgeted = compiled if memory_budget == 1.0 else _within(memory_budget, compiled)
-            forwards[type(block)] = budgeted
-        block.forward = MethodType(forwards[type(block)], block)
+            budgeted = graphs if memory_budget == 1.0 else _within(memory_budget, graphs)
+            compiled[shared] = budgeted
+        block.forward = MethodType(compiled[shared], block) if is_own_method else compiled[shared]
     for module in model.modules():
         if isinstance(module, Attends) and opaque_attention:
             module.attend = torch.compiler.disable(
-                module.attend, reason="it talks to other ranks, or goes by lengths"
+                module.attend, reason="it talks to other ranks, or depends on lengths"
             )
     if sequence_comes_async and model.tok_embeddings is not None:
-        # a compiled block would wait for such an input, and lose the way back to the embedding
+        # a compiled block would wait for such an input, and drop its history
         model.tok_embeddings.register_forward_hook(_arrived)
 
 
 def _within(memory_budget: float, compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let what is compiled inside keep to a budget; it is read when a graph is made."""
+    """Set the memory budget while `compiled` runs; it is read when a graph is made."""
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         with torch._functorch.config.patch(activation_memory_budget=memory_budget):

@@ -6,7 +6,7 @@ have it. A scale fits each tensor, or each row of it, to so small a range; it is
 product from the largest number there. What surrounds the products stays bfloat16, weights and
 optimizer float32, and the layer's parameter is the one that it had, so checkpoints interchange.
 
-The output head stays bfloat16, for its loss is what is most sensitive to rounding.
+The output head stays bfloat16: its loss is most sensitive to rounding.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.models.decoder import Output
-from torchtitan.parallel.settings import MULTIPLE, Float8Config
+from torchtitan.parallel.settings import MULTIPLE, Float8Config, Sections
 
-SECTION = "[quantize.linear.float8]"
+SECTION = "quantize.linear.float8"
 FIRST_CAPABILITY = (8, 9)
+
+
+def find_float8(settings: Sections) -> Float8Config | None:
+    """Return how linear layers compute in float8; None: they do not."""
+    return settings.quantize.linear.float8 if settings.model.converters else None
 
 
 def load_torchao() -> Any:
@@ -34,29 +39,31 @@ def load_torchao() -> Any:
     try:
         import torchao.float8
     except ImportError as error:
-        raise ConfigError(
-            "[model] converters: float8 needs the package torchao, which is not installed; "
-            "in the repository: pip install -e '.[float8]'"
-        ) from error
+        rule = (
+            "float8 needs the package torchao, which is not installed; in the repository: "
+            "pip install -e '.[float8]'"
+        )
+        raise ConfigError(Violation(("model.converters",), rule)) from error
     return torchao.float8
 
 
 def check_float8(settings: Float8Config, *, device_type: str) -> None:
-    """Check that there is something to compute in float8 with.
+    """Check that this machine can compute in float8.
 
     Raises:
-        ConfigError: torchao is missing, or the device has no float8 and nobody asked to emulate it.
+        ConfigError: torchao is missing, or the device has no float8 and emulate is off.
     """
     load_torchao()
     if settings.emulate:
         return
     if device_type == "cuda" and torch.cuda.get_device_capability() >= FIRST_CAPABILITY:
         return
-    raise ConfigError(
-        f"{SECTION}: this machine's {'GPUs' if device_type == 'cuda' else 'CPUs'} do not multiply "
-        "float8 (GPUs do from compute capability 8.9 on); write emulate = true to try it out, or "
-        "converters = [] to train in bfloat16"
+    rule = (
+        f"must be true: this machine's {'GPUs' if device_type == 'cuda' else 'CPUs'} cannot "
+        "multiply float8 (GPUs can from compute capability 8.9 on); write emulate = true to try it "
+        "out, or model.converters = [] to train in bfloat16"
     )
+    raise ConfigError(Violation((f"{SECTION}.emulate", "model.converters"), rule))
 
 
 def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
@@ -65,16 +72,18 @@ def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
     Raises:
         ConfigError: A name to leave out is no layer's, or nothing is left.
     """
+    key = f"{SECTION}.filter_fqns"
     linear = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
     names = {*linear, "output"}  # a tied head is no linear layer, and stays all the same
     for part in settings.filter_fqns:
         if not any(part in name for name in names):
-            raise ConfigError(
-                f'{SECTION} filter_fqns: no linear layer\'s name holds "{part}"; names are as '
+            rule = (
+                f'no linear layer\'s name contains "{part}"; names are like '
                 "layers.0.attention.wq, layers.0.feed_forward.w1 and output"
             )
+            raise ConfigError(Violation((key,), rule))
 
     def is_converted(module: nn.Linear, name: str) -> bool:
         return (
@@ -86,10 +95,11 @@ def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
 
     converted = {name for name, module in linear.items() if is_converted(module, name)}
     if not converted:
-        raise ConfigError(
-            f"{SECTION}: no layer is left to convert: all are named by filter_fqns, or have sizes "
-            f"that {MULTIPLE} does not divide; take names off filter_fqns or write converters = []"
+        rule = (
+            f"no layer is left to convert: all are filtered out, or have sizes that {MULTIPLE} "
+            "does not divide; remove names from it, or write model.converters = []"
         )
+        raise ConfigError(Violation((key, "model.converters"), rule))
     return converted
 
 

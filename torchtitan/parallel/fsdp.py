@@ -5,11 +5,11 @@ shards along the second and copies along the first (HSDP); with a second axis of
 plain data parallelism (DDP). One mechanism, so that mixed precision, offloading, checkpoints and
 the scale of gradients are the same in all of them.
 
-A block's weights are gathered twice a step, for forward and for backward, and freed in between;
-kept, or kept by a few ranks each, they cost memory and save traffic. What backward needs first is
-kept: the last block and the head are gathered once. So is the embedding, whose backward reads no
-weights. The next group's weights are asked for before a block computes, forward as FSDP2 does it
-backward by itself, so that they are on their way even where the host is late with the next block.
+A block's weights are gathered twice per step, for forward and for backward, and freed in between;
+keeping them, on each rank or shared by a few, costs memory and saves traffic. What backward needs
+first is kept: the last block and the head are gathered once. So is the embedding, whose backward
+reads no weights. The next group's weights are requested before a block computes (in backward FSDP2
+does so by itself), so that they arrive in time even if the host is late with the next block.
 
 Gradients are *summed*: the loss is divided by the valid tokens of the global batch before backward,
 so nothing is left to average.
@@ -31,96 +31,80 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, Violation
+from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.settings import ParallelismConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDPPolicy:
-    """How parameters are gathered, computed with and reduced."""
+class Reshard:
+    """What happens to gathered weights between forward and backward."""
 
-    param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    reshard_after_forward: bool | int
-    """Whether weights are freed after forward; a number: each so many ranks keep them together."""
-    cpu_offload: bool
-    keep_last: bool = True
-    """Whether the last block's weights are kept for backward, which begins with them."""
-
-    def arguments(self, mesh: DeviceMesh) -> dict[str, Any]:
-        """Return the keyword arguments of `fully_shard`."""
-        # inputs keep their type: the rotary cos and sin must stay float32
-        precision = MixedPrecisionPolicy(
-            param_dtype=self.param_dtype,
-            reduce_dtype=self.reduce_dtype,
-            cast_forward_inputs=False,
-        )
-        arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
-        if self.cpu_offload:
-            pin = mesh.device_type == "cuda"
-            arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=pin)
-        return arguments
+    after_forward: bool | int
+    """Whether they are freed; a number: each so many ranks keep them together."""
+    keeps_last: bool
+    """Whether the last block's are kept for backward, which begins with them."""
 
 
-def name_reshard(settings: ParallelismConfig, *, dims: ParallelDims) -> str:
-    """Return fsdp_reshard_after_forward with the numbers that have a name as that name.
+def find_reshard(settings: ParallelismConfig, *, dims: ParallelDims) -> Reshard:
+    """Read fsdp_reshard_after_forward.
 
-    Weights that one rank keeps for itself are never freed; kept by all ranks together, always.
-    """
-    asked = settings.fsdp_reshard_after_forward
-    if not asked.isdecimal():
-        return asked
-    return {dims.fsdp: "always", 1: "never"}.get(int(asked), asked)
-
-
-def find_reshard(settings: ParallelismConfig, *, dims: ParallelDims) -> bool | int:
-    """Return what becomes of weights after forward, as `FSDPPolicy` has it.
+    Weights that one rank keeps for itself are never freed; weights that all ranks keep together are
+    always freed.
 
     Raises:
-        ConfigError: A number of ranks is given, and does not divide those that share the weights,
-            or there are axes with which FSDP2 knows no such groups.
+        ConfigError: A number of ranks is given that does not divide those that share the weights,
+            or that FSDP2 has no groups for.
     """
-    asked = name_reshard(settings, dims=dims)
+    asked = settings.fsdp_reshard_after_forward
+    if asked.isdecimal():
+        asked = {dims.fsdp: "always", 1: "never"}.get(int(asked), asked)
     if not asked.isdecimal():
-        return {"always": True, "never": False, "default": dims.pp == 1}[asked]
-    num_ranks, key = int(asked), "[parallelism] fsdp_reshard_after_forward"
+        frees = {"always": True, "never": False, "default": dims.pp == 1}[asked]
+        return Reshard(after_forward=frees, keeps_last=asked != "always")
+    num_ranks = int(asked)
     # FSDP2 makes the groups from a rank's own part of the mesh: elsewhere others would be made
     degrees = {"pipeline_parallel_degree": dims.pp, "tensor_parallel_degree": dims.tp}
-    mistakes = [
-        f"{key} is a number of ranks between 1 and all only where {name} is 1, got {num_ranks} "
-        f'with {degree}; write "default", "always" or "never"'
+    rules = [
+        f"is a number of ranks between 1 and all only where {name} is 1, got {num_ranks} with "
+        f'{degree}; write "default", "always" or "never"'
         for name, degree in degrees.items()
         if degree > 1
     ]
     if not num_ranks or dims.fsdp % num_ranks:
         fits = [str(n) for n in range(2, dims.fsdp) if dims.fsdp % n == 0]
-        mistakes.append(
-            f"{key} as a number must divide the {dims.fsdp} ranks that share the weights, got "
+        rules.append(
+            f"as a number must divide the {dims.fsdp} ranks that share the weights, got "
             f"{num_ranks}; "
             + (f"try {', '.join(fits)}, or " if fits else "")
             + 'write "always" (all of them) or "never" (1)'
         )
-    if mistakes:
-        raise ConfigError(mistakes)
-    return num_ranks
+    if rules:
+        key = "parallelism.fsdp_reshard_after_forward"
+        raise ConfigError([Violation((key,), rule) for rule in rules])
+    return Reshard(after_forward=num_ranks, keeps_last=True)
 
 
-def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, policy: FSDPPolicy) -> None:
+def apply_fsdp(
+    model: nn.Module, *, mesh: DeviceMesh, training: TrainingConfig, reshard: Reshard
+) -> None:
     """Shard the blocks of `model`, then what is left of it, over `mesh`, in place."""
-    arguments, reshard = policy.arguments(mesh), policy.reshard_after_forward
+    arguments = _arguments(training, mesh=mesh)
     order: list[Any] = []  # in which forward asks for them
     blocks = list(model.layers.values())
     # a tied embedding is used at both ends: it stays in the root's group, gathered throughout
     has_ends = not model.config.tie_embeddings
     if has_ends and model.tok_embeddings is not None:
-        fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **arguments)
+        frees = reshard.after_forward
+        fully_shard(model.tok_embeddings, reshard_after_forward=frees, **arguments)
         # its backward adds rows up and reads none
         model.tok_embeddings.set_unshard_in_backward(False)
         order.append(model.tok_embeddings)
     for block in blocks:
-        is_kept = policy.keep_last and block is blocks[-1]
-        fully_shard(block, reshard_after_forward=False if is_kept else reshard, **arguments)
+        is_kept = reshard.keeps_last and block is blocks[-1]
+        frees = False if is_kept else reshard.after_forward
+        fully_shard(block, reshard_after_forward=frees, **arguments)
         order.append(block)
     # used last in forward and first in backward: freed in between it would be gathered twice
     last = [module for module in (model.norm, model.output) if module is not None]
@@ -137,10 +121,24 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, policy: FSDPPolicy) -> Non
             module.set_force_sum_reduction_for_comms(True)
 
 
-def reshard(model: nn.Module) -> None:
+def _arguments(training: TrainingConfig, *, mesh: DeviceMesh) -> dict[str, Any]:
+    """Return what all calls of `fully_shard` have in common."""
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, training.mixed_precision_param),
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        cast_forward_inputs=False,  # the rotary cos and sin must stay float32
+    )
+    arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
+    if training.enable_cpu_offload:
+        pin = mesh.device_type == "cuda"
+        arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=pin)
+    return arguments
+
+
+def free_gathered(model: nn.Module) -> None:
     """Free what a forward pass has gathered: without a backward nothing else does.
 
-    Until then some parameters are whole ones, and a checkpoint would save them as those of a rank.
+    Until then some parameters are whole, and a checkpoint would save them as one rank's shard.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

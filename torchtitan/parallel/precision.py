@@ -1,18 +1,17 @@
 """Computing in bfloat16 from float32 weights, on one rank.
 
-FSDP2 does this where weights are gathered, and on one rank as well: but there it copies a gradient
-three times, into the buffer of a reduction that has nobody to reduce with, divided, and out of it.
-Here each module casts its weight where it uses it, and autograd casts the gradient back: one pass
-each way. Weights, gradients and the optimizer's state stay float32, microbatches add up in float32,
-and every product is computed of the same bfloat16 numbers as under FSDP2.
+FSDP2 does this where weights are gathered. It works on one rank too, but copies each gradient three
+times: into the buffer of a reduction that has nobody to reduce with, divided, and out of it. Here
+each module casts its weight where it uses it, and autograd casts the gradient back: one pass each
+way. Weights, gradients and optimizer state stay float32, microbatches add up in float32, and every
+product is computed from the same bfloat16 numbers as under FSDP2.
 
-Two weights are used without a cast of the whole. The embedding's rows are cast after they are
-looked up, and the head's loss takes the float32 weight and leaves a float32 gradient
-(`optim/loss.py`); where FSDP2 would round both gradients to bfloat16, a token's many uses included,
-here they stay exact.
+Two weights are never cast as a whole. The embedding's rows are cast after they are looked up, and
+the head's loss takes the float32 weight and leaves a float32 gradient (`optim/loss.py`). FSDP2
+would round both gradients to bfloat16; here they stay exact.
 
-Autocast is the alternative, but it has rules of its own (norms and the residual stream become
-float32), hence another model than the one that many ranks train.
+The alternative is autocast, but it has rules of its own (norms and the residual stream become
+float32): another model than the one that many ranks train.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.decoder import Output
-from torchtitan.models.lora import LoRALinear
+from torchtitan.models.contract import CastsWeights
 
 
 class _Linear(nn.Linear):
@@ -35,14 +33,6 @@ class _Linear(nn.Linear):
         return F.linear(input, self.weight.to(input.dtype), bias)
 
 
-class _LoRALinear(LoRALinear):
-    """A linear layer and its low-rank factors in the type of its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        a_RI, b_OR = self.lora_a.to(x.dtype), self.lora_b.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype)) + self.scale * self.low_rank(x, a_RI, b_OR)
-
-
 class _RMSNorm(nn.RMSNorm):
     """A norm in the type of its input."""
 
@@ -50,28 +40,32 @@ class _RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-# modules that have weights; the class is all that changes: names and parameters stay
+# only the class changes: names and parameters stay
 CASTING: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: _Linear,
-    LoRALinear: _LoRALinear,
     nn.RMSNorm: _RMSNorm,
     nn.Embedding: nn.Embedding,
-    Output: Output,
 }
 
 
-def _with_weights(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+def _to_convert(model: nn.Module) -> list[nn.Module]:
+    """Return the modules with weights that do not cast them by themselves."""
+    return [
+        module
+        for module in model.modules()
+        if next(module.parameters(recurse=False), None) is not None
+        and not isinstance(module, CastsWeights)
+    ]
 
 
 def can_compute_in(model: nn.Module) -> bool:
-    """Tell whether every module of `model` that has weights is of a kind that is known here."""
-    return all(type(module) in CASTING for module in _with_weights(model))
+    """Tell whether every module of `model` with weights casts them, or can be converted to."""
+    return all(type(module) in CASTING for module in _to_convert(model))
 
 
 def compute_in(model: nn.Module, *, dtype: torch.dtype) -> None:
-    """Let `model` compute in `dtype`, in place, whatever its weights are stored in."""
-    for module in _with_weights(model):
+    """Let `model` compute in `dtype`, in place, whatever type its weights are stored in."""
+    for module in _to_convert(model):
         module.__class__ = CASTING[type(module)]
 
     def cast_rows(module: nn.Module, args: Any, rows: Tensor) -> Tensor:

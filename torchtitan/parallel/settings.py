@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.types import STRICT, Fraction, Strings, Text
+from torchtitan.data.settings import TrainingConfig
+from torchtitan.mesh.settings import ParallelismConfig
+from torchtitan.models.settings import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -68,3 +71,31 @@ class QuantizeConfig:
 
     linear: LinearConfig = Field(default_factory=LinearConfig)
     """Linear layers."""
+
+
+class Sections(Protocol):
+    """The sections of a job by which its model is built and made parallel."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """[model]."""
+
+    @property
+    def training(self) -> TrainingConfig:
+        """[training]."""
+
+    @property
+    def parallelism(self) -> ParallelismConfig:
+        """[parallelism]."""
+
+    @property
+    def activation_checkpoint(self) -> ActivationCheckpointConfig:
+        """[activation_checkpoint]."""
+
+    @property
+    def compile(self) -> CompileConfig:
+        """[compile]."""
+
+    @property
+    def quantize(self) -> QuantizeConfig:
+        """[quantize]."""

@@ -1,15 +1,16 @@
 """Tensor parallelism: the ranks of one axis split each layer's matrices.
 
-The first matrices of a layer are cut by columns (of their output), the last one by rows, so that
-all between them, heads and hidden channels, stays on its rank; the parts of the result are summed.
-With sequence parallelism the sum is scattered along the sequence and gathered again before the next
-matrices (arXiv:2205.05198): norms and the residual stream, which every rank would else hold in
-full, are split too, for the same traffic. Embedding and head are split along the vocabulary.
+The first matrices of a layer are split by columns (of their output), the last one by rows, so that
+everything between them, heads and hidden channels, stays on its rank; the parts of the result are
+summed. With sequence parallelism the sum is scattered along the sequence and gathered again before
+the next matrices (arXiv:2205.05198): norms and the residual stream, which every rank would
+otherwise hold in full, are split too, for the same traffic. Embedding and head are split along the
+vocabulary.
 
-What a module does is data: its role, in the model's `tensor_plan`. Between modules there are plain
-local tensors, (B, S / tp, C) under sequence parallelism, so a pipeline stage or a recomputed block
-sees nothing of all this. DTensors, on the tp axis alone, are the parameters, and activations from
-a gather to the matrices behind it.
+What a module does is data: its role, in the model's `tensor_plan`. Modules pass plain local tensors
+to each other, (B, S / tp, C) under sequence parallelism, so that pipeline stages and recomputed
+blocks need not know. Parameters are DTensors on the tp axis, as are activations from a gather to
+the matrices after it.
 
 Shapes: B batch, S sequence, C = dim, V vocabulary.
 """
@@ -39,13 +40,19 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchtitan.base.errors import ConfigError
-from torchtitan.mesh.settings import ParallelismConfig
+from torchtitan.base.errors import ConfigError, Violation
+from torchtitan.mesh.settings import ParallelismConfig, sequence_multiple
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.decoder import HeadLoss
-from torchtitan.models.lora import LoRALinear
 from torchtitan.models.spec import DecoderConfig, TensorRole
-from torchtitan.parallel.low_rank import low_rank_style
+
+
+class SplitsItself:
+    """A module that says itself how its parameters are split, in the role that the plan gives."""
+
+    def parallel_style(self, role: TensorRole, *, stream: Placement) -> ParallelStyle:
+        """Return how; `stream` is the placement of what modules hand on."""
+        raise NotImplementedError
 
 
 def check_tensor_parallel(
@@ -55,35 +62,34 @@ def check_tensor_parallel(
     parallelism: ParallelismConfig,
     seq_len: int,
 ) -> None:
-    """Check that a model, whole and as it was built, says how it is split, and that its sizes can.
+    """Check that the plan covers a whole model, and that the degree divides its sizes.
 
     Raises:
-        ConfigError: The plan is silent of a parameter; or lists the sizes that the degree does not
-            divide, and the degrees that fit.
+        ConfigError: The plan leaves out a parameter, or the degree does not divide a size; names
+            the degrees that fit.
     """
     tp, architecture = parallelism.tensor_parallel_degree, model.config
     if tp == 1:
         return
-    mistakes = []
+    rules = []
     if unplanned := find_unplanned(model, plan=plan):
-        mistakes.append(f"[parallelism] tensor_parallel_degree must be 1, got {tp}: {unplanned}")
+        rules.append(f"must be 1, got {tp}: {unplanned}")
     if misfit := find_misfit(architecture, tp=tp):
-        mistakes.append(
-            f"[parallelism] tensor_parallel_degree must divide the model's heads, feed-forward "
-            f"width and vocabulary, got {misfit}: spread the other ranks over "
-            f"data_parallel_shard_degree"
+        rules.append(
+            f"must divide the model's heads, feed-forward width and vocabulary, got {misfit}; use "
+            f"data_parallel_shard_degree for the other ranks"
         )
     elif uneven := _find_uneven(model, plan=plan, tp=tp):
-        mistakes.append(
-            f"[parallelism] tensor_parallel_degree must divide all that is split, got {tp} for "
-            f"{uneven}"
-        )
-    if parallelism.enable_sequence_parallel and seq_len % tp:
-        mistakes.append(
-            f"[training] seq_len must be a multiple of tensor_parallel_degree under sequence "
-            f"parallelism, got {seq_len} for {tp}; try {max(seq_len // tp, 1) * tp}, or set "
+        rules.append(f"must divide everything that is split, got {tp} for {uneven}")
+    key = "parallelism.tensor_parallel_degree"
+    mistakes = [Violation((key,), rule) for rule in rules]
+    if seq_len % (multiple := sequence_multiple(parallelism)):
+        rule = (
+            f"must be a multiple of {multiple} under sequence parallelism (tensor_parallel_degree "
+            f"{tp}), got {seq_len}; try {max(seq_len // multiple, 1) * multiple}, or set "
             f"parallelism.enable_sequence_parallel = false"
         )
+        mistakes.append(Violation(("training.seq_len", key), rule))
     if mistakes:
         raise ConfigError(mistakes)
 
@@ -140,13 +146,14 @@ def apply_tensor_parallel(
     for pattern, role in plan.items():
         for name, module in list(model.named_modules()):
             if _matches(name, pattern):
-                style = _style(role, stream=stream, loss_parallel=loss_parallel)
-                if isinstance(module, LoRALinear):
-                    style = low_rank_style(role, stream=stream)
+                if isinstance(module, SplitsItself):
+                    style = module.parallel_style(role, stream=stream)
+                else:
+                    style = _style(role, stream=stream, loss_parallel=loss_parallel)
                 # None: parameters are on the meta device, there is nothing to send
                 parallelize_module(module, mesh, style, src_data_rank=None)
     left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-    assert not left, f"the tensor plan says nothing of {', '.join(left)}"
+    assert not left, f"the tensor plan does not place {', '.join(left)} on the tp axis"
     # every local part of a DTensor is a view, and FSDP fears that it might be changed in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
 
@@ -157,7 +164,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _style(role: TensorRole, *, stream: Placement, loss_parallel: bool) -> ParallelStyle:
-    """Say a role in the words of torch; `stream` is the layout of what modules hand on."""
+    """Translate a role to torch; `stream` is the placement of what modules hand on."""
     match role:
         case "vocabulary":
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)

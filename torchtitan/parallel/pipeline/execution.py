@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.mesh.settings import ParallelismConfig
+from torchtitan.mesh.dims import Mesh
 from torchtitan.models.parts import ModelParts
-from torchtitan.models.spec import DecoderConfig
 from torchtitan.parallel.batch import Batch
+from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline.layout import PipelineLayout
 from torchtitan.parallel.pipeline.schedules import (
     Runtime,
@@ -25,23 +25,32 @@ from torchtitan.parallel.pipeline.schedules import (
     forward_table,
 )
 from torchtitan.parallel.pipeline.tied import TiedEmbedding
+from torchtitan.parallel.settings import Sections
 
 
-def find_shapes(
-    architecture: DecoderConfig,
-    seq_len: int,
-    *,
-    microbatch_size: int,
-    settings: ParallelismConfig,
-    tp: int,
-    dtype: torch.dtype,
-) -> Shapes:
-    """Return what a rank passes on: under tp its part of the sequence."""
-    seq_parallel = tp if settings.enable_sequence_parallel else 1
-    return Shapes(
-        tokens=(microbatch_size, seq_len),
-        stream=(microbatch_size, seq_len // seq_parallel, architecture.dim),
-        dtype=dtype,
+def build_pipeline(
+    parts: ModelParts, *, layout: Layout, mesh: Mesh, settings: Sections, device: torch.device
+) -> Pipeline:
+    """Build what runs batches through the stages, of which this rank holds `parts`."""
+    assert layout.pipeline is not None, "without a pipeline the whole model is run"
+    training, microbatch_size = settings.training, layout.pipeline.microbatch_size
+    sequence_ranks = mesh.dims.tp if settings.parallelism.enable_sequence_parallel else 1
+
+    def find_shapes(seq_len: int) -> Shapes:
+        return Shapes(
+            tokens=(microbatch_size, seq_len),
+            stream=(microbatch_size, seq_len // sequence_ranks, layout.architecture.dim),
+            dtype=getattr(torch, training.mixed_precision_param),
+        )
+
+    return Pipeline(
+        parts,
+        layout=layout.pipeline,
+        shapes=find_shapes,
+        seq_len=training.seq_len // mesh.dims.cp,
+        group=mesh.params.get_group("pp"),
+        device=device,
+        tied=layout.architecture.tie_embeddings,
     )
 
 
@@ -59,7 +68,7 @@ class Pipeline:
         device: torch.device,
         tied: bool,
     ) -> None:
-        """`shapes` tells what travels for a sequence length, `seq_len` is that of training."""
+        """`shapes`: what stages pass on, by sequence length; `seq_len`: that of training."""
         own = layout.stages_of(dist.get_rank(group))
         self._stages = dict(zip(own, parts, strict=True))
         self.owns_loss = any(part.output is not None for part in parts)

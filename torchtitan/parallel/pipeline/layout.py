@@ -82,7 +82,7 @@ def plan_pipeline(
     """
     if settings.pipeline_parallel_degree == 1:
         return None
-    size = find_microbatch_size(settings, local_batch_size=training.local_batch_size)
+    size = settings.microbatch_size(training.local_batch_size)
     num_microbatches = training.local_batch_size // size
     if settings.pipeline_parallel_schedule_csv:
         table = read_table(settings, num_layers=num_layers, num_microbatches=num_microbatches)
@@ -210,11 +210,3 @@ def check_halves(
         )
     if mistakes:
         raise ConfigError(mistakes)
-
-
-def find_microbatch_size(settings: ParallelismConfig, *, local_batch_size: int) -> int:
-    """Return the samples of a microbatch."""
-    number = settings.pipeline_parallel_num_microbatches
-    if number is not None:
-        return local_batch_size // number
-    return settings.pipeline_parallel_microbatch_size

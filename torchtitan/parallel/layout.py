@@ -1,0 +1,38 @@
+"""How a job lies over its ranks, as found before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchtitan.data.settings import TrainingConfig
+from torchtitan.mesh.dims import ParallelDims
+from torchtitan.models.contract import Counts, LanguageModel
+from torchtitan.models.spec import DecoderConfig, ModelSpec
+from torchtitan.models.trained import Trained
+from torchtitan.parallel.fsdp import Reshard
+from torchtitan.parallel.pipeline.layout import PipelineLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A model and how it lies over the ranks."""
+
+    spec: ModelSpec
+    architecture: DecoderConfig
+    counts: Counts
+    dims: ParallelDims
+    reshard: Reshard
+    pipeline: PipelineLayout | None
+    """Stages and schedule; None without pipeline parallelism."""
+    accumulation: int
+    """Microbatches of local_batch_size samples that a rank accumulates in a step."""
+    trained: Trained
+    """Which parameters are trained."""
+    adapt: Callable[[LanguageModel], None] | None
+    """Changes the layers of a model on the meta device, before it is cut or split; None: nothing
+    does."""
+
+    def samples_per_step(self, training: TrainingConfig) -> int:
+        """Return the samples of one optimizer step over all ranks."""
+        return training.local_batch_size * self.dims.dp * self.accumulation
