@@ -51,8 +51,6 @@ from torchtitan.mesh.process_group import job_store
 
 logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.toml"
-TRIAL_CONFIG_FILE = "config.load_only.toml"
-"""Settings of a start that only loads: the folder's results are not its own."""
 
 
 def find_start(
@@ -178,7 +176,7 @@ def build_checkpoints(
 
 def build_export(config: Config, *, group: dist.ProcessGroup) -> Export | None:
     """Build what writes the last weights for Hugging Face; None where that is not asked for."""
-    if not config.checkpoint.last_save_in_hf or config.checkpoint.load_only:
+    if not config.checkpoint.last_save_in_hf:
         return None
     settings = describe_export(config, dtype=getattr(torch, config.checkpoint.export_dtype))
     return partial(export, settings=settings, group=group)
@@ -200,7 +198,7 @@ def write_config(config: Config) -> None:
 
 
 def _write_config(config: Config) -> None:
-    names = [TRIAL_CONFIG_FILE if config.checkpoint.load_only else CONFIG_FILE]
+    names = [CONFIG_FILE]
     if config.job.save_config_file is not None:
         names.append(config.job.save_config_file)
     for name in names:

@@ -182,7 +182,6 @@ def find_sinks(config: Config, *, rank: int, resume_step: int, color: bool) -> l
         folder=Path(config.job.dump_folder),
         rank=rank,
         resume_step=resume_step,
-        is_trial=config.checkpoint.load_only,
         color=color,
         job_config=asdict(config),
         description=config.job.description,

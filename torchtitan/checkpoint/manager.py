@@ -97,8 +97,7 @@ class CheckpointManager:
         """Tell whether `save_if_due` would save."""
         step = self._state.progress.step
         first = step == 1 and self._settings.enable_first_step_checkpoint
-        due = last or now or first or step % self._settings.interval == 0
-        return due and not self._settings.load_only
+        return last or now or first or step % self._settings.interval == 0
 
     def save_if_due(
         self, *, last: bool, now: bool = False, validation_loss: float | None = None
@@ -121,7 +120,7 @@ class CheckpointManager:
         if last or not self._in_background:
             self.wait()
         if last:
-            self._start(partial(self._take_away, step, components))
+            self._start(partial(self._write_export, step, components))
             self.wait()
         return True
 
@@ -154,7 +153,7 @@ class CheckpointManager:
         """
         settings, step = self._settings, self._state.progress.step
         is_asked_for = self._export is not None or settings.last_save_model_only
-        if settings.load_only or not is_asked_for:
+        if not is_asked_for:
             return
         made_by = (CONFIG, ADAPTER_CONFIG) if self._export is not None else (storage.MANIFEST,)
         exported = [self.folder / EXPORT / f"step-{step}" / name for name in made_by]
@@ -165,10 +164,10 @@ class CheckpointManager:
         if not storage.on_first_rank(saved.is_file, group=self._group):
             self._start(partial(self._save, step, components, None))  # it came from another folder
             self.wait()
-        self._start(partial(self._take_away, step, components))
+        self._start(partial(self._write_export, step, components))
         self.wait()
 
-    def _take_away(self, step: int, components: Mapping[str, Component]) -> None:
+    def _write_export(self, step: int, components: Mapping[str, Component]) -> None:
         if self._export is not None:
             name = f"step-{step}"
             self._export(self.folder / name, self.folder / EXPORT / name)
@@ -196,14 +195,11 @@ class CheckpointManager:
         storage.on_first_rank(lambda: self._tidy(step), group=self._group)
 
     def _tidy(self, saved: int) -> None:
-        # later steps were passed over as damaged: none of them must come before this one
-        for aside in storage.set_aside_after(self.folder, saved):
-            logger.warning("%s was set aside: step %d is the newest now", aside, saved)
-        steps = storage.find_steps(self.folder)
+        # later ones are damaged, or this run would have begun with them: they replace none of ours
+        steps = [step for step in storage.find_steps(self.folder) if step <= saved]
         best = self._find_best(steps)
         for step in steps_to_delete(steps, keep_latest=self._settings.keep_latest_k, best=best):
-            if step != self._settings.load_step:  # this job may be started again
-                storage.delete(self.folder / f"step-{step}")
+            storage.delete(self.folder / f"step-{step}")
 
     def _find_best(self, steps: list[int]) -> list[int]:
         """Return the steps of lowest validation loss that are to be kept, and say which is best."""

@@ -25,7 +25,7 @@ from torchtitan.checkpoint.hf_folder import EMBEDDING, OUTPUT, HFFolder
 from torchtitan.checkpoint.hf_read import read_weights
 from torchtitan.checkpoint.ranks import on_every_rank, union
 from torchtitan.checkpoint.staging import local_part
-from torchtitan.checkpoint.start import Intention, Start, leave_later_steps
+from torchtitan.checkpoint.start import Intention, Start
 from torchtitan.checkpoint.state import (
     RunState,
     model_tensors,
@@ -89,8 +89,6 @@ class Patterns:
 def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
     """Load into the run what `start` says; what is left out keeps its fresh state.
 
-    Steps of a course that the run leaves are set aside once all is loaded.
-
     Raises:
         CheckpointError: The checkpoint lacks a component, or does not fit the run.
         DataError: The data position counts in other data.
@@ -142,8 +140,6 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
         _report_schedule(source, old, state.schedule, step=state.progress.step)
     patterns.report(group=group)
     _report(start, taken=taken, step=manifest["step"])
-    if start.leaves_later:
-        leave_later_steps(source, group=group)
 
 
 def without_new_factors(wanted: dict[str, Tensor], stored: Collection[str]) -> dict[str, Tensor]:

@@ -118,6 +118,8 @@ def find_source(path: Path, *, settings: CheckpointConfig, group: dist.ProcessGr
         CheckpointError: There is no whole checkpoint, or the step that was named is damaged.
     """
     verify = settings.verify_on_load
+    if settings.load_step != -1:
+        return _named_step(path, settings=settings, group=group)
     for step in (path, path.parent) if path.name == "model" else (path,):
         if storage.on_first_rank((step / storage.MANIFEST).is_file, group=group):
             return checked_step(step, verify=verify, group=group)
@@ -143,4 +145,18 @@ def find_source(path: Path, *, settings: CheckpointConfig, group: dist.ProcessGr
     raise CheckpointError(
         f"checkpoint.initial_load_path must be the folder of a step, of checkpoints or of a run, "
         f"got {path}, which {'holds no whole checkpoint' if path.is_dir() else there}"
+    )
+
+
+def _named_step(path: Path, *, settings: CheckpointConfig, group: dist.ProcessGroup) -> Path:
+    """Return the step that `load_step` chooses among those of `path`."""
+    name = f"step-{settings.load_step}"
+    for step in (path / name, path / settings.folder / name):
+        if storage.on_first_rank((step / storage.MANIFEST).is_file, group=group):
+            return checked_step(step, verify=settings.verify_on_load, group=group)
+        if storage.on_first_rank(partial(is_plain_dcp, step), group=group):
+            return step
+    raise CheckpointError(
+        f"checkpoint.load_step {settings.load_step} is not in {path}; it must be one of the steps "
+        f"of initial_load_path, a run's folder or its checkpoint folder"
     )

@@ -14,14 +14,14 @@ recovered whole: a job that was killed is started again with the command that st
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 
-from torchtitan.base.errors import CheckpointError, UserError
+from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import Content
 from torchtitan.checkpoint.hf import HeadDim
@@ -55,9 +55,6 @@ class Start:
     """Whether the source may have a smaller vocabulary than the model."""
     left_out_before: tuple[str, ...] = ()
     """What the job that saved the source had left out already, so that it is in the source now."""
-    leaves_later: bool = False
-    """Whether the run goes back: later steps in the source's folder are of a course that it
-    leaves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +120,7 @@ def choose_start(
             logger.info(
                 "checkpoint.initial_load_path is not read: %s, of this run itself, comes first", own
             )
-        start = _start_from_own(settings, own, comparison=_compared(own, compare, group=group))
-        goes_back = own.name == f"step-{settings.load_step}" and not settings.load_only
-        return replace(start, leaves_later=goes_back)
+        return _start_from_own(settings, own, comparison=_compared(own, compare, group=group))
     if settings.initial_load_path is not None:
         path = Path(settings.initial_load_path)
         if settings.initial_load_in_hf or path.suffix in WEIGHT_FILES:
@@ -233,63 +228,33 @@ def refuse_differences(
 def _own_checkpoint(
     settings: CheckpointConfig, *, folder: Path, compare: Compare, group: dist.ProcessGroup
 ) -> Path | None:
+    """Return the newest whole step of the run's own, which `load_step` may name but not pass over.
+
+    A job that was killed is started again by the same command: a newer step that a job with the
+    same `load_step` saved is its own.
+    """
     wanted, verify = settings.load_step, settings.verify_on_load
-    if wanted == -1:
-        return newest_step(folder, verify=verify, group=group, finish=True)
-    steps = storage.on_first_rank(lambda: _finish_and_find(folder), group=group)
+    newest = newest_step(folder, verify=verify, group=group, finish=True)
+    chooses = wanted != -1 and settings.initial_load_path is None
+    if not chooses or (newest is not None and newest.name == f"step-{wanted}"):
+        return newest
+    steps = storage.on_first_rank(lambda: storage.find_steps(folder), group=group)
+    is_later = newest is not None and int(newest.name.removeprefix("step-")) > wanted
+    if (
+        newest is not None
+        and is_later
+        and _compared(newest, compare, group=group).load_step == wanted
+    ):
+        return newest
     if wanted not in steps:
         raise CheckpointError(
             f"checkpoint.load_step {wanted} is not in {folder}; it holds {steps or 'no checkpoint'}"
         )
-    if not settings.load_only:
-        later = [folder / f"step-{step}" for step in reversed(steps) if step > wanted]
-        newest = _newest_of_this_job(later, settings=settings, compare=compare, group=group)
-        if newest is not None:
-            logger.info("%s is of this job, which went back to step %d before", newest, wanted)
-            return newest
-    return checked_step(folder / f"step-{wanted}", verify=verify, group=group)
-
-
-def _finish_and_find(folder: Path) -> list[int]:
-    storage.finish_commits(folder)
-    return storage.find_steps(folder)
-
-
-def _newest_of_this_job(
-    later: Sequence[Path],
-    *,
-    settings: CheckpointConfig,
-    compare: Compare,
-    group: dist.ProcessGroup,
-) -> Path | None:
-    """Return the newest whole one of `later` if this very job saved it, which was killed after it
-    had gone back to `load_step`; it would go back at each restart. Damaged ones do not count."""
-    for checkpoint in later:
-        try:
-            found = _compared(checkpoint, compare, group=group)
-        except UserError as error:  # the same on all ranks
-            logger.warning("%s cannot be compared with this job: %s", checkpoint, error)
-            continue
-        if found.load_step != settings.load_step or not found.is_same_job:
-            return None
-        mistakes = storage.verify(checkpoint, group=group) if settings.verify_on_load else []
-        if not mistakes:
-            return checkpoint
-        logger.warning("%s is damaged and is not used: %s", checkpoint, storage.summary(mistakes))
-    return None
-
-
-def leave_later_steps(source: Path, *, group: dist.ProcessGroup) -> None:
-    """Set aside the steps after `source`, so that none is taken for one of the course from here.
-
-    Before the first step of the new course: a later start then finds one course alone.
-    """
-    step = int(source.name.rpartition("-")[2])
-    aside = storage.on_first_rank(lambda: storage.set_aside_after(source.parent, step), group=group)
-    if aside:
-        logger.warning(
-            "Steps after %d are of the course that is left, and set aside in %s: %s",
-            step,
-            source.parent,
-            ", ".join(path.name for path in aside),
+    if is_later:
+        raise CheckpointError(
+            f"checkpoint.load_step must be the newest step of {folder}, {newest}, got {wanted}: a "
+            f"run never goes back in its own folder. Go back in a new one: another "
+            f"--job.dump_folder, with --checkpoint.initial_load_path {folder} "
+            f"--checkpoint.initial_load_model_only false --checkpoint.load_step {wanted}"
         )
+    return checked_step(folder / f"step-{wanted}", verify=verify, group=group)

@@ -40,7 +40,6 @@ from torchtitan.checkpoint.folders import (
     finish_commits,
     list_steps,
     make_draft,
-    set_aside_after,
     step_of,
 )
 from torchtitan.checkpoint.hf import HeadDim
@@ -61,7 +60,6 @@ __all__ = [
     "read_manifest",
     "read_state",
     "read_tensors",
-    "set_aside_after",
     "stored_names",
     "summary",
     "verify",

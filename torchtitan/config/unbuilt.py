@@ -53,6 +53,11 @@ _ASYNC_TENSOR = "asynchronous tensor parallelism is not built yet; its ranks wai
 _SPLIT_POINTS = (
     "stages are not cut by split points; write module_fqns_per_model_part, the modules of each"
 )
+_LOOK = (
+    "a run never writes into the folder of another; to try a checkpoint without changing its run, "
+    "write another job.dump_folder and initial_load_path = that run, with initial_load_model_only "
+    "= false"
+)
 _QUANTIZED = "quantised Hugging Face weights are not read; take a model in bfloat16 or float32"
 _ESTIMATE = "memory estimation is not built yet; metrics report the peak of a real step"
 _RECOMPUTE = (
@@ -111,6 +116,7 @@ UNBUILT: dict[Path, Unbuilt] = {
     ),
     **_section("parallelism", _COMPILED_AUTOGRAD, enable_compiled_autograd=False),
     **_section("checkpoint", _QUANTIZED, initial_load_in_hf_quantized=False),
+    **_section("checkpoint", _LOOK, load_only=False),
     **_section(
         "checkpoint",
         "initial weights are equal in every layout, so no seed checkpoint is needed",
