@@ -1,13 +1,12 @@
 """When to save, and what to keep.
 
-A save runs in a thread that talks over a process group of its own. The loop waits for it at once
-(`disabled`), or goes on when a copy of the state is made (`async`, and `async_with_pinned_mem` by
-another way of copying). One save is in flight at most, and older checkpoints are removed only after
-the new one is committed.
+A save runs in a thread, over a process group of its own. The loop waits for it (`disabled`), or
+continues once the state is copied (`async`; `async_with_pinned_mem` copies in another way). At most
+one save is in flight, and older checkpoints are removed only after the new one is committed.
 
-How long a save takes is up to the storage, so its group waits for an hour. A rank that hangs is
-found much sooner: ranks show each other that they live while they save (`mesh.faults.Pulse`), and
-whoever waits for a save looks at that. Hence the thread: what blocks in a collective cannot look.
+How long a save takes depends on the storage, so its group waits for an hour. A rank that hangs is
+found much sooner: ranks send each other heartbeats while they save (`mesh.faults.Pulse`), and
+whoever waits for a save watches them. Hence the thread: a blocked collective cannot watch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.hf import ADAPTER_CONFIG, CONFIG
 from torchtitan.checkpoint.retention import describe_score, rank_steps, steps_to_delete
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.staging import Staging
@@ -43,7 +41,7 @@ Export = Callable[[Path, Path], None]
 
 
 def build_group() -> dist.ProcessGroup:
-    """Build the group over which ranks talk of checkpoints, also while others train."""
+    """Build the process group of checkpoints, apart from the ones that training uses."""
     return dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
 
 
@@ -64,9 +62,9 @@ class CheckpointManager:
     """Saves one run's checkpoints.
 
     `state` is the run; `folder` holds the `step-N` folders; `manifest` is written into each of
-    them; `group` is this manager's own; a rank that gives `pulse` no sign of life ends a save.
-    `export`, where the weights go to Hugging Face at the end, takes the last step's folder and that
-    of the export. `validation_data` tells the data of the validation, if there is one, from others.
+    them; `group` is this manager's own; a save ends when a rank's `pulse` stops. `export` writes
+    the Hugging Face folder at the end, from the last step's folder to another; None: not asked for.
+    `validation_data` identifies the data of the validation, if there is one.
     """
 
     def __init__(
@@ -155,10 +153,15 @@ class CheckpointManager:
         is_asked_for = self._export is not None or settings.last_save_model_only
         if not is_asked_for:
             return
-        made_by = (CONFIG, ADAPTER_CONFIG) if self._export is not None else (storage.MANIFEST,)
-        exported = [self.folder / EXPORT / f"step-{step}" / name for name in made_by]
         saved = self.folder / f"step-{step}" / storage.MANIFEST
-        if storage.on_first_rank(lambda: any(map(Path.is_file, exported)), group=self._group):
+        exported = self.folder / EXPORT / f"step-{step}"
+
+        def is_there() -> bool:
+            # whole if it is there; one of the other kind has a manifest, or lacks it
+            has_manifest = (exported / storage.MANIFEST).is_file()
+            return exported.is_dir() and has_manifest == (self._export is None)
+
+        if storage.on_first_rank(is_there, group=self._group):
             return
         components = self._state.components()
         if not storage.on_first_rank(saved.is_file, group=self._group):

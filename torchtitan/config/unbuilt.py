@@ -54,9 +54,8 @@ _SPLIT_POINTS = (
     "stages are not cut by split points; write module_fqns_per_model_part, the modules of each"
 )
 _LOOK = (
-    "a run never writes into the folder of another; to try a checkpoint without changing its run, "
-    "write another job.dump_folder and initial_load_path = that run, with initial_load_model_only "
-    "= false"
+    "to try a checkpoint write another job.dump_folder and initial_load_path, with "
+    "initial_load_model_only = false; the run that it is of stays as it is"
 )
 _QUANTIZED = "quantised Hugging Face weights are not read; take a model in bfloat16 or float32"
 _ESTIMATE = "memory estimation is not built yet; metrics report the peak of a real step"
@@ -76,11 +75,7 @@ UNBUILT: dict[Path, Unbuilt] = {
     **_section("job", _PLUGIN, custom_config_module=""),
     # It marked a file for torchtitan's own tests; no run ever depended on it.
     ("job", "use_for_integration_test"): Unbuilt((False, True), "remove the line"),
-    **_section(
-        "profiling",
-        _SNAPSHOT,
-        enable_memory_snapshot=False,
-    ),
+    **_section("profiling", _SNAPSHOT, enable_memory_snapshot=False),
     **_section(
         "profiling",
         _SNAPSHOT,

@@ -18,10 +18,11 @@ from tests.distributed import jobs
 from tests.distributed.hf_jobs import start_again
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import VARIANTS, random_decoder, reference_of
-from torchtitan.assemble.writer import open_writer
+from torchtitan.assemble.generator import open_generator
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.hf_lora import Factors
-from torchtitan.checkpoint.hf_write import HFExport, export
+from torchtitan.hf.names import Names
+from torchtitan.hf.write import HFExport, export
+from torchtitan.lora.export import LoRAExport
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.lora import apply_lora, is_factor
@@ -52,9 +53,8 @@ def exported(variant: str, model: Decoder, folder: Path, *, alone: bool, **more:
     writer = dcp.FileSystemWriter(folder / "step-1" / "model")
     dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
     settings = HFExport(
-        names=family(variant).hf,
-        architecture=model.config,
-        factors=Factors(rank=3, alpha=6.0, alone=alone, base="base"),
+        names=Names(family(variant).hf, model.config),
+        adapter=LoRAExport(rank=3, alpha=6.0, alone=alone, base="base"),
         **more,
     )
     export(folder / "step-1", folder / "out", settings=settings, group=None)
@@ -129,7 +129,7 @@ def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> Non
         checkpoint / "export" / "step-4", attn_implementation="eager"
     )
     # as scripts/generate.py does
-    ours = open_writer(checkpoint / "step-4", device=torch.device("cpu")).model
+    ours = open_generator(checkpoint / "step-4", device=torch.device("cpu")).model
     with torch.no_grad():
         found, expected = theirs(TOKENS).logits, ours(TOKENS)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -181,7 +181,7 @@ def test_weights_of_a_checkpoint_without_factors(ranks: RankPool, tmp_path: Path
     assert not torch.equal(theirs.v_proj.weight, wv)
     names = [path.name for path in (tmp_path / "merged").iterdir()]
     assert not any(name.startswith("adapter") for name in names)
-    with pytest.raises(CheckpointError, match="holds no low-rank factors: remove --lora"):
+    with pytest.raises(CheckpointError, match="holds no LoRA adapter: remove --lora"):
         to_hf(tmp_path / "run", tmp_path / "none", lora="adapter")
     export = tmp_path / "tuned" / "checkpoint" / "export" / "step-1"
     made = (export / "adapter_config.json").stat().st_mtime_ns
