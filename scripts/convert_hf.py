@@ -28,13 +28,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 
 from torchtitan.assemble import CONFIG_FILE
 from torchtitan.assemble.hf import describe_export
-from torchtitan.assemble.steps import find_step
-from torchtitan.assemble.writer import DTYPES
+from torchtitan.assemble.sources import find_run_step
 from torchtitan.base.errors import CheckpointError, UserError
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.hf_convert import to_dcp
-from torchtitan.checkpoint.hf_write import export
 from torchtitan.config.load import load_config
+from torchtitan.generate.generator import DTYPES
+from torchtitan.hf.convert import to_dcp
+from torchtitan.hf.write import export
 from torchtitan.models.families import MODELS
 
 
@@ -49,7 +49,7 @@ def to_hf(
 ) -> str:
     """Write a step's weights as a folder of Hugging Face; return a line about it."""
     _check_absent(out)
-    step = find_step(checkpoint, verify=verify)
+    step = find_run_step(checkpoint, verify=verify)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / CONFIG_FILE
         path.write_text(storage.read_manifest(step)["config"], encoding="utf-8")
@@ -57,7 +57,7 @@ def to_hf(
         config = load_config([f"--job.config_file={path}", *options])
     if lora is not None:
         if not config.lora.rank:
-            raise CheckpointError(f"{step} holds no low-rank factors: remove --lora")
+            raise CheckpointError(f"{step} holds no LoRA adapter: remove --lora")
         config = replace(config, lora=replace(config.lora, save=lora))
     stored_as = None if dtype is None else getattr(torch, dtype)
     export(step, out, settings=describe_export(config, dtype=stored_as), group=None)
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     to.add_argument(
         "--lora",
         choices=("merged", "adapter"),
-        help="low-rank factors added to the weights, or alone; as lora.save says if not given",
+        help="the LoRA adapter added to the weights, or alone; as lora.save says if not given",
     )
     to.add_argument("--skip_verify", action="store_true", help="do not verify checksums")
     back = ways.add_parser("from-hf", help="from a folder of Hugging Face to a DCP folder")

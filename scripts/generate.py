@@ -33,11 +33,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
-from torchtitan.assemble.writer import DTYPES, Writer, open_writer
+from torchtitan.assemble.generator import open_generator
 from torchtitan.base.device import device_type, local_device
 from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.data.examples import Conversation, Encoder
 from torchtitan.data.text import check_characters
+from torchtitan.generate.generator import DTYPES, Generator
+from torchtitan.generate.sampling import generate
 from torchtitan.mesh.process_group import (
     await_reports,
     init_process_group,
@@ -46,7 +48,6 @@ from torchtitan.mesh.process_group import (
     read_launch,
 )
 from torchtitan.mesh.settings import CommConfig
-from torchtitan.models.generate import generate
 
 MOST_TOKENS = 10**6
 
@@ -89,7 +90,7 @@ def write(args: argparse.Namespace) -> list[str]:
         settings = CommConfig(trace_buf_size=0)
         init_process_group(launch, device_type=device_type(), settings=settings, dump_folder=Path())
         mesh = init_device_mesh(device.type, (launch.world_size,), mesh_dim_names=("tp",))
-    writer = open_writer(
+    generator = open_generator(
         args.checkpoint,
         device=device,
         mesh=mesh,
@@ -100,31 +101,33 @@ def write(args: argparse.Namespace) -> list[str]:
         dtype=args.dtype,
     )
     if args.chat:
-        return answer(writer, prompts, args)
-    return go_on(writer, prompts, args)
+        return answer(generator, prompts, args)
+    return go_on(generator, prompts, args)
 
 
-def go_on(writer: Writer, prompts: Sequence[str], args: argparse.Namespace) -> list[str]:
+def go_on(generator: Generator, prompts: Sequence[str], args: argparse.Namespace) -> list[str]:
     """Return each prompt with its continuation."""
-    tokenizer = writer.tokenizer
+    tokenizer = generator.tokenizer
     special = tokenizer.encode_special
     encode = (lambda p: list(special([p])[0].ids)) if args.special else tokenizer.encode
     ids = [encode(prompt) or [tokenizer.eos_id] for prompt in prompts]
     # decoded together: a character may have begun in the prompt's last token
     return [
         tokenizer.decode([i for i in prompt + new if i != tokenizer.eos_id])
-        for prompt, new in zip(ids, _continued(writer, ids, writer.stop_ids, args), strict=True)
+        for prompt, new in zip(
+            ids, _continued(generator, ids, generator.stop_ids, args), strict=True
+        )
     ]
 
 
-def answer(writer: Writer, prompts: Sequence[str], args: argparse.Namespace) -> list[str]:
+def answer(generator: Generator, prompts: Sequence[str], args: argparse.Namespace) -> list[str]:
     """Return the answer to each prompt."""
-    if writer.template is None:
+    if generator.template is None:
         raise ConfigError(
             "--chat needs a chat template, and there is none beside the tokenizer; give a Jinja "
             "file with --chat_template"
         )
-    tokenizer, encoder = writer.tokenizer, Encoder(writer.tokenizer, writer.template)
+    tokenizer, encoder = generator.tokenizer, Encoder(generator.tokenizer, generator.template)
     first = [] if args.system is None else [{"role": "system", "content": args.system}]
     ids = [
         encoder.ask(
@@ -132,20 +135,23 @@ def answer(writer: Writer, prompts: Sequence[str], args: argparse.Namespace) -> 
         )
         for number, prompt in enumerate(prompts, start=1)
     ]
-    ending = writer.template.end_of_turn()
-    stop_ids = writer.stop_ids | ({tokenizer.special_tokens[ending]} if ending else set())
-    return [tokenizer.decode(new) for new in _continued(writer, ids, stop_ids, args)]
+    ending = generator.template.end_of_turn()
+    stop_ids = generator.stop_ids | ({tokenizer.special_tokens[ending]} if ending else set())
+    return [tokenizer.decode(new) for new in _continued(generator, ids, stop_ids, args)]
 
 
 def _continued(
-    writer: Writer, prompts: Sequence[list[int]], stop_ids: frozenset[int], args: argparse.Namespace
+    generator: Generator,
+    prompts: Sequence[list[int]],
+    stop_ids: frozenset[int],
+    args: argparse.Namespace,
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, without the one that ended it."""
     found = [
         new
         for start in range(0, len(prompts), args.batch_size)
         for new in generate(
-            writer.model,
+            generator.model,
             prompts[start : start + args.batch_size],
             max_new_tokens=args.max_new_tokens,
             temperature=args.temperature,

@@ -59,7 +59,7 @@ from torchtitan.mesh.process_group import (
 )
 from torchtitan.mesh.stop import StopRequest, watch_signals
 from torchtitan.metrics.progress import ProgressBar, Summary, show_summary, shows_bar
-from torchtitan.metrics.sinks import RECORD, TRIAL
+from torchtitan.metrics.sinks import RECORD
 from torchtitan.trainer import Trainer
 
 logger = logging.getLogger("torchtitan.train")  # __name__ is "__main__" when this is started
@@ -119,7 +119,7 @@ def run_job(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack) -> None:
                 run.checkpoints.complete()
             trainer.close()
     if reason is not None:
-        raise StoppedError(tell_stop(trainer, reason=reason, saved=saves(config)))
+        raise StoppedError(tell_stop(trainer, reason=reason, saved=config.checkpoint.enable))
     if trainer.last_row is None:
         logger.info(
             "Nothing to train: %s is at step %d of %d already; choose another job.dump_folder, or "
@@ -174,18 +174,13 @@ def begin_together(stop: StopRequest) -> None:
         raise
 
 
-def saves(config: Config) -> bool:
-    """Tell whether a run that is stopped leaves a checkpoint."""
-    return config.checkpoint.enable and not config.checkpoint.load_only
-
-
 def tell_stop(trainer: Trainer, *, reason: str, saved: bool) -> str:
     """Say why and where the run stopped, and how it goes on."""
     run = trainer.run
     where = f"stopped after step {run.progress.step} of {run.training.steps} by {reason}"
     if saved:
         return f"{where}; it is saved: start the same command again to go on"
-    return f"{where}; nothing is saved, since checkpoint.enable is off or load_only on"
+    return f"{where}; nothing is saved, since checkpoint.enable is off"
 
 
 def summarize(trainer: Trainer, *, seconds: float, places: dict[str, str]) -> Summary:
@@ -205,8 +200,7 @@ def summarize(trainer: Trainer, *, seconds: float, places: dict[str, str]) -> Su
 def find_places(config: Config) -> dict[str, str]:
     """Return where the run's output lies."""
     folder, metrics = Path(config.job.dump_folder), config.metrics
-    name = f"{RECORD}.{TRIAL}" if config.checkpoint.load_only else RECORD
-    places = {"metrics": folder / f"{name}.jsonl", "logs": folder / "logs"}
+    places = {"metrics": folder / f"{RECORD}.jsonl", "logs": folder / "logs"}
     if config.checkpoint.enable:
         places["checkpoints"] = folder / config.checkpoint.folder
     if metrics.enable_tensorboard:

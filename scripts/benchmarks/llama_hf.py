@@ -1,6 +1,6 @@
 """The same model as `transformers` builds it: equal sizes, equal weights.
 
-Names, rows and sizes are translated as for files of Hugging Face (`torchtitan/checkpoint/hf.py`).
+Names, rows and sizes are translated as for files of Hugging Face (`torchtitan/hf`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan.checkpoint.hf import head_dim_of_rows, their_name, to_their_rows
-from torchtitan.checkpoint.hf_config import sizes_of
+from torchtitan.checkpoint.rows import to_their_rows
+from torchtitan.hf.config import sizes_of
+from torchtitan.hf.names import Names
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.spec import DecoderConfig
@@ -30,11 +31,9 @@ def build_llama(model: Decoder) -> nn.Module:
     llama.to_empty(device=next(model.parameters()).device)
     # its only buffers are the frequencies, which meta construction has lost
     llama.model.rotary_emb = type(llama.model.rotary_emb)(llama.config).to(llama.device)
-    names = MODELS["llama3"].hf
+    names = Names(MODELS["llama3"].hf, model.config)
     rows = {
-        their_name(ours, names=names): to_their_rows(
-            weight, head_dim=head_dim_of_rows(ours, names=names, architecture=model.config)
-        )
+        names.theirs(ours): to_their_rows(weight, head_dim=names.head_dim(ours))
         for ours, weight in model.state_dict().items()
     }
     missing, unexpected = llama.load_state_dict(rows, strict=False)

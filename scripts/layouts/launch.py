@@ -66,7 +66,6 @@ def settings_of_all(*, steps: int) -> tuple[str, ...]:
         f"--checkpoint.interval={steps}",
         "--checkpoint.keep_latest_k=0",
         "--checkpoint.async_mode=disabled",
-        "--checkpoint.load_only=false",
         "--checkpoint.load_step=-1",
         "--metrics.enable_tensorboard=false",
         "--metrics.enable_wandb=false",

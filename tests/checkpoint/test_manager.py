@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -39,24 +38,6 @@ def test_cadence_and_retention(
     job = [*jobs.write_job(tmp_path), "--training.steps=7", *overrides]
     ranks.run(jobs.train, job, world=2)
     assert steps(tmp_path) == expected
-
-
-def test_load_only_resumes_and_changes_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    """Neither checkpoints nor rows, of later steps too: its own rows go to another file."""
-    job = [*jobs.write_job(tmp_path), "--checkpoint.interval=2"]
-    [before] = ranks.run(jobs.train, [*job, "--training.steps=4"], world=1)
-    settings = (tmp_path / "run" / "config.toml").read_text()
-    trial = [*job, "--training.steps=3", "--checkpoint.load_only=true", "--checkpoint.load_step=2"]
-    for _ in range(2):
-        [result] = ranks.run(jobs.train, trial, world=1)
-        assert result.rows == before.rows
-        assert steps(tmp_path) == [2, 4]
-    assert (tmp_path / "run" / "config.toml").read_text() == settings
-    assert "load_only = true" in (tmp_path / "run" / "config.load_only.toml").read_text()
-    for name in ("metrics.load_only.jsonl", "metrics.load_only.1.jsonl"):
-        rows = [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
-        assert [row["step"] for row in rows] == [3]
-        assert rows[0]["loss"] == before.rows[2]["loss"]
 
 
 def test_an_optimizer_without_state_is_resumed(ranks: RankPool, tmp_path: Path) -> None:
@@ -117,60 +98,72 @@ def test_what_a_dead_save_left_is_replaced(ranks: RankPool, tmp_path: Path) -> N
     assert not (folder / ".step-4.tmp").exists()
 
 
-def test_going_back_to_an_earlier_step_leaves_the_other_course(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    """Steps beyond the new ones are set aside: the next start resumes the new course."""
-    job = [*jobs.write_job(tmp_path), "--checkpoint.interval=2"]
-    ranks.run(jobs.train, [*job, "--training.steps=10"], world=2)
-    back = ["--training.steps=6", "--checkpoint.load_step=2", "--checkpoint.keep_latest_k=2"]
-    ranks.run(jobs.train, [*job, *back], world=2)
-    # step 2 is where this command would start again if it had been killed before it saved
-    assert steps(tmp_path) == [2, 4, 6]
-    [result, _] = ranks.run(jobs.train, [*job, "--training.steps=8"], world=2)
-    assert [row["step"] for row in result.rows] == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
 def first_step(job: list[str]) -> int:
     return jobs.start(job).progress.step
 
 
-def names(folder: Path, ending: str) -> set[str]:
-    return {p.name for p in (folder / "run" / "checkpoint").glob(f".*{ending}*")}
-
-
-def test_steps_of_the_course_that_is_left_are_set_aside_before_the_new_one_begins(
+def test_going_back_takes_a_new_folder_and_leaves_the_old_one_as_it_was(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Each trip keeps what it leaves, and a kill at any moment leaves one course alone."""
     job = [*jobs.write_job(tmp_path), "--checkpoint.interval=2"]
-    ranks.run(jobs.train, [*job, "--training.steps=6"], world=1)
+    [through] = ranks.run(jobs.train, [*job, "--training.steps=6"], world=1)
     checkpoints = tmp_path / "run" / "checkpoint"
-    (checkpoints / "step-6").rename(checkpoints / ".step-6.tmp")  # killed before the rename
-    back = [*job, "--checkpoint.load_step=2"]
-    assert ranks.run(first_step, back, world=1) == [2]  # and killed before its first save
-    assert names(tmp_path, "aside") == {".step-4.aside", ".step-6.aside"}
-    assert ranks.run(first_step, job, world=1) == [2]
-    ranks.run(jobs.train, [*job, "--training.steps=4"], world=1)
-    assert ranks.run(first_step, back, world=1) == [2]
-    assert names(tmp_path, "aside") == {".step-4.aside", ".step-4.aside-2", ".step-6.aside"}
-    for name in names(tmp_path, "aside"):
-        assert verify(checkpoints / name, group=None) == []
+    [message] = ranks.run(jobs.refusal, [*job, "--checkpoint.load_step=2"], world=1)
+    assert "checkpoint.load_step must be the newest step" in message
+    remedy = f"another --job.dump_folder, with --checkpoint.initial_load_path {checkpoints}"
+    assert remedy in message
+    [message] = ranks.run(jobs.refusal, [*job, "--checkpoint.load_step=3"], world=1)
+    assert "load_step 3 is not in" in message
+    assert ranks.run(first_step, [*job, "--checkpoint.load_step=6"], world=1) == [6]
+    for place in (tmp_path / "run", checkpoints):
+        back = [
+            *jobs.write_job(tmp_path, name=f"back_from_{place.name}", cache=tmp_path / "cache"),
+            "--checkpoint.interval=2",
+            f"--checkpoint.initial_load_path={place}",
+            "--checkpoint.initial_load_model_only=false",
+            "--checkpoint.load_step=2",
+        ]
+        assert ranks.run(first_step, back, world=1) == [2]
+        [result] = ranks.run(jobs.train, [*back, "--training.steps=6"], world=1)
+        assert [row["loss"] for row in result.rows] == [row["loss"] for row in through.rows[2:]]
+        assert result.state_hash == through.state_hash
+        assert ranks.run(first_step, back, world=1) == [6]  # its own steps come first
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-2", "step-4", "step-6"]
+    [message] = ranks.run(
+        jobs.refusal,
+        [*back, f"--job.dump_folder={tmp_path}/x", "--checkpoint.load_step=3"],
+        world=1,
+    )
+    assert "checkpoint.load_step 3 is not in" in message
 
 
-def test_a_job_that_went_back_is_started_again_by_its_own_command(
+def test_a_job_that_names_its_newest_step_is_started_again_by_its_own_command(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    """It goes on from what it has saved, also where retention keeps one step alone."""
+    """It resumes from what it has saved since, also where retention has removed the step."""
     job = [*jobs.write_job(tmp_path), "--checkpoint.interval=2"]
-    ranks.run(jobs.train, [*job, "--training.steps=8"], world=1)
-    back = [*job, "--checkpoint.load_step=2", "--checkpoint.keep_latest_k=1"]
-    ranks.run(jobs.train, [*back, "--training.steps=6"], world=1)
-    assert steps(tmp_path) == [2, 6]
-    assert ranks.run(first_step, back, world=1) == [6]
-    (tmp_path / "run" / "checkpoint" / "step-6" / "model" / ".metadata").unlink()
-    assert ranks.run(first_step, back, world=1) == [2]  # damaged: back once more
-    assert ranks.run(first_step, [*job, "--checkpoint.load_step=2"], world=1) == [2]
+    ranks.run(jobs.train, [*job, "--training.steps=2"], world=1)
+    named = [*job, "--checkpoint.load_step=2", "--checkpoint.keep_latest_k=1"]
+    ranks.run(jobs.train, [*named, "--training.steps=6"], world=1)
+    assert steps(tmp_path) == [6]
+    assert ranks.run(first_step, named, world=1) == [6]
+
+
+def test_damaged_newer_steps_come_before_none_of_ours(ranks: RankPool, tmp_path: Path) -> None:
+    """They are passed over at each start, replace nothing that is kept, and are saved over."""
+    job = [*jobs.write_job(tmp_path), "--checkpoint.keep_latest_k=1"]
+    kept = [*job, "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"]
+    [through] = ranks.run(jobs.train, [*kept, "--training.steps=6"], world=1)
+    folder = tmp_path / "run" / "checkpoint"
+    (folder / "step-4" / "manifest.json").unlink()
+    (folder / "step-6" / "model" / ".metadata").unlink()
+    ranks.run(jobs.train, [*job, "--training.steps=3"], world=1)
+    assert steps(tmp_path) == [3, 6]
+    assert ranks.run(first_step, job, world=1) == [3]
+    [result] = ranks.run(jobs.train, [*job, "--training.steps=6"], world=1)
+    assert result.state_hash == through.state_hash
+    assert steps(tmp_path) == [6]
+    assert verify(folder / "step-6", group=None) == []
 
 
 def test_a_complete_draft_can_be_gone_back_to(ranks: RankPool, tmp_path: Path) -> None:

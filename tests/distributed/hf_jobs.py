@@ -11,13 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed import jobs
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint import hf_read
-from torchtitan.checkpoint.hf_write import HFExport, export
 from torchtitan.checkpoint.state import model_tensors
+from torchtitan.hf import read
+from torchtitan.hf.names import Names
+from torchtitan.hf.write import HFExport, export
 from torchtitan.models import llama3
 from torchtitan.trainer import Trainer
 
-original_open = hf_read.safe_open
+original_open = read.safe_open
 
 
 class Counted:
@@ -50,12 +51,12 @@ def begin(
 ) -> tuple[dict[str, Tensor], int, int]:
     """Begin a job; return its weights, and the bytes that this rank has read and holds."""
     Counted.num_bytes = 0
-    hf_read.safe_open = Counted
+    read.safe_open = Counted
     try:
         with jobs.changed_flavor(job, flavor, changes):
             run = jobs.start(job)
     finally:
-        hf_read.safe_open = original_open
+        read.safe_open = original_open
     own = model_tensors(run.model)
     local = [t.to_local() if isinstance(t, DTensor) else t for t in own.values()]
     weights = {name: jobs.full(t) for name, t in own.items()}
@@ -82,7 +83,8 @@ def start_again(job: list[str]) -> int:
 
 
 def export_together(step: Path, target: Path) -> None:
-    settings = HFExport(names=llama3.HF, architecture=llama3.FLAVORS["tiny"], max_file_bytes=20_000)
+    names = Names(llama3.HF, llama3.FLAVORS["tiny"])
+    settings = HFExport(names=names, max_file_bytes=20_000)
     export(step, target, settings=settings, group=dist.group.WORLD)
 
 

@@ -13,10 +13,10 @@ from tests.distributed import jobs
 from tests.distributed.pipeline_jobs import TINY8
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
-from torchtitan.assemble.writer import open_writer
+from torchtitan.assemble.generator import open_generator
 from torchtitan.base.errors import ConfigError
+from torchtitan.generate.sampling import generate
 from torchtitan.models.families import MODELS
-from torchtitan.models.generate import generate
 
 PROMPTS = [[5, 200, 17, 17, 3], [7], list(range(1, 31))]
 LENGTH = 16
@@ -26,11 +26,11 @@ def texts(folder: Path) -> tuple[list[list[int]], int] | str:
     """Return this rank's texts and the keys and values that it holds, or why there are none."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     try:
-        writer = open_writer(folder, device=torch.device("cpu"), mesh=mesh, tokenizer="byte")
+        generator = open_generator(folder, device=torch.device("cpu"), mesh=mesh, tokenizer="byte")
     except ConfigError as error:
         return str(error)
-    held = sum(p.to_local().numel() for p in writer.model.parameters())
-    return generate(writer.model, PROMPTS, max_new_tokens=LENGTH, temperature=0), held
+    held = sum(p.to_local().numel() for p in generator.model.parameters())
+    return generate(generator.model, PROMPTS, max_new_tokens=LENGTH, temperature=0), held
 
 
 @pytest.mark.parametrize("family", MODELS)

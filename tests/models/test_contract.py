@@ -13,9 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.own_family import in_models, load_family, write_family
-from torchtitan.assemble.hf import describe_export
 from torchtitan.assemble.layout import find_layout
-from torchtitan.assemble.writer import Source, _build
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.load import load_config
 from torchtitan.models.contract import Counts, check_contract, count
@@ -186,20 +184,6 @@ def test_attention_of_its_own_goes_with_no_context_parallelism(family: Any) -> N
         )
 
 
-def test_without_a_cache_it_writes_no_text(family: Any) -> None:
-    source = Source(
-        spec=family.SPEC,
-        architecture=family.SIZES,
-        dtype="float32",
-        tokenizer="byte",
-        chat_template=None,
-        stop_ids=frozenset(),
-        read=lambda into: None,
-    )
-    with pytest.raises(ConfigError, match="forward of parallel has no argument `cache`"):
-        _build(source, mesh=None, device=torch.device("cpu"))
-
-
 class WithoutW3(Decoder):
     """Another feed-forward under Llama's names."""
 
@@ -230,7 +214,5 @@ def test_an_export_that_would_lack_or_invent_a_parameter_is_refused_before_the_t
                 find_layout(config, world_size=1)
             assert "last_save_in_hf" in str(error.value)
             assert part in str(error.value)
-            with pytest.raises(ConfigError, match="does not fit its module"):
-                describe_export(config, dtype=None)  # long after the run
     with in_models(without_w3(replace(LLAMA3.hf, names=fewer))):
         find_layout(config, world_size=1)

@@ -18,13 +18,13 @@ from tests.data.chats import CHATML, write_tokenizer
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
-from torchtitan.assemble.steps import find_step
-from torchtitan.assemble.writer import open_writer
+from torchtitan.assemble.generator import open_generator
+from torchtitan.assemble.sources import find_run_step
 from torchtitan.checkpoint.files import write_sealed_json
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.generate.sampling import generate
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
-from torchtitan.models.generate import generate
 from torchtitan.models.rope_scaling import LinearScaling
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
@@ -60,7 +60,9 @@ def expected_text(weights, **settings) -> str:
     return tokenizer.decode([i for i in ids if i != tokenizer.eos_id]) + "\n"
 
 
-@pytest.mark.parametrize("folder", [".", "checkpoint", "checkpoint/step-3"])
+@pytest.mark.parametrize(
+    "folder", [".", "checkpoint", "checkpoint/step-3", "checkpoint/step-3/model"]
+)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -81,7 +83,7 @@ def test_the_wavelengths_are_those_of_the_training(ranks, tmp_path):
     words = ("rope_theta=777.0", "rope_scaling.type=linear", "rope_scaling.factor=4.0")
     job = [*jobs.write_job(tmp_path), *(f"--model.{word}" for word in words)]
     ranks.run(jobs.train, [*job, "--training.steps=1"], world=1)
-    model = open_writer(tmp_path / "run", device=torch.device("cpu")).model
+    model = open_generator(tmp_path / "run", device=torch.device("cpu")).model
     tiny = MODELS["llama3"].flavors["tiny"]
     assert model.config == replace(tiny, rope_theta=777.0, rope_scaling=LinearScaling(factor=4.0))
 
@@ -102,7 +104,6 @@ def test_an_earlier_step_and_a_copied_one_can_be_named(script, trained, capsys, 
     [
         ("nowhere", [], "nowhere, which does not exist"),
         ("config.toml", [], "config.toml, which is a file"),
-        ("checkpoint/step-3/model", [], "model, which holds no whole checkpoint"),
         ("..", [], "holds runs; name one of them: "),
         (".", ["--max_new_tokens", str(10**12)], "--max_new_tokens must be at most 1000000"),
         ("x" * 300, [], "File name too long"),
@@ -156,7 +157,7 @@ def test_many_prompts_are_numbered_and_each_is_as_alone(script, trained, capsys,
 
 def test_special_tokens_are_meant_where_that_is_asked_for(script, trained):
     """And are plain text otherwise: nothing that a user types ends a document."""
-    writer = open_writer(trained[0], device=torch.device("cpu"))
+    generator = open_generator(trained[0], device=torch.device("cpu"))
     seen = []
     text = "a<|end_of_text|>"
 
@@ -168,7 +169,7 @@ def test_special_tokens_are_meant_where_that_is_asked_for(script, trained):
         args = script._parser().parse_args(["--checkpoint", "x", *options])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(script, "generate", record)
-            script.go_on(writer, [text, ""], args)
+            script.go_on(generator, [text, ""], args)
     assert seen == [list(text.encode()), [257], [97, 257], [257]]
 
 
@@ -223,12 +224,12 @@ def test_a_damaged_step_that_was_named_is_refused(script, damaged, capsys):
     assert script.main(arguments) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert "step-4 is damaged: model/" in said.err
+    assert "step-4, asked for by name, is damaged: model/" in said.err
     assert "its checksum differs; name another step" in said.err
     assert script.main([*arguments, "--skip_verify"]) == 0
 
 
 def test_the_newest_whole_step_is_taken_and_the_damaged_one_named(damaged, caplog):
-    assert find_step(damaged, verify=True) == damaged / "step-3"
+    assert find_run_step(damaged, verify=True) == damaged / "step-3"
     assert "step-4 is damaged and is not used" in caplog.text
-    assert find_step(damaged, verify=False) == damaged / "step-4"
+    assert find_run_step(damaged, verify=False) == damaged / "step-4"

@@ -16,9 +16,9 @@ import torch
 from torchtitan.assemble.trained import find_trained
 from torchtitan.base.device import device_name
 from torchtitan.base.errors import ConfigError, Mistakes, Violation, did_you_mean
-from torchtitan.checkpoint.hf import find_misnamed
 from torchtitan.config.load import to_toml
 from torchtitan.data.loader import accumulation_steps
+from torchtitan.hf.names import Names
 from torchtitan.job import Config
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.models.contract import LanguageModel, check_contract, count
@@ -144,7 +144,7 @@ def check_hf(spec: ModelSpec, names: Collection[str], *, of: DecoderConfig, key:
             f"{key} needs a model that Hugging Face has files of, and the ModelSpec of {spec.name} "
             f"has none (no hf); remove the setting"
         )
-    misnamed = find_misnamed(names, names=spec.hf, num_layers=of.num_layers, tied=of.tie_embeddings)
+    misnamed = Names(spec.hf, of).find_misnamed(names)
     if misnamed is not None:
         raise ConfigError(
             f"{key}: the table of names of {spec.name} does not fit its module: {misnamed}; mend "

@@ -31,6 +31,7 @@ from torchtitan.base.device import device_type, local_device
 from torchtitan.checkpoint.manager import build_group
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import Progress, RunState
+from torchtitan.data.loader import Loader
 from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.mesh.process_group import Launch, set_timeout
@@ -108,14 +109,11 @@ def build_run(
         device=device,
         trained_on=loader.dataset,
     )
-    optimizer = build_optimizer(model, settings=config.optimizer)
-    schedule = describe_schedule(config)
+    state = build_state(config, model=model, loader=loader, progress=progress)
     checkpoints = build_checkpoints(
         config,
         dims=layout.dims,
-        state=RunState(
-            model=model, optimizer=optimizer, schedule=schedule, loader=loader, progress=progress
-        ),
+        state=state,
         start=start,
         group=group,
         validation_data=None if validator is None else validator.data,
@@ -131,7 +129,7 @@ def build_run(
         model=model,
         execution=execution,
         shard=shard,
-        optimizer=optimizer,
+        optimizer=state.optimizer,
         schedule=build_schedule(
             config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps
         ),
@@ -166,6 +164,19 @@ def build_model(
     )
 
 
+def build_state(
+    config: Config, *, model: ModelParts, loader: Loader, progress: Progress
+) -> RunState:
+    """Build the optimizer, and gather all that a checkpoint holds."""
+    return RunState(
+        model=model,
+        optimizer=build_optimizer(model, settings=config.optimizer),
+        schedule=describe_schedule(config),
+        loader=loader,
+        progress=progress,
+    )
+
+
 def build_reports(
     config: Config,
     *,
@@ -188,7 +199,6 @@ def build_reports(
         folder=folder,
         rank=rank,
         resume_step=resume_step,
-        is_trial=config.checkpoint.load_only,
         color=color,
         job_config=asdict(config),
         description=config.job.description,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.source import Step
 from torchtitan.checkpoint.start import Start
 from torchtitan.config.trajectory import Job
 from torchtitan.job import Config
@@ -71,21 +72,21 @@ def check_scale(start: Start, *, lora: LoRAConfig, group: dist.ProcessGroup) -> 
     Raises:
         CheckpointError: Another scale would make another model of the same weights.
     """
-    if not lora.rank or start.intention != "finetune" or start.is_plain or start.hf is not None:
+    source = start.source
+    if not lora.rank or start.intention != "finetune" or not isinstance(source, Step):
         return
-    names = storage.stored_names(start.source, "model", group=group)
     taken = [
         name
-        for name in names
+        for name in source.names()
         if is_adapter(name) and not any(fnmatchcase(name, pattern) for pattern in start.exclude)
     ]
     if not taken:
         return
-    manifest = storage.on_first_rank(lambda: storage.read_manifest(start.source), group=group)
+    manifest = storage.on_first_rank(lambda: storage.read_manifest(source.path), group=group)
     alpha = Job.stored(manifest["config"], file=manifest.path).config.lora.alpha
     if alpha != lora.alpha:
         raise CheckpointError(
-            f"the adapters of {start.source} must be scaled as they were trained, by "
+            f"the adapters of {source.path} must be scaled as they were trained, by "
             f"lora.alpha = {alpha:g}, got {lora.alpha:g}; write lora.alpha = {alpha:g}, or begin "
             f'with new adapters: checkpoint.exclude_from_loading = ["*.lora_?"]'
         )

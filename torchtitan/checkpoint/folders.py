@@ -3,7 +3,6 @@
     .step-N.tmp       a draft; with a manifest it is complete, and only lacks its name
     step-N            a checkpoint
     .step-N.deleted   on its way out
-    .step-N.aside     left behind by a run that went back to an earlier step; for a person to judge
 
 Each passes to the next by a rename, so that at every instant a folder is one of these. A process
 may be killed between any two lines: `finish_commits` does what it still had to do. What cannot be
@@ -75,7 +74,7 @@ def commit(target: Path) -> None:
         sync_folder(folder)
     trash = None
     if target.exists():  # saved by an earlier start that died right after, or by another setting
-        trash = target.rename(_free_name(target, "deleted"))
+        trash = target.rename(_name_in_the_trash(target))
     try:
         draft.rename(target)
     except OSError:
@@ -109,7 +108,7 @@ def delete(checkpoint: Path) -> None:
     What cannot be removed is warned of: the checkpoints that matter are there.
     """
     try:
-        trash = checkpoint.rename(_free_name(checkpoint, "deleted"))
+        trash = checkpoint.rename(_name_in_the_trash(checkpoint))
     except OSError as error:
         logger.warning("%s is older than what is kept, but stays: %s", checkpoint, error)
     else:
@@ -123,18 +122,7 @@ def _remove(path: Path) -> None:
         logger.warning("%s could not be removed, and is tried again later: %s", path, error)
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Take a checkpoint out of the row of steps without deleting it; return its new name."""
-    return checkpoint.rename(_free_name(checkpoint, "aside"))
-
-
-def set_aside_after(folder: Path, step: int) -> list[Path]:
-    """Set aside every checkpoint, whole or not, of a later step; return the new names."""
-    later = [other for other, _ in list_steps(folder) if other > step]
-    return [set_aside(folder / f"step-{other}") for other in later]
-
-
-def _free_name(checkpoint: Path, ending: str) -> Path:
-    first = checkpoint.with_name(f".{checkpoint.name}.{ending}")
+def _name_in_the_trash(checkpoint: Path) -> Path:
+    first = checkpoint.with_name(f".{checkpoint.name}.deleted")
     names = (first.with_name(f"{first.name}-{number}") for number in count(2))
     return first if not first.exists() else next(name for name in names if not name.exists())

@@ -1,13 +1,12 @@
 """When to save, and what to keep.
 
-A save runs in a thread that talks over a process group of its own. The loop waits for it at once
-(`disabled`), or goes on when a copy of the state is made (`async`, and `async_with_pinned_mem` by
-another way of copying). One save is in flight at most, and older checkpoints are removed only after
-the new one is committed.
+A save runs in a thread, over a process group of its own. The loop waits for it (`disabled`), or
+continues once the state is copied (`async`; `async_with_pinned_mem` copies in another way). At most
+one save is in flight, and older checkpoints are removed only after the new one is committed.
 
-How long a save takes is up to the storage, so its group waits for an hour. A rank that hangs is
-found much sooner: ranks show each other that they live while they save (`mesh.faults.Pulse`), and
-whoever waits for a save looks at that. Hence the thread: what blocks in a collective cannot look.
+How long a save takes depends on the storage, so its group waits for an hour. A rank that hangs is
+found much sooner: ranks send each other heartbeats while they save (`mesh.faults.Pulse`), and
+whoever waits for a save watches them. Hence the thread: a blocked collective cannot watch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.hf import ADAPTER_CONFIG, CONFIG
 from torchtitan.checkpoint.retention import describe_score, rank_steps, steps_to_delete
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.staging import Staging
@@ -43,7 +41,7 @@ Export = Callable[[Path, Path], None]
 
 
 def build_group() -> dist.ProcessGroup:
-    """Build the group over which ranks talk of checkpoints, also while others train."""
+    """Build the process group of checkpoints, apart from the ones that training uses."""
     return dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
 
 
@@ -64,9 +62,9 @@ class CheckpointManager:
     """Saves one run's checkpoints.
 
     `state` is the run; `folder` holds the `step-N` folders; `manifest` is written into each of
-    them; `group` is this manager's own; a rank that gives `pulse` no sign of life ends a save.
-    `export`, where the weights go to Hugging Face at the end, takes the last step's folder and that
-    of the export. `validation_data` tells the data of the validation, if there is one, from others.
+    them; `group` is this manager's own; a save ends when a rank's `pulse` stops. `export` writes
+    the Hugging Face folder at the end, from the last step's folder to another; None: not asked for.
+    `validation_data` identifies the data of the validation, if there is one.
     """
 
     def __init__(
@@ -97,8 +95,7 @@ class CheckpointManager:
         """Tell whether `save_if_due` would save."""
         step = self._state.progress.step
         first = step == 1 and self._settings.enable_first_step_checkpoint
-        due = last or now or first or step % self._settings.interval == 0
-        return due and not self._settings.load_only
+        return last or now or first or step % self._settings.interval == 0
 
     def save_if_due(
         self, *, last: bool, now: bool = False, validation_loss: float | None = None
@@ -121,7 +118,7 @@ class CheckpointManager:
         if last or not self._in_background:
             self.wait()
         if last:
-            self._start(partial(self._take_away, step, components))
+            self._start(partial(self._write_export, step, components))
             self.wait()
         return True
 
@@ -154,21 +151,26 @@ class CheckpointManager:
         """
         settings, step = self._settings, self._state.progress.step
         is_asked_for = self._export is not None or settings.last_save_model_only
-        if settings.load_only or not is_asked_for:
+        if not is_asked_for:
             return
-        made_by = (CONFIG, ADAPTER_CONFIG) if self._export is not None else (storage.MANIFEST,)
-        exported = [self.folder / EXPORT / f"step-{step}" / name for name in made_by]
         saved = self.folder / f"step-{step}" / storage.MANIFEST
-        if storage.on_first_rank(lambda: any(map(Path.is_file, exported)), group=self._group):
+        exported = self.folder / EXPORT / f"step-{step}"
+
+        def is_there() -> bool:
+            # whole if it is there; one of the other kind has a manifest, or lacks it
+            has_manifest = (exported / storage.MANIFEST).is_file()
+            return exported.is_dir() and has_manifest == (self._export is None)
+
+        if storage.on_first_rank(is_there, group=self._group):
             return
         components = self._state.components()
         if not storage.on_first_rank(saved.is_file, group=self._group):
             self._start(partial(self._save, step, components, None))  # it came from another folder
             self.wait()
-        self._start(partial(self._take_away, step, components))
+        self._start(partial(self._write_export, step, components))
         self.wait()
 
-    def _take_away(self, step: int, components: Mapping[str, Component]) -> None:
+    def _write_export(self, step: int, components: Mapping[str, Component]) -> None:
         if self._export is not None:
             name = f"step-{step}"
             self._export(self.folder / name, self.folder / EXPORT / name)
@@ -196,14 +198,11 @@ class CheckpointManager:
         storage.on_first_rank(lambda: self._tidy(step), group=self._group)
 
     def _tidy(self, saved: int) -> None:
-        # later steps were passed over as damaged: none of them must come before this one
-        for aside in storage.set_aside_after(self.folder, saved):
-            logger.warning("%s was set aside: step %d is the newest now", aside, saved)
-        steps = storage.find_steps(self.folder)
+        # later ones are damaged, or this run would have begun with them: they replace none of ours
+        steps = [step for step in storage.find_steps(self.folder) if step <= saved]
         best = self._find_best(steps)
         for step in steps_to_delete(steps, keep_latest=self._settings.keep_latest_k, best=best):
-            if step != self._settings.load_step:  # this job may be started again
-                storage.delete(self.folder / f"step-{step}")
+            storage.delete(self.folder / f"step-{step}")
 
     def _find_best(self, steps: list[int]) -> list[int]:
         """Return the steps of lowest validation loss that are to be kept, and say which is best."""

@@ -37,8 +37,8 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.base.log import amount
 from torchtitan.checkpoint.data_pickle import Place, load_records
 from torchtitan.checkpoint.files import check_is_file
-from torchtitan.checkpoint.hf import Places, overlap
 from torchtitan.checkpoint.ranks import reason
+from torchtitan.checkpoint.rows import Places, overlap
 
 METADATA = ".metadata"
 _MAX_IRREGULAR = 2000
@@ -189,7 +189,7 @@ class TensorReader(dcp.FileSystemReader):
             )
 
     def turn_halves(self, head_dims: Mapping[str, int]) -> None:
-        """Read the rows of these tensors as heads in halves, each of so many rows (`hf.py`)."""
+        """Read the rows of these tensors as heads in halves, each of so many rows (`rows.py`)."""
         entries = self._metadata.state_dict_metadata
         for name, head_dim in head_dims.items():
             entry = entries[name]

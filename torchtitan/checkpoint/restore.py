@@ -8,12 +8,11 @@ its random initial weights unseen. A pattern stands for a parameter with its opt
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,75 +20,31 @@ from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.base.log import amount
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import check_counts, checked_kinds
-from torchtitan.checkpoint.hf_folder import EMBEDDING, OUTPUT, HFFolder
-from torchtitan.checkpoint.hf_read import read_weights
-from torchtitan.checkpoint.ranks import on_every_rank, union
-from torchtitan.checkpoint.staging import local_part
-from torchtitan.checkpoint.start import Intention, Start, leave_later_steps
+from torchtitan.checkpoint.ranks import union
+from torchtitan.checkpoint.source import Selection, Step
+from torchtitan.checkpoint.start import Intention, Start
 from torchtitan.checkpoint.state import (
+    COMPONENTS,
     RunState,
     model_tensors,
     optimizer_tensors,
     rng_tensors,
     set_rng,
 )
-from torchtitan.models.lora import is_factor
 from torchtitan.optim.schedule import Schedule, build_schedule
 from torchtitan.optim.settings import LRSchedulerConfig
 
 logger = logging.getLogger(__name__)
-COMPONENTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 TAKEN: Mapping[Intention, tuple[str, ...]] = {
     "recover": COMPONENTS,
     "continue": COMPONENTS,
     "finetune": ("model",),
 }
 NUM_SHOWN_STEPS = 5
-VOCABULARY = (EMBEDDING, OUTPUT)
-
-
-class Patterns:
-    """Shell patterns of parameter names that are not loaded, and what each of them left out."""
-
-    def __init__(self, patterns: Iterable[str]) -> None:
-        self._left_out: dict[str, set[str]] = {pattern: set() for pattern in patterns}
-
-    def match(self, parameter: str) -> bool:
-        """Tell whether a pattern stands for this parameter, and remember that it did."""
-        hits = [pattern for pattern in self._left_out if fnmatchcase(parameter, pattern)]
-        for pattern in hits:
-            self._left_out[pattern].add(parameter)
-        return bool(hits)
-
-    def match_state(self, name: str) -> bool:
-        """Tell it of a parameter's optimizer state, `<parameter>.<state>`."""
-        return self.match(name.rpartition(".")[0])
-
-    def report(self, *, group: dist.ProcessGroup) -> None:
-        """Log what was left out on any rank: each matches the parameters that it holds.
-
-        Raises:
-            CheckpointError: A pattern stands for nothing.
-        """
-        own = {(pattern, n): None for pattern, names in self._left_out.items() for n in names}
-        for pattern, name in union(own, group=group):
-            self._left_out[pattern].add(name)
-        for pattern, names in self._left_out.items():
-            if not names:
-                raise CheckpointError(
-                    f"checkpoint.exclude_from_loading '{pattern}' is neither a component "
-                    f"({', '.join(COMPONENTS)}) nor does it match a parameter of this model or of "
-                    f"the checkpoint; correct or remove it"
-                )
-            shown = ", ".join(sorted(names)[:8]) + (" ..." if len(names) > 8 else "")
-            count = amount(len(names), "parameter")
-            logger.info("Not loaded, as '%s' asks: %s: %s", pattern, count, shown)
 
 
 def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
-    """Load into the run what `start` says; what is left out keeps its fresh state.
-
-    Steps of a course that the run leaves are set aside once all is loaded.
+    """Load into the run what `start` asks for; what is left out keeps its fresh state.
 
     Raises:
         CheckpointError: The checkpoint lacks a component, or does not fit the run.
@@ -97,151 +52,85 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
     """
     source = start.source
     taken = [name for name in TAKEN[start.intention] if name not in start.exclude]
-    patterns = Patterns(entry for entry in start.exclude if entry not in COMPONENTS)
-    if start.hf is not None:
-        _restore_hf(state, start.hf, patterns=patterns, group=group)
-        return
-    if start.is_plain:
-        _restore_plain(state, start, patterns=patterns, group=group)
-        return
-    manifest = storage.on_first_rank(lambda: storage.read_manifest(source), group=group)
+    if isinstance(source, Step):
+        _check_components(source.path, taken, group=group)
+    _report_left_out(state, start, taken=taken, group=group)
+    if "model" in taken:
+        source.read(model_tensors(state.model))
+    if start.intention != "finetune":
+        _restore_rest(state, start, taken=taken, group=group)
+    _report(start, taken=taken, step=state.progress.step)
+
+
+def _check_components(step: Path, taken: Collection[str], *, group: dist.ProcessGroup) -> None:
+    manifest = storage.on_first_rank(lambda: storage.read_manifest(step), group=group)
     missing = [name for name in taken if name not in manifest["components"]]
-    there = ", ".join(map(str, manifest["components"])) or "nothing"
     if missing:
+        there = ", ".join(map(str, manifest["components"])) or "nothing"
         raise CheckpointError(
-            f"{source} lacks {', '.join(missing)}, it holds {there} alone; take a full checkpoint, "
+            f"{step} lacks {', '.join(missing)}, it holds {there} alone; take a full checkpoint, "
             f"or only the weights of this one: "
             f"checkpoint.initial_load_path with initial_load_model_only = true"
         )
+
+
+def _report_left_out(
+    state: RunState, start: Start, *, taken: Collection[str], group: dist.ProcessGroup
+) -> None:
+    """Log which parameters each pattern leaves out, of the model or of the source.
+
+    Raises:
+        CheckpointError: A pattern matches none.
+    """
+    patterns = [entry for entry in start.exclude if entry not in COMPONENTS]
+    if not patterns:
+        return
+    names = set(union(dict.fromkeys(model_tensors(state.model)), group=group))
     if "model" in taken:
-        tensors = model_tensors(state.model)
-        wanted = {name: t for name, t in tensors.items() if not patterns.match(name)}
-        if start.intention == "finetune":
-            stored = storage.stored_names(source, "model", group=group)
-            wanted = without_new_factors(wanted, stored)
-        storage.read_tensors(
-            source,
-            "model",
-            into=wanted,
-            group=group,
-            leaves_out=patterns.match,
-            may_grow=VOCABULARY if start.grows_vocab else (),
-        )
+        names.update(start.source.names())
     if "optimizer" in taken:
+        stored = storage.stored_names(start.source.path, "optimizer", group=group)
+        names.update(name.rpartition(".")[0] for name in stored)
+    for pattern in patterns:
+        left_out = sorted(name for name in names if fnmatchcase(name, pattern))
+        if not left_out:
+            raise CheckpointError(
+                f"checkpoint.exclude_from_loading '{pattern}' is neither a component "
+                f"({', '.join(COMPONENTS)}) nor does it match a parameter of this model or of "
+                f"the checkpoint; correct or remove it"
+            )
+        shown = ", ".join(left_out[:8]) + (" ..." if len(left_out) > 8 else "")
+        count = amount(len(left_out), "parameter")
+        logger.info("Not loaded, as '%s' asks: %s: %s", pattern, count, shown)
+
+
+def _restore_rest(
+    state: RunState, start: Start, *, taken: Collection[str], group: dist.ProcessGroup
+) -> None:
+    """Load what lies beside the weights in a step of ours."""
+    step = start.source.path
+    if "optimizer" in taken:
+        patterns = Selection(exclude=start.exclude)
+
+        def leaves_out(name: str) -> bool:
+            return patterns.leaves_out(name.rpartition(".")[0])
+
         tensors = optimizer_tensors(state.model, state.optimizer)
-        wanted = {name: t for name, t in tensors.items() if not patterns.match_state(name)}
-        storage.read_tensors(
-            source, "optimizer", into=wanted, group=group, leaves_out=patterns.match_state
-        )
+        wanted = {name: tensor for name, tensor in tensors.items() if not leaves_out(name)}
+        storage.read_tensors(step, "optimizer", into=wanted, group=group, leaves_out=leaves_out)
     if "dataloader" in taken:
         _restore_position(state, start, group=group)
     if "train_state" in taken:
-        _restore_train_state(state, source, step=manifest["step"], group=group)
+        _restore_train_state(state, step, group=group)
     if start.intention == "continue" and "lr_scheduler" in taken:
-        old = storage.on_first_rank(lambda: storage.read_state(source, "lr_scheduler"), group=group)
-        _report_schedule(source, old, state.schedule, step=state.progress.step)
-    patterns.report(group=group)
-    _report(start, taken=taken, step=manifest["step"])
-    if start.leaves_later:
-        leave_later_steps(source, group=group)
-
-
-def without_new_factors(wanted: dict[str, Tensor], stored: Collection[str]) -> dict[str, Tensor]:
-    """Leave out low-rank factors where the weights at hand have none: they begin with this run."""
-    if any(map(is_factor, stored)):
-        return wanted
-    return {name: t for name, t in wanted.items() if not is_factor(name)}
-
-
-def _restore_plain(
-    state: RunState, start: Start, *, patterns: Patterns, group: dist.ProcessGroup
-) -> None:
-    """Load the weights from a DCP folder of another writer, where other things may lie beside.
-
-    torchtitan 0.2 writes one folder a step: parameters by their names, all else below the name of
-    its component, much of it as pickles, which are never read.
-    """
-    folder = start.source
-    tensors = storage.stored_names(folder.parent, folder.name, group=group)
-    beside: set[str] = set()
-
-    def leaves_out(name: str) -> bool:
-        if patterns.match(name):
-            return True
-        if name in tensors and name.partition(".")[0] not in COMPONENTS[1:]:
-            return False
-        beside.add(name)
-        return True
-
-    parameters = model_tensors(state.model)
-    wanted = {name: t for name, t in parameters.items() if not patterns.match(name)}
-    wanted = without_new_factors(wanted, tensors)
-    is_tied = OUTPUT not in union(dict.fromkeys(parameters), group=group)
-    has_copy = is_tied and OUTPUT in tensors and not patterns.match(OUTPUT)
-    storage.read_tensors(
-        folder.parent,
-        folder.name,
-        into=wanted,
-        group=group,
-        leaves_out=lambda name: leaves_out(name) or (has_copy and name == OUTPUT),
-        may_grow=VOCABULARY if start.grows_vocab else (),
-        in_halves=start.in_halves,
-    )
-    if has_copy:
-        _check_tied(folder, wanted.get(EMBEDDING), grows_vocab=start.grows_vocab, group=group)
-    patterns.report(group=group)
-    logger.info("Finetuning at step 0 from %s, of another writer, loaded: model", folder)
-    if beside:
-        shown = ", ".join(sorted(beside)[:8]) + (" ..." if len(beside) > 8 else "")
-        logger.info("Not read, as no parameters: %d entries: %s", len(beside), shown)
-
-
-def _check_tied(
-    folder: Path, embedding: Tensor | None, *, grows_vocab: bool, group: dist.ProcessGroup
-) -> None:
-    """Compare the head that a tied model was saved with beside its embedding, each rank the shard
-    that it holds.
-
-    Raises:
-        CheckpointError: They differ, or the embedding was not loaded: the head would be lost.
-    """
-    # filled with the rows that are stored: those behind them are the embedding's own
-    head = {} if embedding is None else {OUTPUT: embedding.clone()}
-    storage.read_tensors(
-        folder.parent,
-        folder.name,
-        into=head,
-        group=group,
-        may_grow=(OUTPUT,) if grows_vocab else (),
-    )
-    same = embedding is None or torch.equal(local_part(embedding), local_part(head[OUTPUT]))
-    found = on_every_rank(lambda: (embedding is not None, same), group=group)
-    if not (any(held for held, _ in found) and all(equal for _, equal in found)):
-        raise CheckpointError(
-            f"{folder} must hold the same in {OUTPUT} as in {EMBEDDING}, since this model ties "
-            f"them, got others; take a model.flavor that is not tied, or leave the head out: "
-            f'checkpoint.exclude_from_loading = ["{OUTPUT}"]'
-        )
-    logger.info("%s is %s, to which this model ties it: not read twice", OUTPUT, EMBEDDING)
-
-
-def _restore_hf(
-    state: RunState, folder: HFFolder, *, patterns: Patterns, group: dist.ProcessGroup
-) -> None:
-    """Load the weights from a folder of Hugging Face, whose names were accounted for before."""
-    for name in folder.tensors:  # a pattern may stand for what is in the folder alone
-        patterns.match(name)
-    parameters = model_tensors(state.model)
-    wanted = {name: t for name, t in parameters.items() if not patterns.match(name)}
-    read_weights(folder, into=without_new_factors(wanted, folder.tensors), group=group)
-    patterns.report(group=group)
-    logger.info("Finetuning at step 0 from %s, loaded: model", folder.path)
+        old = storage.on_first_rank(lambda: storage.read_state(step, "lr_scheduler"), group=group)
+        _report_schedule(step, old, state.schedule, step=state.progress.step)
 
 
 def _restore_position(state: RunState, start: Start, *, group: dist.ProcessGroup) -> None:
     stored = storage.on_first_rank(
         lambda: checked_kinds(
-            storage.read_state(start.source, "dataloader"),
+            storage.read_state(start.source.path, "dataloader"),
             kinds={"position": int, "fingerprint": dict},
         ),
         group=group,
@@ -256,15 +145,14 @@ def _restore_position(state: RunState, start: Start, *, group: dist.ProcessGroup
         logger.info("Not loaded, as these are other data: dataloader")
 
 
-def _restore_train_state(
-    state: RunState, source: Path, *, step: int, group: dist.ProcessGroup
-) -> None:
+def _restore_train_state(state: RunState, source: Path, *, group: dist.ProcessGroup) -> None:
     kinds = {"step": int, "tokens_seen": int, "world_size": int}
     train_state = storage.on_first_rank(
         lambda: checked_kinds(storage.read_state(source, "train_state"), kinds=kinds), group=group
     )
     check_counts(train_state, "step", "tokens_seen")
-    if train_state["step"] != step:
+    manifest = storage.on_first_rank(lambda: storage.read_manifest(source), group=group)
+    if (step := manifest["step"]) != train_state["step"]:
         raise CheckpointError(
             f"{source} must hold one step, its {storage.MANIFEST} says {step} and its train_state "
             f"{train_state['step']}; use another checkpoint"
@@ -295,12 +183,14 @@ def stored_generators(states: Mapping[str, Tensor], stored: Collection[str]) -> 
     return {name: state for name, state in states.items() if name in stored}
 
 
-def _report(start: Start, *, taken: list[str], step: int) -> None:
+def _report(start: Start, *, taken: Collection[str], step: int) -> None:
     if start.intention == "recover":
-        logger.info("Resumed from %s", start.source)
+        logger.info("Resumed from %s", start.source.path)
         return
-    verb = "Continued" if start.intention == "continue" else "Finetuning at step 0"
-    logger.info("%s from %s (step %d), loaded: %s", verb, start.source, step, ", ".join(taken))
+    verb = "Continued" if start.intention == "continue" else "Finetuning"
+    logger.info(
+        "%s at step %d from %s, loaded: %s", verb, step, start.source.path, ", ".join(taken)
+    )
     if start.differences:
         logger.info("Settings that are new:\n  %s", "\n  ".join(start.differences))
 

@@ -36,14 +36,13 @@ class CheckpointConfig:
     """disabled: training waits for the files. async: it waits for a copy in memory alone.
     async_with_pinned_mem: the same from GPUs, into page-locked memory."""
     keep_latest_k: NonNegativeInt = 10
-    """Whole checkpoints to keep beside that of load_step, older ones are deleted; 0 keeps all."""
+    """Checkpoints to keep, older ones are deleted; 0 keeps all."""
     keep_best: NonNegativeInt = 0
     """Whole checkpoints of lowest validation loss to keep beside these; each save is then validated
     before it is made."""
     load_step: int = -1
-    """Go back to this step, and set aside all later ones; -1: the newest."""
-    load_only: bool = False
-    """Resume, but never save; figures go to metrics.load_only.jsonl."""
+    """Which step of initial_load_path to start from; -1: the newest. Without initial_load_path it
+    must be the newest step of the run's own folder."""
     mode: Literal["recover", "continue", "finetune"] = "recover"
     """recover: the same run, everything, and no setting that shapes the training may differ.
     continue: weights, optimizer and data position under other settings. finetune: the weights of

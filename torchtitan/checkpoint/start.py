@@ -1,90 +1,83 @@
 """From which checkpoint a run starts, and what it takes from it.
 
-People come back to a checkpoint with one of three intentions, and a trainer that guesses which one
-gets two of them wrong. So `checkpoint.mode` names it:
+People come back to a checkpoint with one of three intentions, and a trainer that guesses gets two
+of them wrong. So `checkpoint.mode` names it:
 
-recover    the very same run: everything, and a setting that shapes the training may not differ
+recover    the very same run: everything, and settings that shape the training may not differ
 continue   the same weights, optimizer and data position, under other settings
-finetune   the weights alone, as the beginning of a new run
+finetune   only the weights, as the beginning of a new run
 
-A checkpoint in the run's own folder always comes first, and one that this very job saved is always
+A checkpoint in the run's own folder comes first, and one that this very job saved is always
 recovered whole: a job that was killed is started again with the command that started it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 
-from torchtitan.base.errors import CheckpointError, UserError
+from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import Content
-from torchtitan.checkpoint.hf import HeadDim
-from torchtitan.checkpoint.hf_folder import HFFolder
-from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
-from torchtitan.checkpoint.source import checked_step, find_source, is_plain_dcp, newest_step
+from torchtitan.checkpoint.settings import CheckpointConfig
+from torchtitan.checkpoint.source import Selection, Step, WeightSource, checked_step, newest_step
 from torchtitan.mesh.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
 Intention = Literal["recover", "continue", "finetune"]
+Whose = Literal["same job", "own folder", "other folder", "foreign"]
+"""A checkpoint in the run's folder, of this very job or of one with other settings; a step of ours
+elsewhere; weights that this library has not saved."""
+COMES_TO: Mapping[tuple[Whose, Intention], Intention | None] = {
+    ("same job", "recover"): "recover",
+    ("same job", "continue"): "recover",
+    ("same job", "finetune"): "recover",
+    ("own folder", "recover"): "recover",
+    ("own folder", "continue"): "continue",
+    ("own folder", "finetune"): "recover",
+    ("other folder", "recover"): "recover",
+    ("other folder", "continue"): "continue",
+    ("other folder", "finetune"): "finetune",
+    ("foreign", "recover"): None,
+    ("foreign", "continue"): None,
+    ("foreign", "finetune"): "finetune",
+}
+"""What is done by whose checkpoint it is and what is asked for; None: refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """What to load, and with which intention."""
 
-    source: Path
-    """Folder of the step."""
+    source: WeightSource
     intention: Intention
     exclude: tuple[str, ...] = ()
-    """Components and parameter patterns that are not loaded."""
+    """Components and patterns of parameters that are not loaded."""
     differences: tuple[str, ...] = ()
     """Settings that shape the training and are not those of the checkpoint."""
-    is_plain: bool = False
-    """Whether the source is a DCP folder of another writer, without our manifest."""
-    in_halves: HeadDim = lambda name: None
-    """Of a plain folder: the parameters whose rows lie in halves there."""
-    hf: HFFolder | None = None
-    """The source, where it is a folder of Hugging Face, or a single file."""
-    grows_vocab: bool = False
-    """Whether the source may have a smaller vocabulary than the model."""
     left_out_before: tuple[str, ...] = ()
     """What the job that saved the source had left out already, so that it is in the source now."""
-    leaves_later: bool = False
-    """Whether the run goes back: later steps in the source's folder are of a course that it
-    leaves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The job beside the one that saved a checkpoint."""
+    """This job beside the one that saved a checkpoint."""
 
     differences: tuple[str, ...]
     """Settings that shape the training and differ, one line each."""
-    same_loading: bool
-    """Whether that job was also told to load the same way."""
-    same_exclusion: bool
-    """Whether that job was told to leave out the same."""
-    load_step: int
-    """The step that that job was told to go back to; -1: none."""
-
-    @property
-    def is_same_job(self) -> bool:
-        """Whether that job was this one, as far as the training goes."""
-        return self.same_loading and not self.differences
+    then: CheckpointConfig
+    """What that job was told to load."""
 
 
 Compare = Callable[[Content], Comparison]
 """From a checkpoint's manifest to the comparison with this job."""
-OpenHF = Callable[[Path], HFFolder]
-"""From a path to the folder of Hugging Face there, or the file, if its weights are this model's."""
-OpenPlain = Callable[[Path], HeadDim]
-"""From a plain DCP folder to the parameters whose rows lie in halves there."""
+OpenSource = Callable[[Intention], WeightSource]
+"""Opens what initial_load_path names, to take from it what is asked for."""
 
 
 def stored_layout(manifest: Mapping[str, Any]) -> ParallelDims:
@@ -108,8 +101,7 @@ def choose_start(
     *,
     folder: Path,
     compare: Compare,
-    open_hf: OpenHF,
-    open_plain: OpenPlain,
+    open_source: OpenSource,
     group: dist.ProcessGroup,
 ) -> Start | None:
     """Return what the run with its checkpoints in `folder` starts from; None: from nothing.
@@ -117,97 +109,77 @@ def choose_start(
     Raises:
         CheckpointError: What was asked for is not there, or the mode does not allow what differs.
     """
-    own = _own_checkpoint(settings, folder=folder, compare=compare, group=group)
+
+    def compared(step: Path) -> Comparison:
+        return compare(storage.on_first_rank(lambda: storage.read_manifest(step), group=group))
+
+    own = _own_step(settings, folder=folder, compared=compared, group=group)
     if own is not None:
         if settings.initial_load_path is not None:
             logger.info(
                 "checkpoint.initial_load_path is not read: %s, of this run itself, comes first", own
             )
-        start = _start_from_own(settings, own, comparison=_compared(own, compare, group=group))
-        goes_back = own.name == f"step-{settings.load_step}" and not settings.load_only
-        return replace(start, leaves_later=goes_back)
-    if settings.initial_load_path is not None:
-        path = Path(settings.initial_load_path)
-        if settings.initial_load_in_hf or path.suffix in WEIGHT_FILES:
-            return _start_from_weights(settings, path, hf=open_hf(path))
-        source = find_source(path, settings=settings, group=group)
-        intention: Intention = "finetune" if settings.initial_load_model_only else settings.mode
-        is_plain = storage.on_first_rank(lambda: is_plain_dcp(source), group=group)
-        if is_plain and intention == "finetune":
-            return replace(
-                _start_from_weights(settings, source), is_plain=True, in_halves=open_plain(source)
-            )
-        if settings.initial_load_rope != "auto" and not is_plain:
+        return _start_from_own(settings, own, comparison=compared(own), group=group)
+    if settings.initial_load_path is None:
+        if settings.mode == "continue":
             raise CheckpointError(
-                f"checkpoint.initial_load_rope is for weights of other writers, and {source} is of "
-                f"this library, which knows the order of its rows; remove it"
+                f'checkpoint.mode = "continue" needs a checkpoint, {folder} holds none; name one '
+                f'by checkpoint.initial_load_path, or write mode = "recover" to start from nothing'
             )
-        if intention == "finetune":
-            return _start_from_weights(settings, source)
-        if is_plain:
-            raise CheckpointError(
-                f"{source} has no {storage.MANIFEST}: another trainer wrote it, and its weights "
-                f"alone can be taken; write checkpoint.initial_load_model_only = true, with mode "
-                f'"finetune" or without a mode'
-            )
-        return _start_from(settings, source, comparison=_compared(source, compare, group=group))
-    if settings.mode == "continue":
+        return None
+    asked: Intention = "finetune" if settings.initial_load_model_only else settings.mode
+    source = open_source(asked)
+    intention = COMES_TO["other folder" if isinstance(source, Step) else "foreign", asked]
+    if intention is None:
         raise CheckpointError(
-            f'checkpoint.mode = "continue" needs a checkpoint, {folder} holds none; name one by '
-            f'checkpoint.initial_load_path, or write mode = "recover" to start from nothing'
+            f"{source.path} has no {storage.MANIFEST}: another trainer wrote it, and only its "
+            f"weights can be taken; write checkpoint.initial_load_model_only = true, with mode "
+            f'"finetune" or without a mode'
         )
-    return None
+    differences: tuple[str, ...] = ()
+    if intention != "finetune":
+        differences = compared(source.path).differences
+    if intention == "recover":
+        refuse_differences(source.path, differences)
+    exclude = () if intention == "recover" else settings.exclude_from_loading
+    return Start(source=source, intention=intention, exclude=exclude, differences=differences)
 
 
-def _start_from_weights(
-    settings: CheckpointConfig, source: Path, *, hf: HFFolder | None = None
+def _start_from_own(
+    settings: CheckpointConfig, own: Path, *, comparison: Comparison, group: dist.ProcessGroup
 ) -> Start:
-    return Start(
-        source=source,
-        intention="finetune",
-        exclude=settings.exclude_from_loading,
-        grows_vocab=settings.grow_vocab,
-        hf=hf,
-    )
-
-
-def _compared(source: Path, compare: Compare, *, group: dist.ProcessGroup) -> Comparison:
-    return compare(storage.on_first_rank(lambda: storage.read_manifest(source), group=group))
-
-
-def _start_from_own(settings: CheckpointConfig, own: Path, *, comparison: Comparison) -> Start:
-    continues = settings.mode == "continue"
-    before = settings.exclude_from_loading if continues and comparison.same_exclusion else ()
-    if comparison.is_same_job:
-        return Start(source=own, intention="recover", left_out_before=before)
-    if before:
+    then = comparison.then
+    same_exclusion = then.exclude_from_loading == settings.exclude_from_loading
+    is_same = then.mode == settings.mode and same_exclusion and not comparison.differences
+    whose: Whose = "same job" if is_same else "own folder"
+    intention = COMES_TO[whose, settings.mode]
+    assert intention is not None
+    exclude = settings.exclude_from_loading if settings.mode == "continue" else ()
+    before = exclude if same_exclusion else ()
+    if intention == "recover":
+        refuse_differences(own, comparison.differences)
+        exclude = ()
+    elif before:
         # what began anew then is trained now: to leave it out again would throw that away
         logger.info(
             "checkpoint.exclude_from_loading is not applied again: %s was saved by a job that had "
             "left out the same",
             own,
         )
-        start = _start_from(settings, own, comparison=comparison)
-        return replace(start, exclude=(), left_out_before=before)
-    if continues and "train_state" in settings.exclude_from_loading:
+        exclude = ()
+    elif "train_state" in exclude:
         raise CheckpointError(
             f'checkpoint.exclude_from_loading with "train_state" starts at step 0, beside {own}, '
             f"which would stay the newest; name it by checkpoint.initial_load_path and choose "
             f"another job.dump_folder"
         )
-    return _start_from(settings, own, comparison=comparison)
-
-
-def _start_from(settings: CheckpointConfig, source: Path, *, comparison: Comparison) -> Start:
-    if settings.mode == "continue":
-        return Start(
-            source=source,
-            intention="continue",
-            exclude=settings.exclude_from_loading,
-            differences=comparison.differences,
-        )
-    refuse_differences(source, comparison.differences)
-    return Start(source=source, intention="recover")
+    return Start(
+        source=Step(path=own, group=group, selection=Selection(exclude=exclude)),
+        intention=intention,
+        exclude=exclude,
+        differences=comparison.differences if intention == "continue" else (),
+        left_out_before=before,
+    )
 
 
 def refuse_differences(
@@ -215,7 +187,7 @@ def refuse_differences(
 ) -> None:
     """Raise CheckpointError with the settings that make this job another training, if any.
 
-    `has_checkpoint`: whether `place` is or has a checkpoint that a job could go on from.
+    `has_checkpoint`: whether `place` is or has a checkpoint that a job could continue.
     """
     if not differences:
         return
@@ -230,66 +202,37 @@ def refuse_differences(
     )
 
 
-def _own_checkpoint(
-    settings: CheckpointConfig, *, folder: Path, compare: Compare, group: dist.ProcessGroup
+def _own_step(
+    settings: CheckpointConfig,
+    *,
+    folder: Path,
+    compared: Callable[[Path], Comparison],
+    group: dist.ProcessGroup,
 ) -> Path | None:
+    """Return the newest whole step of the run's own folder, which is the one that `load_step` may
+    name there.
+
+    A job that was killed is started again by the same command: newer steps that a job with the
+    same `load_step` saved are its own.
+    """
     wanted, verify = settings.load_step, settings.verify_on_load
-    if wanted == -1:
-        return newest_step(folder, verify=verify, group=group, finish=True)
-    steps = storage.on_first_rank(lambda: _finish_and_find(folder), group=group)
+    newest = newest_step(folder, verify=verify, group=group, finish=True)
+    if wanted == -1 or settings.initial_load_path is not None:
+        return newest
+    steps = storage.on_first_rank(lambda: storage.find_steps(folder), group=group)
+    is_earlier = newest is not None and wanted < int(newest.name.removeprefix("step-"))
+    if newest is not None and is_earlier and compared(newest).then.load_step == wanted:
+        return newest
     if wanted not in steps:
         raise CheckpointError(
             f"checkpoint.load_step {wanted} is not in {folder}; it holds {steps or 'no checkpoint'}"
         )
-    if not settings.load_only:
-        later = [folder / f"step-{step}" for step in reversed(steps) if step > wanted]
-        newest = _newest_of_this_job(later, settings=settings, compare=compare, group=group)
-        if newest is not None:
-            logger.info("%s is of this job, which went back to step %d before", newest, wanted)
-            return newest
-    return checked_step(folder / f"step-{wanted}", verify=verify, group=group)
-
-
-def _finish_and_find(folder: Path) -> list[int]:
-    storage.finish_commits(folder)
-    return storage.find_steps(folder)
-
-
-def _newest_of_this_job(
-    later: Sequence[Path],
-    *,
-    settings: CheckpointConfig,
-    compare: Compare,
-    group: dist.ProcessGroup,
-) -> Path | None:
-    """Return the newest whole one of `later` if this very job saved it, which was killed after it
-    had gone back to `load_step`; it would go back at each restart. Damaged ones do not count."""
-    for checkpoint in later:
-        try:
-            found = _compared(checkpoint, compare, group=group)
-        except UserError as error:  # the same on all ranks
-            logger.warning("%s cannot be compared with this job: %s", checkpoint, error)
-            continue
-        if found.load_step != settings.load_step or not found.is_same_job:
-            return None
-        mistakes = storage.verify(checkpoint, group=group) if settings.verify_on_load else []
-        if not mistakes:
-            return checkpoint
-        logger.warning("%s is damaged and is not used: %s", checkpoint, storage.summary(mistakes))
-    return None
-
-
-def leave_later_steps(source: Path, *, group: dist.ProcessGroup) -> None:
-    """Set aside the steps after `source`, so that none is taken for one of the course from here.
-
-    Before the first step of the new course: a later start then finds one course alone.
-    """
-    step = int(source.name.rpartition("-")[2])
-    aside = storage.on_first_rank(lambda: storage.set_aside_after(source.parent, step), group=group)
-    if aside:
-        logger.warning(
-            "Steps after %d are of the course that is left, and set aside in %s: %s",
-            step,
-            source.parent,
-            ", ".join(path.name for path in aside),
+    if is_earlier:
+        raise CheckpointError(
+            f"checkpoint.load_step must be the newest step of {folder}, {newest}, got {wanted}: a "
+            f"run never goes back in its own folder. Go back in a new one: another "
+            f"--job.dump_folder, with --checkpoint.initial_load_path {folder} "
+            f"--checkpoint.initial_load_model_only false --checkpoint.load_step {wanted}"
         )
+    named = folder / f"step-{wanted}"
+    return named if named == newest else checked_step(named, verify=verify, group=group)

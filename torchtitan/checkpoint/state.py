@@ -22,9 +22,13 @@ from torch import Tensor
 from torchtitan.checkpoint.storage import Component
 from torchtitan.models.parts import HasParameters
 
+COMPONENTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
+EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
+VOCABULARY = (EMBEDDING, OUTPUT)
+"""Parameters with a row for each token of the vocabulary."""
 MODEL_STATE: Mapping[str, str] = {"rope": "interleaved"}
-"""What lies beside the weights wherever their folder is copied: the order of the rows of wq and wk,
-which neither names nor shapes tell."""
+"""Stored beside the weights: the order of the rows of wq and wk, which follows from neither names
+nor shapes."""
 
 
 class Resumable(Protocol):

@@ -40,12 +40,11 @@ from torchtitan.checkpoint.folders import (
     finish_commits,
     list_steps,
     make_draft,
-    set_aside_after,
     step_of,
 )
-from torchtitan.checkpoint.hf import HeadDim
 from torchtitan.checkpoint.metadata import TensorReader, is_tensor, read_metadata
 from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank, reason, union
+from torchtitan.checkpoint.rows import HeadDim
 from torchtitan.checkpoint.verify import newest_whole, summary, verify
 
 __all__ = [
@@ -61,7 +60,6 @@ __all__ = [
     "read_manifest",
     "read_state",
     "read_tensors",
-    "set_aside_after",
     "stored_names",
     "summary",
     "verify",
@@ -81,7 +79,7 @@ class Component:
     name; they may be none on this rank, or on all of them. None, on all ranks alike: a component
     that has no tensors by its nature."""
     state: Mapping[str, Any] | None = None
-    """What is no tensor, as JSON can hold it; the same on every rank."""
+    """State other than tensors, in JSON-compatible values; the same on every rank."""
 
 
 def write(
@@ -189,16 +187,16 @@ def read_manifest(checkpoint: Path) -> Content:
 
 def stored_names(
     checkpoint: Path, component: str, *, group: dist.ProcessGroup | None
-) -> frozenset[str]:
-    """Return the names of a component's tensors.
+) -> dict[str, bool]:
+    """Return the names of a component's entries, and whether each is a tensor.
 
     Raises:
         CheckpointError: The metadata are missing, damaged or refused.
     """
 
-    def names() -> frozenset[str]:
+    def names() -> dict[str, bool]:
         stored = read_metadata(checkpoint / component).state_dict_metadata
-        return frozenset(name for name, entry in stored.items() if is_tensor(entry))
+        return {name: is_tensor(entry) for name, entry in stored.items()}
 
     return on_first_rank(names, group=group)
 
@@ -218,7 +216,7 @@ def read_tensors(
     `group` are the ranks that load together; None loads in this process alone. `leaves_out` tells
     which other names of the component may stay unread; any that may not is unexpected. Of a tensor
     that `may_grow` fewer rows may be stored; those behind them stay as they are. `in_halves` tells
-    the width of the heads of a tensor that is stored in halves (`hf.py`); None: it is as ours.
+    the width of the heads of a tensor that is stored in halves (`rows.py`); None: it is as ours.
 
     Raises:
         CheckpointError: Names, shapes or types differ, or a file is missing, damaged or refused.

@@ -52,7 +52,6 @@ def _without_checkpoints(checkpoint: CheckpointConfig) -> Iterator[Broken]:
     """Refuse what chooses the weights to start from; tell of the rest, which has no effect."""
     chooses_weights = {
         "load_step": checkpoint.load_step > -1,
-        "load_only": checkpoint.load_only,
         "mode": checkpoint.mode != "recover",
         "initial_load_path": checkpoint.initial_load_path is not None,
         "grow_vocab": checkpoint.grow_vocab,

@@ -53,6 +53,10 @@ _ASYNC_TENSOR = "asynchronous tensor parallelism is not built yet; its ranks wai
 _SPLIT_POINTS = (
     "stages are not cut by split points; write module_fqns_per_model_part, the modules of each"
 )
+_LOOK = (
+    "to try a checkpoint write another job.dump_folder and initial_load_path, with "
+    "initial_load_model_only = false; the run that it is of stays as it is"
+)
 _QUANTIZED = "quantised Hugging Face weights are not read; take a model in bfloat16 or float32"
 _ESTIMATE = "memory estimation is not built yet; metrics report the peak of a real step"
 _RECOMPUTE = (
@@ -71,11 +75,7 @@ UNBUILT: dict[Path, Unbuilt] = {
     **_section("job", _PLUGIN, custom_config_module=""),
     # It marked a file for torchtitan's own tests; no run ever depended on it.
     ("job", "use_for_integration_test"): Unbuilt((False, True), "remove the line"),
-    **_section(
-        "profiling",
-        _SNAPSHOT,
-        enable_memory_snapshot=False,
-    ),
+    **_section("profiling", _SNAPSHOT, enable_memory_snapshot=False),
     **_section(
         "profiling",
         _SNAPSHOT,
@@ -111,6 +111,7 @@ UNBUILT: dict[Path, Unbuilt] = {
     ),
     **_section("parallelism", _COMPILED_AUTOGRAD, enable_compiled_autograd=False),
     **_section("checkpoint", _QUANTIZED, initial_load_in_hf_quantized=False),
+    **_section("checkpoint", _LOOK, load_only=False),
     **_section(
         "checkpoint",
         "initial weights are equal in every layout, so no seed checkpoint is needed",

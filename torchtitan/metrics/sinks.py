@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-RECORD, TRIAL = "metrics", "load_only"
+RECORD = "metrics"
 
 # torchtitan's tags, so that runs of both can be laid over each other. A figure without one goes by
 # its own name.
@@ -205,24 +205,20 @@ def build_sinks(
     color: bool,
     job_config: Mapping[str, Any],
     description: str,
-    is_trial: bool = False,
 ) -> list[Sink]:
     """Return the sinks of this rank: files on rank 0, or on all ranks if asked; a console on each.
 
-    `folder`: the run's. `job_config`: all settings as plain values. `is_trial`: what is trained now
-    will not be gone on from, so it has files of its own, and the run's stay as they are. Raises
-    ConfigError for an optional package that is missing.
+    `folder`: the run's. `job_config`: all settings as plain values. Raises ConfigError for an
+    optional package that is missing.
     """
     sinks: list[Sink] = []
     everyone = metrics.save_for_all_ranks
     if rank == 0 or everyone:
-        name = f"{RECORD}.{TRIAL}" if is_trial else RECORD
-        file = folder / (f"{name}.rank_{rank}.jsonl" if rank else f"{name}.jsonl")
-        sinks.append(JsonlSink(file, resume_step=0 if is_trial else resume_step))
+        file = folder / (f"{RECORD}.rank_{rank}.jsonl" if rank else f"{RECORD}.jsonl")
+        sinks.append(JsonlSink(file, resume_step=resume_step))
         if metrics.enable_tensorboard:
             # the run's own name once more: files right in tb/ would be a run named "tb" or "."
             tb_folder = folder / metrics.save_tb_folder / folder.resolve().name
-            tb_folder = tb_folder / TRIAL if is_trial else tb_folder
             tb_folder = tb_folder / f"rank_{rank}" if everyone else tb_folder
             sinks.append(TensorBoardSink(tb_folder, resume_step=resume_step, settings=job_config))
         if metrics.enable_wandb:

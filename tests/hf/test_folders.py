@@ -21,14 +21,16 @@ from tests.models.reference import VARIANTS, random_decoder, reference_of
 from torchtitan.assemble import find_model
 from torchtitan.assemble.hf import chosen_rotation
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint import hf_write
-from torchtitan.checkpoint.hf import runs, to_their_rows
-from torchtitan.checkpoint.hf_config import sizes_of
-from torchtitan.checkpoint.hf_convert import find_flavor, to_dcp
-from torchtitan.checkpoint.hf_folder import DTYPES, open_folder
-from torchtitan.checkpoint.hf_read import read_weights
-from torchtitan.checkpoint.hf_write import HFExport, export
+from torchtitan.checkpoint.rows import runs, to_their_rows
+from torchtitan.checkpoint.source import Selection
 from torchtitan.config.load import load_config
+from torchtitan.hf import write
+from torchtitan.hf.config import sizes_of
+from torchtitan.hf.convert import find_flavor, to_dcp
+from torchtitan.hf.folder import open_folder
+from torchtitan.hf.names import Names
+from torchtitan.hf.read import DTYPES
+from torchtitan.hf.write import HFExport, export
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import Llama3Scaling
@@ -71,7 +73,7 @@ def theirs(folder: Path, config: DecoderConfig = VARIANTS["grouped"], **options:
 def imported(folder: Path, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> Decoder:
     model = Decoder(config).to(dtype)
     found = open_folder(folder, spec=spec_of(config), architecture=config, group=None)
-    read_weights(found, into=dict(model.named_parameters()), group=None)
+    found.read(dict(model.named_parameters()))
     return model
 
 
@@ -85,8 +87,8 @@ def checkpoint_of(model: Decoder, folder: Path) -> Path:
 def exported(
     model: Decoder, folder: Path, *, out: str = "out", dtype: torch.dtype | None = None, **more: Any
 ) -> Path:
-    names = family_of(model.config).hf
-    settings = HFExport(names=names, architecture=model.config, dtype=dtype, **more)
+    names = Names(family_of(model.config).hf, model.config)
+    settings = HFExport(names=names, dtype=dtype, **more)
     step = checkpoint_of(model, folder / "step-1")
     export(step, folder / out, settings=settings, group=None)
     return folder / out
@@ -125,7 +127,7 @@ def test_there_and_back(name: str, shard_size: str, tmp_path: Path) -> None:
         expected = reference(TOKENS).logits
         atol = 1e-5 * float(expected.abs().max())
         torch.testing.assert_close(model(TOKENS), expected, rtol=1e-5, atol=atol)
-        max_file_bytes = 20_000 if is_sharded else hf_write.MAX_FILE_BYTES
+        max_file_bytes = 20_000 if is_sharded else write.MAX_FILE_BYTES
         folder = exported(model, tmp_path, max_file_bytes=max_file_bytes)
         again = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
         assert type(again) is type(reference)
@@ -446,7 +448,7 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
         (change_rope(YARN, truncate=False), "got truncate = False; take a model without it"),
         (change_rope(YARN, mscale=1.0), "got mscale = 1.0; take a model without it"),
         (change_rope(YARN, short_factor=[1.0]), "got short_factor = [1.0]; take"),
-        (change_rope(YARN, factor=None), "'yarn' must say its 'factor', which is null or not"),
+        (change_rope(YARN, factor=None), "'yarn' must have 'factor', which is null or not"),
         (
             change_rope(YARN, factor="8"),
             "config.json is damaged: 'factor' must be a number above 0, got",
@@ -535,16 +537,19 @@ def test_what_is_left_out_may_be_of_another_size(tmp_path: Path) -> None:
     there = dataclasses.replace(VARIANTS["grouped"], vocab_size=300, num_layers=1)
     folder = theirs(tmp_path, there)
     architecture = VARIANTS["grouped"]
-    patterns = ["tok_embeddings.*", "output.*", "layers.1.*"]
-    found = open_folder(folder, spec=LLAMA, architecture=architecture, exclude=patterns, group=None)
+    excluded = ("tok_embeddings.*", "output.*", "layers.1.*")
+    patterns = Selection(exclude=excluded)
+    found = open_folder(
+        folder, spec=LLAMA, architecture=architecture, selection=patterns, group=None
+    )
     assert found.tensors["norm.weight"].name == "model.norm.weight"
     for left in range(3):
-        fewer = [pattern for i, pattern in enumerate(patterns) if i != left]
+        fewer = Selection(exclude=tuple(p for i, p in enumerate(excluded) if i != left))
         with pytest.raises(CheckpointError, match=r"1 of another shape|9 missing"):
-            open_folder(folder, spec=LLAMA, architecture=architecture, exclude=fewer, group=None)
+            open_folder(folder, spec=LLAMA, architecture=architecture, selection=fewer, group=None)
     other = dataclasses.replace(architecture, norm_eps=1e-6)
     with pytest.raises(CheckpointError, match="rms_norm_eps"):
-        open_folder(folder, spec=LLAMA, architecture=other, exclude=patterns, group=None)
+        open_folder(folder, spec=LLAMA, architecture=other, selection=patterns, group=None)
 
 
 def test_a_rotation_that_the_job_sets_may_differ(
@@ -573,7 +578,13 @@ def test_a_real_head_is_not_lost_to_tied_embeddings(tmp_path: Path) -> None:
     folder = theirs(tmp_path, VARIANTS["grouped"])
     tied = VARIANTS["tied"]
     with pytest.raises(CheckpointError, match=r"1 unexpected: 'output\.weight' \(lm_head"):
-        open_folder(folder, spec=LLAMA, architecture=tied, exclude=["norm.weight"], group=None)
+        open_folder(
+            folder,
+            spec=LLAMA,
+            architecture=tied,
+            selection=Selection(exclude=("norm.weight",)),
+            group=None,
+        )
 
 
 def test_an_export_is_whole_or_absent(tmp_path: Path) -> None:
@@ -583,7 +594,7 @@ def test_an_export_is_whole_or_absent(tmp_path: Path) -> None:
     step = tmp_path / "step-1"
     data = next((step / "model").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-20_000])
-    settings = HFExport(names=LLAMA.hf, architecture=model.config)
+    settings = HFExport(names=Names(LLAMA.hf, model.config))
     with pytest.raises(CheckpointError, match=r"convert .*step-1 by scripts/convert_hf.py"):
         export(step, folder, settings=settings, group=None)
     assert equal(load_file(folder / "model.safetensors"), before)
@@ -621,11 +632,11 @@ def test_a_checkpoint_of_a_part_of_a_tensor_writes_no_folder(tmp_path: Path) -> 
     metadata = dcp.FileSystemReader(step / "model").read_metadata()
     metadata.state_dict_metadata["norm.weight"].chunks[0].sizes = torch.Size([3])
     (step / "model" / ".metadata").write_bytes(pickle.dumps(metadata))
-    settings = HFExport(names=family_of(model.config).hf, architecture=model.config, dtype=None)
+    settings = HFExport(names=Names(family_of(model.config).hf, model.config))
     with pytest.raises(CheckpointError, match=r"'norm.weight' has 3 of 32 elements"):
         export(step, tmp_path / "out", settings=settings, group=None)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
 def test_all_types_that_are_written_are_read() -> None:
-    assert {(name, dtype) for dtype, name in hf_write.DTYPES.items()} <= set(DTYPES.items())
+    assert {(name, dtype) for dtype, name in write.DTYPES.items()} <= set(DTYPES.items())

@@ -6,7 +6,7 @@ import torch
 
 from tests.models.reference import TINY, VARIANTS, random_decoder, reference_of
 from torchtitan.base.errors import UserError
-from torchtitan.models.generate import generate
+from torchtitan.generate.sampling import generate
 
 PROMPT = [5, 200, 17, 17, 3]
 

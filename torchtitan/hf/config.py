@@ -18,8 +18,8 @@ import torch
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.files import Content, checked_kinds, read_json
-from torchtitan.checkpoint.hf import CONFIG
-from torchtitan.checkpoint.hf_rope import (
+from torchtitan.hf.names import CONFIG
+from torchtitan.hf.rope import (
     OUR_NAMES,
     check_number,
     rope_table,
@@ -125,7 +125,7 @@ def check_config(
     Raises:
         CheckpointError: Names all that differs, and the flavor and settings that fit, if any do.
     """
-    check_family(config, names=spec.hf)
+    check_family(config, format=spec.hf)
     stored, ours = stored_sizes(config), sizes_of(architecture)
     different = [k for k in ours if stored[k] != ours[k] and k not in seen_elsewhere]
     if not different:
@@ -205,7 +205,7 @@ def family_of(config: Content, *, models: Mapping[str, ModelSpec]) -> ModelSpec:
     architectures = config.get("architectures")
     for spec in models.values():
         if architectures == [spec.hf.architecture]:
-            check_family(config, names=spec.hf)
+            check_family(config, format=spec.hf)
             return spec
     raise CheckpointError(
         f"{config.path} must be of a model that is built here, got architectures {architectures} "
@@ -239,24 +239,24 @@ def architecture_of(config: Content, *, spec: ModelSpec) -> DecoderConfig:
     return with_rotation(replace(any_size, **counts, **others), config)
 
 
-def check_family(config: Content, *, names: HFFormat) -> None:
+def check_family(config: Content, *, format: HFFormat) -> None:
     """Refuse a model of another family, or with a feature that ours lacks.
 
     Raises:
         CheckpointError: Names each feature.
     """
-    if config.get("architectures") != [names.architecture]:
+    if config.get("architectures") != [format.architecture]:
         raise CheckpointError(
-            f"{config.path} must be of a {names.architecture}, got architectures "
+            f"{config.path} must be of a {format.architecture}, got architectures "
             f"{config.get('architectures')}; set model.name to its family if that is built, or "
             f"take another model"
         )
     rope = rope_table(config)
     said = {"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0), **config}
-    for key, value in names.each_layer.items():
+    for key, value in format.each_layer.items():
         if isinstance(said.get(key), list):  # the first that differs stands for all
             said[key] = next((kind for kind in said[key] if kind != value), value)
-    fixed = {**names.fixed, **names.each_layer}
+    fixed = {**format.fixed, **format.each_layer}
     fixed |= {"quantization_config": None, "partial_rotary_factor": 1.0}
     wrong = [k for k, value in fixed.items() if k in said and said[k] != value]
     if wrong:
@@ -270,7 +270,7 @@ def check_family(config: Content, *, names: HFFormat) -> None:
 def new_config(
     architecture: DecoderConfig,
     *,
-    names: HFFormat,
+    format: HFFormat,
     dtype: torch.dtype,
     carried: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -281,9 +281,9 @@ def new_config(
         # transformers 4.53 stretches by its quotient with the original, and passes the factor over
         context["max_position_embeddings"] = int(scaling.factor * scaling.original_max_position)
     return {
-        "architectures": [names.architecture],
-        "model_type": names.model_type,
-        **{key: value for key, value in names.fixed.items() if value is not None},
+        "architectures": [format.architecture],
+        "model_type": format.model_type,
+        **{key: value for key, value in format.fixed.items() if value is not None},
         **sizes_of(architecture),
         **carried,
         **context,

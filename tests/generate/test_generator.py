@@ -11,10 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.models.own_family import load_family, write_family
 from tests.models.reference import VARIANTS, random_decoder, reference_of
-from torchtitan.assemble.writer import Writer, open_writer
-from torchtitan.base.errors import CheckpointError, DataError
-from torchtitan.models.generate import generate
+from torchtitan.assemble.generator import open_generator
+from torchtitan.base.errors import CheckpointError, ConfigError, DataError
+from torchtitan.checkpoint.source import Step
+from torchtitan.generate.generator import Generator, Pretrained, build_generator
+from torchtitan.generate.sampling import generate
 
 PROMPTS = [[5, 200, 17, 17, 3], [7], list(range(1, 31))]
 
@@ -26,8 +29,8 @@ def folder_of(path: Path, variant: str, dtype: torch.dtype = torch.float32) -> P
     return path
 
 
-def opened(folder: Path, **options: Any) -> Writer:
-    return open_writer(folder, device=torch.device("cpu"), tokenizer="byte", **options)
+def opened(folder: Path, **options: Any) -> Generator:
+    return open_generator(folder, device=torch.device("cpu"), tokenizer="byte", **options)
 
 
 def their_text(folder: Path, prompt: list[int], length: int = 20) -> list[int]:
@@ -83,13 +86,17 @@ def test_text_ends_where_transformers_ends_it(tmp_path: Path) -> None:
             generation.unlink()
             ours = {"eos_token_id": stops}
         config.write_text(json.dumps({**said, **ours}))
-        writer = opened(folder)
+        generator = opened(folder)
         [new] = generate(
-            writer.model, PROMPTS[:1], max_new_tokens=20, temperature=0, stop_ids=writer.stop_ids
+            generator.model,
+            PROMPTS[:1],
+            max_new_tokens=20,
+            temperature=0,
+            stop_ids=generator.stop_ids,
         )
         assert new == their_text(folder, PROMPTS[0])
         assert new[-1] == stops[0]
-        assert writer.stop_ids >= {257}  # the tokenizer's own
+        assert generator.stop_ids >= {257}  # the tokenizer's own
 
 
 @pytest.mark.parametrize(
@@ -131,7 +138,30 @@ def test_a_folder_without_weights_says_what_it_lacks(tmp_path: Path) -> None:
         opened(folder)
 
 
-def test_low_rank_factors_alone_are_no_model(tmp_path: Path) -> None:
+def test_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="which holds low-rank factors without the model"):
+    with pytest.raises(CheckpointError, match="holds a LoRA adapter without the model"):
         opened(tmp_path)
+
+
+def test_a_model_without_a_cache_generates_no_text(tmp_path: Path) -> None:
+    family: Any = load_family(write_family(tmp_path))
+    found = Pretrained(
+        spec=family.SPEC,
+        model=family.SPEC.build_meta(family.SIZES),
+        weights=Step(path=tmp_path, group=None),
+        dtype="float32",
+        tokenizer="byte",
+        chat_template=None,
+        stop_ids=frozenset(),
+    )
+    with pytest.raises(ConfigError, match="forward of parallel has no argument `cache`"):
+        build_generator(
+            found,
+            device=torch.device("cpu"),
+            mesh=None,
+            tokenizer="byte",
+            chats=False,
+            chat_template=None,
+            dtype=None,
+        )

@@ -11,8 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.data.chats import CHATML, write_tokenizer
-from torchtitan.assemble.hf import describe_export, warn_of_other_tokenizer
+from torchtitan.assemble.hf import describe_export
 from torchtitan.config.load import load_config
+from torchtitan.hf.beside import warn_of_other_tokenizer
 
 
 @pytest.mark.parametrize("has_own_file", [False, True])
@@ -62,5 +63,5 @@ def test_another_tokenizer_than_the_one_beside_the_weights_is_warned_of(
     for folder, path, warns in cases:
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            warn_of_other_tokenizer(load_config([f"--model.tokenizer_path={path}"]), origin=folder)
+            warn_of_other_tokenizer(str(path), origin=folder)
         assert ("is not the tokenizer of this job" in caplog.text) == warns

@@ -18,13 +18,14 @@ from tests.distributed import jobs
 from tests.distributed.hf_jobs import start_again
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import VARIANTS, random_decoder, reference_of
-from torchtitan.assemble.writer import open_writer
+from torchtitan.assemble.generator import open_generator
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.hf_lora import Factors
-from torchtitan.checkpoint.hf_write import HFExport, export
+from torchtitan.hf.names import Names
+from torchtitan.hf.write import HFExport, export
+from torchtitan.lora.export import LoRAExport
+from torchtitan.lora.layer import apply_lora, is_adapter
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
-from torchtitan.models.lora import apply_lora, is_factor
 from torchtitan.models.spec import ModelSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -43,7 +44,7 @@ def adapted(variant: str) -> Decoder:
     apply_lora(model, rank=3, alpha=6.0, patterns=ALL)
     torch.manual_seed(0)
     for name, p in model.named_parameters():
-        if is_factor(name):
+        if is_adapter(name):
             torch.nn.init.normal_(p, std=0.1)
     return model
 
@@ -52,9 +53,8 @@ def exported(variant: str, model: Decoder, folder: Path, *, alone: bool, **more:
     writer = dcp.FileSystemWriter(folder / "step-1" / "model")
     dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
     settings = HFExport(
-        names=family(variant).hf,
-        architecture=model.config,
-        factors=Factors(rank=3, alpha=6.0, alone=alone, base="base"),
+        names=Names(family(variant).hf, model.config),
+        adapter=LoRAExport(rank=3, alpha=6.0, alone=alone, base="base"),
         **more,
     )
     export(folder / "step-1", folder / "out", settings=settings, group=None)
@@ -129,7 +129,7 @@ def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> Non
         checkpoint / "export" / "step-4", attn_implementation="eager"
     )
     # as scripts/generate.py does
-    ours = open_writer(checkpoint / "step-4", device=torch.device("cpu")).model
+    ours = open_generator(checkpoint / "step-4", device=torch.device("cpu")).model
     with torch.no_grad():
         found, expected = theirs(TOKENS).logits, ours(TOKENS)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -172,7 +172,7 @@ def test_weights_of_a_checkpoint_without_factors(ranks: RankPool, tmp_path: Path
     job += ["--training.steps=1"]
     [tuned, *_] = ranks.run(jobs.train, job, world=2)
     for name, weight in tuned.initial.items():
-        assert is_factor(name) or torch.equal(weight, base.final[name]), name
+        assert is_adapter(name) or torch.equal(weight, base.final[name]), name
     # what its job wanted alone can still be added to the weights
     to_hf(tmp_path / "tuned", tmp_path / "merged", lora="merged")
     theirs = LlamaForCausalLM.from_pretrained(tmp_path / "merged").model.layers[0].self_attn
@@ -181,7 +181,7 @@ def test_weights_of_a_checkpoint_without_factors(ranks: RankPool, tmp_path: Path
     assert not torch.equal(theirs.v_proj.weight, wv)
     names = [path.name for path in (tmp_path / "merged").iterdir()]
     assert not any(name.startswith("adapter") for name in names)
-    with pytest.raises(CheckpointError, match="holds no low-rank factors: remove --lora"):
+    with pytest.raises(CheckpointError, match="holds no LoRA adapter: remove --lora"):
         to_hf(tmp_path / "run", tmp_path / "none", lora="adapter")
     export = tmp_path / "tuned" / "checkpoint" / "export" / "step-1"
     made = (export / "adapter_config.json").stat().st_mtime_ns

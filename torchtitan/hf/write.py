@@ -1,12 +1,12 @@
-"""A Hugging Face folder made from a checkpoint, by all ranks together.
+"""Writes a Hugging Face folder from a checkpoint, by all ranks together.
 
-The checkpoint on disk is the source, not the ranks' memory: the weights are whole there whatever
-the layout, so nothing is gathered, no GPU has to hold a full tensor, and the same code converts a
-checkpoint long after its run. Each file of the folder is written by one rank, tensor by tensor,
-from the front to the back, so that a rank holds one tensor at a time. The price is reading the
-weights once more, which a run pays at its end.
+The source is the checkpoint on disk, not the ranks' memory: the weights are whole there in any
+layout, so nothing is gathered, no GPU has to hold a full tensor, and the same code converts a
+checkpoint long after its run. Each file of the folder is written by one rank from front to back, so
+that a rank holds one tensor at a time. The price: a run reads its weights once more at its end.
 
-The folder is there whole or not at all: it is written beside, and renamed when every rank is done.
+The folder is there whole or not at all: it is written under another name, and renamed when every
+rank is done.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import logging
 import math
 import shutil
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,29 +31,11 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import HashingFile, write_json
 from torchtitan.checkpoint.folders import commit, draft_of
-from torchtitan.checkpoint.hf import (
-    ADAPTER_CONFIG,
-    CONFIG,
-    INDEX,
-    WEIGHTS,
-    find_misnamed,
-    head_dim_of_rows,
-    their_name,
-    to_their_rows,
-)
-from torchtitan.checkpoint.hf_config import new_config
-from torchtitan.checkpoint.hf_lora import (
-    ADAPTER_WEIGHTS,
-    Factors,
-    adapter_config,
-    factor_name,
-    factors_of,
-    weight_beside,
-)
 from torchtitan.checkpoint.metadata import TensorReader
 from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank
-from torchtitan.models.lora import is_factor, merged
-from torchtitan.models.spec import DecoderConfig, HFFormat
+from torchtitan.checkpoint.rows import to_their_rows
+from torchtitan.hf.config import new_config
+from torchtitan.hf.names import CONFIG, INDEX, WEIGHTS, Names
 
 logger = logging.getLogger(__name__)
 MAX_FILE_BYTES = 5_000_000_000
@@ -61,22 +43,59 @@ DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _MAX_HEADER_BYTES = 100_000_000  # readers refuse longer ones
 
 
+class Adapter(Protocol):
+    """Tensors of a checkpoint that are no weights of the model but change some, as LoRA's."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether the folder holds only the adapter; else it is merged into the weights."""
+
+    @property
+    def weights_file(self) -> str:
+        """The file of an adapter alone."""
+
+    def owns(self, name: str) -> bool:
+        """Tell whether a tensor of the checkpoint is the adapter's."""
+
+    def parts_of(self, weight: str) -> Sequence[str]:
+        """Return the names of the adapter's tensors that would change a weight."""
+
+    def merge(self, weight: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Return a weight as its parts change it."""
+
+    def rows_of(self, name: str) -> str | None:
+        """Return the weight whose order of rows a tensor of the adapter has; None: it has none."""
+
+    def their_name(self, name: str, *, theirs: Callable[[str], str]) -> str:
+        """Return what the files call a tensor of the adapter; `theirs` translates a weight."""
+
+    def config(self, names: Sequence[str], *, num_layers: int) -> tuple[str, dict[str, Any]]:
+        """Return name and content of the file that describes an adapter of these tensors."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HFExport:
-    """How a model goes into a folder of Hugging Face."""
+    """What a folder holds, beside the weights of the checkpoint."""
 
-    names: HFFormat
-    architecture: DecoderConfig
+    names: Names
     dtype: torch.dtype | None = None
     """Type of the weights; None: as they are stored."""
     carried: Mapping[str, Any] = field(default_factory=dict)
-    """What config.json says beside the sizes."""
+    """Keys of config.json beside the sizes."""
     files: Mapping[str, Path] = field(default_factory=dict)
-    """Files to copy into the folder, as those of the tokenizer, by their names there."""
+    """Files to copy into the folder, by their names there: the tokenizer and what belongs to it."""
     max_file_bytes: int = MAX_FILE_BYTES
     """Weights in one file at most; a tensor that is larger has a file of its own."""
-    factors: Factors | None = None
-    """What becomes of low-rank factors; None: there are none."""
+    adapter: Adapter | None = None
+
+    @property
+    def adapter_alone(self) -> bool:
+        """Whether only the adapter is written."""
+        return self.adapter is not None and self.adapter.alone
+
+    def is_adapters(self, name: str) -> bool:
+        """Tell whether a tensor of the checkpoint is the adapter's."""
+        return self.adapter is not None and self.adapter.owns(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,15 +167,12 @@ def check_names(checkpoint: Path, stored: Collection[str], *, settings: HFExport
     Raises:
         CheckpointError: Says which it would not hold, or lack.
     """
-    misnamed = find_misnamed(
-        [name for name in stored if not is_factor(name)],
-        names=settings.names,
-        num_layers=settings.architecture.num_layers,
-        tied=settings.architecture.tie_embeddings,
-    )
+    names = settings.names
+    weights = [name for name in stored if not settings.is_adapters(name)]
+    misnamed = names.find_misnamed(weights)
     if misnamed is not None:
         raise CheckpointError(
-            f"{checkpoint} must hold the parameters that a {settings.names.architecture} has, no "
+            f"{checkpoint} must hold the parameters that a {names.format.architecture} has, no "
             f"folder was written: {misnamed}; export it as the model that it is of, or give that "
             f"model's ModelSpec its names (hf)"
         )
@@ -166,17 +182,15 @@ def plan_files(reader: TensorReader, *, settings: HFExport) -> list[list[Planned
     """Return the tensors of each file, in the order of the model."""
     files: list[list[Planned]] = [[]]
     size = 0
-    alone = settings.factors is not None and settings.factors.alone
-    limit = math.inf if alone else settings.max_file_bytes  # PEFT reads one file
+    limit = math.inf if settings.adapter_alone else settings.max_file_bytes  # PEFT reads one file
     stored = reader.read_metadata().state_dict_metadata
     for ours, entry in sorted(stored.items(), key=lambda item: _in_order(item[0])):
         assert storage.is_tensor(entry), f"{ours} is no parameter"
-        if settings.factors is not None and is_factor(ours) != settings.factors.alone:
+        if settings.is_adapters(ours) != settings.adapter_alone:
             continue
-        named = factor_name if is_factor(ours) else their_name
         tensor = Planned(
             ours=ours,
-            name=named(ours, names=settings.names),
+            name=_their_name(ours, settings=settings),
             shape=tuple(entry.size),
             dtype=settings.dtype or entry.properties.dtype,
         )
@@ -188,6 +202,12 @@ def plan_files(reader: TensorReader, *, settings: HFExport) -> list[list[Planned
     return files
 
 
+def _their_name(ours: str, *, settings: HFExport) -> str:
+    if settings.adapter is not None and settings.adapter.owns(ours):
+        return settings.adapter.their_name(ours, theirs=settings.names.theirs)
+    return settings.names.theirs(ours)
+
+
 def _in_order(name: str) -> list[tuple[int, str]]:
     """Sort layer 10 behind layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
@@ -195,8 +215,8 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 
 def file_name(number: int, *, num_files: int, settings: HFExport) -> str:
     """Return the name of a file of weights, as transformers counts them."""
-    if settings.factors is not None and settings.factors.alone:
-        return ADAPTER_WEIGHTS
+    if settings.adapter is not None and settings.adapter.alone:
+        return settings.adapter.weights_file
     return WEIGHTS if num_files == 1 else f"model-{number + 1:05}-of-{num_files:05}.safetensors"
 
 
@@ -226,27 +246,24 @@ def _write_file(
 def _read(tensor: Planned, *, reader: TensorReader, settings: HFExport) -> Tensor:
     """Return a whole tensor in their order of rows, in its new type."""
     stored = reader.read_metadata().state_dict_metadata
-    parts = [tensor.ours]
-    if settings.factors is not None and not is_factor(tensor.ours):
-        parts += [name for name in factors_of(tensor.ours) if name in stored]
+    adapter, parts = settings.adapter, [tensor.ours]
+    if adapter is not None and not adapter.owns(tensor.ours):
+        parts += [name for name in adapter.parts_of(tensor.ours) if name in stored]
     weights = {name: _empty_like(stored[name]) for name in parts}
     try:
         with warnings.catch_warnings():
-            # one process is what is meant here
+            # this process alone is meant
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(weights, storage_reader=reader, no_dist=True)
     except CheckpointException as error:  # no Exception: other ranks would not hear of it
         raise CheckpointError(storage.reasons(error)) from error
-    weight, *factors = weights.values()
-    if factors:
-        assert settings.factors is not None
-        weight = merged(weight, *factors, scale=settings.factors.scale)
-    rows_of = weight_beside(tensor.ours)
-    head_dim = None
-    if rows_of is not None:
-        head_dim = head_dim_of_rows(
-            rows_of, names=settings.names, architecture=settings.architecture
-        )
+    weight, *changes = weights.values()
+    if adapter is not None and changes:
+        weight = adapter.merge(weight, changes)
+    rows_of: str | None = tensor.ours
+    if adapter is not None and adapter.owns(tensor.ours):
+        rows_of = adapter.rows_of(tensor.ours)
+    head_dim = None if rows_of is None else settings.names.head_dim(rows_of)
     return to_their_rows(weight.to(tensor.dtype), head_dim=head_dim)
 
 
@@ -259,7 +276,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _complete(target: Path, plan: Sequence[Sequence[Planned]], *, settings: HFExport) -> None:
-    """Write what is no weights, and give the folder its name."""
+    """Write index, config and the copied files, and give the folder its name."""
     draft = draft_of(target)
     tensors = [tensor for file in plan for tensor in file]
     if len(plan) > 1:
@@ -270,20 +287,19 @@ def _complete(target: Path, plan: Sequence[Sequence[Planned]], *, settings: HFEx
         }
         size = sum(tensor.num_bytes for tensor in tensors)
         write_json(draft / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
-    if settings.factors is not None and settings.factors.alone:
+    architecture, adapter = settings.names.architecture, settings.adapter
+    if adapter is not None and adapter.alone:
         names = [tensor.name for tensor in tensors]
-        config = adapter_config(
-            settings.factors, names, num_layers=settings.architecture.num_layers
-        )
-        write_json(draft / ADAPTER_CONFIG, config)
+        about, content = adapter.config(names, num_layers=architecture.num_layers)
     else:
-        config = new_config(
-            settings.architecture,
-            names=settings.names,
+        about = CONFIG
+        content = new_config(
+            architecture,
+            format=settings.names.format,
             dtype=tensors[0].dtype,
             carried=settings.carried,
         )
-        write_json(draft / CONFIG, config)
+    write_json(draft / about, content)
     for name, source in settings.files.items():
         with HashingFile(draft / name) as file:  # on disk when it is closed
             file.write(source.read_bytes())

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from tests.models.reference import VARIANTS, random_decoder, reference_of
 from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.checkpoint.hf import their_name
-from torchtitan.checkpoint.hf_read import read_weights
-from torchtitan.checkpoint.pt_file import map_file, open_file
 from torchtitan.config.load import load_config
+from torchtitan.hf.file import map_file, open_file
+from torchtitan.hf.names import Names
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.spec import DecoderConfig
@@ -27,7 +26,7 @@ GROUPED = VARIANTS["grouped"]
 def read(file: Path, config: DecoderConfig = GROUPED) -> dict[str, Tensor]:
     model = Decoder(config)
     found = open_file(file, spec=MODELS["llama3"], architecture=config, group=None)
-    read_weights(found, into={n: p.detach() for n, p in model.named_parameters()}, group=None)
+    found.read({n: p.detach() for n, p in model.named_parameters()})
     return dict(model.state_dict())
 
 
@@ -55,13 +54,13 @@ def test_the_order_of_rows_is_never_guessed(tmp_path: Path) -> None:
     model, file = random_decoder(config), tmp_path / "model.pt"
     ours = dict(model.state_dict())
     theirs = dict(reference_of(model).state_dict())
-    names = {their_name(name, names=MODELS["qwen3"].hf): name for name in ours}
+    names = {Names(MODELS["qwen3"].hf, config).theirs(name): name for name in ours}
     settings: dict[str, Any] = {"spec": MODELS["qwen3"], "architecture": config, "group": None}
     in_halves = {names[name]: tensor for name, tensor in theirs.items()}
     for rope, content in (("interleaved", ours), ("halves", in_halves), ("auto", theirs)):
         torch.save(content, file)
         into = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-        read_weights(open_file(file, rope=rope, **settings), into=into, group=None)
+        open_file(file, rope=rope, **settings).read(into)
         assert all(torch.equal(into[name], ours[name]) for name in ours), rope
     with pytest.raises(CheckpointError, match="initial_load_rope is for weights by this library's"):
         open_file(file, rope="interleaved", **settings)

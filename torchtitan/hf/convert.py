@@ -1,7 +1,7 @@
-"""A folder of Hugging Face made into a checkpoint of weights, outside of any run.
+"""Converts a Hugging Face folder to a DCP folder of weights, outside of any run.
 
-A run reads such folders by itself (`hf_read.py`). This is for other tools that read PyTorch's DCP
-format, and for reading one again and again where the original is slow to reach.
+A run reads such folders directly (`read.py`). This is for other tools that read PyTorch's DCP
+format, and for reading a folder again and again when the original is slow to reach.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.files import write_json
 from torchtitan.checkpoint.folders import commit, draft_of
-from torchtitan.checkpoint.hf_config import (
+from torchtitan.checkpoint.state import MODEL_STATE
+from torchtitan.checkpoint.storage import STATE
+from torchtitan.hf.config import (
     ROTATION,
     family_of,
     fitting_flavors,
@@ -25,10 +27,7 @@ from torchtitan.checkpoint.hf_config import (
     rotation_settings,
     with_rotation,
 )
-from torchtitan.checkpoint.hf_folder import open_folder
-from torchtitan.checkpoint.hf_read import read_weights
-from torchtitan.checkpoint.state import MODEL_STATE
-from torchtitan.checkpoint.storage import STATE
+from torchtitan.hf.folder import open_folder
 from torchtitan.models.spec import DecoderConfig, ModelSpec
 
 
@@ -72,12 +71,10 @@ def to_dcp(
         CheckpointError: The folder is damaged, or of no model in `models`.
     """
     found = find_flavor(folder, models=models)
-    hf = open_folder(folder, spec=found.spec, architecture=found.architecture, group=None)
-    with torch.device("meta"):
-        model = found.spec.build(found.architecture).to(dtype)
-    model.to_empty(device="cpu")
+    source = open_folder(folder, spec=found.spec, architecture=found.architecture, group=None)
+    model = found.spec.build_meta(found.architecture).to(dtype).to_empty(device="cpu")
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    read_weights(hf, into=weights, group=None)
+    source.read(weights)
     draft = draft_of(target)
     if draft.exists():  # of a process that died
         shutil.rmtree(draft)

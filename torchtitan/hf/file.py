@@ -1,18 +1,20 @@
-"""A single file of weights, as torch.save writes it: of this library's names, or Hugging Face's.
+"""Opens a single file of weights, as torch.save writes it, by our names or Hugging Face's.
 
-Such a file is a pickle, and is read as plain data alone: one that names anything but tensors and
-containers is refused before it runs. Its tensors are mapped, so that each rank reads the pieces of
-its own shards and nothing else. What it lacks are the sizes that no shape shows, as the base of the
-rotation: those are taken from model.flavor unseen.
+Such a file is a pickle, and is read as plain data: a file that names anything but tensors and
+containers is refused before it runs. Its tensors are mapped, so that each rank reads only the
+pieces of its own shards. Sizes that no shape shows, as the base of the rotation, are not in such a
+file: they are those of model.flavor.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,18 +22,12 @@ from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.files import check_is_file
-from torchtitan.checkpoint.hf import head_dim_of_rows, our_name
-from torchtitan.checkpoint.hf_folder import (
-    DTYPES,
-    EMBEDDING,
-    NO_WEIGHT,
-    OUTPUT,
-    HFFolder,
-    StoredTensor,
-    check_match,
-    with_more_rows,
-)
 from torchtitan.checkpoint.ranks import on_first_rank, reason
+from torchtitan.checkpoint.source import ALL, Selection
+from torchtitan.checkpoint.state import EMBEDDING, OUTPUT
+from torchtitan.hf.folder import NO_WEIGHT
+from torchtitan.hf.names import Names
+from torchtitan.hf.read import DTYPES, HFWeights, StoredTensor, check_fit
 from torchtitan.models.spec import DecoderConfig, ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -46,24 +42,25 @@ def open_file(
     *,
     spec: ModelSpec,
     architecture: DecoderConfig,
-    exclude: Collection[str] = (),
-    grows_vocab: bool = False,
+    selection: Selection = ALL,
     rope: Literal["auto", "interleaved", "halves"] = "auto",
     group: dist.ProcessGroup | None,
-) -> HFFolder:
+) -> HFWeights:
     """Compare a file's names and shapes with the model's on rank 0, and tell all ranks.
 
-    `rope` is how the rows of wq and wk lie where the names are ours.
+    `rope` is the order of the rows of wq and wk where the names are ours.
 
     Raises:
         CheckpointError: The file is missing, damaged or refused, or is of another model.
     """
 
-    def survey() -> HFFolder:
+    names = Names(spec.hf, architecture)
+
+    def survey() -> dict[str, StoredTensor]:
         tensors = map_file(path)
         found: dict[str, StoredTensor] = {}
         for name, tensor in tensors.items():
-            translated = our_name(name, names=spec.hf)
+            translated = names.ours(name)
             # a name that both have is ours
             theirs = translated is not None and name != translated
             ours = translated if translated is not None else name
@@ -72,11 +69,10 @@ def open_file(
                     f"{path} must hold each parameter once, got '{ours}' as '{found[ours].name}' "
                     f"and as '{name}'; save it by one kind of names alone"
                 )
-            rotary = head_dim_of_rows(ours, names=spec.hf, architecture=architecture)
+            rotary = names.head_dim(ours)
             if rotary is not None:
                 _check_order(path, name, rope=rope, theirs=theirs, spec=spec)
             found[ours] = StoredTensor(
-                file="",
                 name=name,
                 shape=tuple(tensor.shape),
                 dtype=_NAMES.get(tensor.dtype, str(tensor.dtype)),
@@ -86,14 +82,33 @@ def open_file(
             head, embedding = (tensors[found[n].name] for n in (OUTPUT, EMBEDDING))
             if torch.equal(head, embedding):
                 del found[OUTPUT]  # saved twice, as a model of Hugging Face says its own names
-        with torch.device("meta"):
-            wanted = {n: tuple(p.shape) for n, p in spec.build(architecture).named_parameters()}
-        compared = {**found, **(with_more_rows(path, found, wanted) if grows_vocab else {})}
-        check_match(path, compared, wanted, names=spec.hf, exclude=exclude)
-        logger.info("%s says no sizes but shapes: the others are those of model.flavor", path)
-        return HFFolder(path=path, tensors=found)
+        check_fit(path, found, spec=spec, architecture=architecture, selection=selection)
+        logger.info("%s has no sizes but shapes: the others are those of model.flavor", path)
+        return found
 
-    return on_first_rank(survey, group=group)
+    return HFWeights(
+        path=path,
+        tensors=on_first_rank(survey, group=group),
+        selection=selection,
+        group=group,
+        open_tensor=_Mapped(path).open,
+    )
+
+
+class _Mapped:
+    """A file that is mapped when its first tensor is read: DCP tells all ranks of an error then."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        return map_file(self._path)
+
+    @contextmanager
+    def open(self, path: Path, stored: StoredTensor) -> Iterator[Any]:
+        """Open a tensor."""
+        yield self._tensors[stored.name]
 
 
 def _check_order(path: Path, name: str, *, rope: str, theirs: bool, spec: ModelSpec) -> None:

@@ -1,0 +1,60 @@
+"""What a run starts from, as far as no ranks are needed."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.checkpoint.source import Selection, find_step
+from torchtitan.checkpoint.start import COMES_TO, Intention, Whose
+from torchtitan.config.load import load_config, to_toml
+from torchtitan.config.trajectory import Job
+
+
+def test_every_case_is_decided() -> None:
+    assert set(COMES_TO) == set(product(get_args(Whose), get_args(Intention)))
+    assert {COMES_TO["same job", asked] for asked in get_args(Intention)} == {"recover"}
+
+
+def test_a_selection_leaves_out_patterns_and_what_the_source_has_none_of() -> None:
+    into = {name: torch.zeros(1) for name in ("a.weight", "a.lora_a", "b.weight", "b.lora_a")}
+    adapter = Selection(exclude=("b.*",), optional=lambda name: name.endswith("lora_a"))
+    assert list(adapter.wanted(into, names=lambda: ["a.weight"])) == ["a.weight"]
+    some = adapter.wanted(into, names=lambda: ["a.weight", "b.lora_a"])
+    assert list(some) == ["a.weight", "a.lora_a"]
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        (".", "holds runs; name one of them: "),
+        ("run", "holds no whole checkpoint"),
+        ("run/file", "is a file: name its folder"),
+        ("nowhere", "does not exist"),
+    ],
+)
+def test_what_is_found_instead_of_a_step_is_said(path: str, found: str, tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "run" / "file").touch()
+    with pytest.raises(CheckpointError, match=found):
+        find_step(tmp_path / path, subfolder="checkpoint", verify=True, group=None)
+    with pytest.raises(CheckpointError, match="load_step 3 is not in"):
+        find_step(tmp_path / path, subfolder="checkpoint", load_step=3, verify=True, group=None)
+
+
+def test_settings_that_were_stored_with_load_only_still_load() -> None:
+    toml = to_toml(load_config([]))
+    assert "load_only" not in toml
+    for value in ("false", "true"):
+        stored = toml.replace("[checkpoint]\n", f"[checkpoint]\nload_only = {value}\n")
+        assert stored != toml
+        if value == "false":
+            assert Job.stored(stored).config == Job.stored(toml).config
+        else:
+            with pytest.raises(ConfigError, match=r"load_only.*another job\.dump_folder"):
+                Job.stored(stored)

@@ -1,0 +1,100 @@
+"""A model that generates text: from a step of a run, or from a Hugging Face folder of any size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.assemble.layout import find_model
+from torchtitan.assemble.sources import find_run_step, read_settings
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.source import Step
+from torchtitan.generate.generator import DTYPES, Generator, Pretrained, build_generator
+from torchtitan.hf.beside import end_tokens, stop_ids, tokenizer_file
+from torchtitan.hf.config import architecture_of, family_of, read_config
+from torchtitan.hf.folder import open_folder
+from torchtitan.hf.names import CONFIG
+from torchtitan.lora.layer import apply_lora
+from torchtitan.models.families import MODELS
+
+
+def open_generator(
+    path: Path,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+    verify: bool = True,
+    tokenizer: str | None = None,
+    chats: bool = False,
+    chat_template: str | None = None,
+    dtype: str | None = None,
+) -> Generator:
+    """Build the model that a folder holds, with its weights, split over the ranks of `mesh`.
+
+    Tokenizer, template and type of the weights are the folder's where they are not given; without
+    `chats` a template is not looked for.
+
+    Raises:
+        UserError: The folder is damaged or holds no model, its tokenizer is not there, or the model
+            cannot be split over so many ranks.
+    """
+    group = None if mesh is None else mesh.get_group()
+    # a folder of neither kind says so itself
+    is_theirs = (path / CONFIG).is_file()
+    found = _of_hugging_face(path, group) if is_theirs else _of_run(path, group, verify=verify)
+    tokenizer = tokenizer or found.tokenizer
+    if (file := tokenizer_file(tokenizer)) is not None:
+        found = replace(found, stop_ids=found.stop_ids | stop_ids(file.parent))
+    return build_generator(
+        found,
+        device=device,
+        mesh=mesh,
+        tokenizer=tokenizer,
+        chats=chats,
+        chat_template=chat_template,
+        dtype=dtype,
+    )
+
+
+def _of_run(path: Path, group: dist.ProcessGroup | None, *, verify: bool) -> Pretrained:
+    step = find_run_step(path, verify=verify, group=group)
+    config = read_settings(step)
+    spec, architecture = find_model(config.model)
+    model, lora = spec.build_meta(architecture), config.lora
+    if lora.rank:
+        apply_lora(model, rank=lora.rank, alpha=lora.alpha, patterns=lora.modules)
+    return Pretrained(
+        spec=spec,
+        model=model,
+        weights=Step(path=step, group=group),
+        dtype=config.training.dtype,
+        tokenizer=config.model.tokenizer_path,
+        chat_template=config.training.chat_template,
+        stop_ids=frozenset(),
+    )
+
+
+def _of_hugging_face(path: Path, group: dist.ProcessGroup | None) -> Pretrained:
+    config = read_config(path)
+    spec = family_of(config, models=MODELS)
+    architecture = architecture_of(config, spec=spec)
+    dtype = config.get("dtype", config.get("torch_dtype", "float32"))
+    weights = open_folder(path, spec=spec, architecture=architecture, group=group)
+    if dtype not in DTYPES:
+        raise CheckpointError(
+            f"{config.path}: the type of the weights must be one of {', '.join(DTYPES)}, got "
+            f"{dtype!r}; take a model in one of these"
+        )
+    return Pretrained(
+        spec=spec,
+        model=spec.build_meta(architecture),
+        weights=weights,
+        dtype=dtype,
+        tokenizer=str(path),
+        chat_template=None,
+        stop_ids=stop_ids(path) or end_tokens(config),
+    )

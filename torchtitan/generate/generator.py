@@ -1,0 +1,131 @@
+"""A trained model that generates text, whole on one device or split over ranks.
+
+Tensor parallelism is the layout in which all ranks work on one token. The residual stream is
+copied, not split along the sequence, which is one token long. Each rank reads its own part of the
+matrices and nothing else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.checkpoint.source import WeightSource
+from torchtitan.data.chat import ChatTemplate
+from torchtitan.data.chat_files import find_template
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
+from torchtitan.models.contract import LanguageModel
+from torchtitan.models.spec import ModelSpec
+from torchtitan.optim.loss import build_loss
+from torchtitan.parallel.tensor import apply_tensor_parallel, find_misfit, find_unplanned
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generator:
+    """A model, and what turns its tokens into text."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    """Of its chats; None: it has none, or none was asked for."""
+    stop_ids: frozenset[int]
+    """Tokens that end a text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """A model on disk, and what its folder says of it."""
+
+    spec: ModelSpec
+    model: LanguageModel
+    """Without memory for its parameters, which `weights` holds."""
+    weights: WeightSource
+    dtype: str
+    """As the weights are stored."""
+    tokenizer: str
+    """The tokenizer's path."""
+    chat_template: str | None
+    """The file that its job named."""
+    stop_ids: frozenset[int]
+    """Tokens that end a text."""
+
+
+def build_generator(
+    found: Pretrained,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    tokenizer: str,
+    chats: bool,
+    chat_template: str | None,
+    dtype: str | None,
+) -> Generator:
+    """Build the model with its weights, split over the ranks of `mesh`.
+
+    `tokenizer` is the path to use; without `chats` no chat template is looked for. `dtype`: to
+    compute in, None: as the weights are stored.
+
+    Raises:
+        UserError: The tokenizer is not there, or does not fit, or the model cannot be split over so
+            many ranks.
+    """
+    ids = _find_tokenizer(tokenizer)
+    check_vocabulary(ids, model_vocab_size=found.model.config.vocab_size)
+    template = None
+    if chats:
+        setting = chat_template or found.chat_template
+        template = find_template(setting, tokenizer=ids, tokenizer_path=tokenizer)
+    model = _split(found, mesh=mesh).to_empty(device=device)
+    with warnings.catch_warnings():
+        # one process may be what is meant here
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        found.weights.read(dict(model.named_parameters()))
+    return Generator(
+        model=model.to(getattr(torch, dtype or found.dtype)),
+        tokenizer=ids,
+        template=template,
+        stop_ids=found.stop_ids | {ids.eos_id},
+    )
+
+
+def _find_tokenizer(path: str) -> Tokenizer:
+    try:
+        return build_tokenizer(path)
+    except DataError as error:
+        raise DataError(f"{error}; name the tokenizer of these weights by --tokenizer") from error
+
+
+def _split(found: Pretrained, *, mesh: DeviceMesh | None) -> LanguageModel:
+    """Split the model over the ranks of a mesh, in place."""
+    model, spec = found.model.to(getattr(torch, found.dtype)), found.spec
+    if "cache" not in inspect.signature(model.forward).parameters:
+        raise ConfigError(
+            f"to generate text a model must take a cache of keys and values, and the forward of "
+            f"{spec.name} has no argument `cache`; docs/models.md says what it is"
+        )
+    if mesh is None:
+        return model
+    if unplanned := find_unplanned(model, plan=spec.tensor_plan):
+        raise ConfigError(f"the number of ranks must be 1, got {mesh.size()}: {unplanned}")
+    if misfit := find_misfit(model.config, tp=mesh.size()):
+        raise ConfigError(
+            f"the number of ranks must divide the model's heads, feed-forward width and "
+            f"vocabulary, got {misfit}; start as many ranks with torchrun"
+        )
+    assert model.output is not None
+    model.output.loss = build_loss(None)  # never called, but it is split with the head
+    apply_tensor_parallel(
+        model,
+        mesh=mesh,
+        plan=spec.tensor_plan,
+        sequence_parallel=False,
+        loss_parallel=False,
+    )
+    return model

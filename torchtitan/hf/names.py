@@ -1,0 +1,77 @@
+"""The same weights under two names: our parameters, and the tensors of Hugging Face's files.
+
+Two things differ, and the model's spec describes both (`HFFormat`): the names, and for some
+parameters the order of rows (`checkpoint/rows.py`). Nothing else in the library reads these tables.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torchtitan.models.spec import DecoderConfig, HFFormat
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Names:
+    """Translates the names of one model.
+
+    Assumes that each parameter is exactly one tensor in the files, of the same shape, and the
+    reverse. A mixture of experts breaks this: its files have a tensor per expert where we have one
+    for all of them. Then this class, and the reading and writing by its names, has to change.
+    """
+
+    format: HFFormat
+    architecture: DecoderConfig
+
+    def theirs(self, ours: str) -> str:
+        """Return the tensor that holds a parameter."""
+        theirs = _translated(ours, self.format.names)
+        assert theirs is not None, f"{self.format.architecture} has no name for {ours}"
+        return theirs
+
+    def ours(self, theirs: str) -> str | None:
+        """Return the parameter that a tensor holds; None: we have no such parameter."""
+        return _translated(theirs, {value: key for key, value in self.format.names.items()})
+
+    def head_dim(self, ours: str) -> int | None:
+        """Return the width of the heads whose rows lie in halves; None: they lie as ours."""
+        return self.architecture.head_dim if _starred(ours) in self.format.rotary else None
+
+    def find_misnamed(self, ours: Collection[str]) -> str | None:
+        """Say which parameters have no name in the files, and which the model lacks.
+
+        None: names and parameters match one to one.
+        """
+        tied = self.architecture.tie_embeddings
+        due = {
+            name.replace("*", str(layer))
+            for name in self.format.names
+            for layer in range(self.architecture.num_layers if "*" in name else 1)
+            if not (tied and name == "output.weight")
+        }
+        wrong = {
+            f"the files of a {self.format.architecture} have no name for": set(ours) - due,
+            "the model lacks, of what they hold,": due - set(ours),
+        }
+        said = [
+            f"{what} {', '.join(sorted(found)[:4])}{' ...' if len(found) > 4 else ''}"
+            for what, found in wrong.items()
+            if found
+        ]
+        return "; ".join(said) or None
+
+
+def _translated(name: str, table: Mapping[str, str]) -> str | None:
+    found, layer = table.get(_starred(name)), _LAYER.search(name)
+    return found if found is None or layer is None else found.replace("*", layer[1])
+
+
+def _starred(name: str) -> str:
+    return _LAYER.sub("layers.*.", name)

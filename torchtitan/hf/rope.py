@@ -1,0 +1,118 @@
+"""The scaling of rotary wavelengths as config.json spells it, read and written by one table.
+
+An ignored key gives a model that loads and is a different one. So every key in the file's table
+that is not read here is refused, and numbers must be numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.files import Content
+from torchtitan.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+
+ORIGINAL = "original_max_position_embeddings"
+OUR_NAMES = {"rope_type": "type", ORIGINAL: "original_max_position"}
+"""Keys of `model.rope_scaling` that have another name there."""
+_NEEDED = object()
+_FACTOR = {"factor": _NEEDED}
+_ORIGINAL = {**_FACTOR, ORIGINAL: _NEEDED}
+KINDS: Mapping[str, tuple[type[RopeScaling], Mapping[str, object]]] = {
+    "linear": (LinearScaling, _FACTOR),
+    "llama3": (
+        Llama3Scaling,
+        {**_ORIGINAL, "low_freq_factor": _NEEDED, "high_freq_factor": _NEEDED},
+    ),
+    "yarn": (
+        YarnScaling,
+        {**_ORIGINAL, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None},
+    ),
+}
+"""Each type's class, and its keys with their defaults; they are our fields but for `OUR_NAMES`."""
+NUMBERS = (
+    *dict.fromkeys(key for _, keys in KINDS.values() for key in keys),
+    "rope_theta",
+    "partial_rotary_factor",
+)
+READ = ("rope_type", "type", "truncate", *NUMBERS)
+
+
+def rope_table(config: Content) -> Content:
+    """Return the table of the rotation in a config.json, without its nulls.
+
+    Raises:
+        CheckpointError: It has a key that is not read, or a value that is not a number.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = Content(config.path, {k: value for k, value in given.items() if value is not None})
+    unread = {k: value for k, value in rope.items() if k not in READ}
+    if rope.get("truncate", True) is not True:  # whole pairs alone bound yarn's blend
+        unread["truncate"] = rope["truncate"]
+    if unread:
+        raise CheckpointError(
+            f"{config.path}: of the rotation only {', '.join(READ)} are read, truncate if it is "
+            f"true, got {', '.join(f'{k} = {str(v)[:60]}' for k, v in unread.items())}; take a "
+            f"model without it"
+        )
+    for key in NUMBERS:
+        check_number(rope, key)
+    return rope
+
+
+def check_number(content: Content, key: str) -> None:
+    """Refuse a value under `key` that is not a positive number.
+
+    Raises:
+        CheckpointError: Names the file and the key.
+    """
+    # exact: JSON's true is an int to isinstance
+    value = content.get(key, 1)
+    if type(value) not in (int, float) or not 0 < value < inf:
+        raise CheckpointError(
+            f"{content.path} is damaged: '{key}' must be a number above 0, got "
+            f"{str(content[key])[:60]!r}; get it again"
+        )
+
+
+def stored_scaling(rope: Content) -> RopeScaling | None:
+    """Return the scaling that a table describes; None: there is none.
+
+    Raises:
+        CheckpointError: Its type is not built, or lacks a number, or shrinks the wavelengths.
+    """
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise CheckpointError(
+            f"{rope.path}: the rotation must be scaled by {', '.join(KINDS)} or not at all, got "
+            f"rope_type {kind!r} with {', '.join(rope)}, which is not built; take a model without "
+            f"it"
+        )
+    scaling, keys = KINDS[kind]
+    values = {key: rope.get(key, default) for key, default in keys.items()}
+    for key, value in values.items():
+        if value is _NEEDED:
+            raise CheckpointError(
+                f"{rope.path}: a rotation of rope_type {kind!r} must have {key!r}, which is null "
+                f"or not there; write it into the table of the rotation"
+            )
+    if not values["factor"] >= 1:
+        raise CheckpointError(
+            f"{rope.path}: 'factor' of the rotation must be 1 or more, got {rope['factor']}; "
+            f"write the one that the model was trained with"
+        )
+    return scaling(**{OUR_NAMES.get(key, key): value for key, value in values.items()})
+
+
+def their_scaling(scaling: RopeScaling | None) -> Mapping[str, object] | None:
+    """Return the table of a scaling."""
+    if scaling is None:
+        return None
+    kind, keys = next((k, keys) for k, (of, keys) in KINDS.items() if isinstance(scaling, of))
+    values = {key: getattr(scaling, OUR_NAMES.get(key, key)) for key in keys}
+    if isinstance(scaling, YarnScaling):
+        values["attention_factor"] = scaling.temperature  # where none is set, what follows
+    return {"rope_type": kind, **values}
