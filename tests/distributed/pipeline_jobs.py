@@ -189,7 +189,8 @@ def count_head_gradients(job: list[str]) -> tuple[int, int, int]:
     """Return how many gradients of the head's weight a step computes on this rank, the most of
     earlier microbatches that are still held when there is a new one, and how many an evaluation
     computes."""
-    run = jobs.start(job)
+    with jobs.changed_flavor(job, "tiny8", FOUR_LAYERS):
+        run = jobs.start(job)
     plain, made, most = loss._Head.__call__, list[weakref.ref[Any]](), 0
 
     def counting(*args: Any) -> Any:

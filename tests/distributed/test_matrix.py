@@ -214,7 +214,7 @@ def train(job: list[str], *, sizes: Mapping[str, Any]) -> Trained:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 1 to 82 tokens, for samples of 40."""
+    """Documents of 1 to 82 tokens, for samples of 64."""
     draw = random.Random(0)
     texts = ("".join(draw.choices("abcde ", k=draw.randint(0, 3) ** 4 + 1)) for _ in range(400))
     path = tmp_path_factory.mktemp("data") / "texts.jsonl"
@@ -224,8 +224,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(what: str, data: Path) -> tuple[str, ...]:
     files = ("--training.dataset=files", f"--training.dataset_path={data}")
-    own = (*files, *WHAT[what].arguments) if what == "documents" else WHAT[what].arguments
-    return ("--training.seq_len=40", *own)
+    if what == "documents":
+        return (*files, "--training.seq_len=64", *WHAT[what].arguments)
+    return ("--training.seq_len=40", *WHAT[what].arguments)
 
 
 def sizes_of(what: str) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import Replicate
 
 from tests.distributed import jobs
 from tests.distributed.conftest import OneDevice
@@ -127,11 +126,6 @@ def test_every_parameters_gradient(
             assert error < 2e-6, f"{name} is off by {error}"
 
 
-def norms_take_their_part_for_a_copy() -> Bug:
-    correct = tensor._Norm
-    return tensor, "_Norm", lambda stream: correct(Replicate())
-
-
 def the_largest_logit_is_not_shared() -> Bug:
     planted = SimpleNamespace(**vars(dist))
 
@@ -168,7 +162,6 @@ def gathered_inputs_keep_their_own_ranks_gradient() -> Bug:
 
 
 BUGS = {
-    norms_take_their_part_for_a_copy: "tp 2",
     the_largest_logit_is_not_shared: "tp 2",
     each_rank_counts_the_loss: "tp 2",
     copies_count_as_often_as_they_are_held: "fsdp 2, tp 2",
