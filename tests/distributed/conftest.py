@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.distributed import jobs
+from tests.distributed.pipeline_jobs import TINY8
+from tests.distributed.rank_pool import RankPool
 
-@pytest.fixture(scope="module")
+OneDevice = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for tokenised data, the same for all tests of a file."""
+    """A folder for tokenised data, the same for all tests."""
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def on_one_device(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path
+) -> OneDevice:
+    """Return what `function(job, **settings)` returns on one device: run once, for all tests."""
+    found: dict[str, Any] = {}
+
+    def reference(
+        function: Callable[..., Any], *arguments: str, toml: str = TINY8, **settings: Any
+    ) -> Any:
+        key = f"{function.__module__}.{function.__name__} {arguments} {toml} {settings}"
+        if key not in found:
+            job = jobs.write_job(tmp_path_factory.mktemp("one"), toml, cache=cache)
+            [found[key]] = ranks.run(function, [*job, *arguments], world=1, **settings)
+        return found[key]
+
+    return reference

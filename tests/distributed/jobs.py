@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,7 +80,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def changed_flavor(arguments: list[str], flavor: str, sizes: dict[str, Any]) -> Iterator[None]:
+def changed_flavor(arguments: list[str], flavor: str, sizes: Mapping[str, Any]) -> Iterator[None]:
     """Let a flavor of a job's model have other sizes meanwhile."""
     flavors = MODELS[load_config(arguments).model.name].flavors
     assert isinstance(flavors, dict)

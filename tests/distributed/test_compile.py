@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.distributed import jobs, pipeline_jobs
+from tests.distributed.conftest import OneDevice
 from tests.distributed.pipeline_jobs import TINY8, Trained, assert_same_training, pipeline
 from tests.distributed.rank_pool import RankPool
 from torchtitan.parallel import compile as compiling
@@ -31,7 +32,6 @@ CP2 = (
 )
 FULL = "--activation_checkpoint.mode=full"
 SELECTIVE = "--activation_checkpoint.mode=selective"
-HALF = "--training.local_batch_size=2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,9 @@ class Layout:
 # parallelism the gathering before attention is one more.
 LAYOUTS = {
     "one device, half recomputed": Layout(world=1, overrides=(SELECTIVE,)),
-    "fsdp 2": Layout(world=2, overrides=()),
-    "hsdp 2x2, recomputed": Layout(world=4, overrides=(*jobs.HSDP, HALF, FULL)),
-    "tp 2, recomputed": Layout(world=2, overrides=(TP2, FULL)),
+    "fsdp 2, recomputed": Layout(world=2, overrides=(FULL,)),
     "tp 2, stream copied": Layout(world=2, overrides=(TP2, COPIED_STREAM)),
-    "fsdp 2, tp 2": Layout(world=4, overrides=(TP2,)),
     "pp 2": Layout(world=2, overrides=pipeline("1F1B")),
-    "cp 2": Layout(world=2, overrides=CP2, graphs=4, breaks=2),
     "cp 2, tp 2, half recomputed": Layout(
         world=4, overrides=(TP2, *CP2, SELECTIVE), graphs=5, breaks=2
     ),
@@ -79,10 +75,13 @@ def train(
     """Train on this rank; `strict`: a second code for a later layer is an error. `tied`: with the
     embedding as output head."""
     import torch._dynamo
+    import torch._inductor.config
     from torch._dynamo.utils import counters
 
     if code is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(code)
+        # two graphs in all: a pool of compilers costs more than it saves
+        torch._inductor.config.compile_threads = 1
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=strict):
@@ -96,11 +95,10 @@ def train(
     )
 
 
-@pytest.fixture(scope="module")
-def plain(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Trained:
+@pytest.fixture
+def plain(on_one_device: OneDevice) -> Trained:
     """The reference: one device, nothing compiled."""
-    job = jobs.write_job(tmp_path_factory.mktemp("one"), TINY8, cache=cache)
-    [result] = ranks.run(pipeline_jobs.train, [*job, UNCLIPPED], world=1)
+    result: Trained = on_one_device(pipeline_jobs.train, UNCLIPPED)
     return result
 
 
@@ -123,42 +121,39 @@ def test_the_same_model_from_one_code(
 
 @pytest.mark.parametrize("world", [1, 2], ids=["one device", "cp 2"])
 def test_documents_change_with_each_batch_and_compile_nothing(
-    world: int, ranks: RankPool, tmp_path: Path, cache: Path
+    world: int, ranks: RankPool, job: list[str], on_one_device: OneDevice
 ) -> None:
     """Attention that goes by their lengths is not compiled; that would be anew for each batch."""
-    within = ("--training.document_attention=within", UNCLIPPED)
-    job = [*jobs.write_job(tmp_path, TINY8, name="plain", cache=cache), *within]
-    [reference] = ranks.run(pipeline_jobs.train, job, world=1)
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *within, *AOT_EAGER]
+    within = "--training.document_attention=within"
+    reference = on_one_device(pipeline_jobs.train, UNCLIPPED, within)
+    job += [within, *AOT_EAGER]
     results = ranks.run(train, [*job, *CP2] if world == 2 else job, world=world)
     assert_same_training([result.trained for result in results], reference)
     assert {(result.graphs, result.breaks) for result in results} == {(4, 2)}
 
 
-@pytest.mark.parametrize("layout", ["fsdp 2", "tp 2, recomputed"])
 def test_an_embedding_that_is_the_head_too(
-    layout: str, ranks: RankPool, tmp_path: Path, cache: Path, job: list[str]
+    ranks: RankPool, job: list[str], on_one_device: OneDevice
 ) -> None:
     """Its gradient is that of both ends, one of which is compiled against."""
-    plain_job = [*jobs.write_job(tmp_path, TINY8, name="plain", cache=cache), UNCLIPPED]
-    [reference] = ranks.run(pipeline_jobs.train_tied, plain_job, world=1)
-    overrides = (*LAYOUTS[layout].overrides, *AOT_EAGER)
-    results = ranks.run(train, [*job, *overrides], tied=True, world=2)
+    results = ranks.run(train, [*job, TP2, FULL, *AOT_EAGER], tied=True, world=2)
+    reference = on_one_device(pipeline_jobs.train_tied, UNCLIPPED)
     assert_same_training([result.trained for result in results], reference)
+    assert [(result.graphs, result.breaks) for result in results] == [(1, 0)] * 2
 
 
 def test_a_deterministic_run_goes_on_bit_for_bit(
     ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
-    """In one go, and stopped after two of four steps: digits and state on each rank."""
+    """In one go, and stopped after two of three steps: digits and state."""
     exact = ("--debug.deterministic=true", SELECTIVE, *AOT_EAGER)
     whole = [*jobs.write_job(tmp_path, TINY8, name="whole", cache=cache), *exact]
     parts = [*jobs.write_job(tmp_path, TINY8, name="parts", cache=cache), *exact]
-    through = ranks.run(jobs.train, whole, world=2)
-    ranks.run(jobs.train, [*parts, "--training.steps=2"], world=2)
-    resumed = ranks.run(jobs.train, parts, world=2)
-    assert digits(resumed[0]) == digits(through[0])
-    assert [r.state_hash for r in resumed] == [r.state_hash for r in through]
+    [through] = ranks.run(jobs.train, whole, world=1)
+    ranks.run(jobs.train, [*parts, "--training.steps=2"], world=1)
+    [resumed] = ranks.run(jobs.train, parts, world=1)
+    assert digits(resumed) == digits(through)
+    assert resumed.state_hash == through.state_hash
 
 
 def digits(result: jobs.Result) -> list[tuple[float, float, float]]:
@@ -178,7 +173,8 @@ def train_without_waiting(job: list[str]) -> Compiled:
 def test_an_embedding_without_its_gradient_is_seen(
     ranks: RankPool, job: list[str], plain: Trained
 ) -> None:
-    results = ranks.run(train_without_waiting, [*job, TP2, *AOT_EAGER], world=2)
+    one_step = [*job, TP2, *AOT_EAGER, "--training.steps=1"]
+    results = ranks.run(train_without_waiting, one_step, world=2)
     wrong = pipeline_jobs.whole([result.trained for result in results], lambda r: r.gradients)
     assert not wrong["tok_embeddings.weight"].any()
     with pytest.raises(AssertionError):
@@ -222,22 +218,20 @@ def train_anew(
 def test_inductor_trains_the_same_and_later_starts_compile_nothing(
     tmp_path: Path, cache: Path, code: Path, plain: Trained
 ) -> None:
-    starts, libraries = [], []
-    for name in ("first", "second"):
+    found, libraries = {}, []
+    for name, how in (("first", train), ("second", train_in_two_parts)):
         job = [*jobs.write_job(tmp_path, TINY8, name=name, cache=cache), UNCLIPPED, SELECTIVE]
-        starts += train_anew(job, code=code, world=1)
+        [found[name]] = train_anew(job, code=code, world=1, how=how)
         libraries.append({path.name for path in code.rglob("*.so")})
-        assert_same_training([starts[-1].trained], plain)
-    first, second = starts
+    first, second = found["first"], found["second"]
+    assert_same_training([first.trained], plain)
     # a graph for forward and one for backward
     assert (first.cache_hits, first.cache_misses) == (0, 2)
     assert (second.cache_hits, second.cache_misses) == (2, 0)
     assert libraries[0] == libraries[1] != set()
-    job = [*jobs.write_job(tmp_path, TINY8, name="parts", cache=cache), UNCLIPPED, SELECTIVE]
-    [resumed] = train_anew(job, code=code, world=1, how=train_in_two_parts)
-    assert digits(first.trained) == digits(second.trained) == digits(resumed.trained)
+    assert digits(first.trained) == digits(second.trained)
     for name, weight in first.trained.final.items():
-        assert torch.equal(weight, resumed.trained.final[name]), name
+        assert torch.equal(weight, second.trained.final[name]), name
 
 
 @pytest.mark.timeout(600)

@@ -1,15 +1,10 @@
-"""Documents that lie together in a sequence train as if each were alone, in every layout.
-
-The weights of attention start ten times as large as they should, as in `test_context_layouts.py`:
-it matters much then what attends to what.
-"""
+"""Documents that lie together in a sequence train as if each were alone, in every layout."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -22,14 +17,13 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
-from tests.distributed.pipeline_jobs import TINY8, Trained, assert_same_training, pipeline
+from tests.distributed.conftest import OneDevice
+from tests.distributed.pipeline_jobs import TINY8, Trained, pipeline
 from tests.distributed.rank_pool import RankPool
 from torchtitan.data.dataset import Dataset
-from torchtitan.models import llama3
 from torchtitan.models.documents import Documents
 from torchtitan.models.families import MODELS
-from torchtitan.models.init import Init, Normal, initialize
-from torchtitan.models.spec import DecoderConfig
+from torchtitan.models.init import initialize
 from torchtitan.optim.loss import IGNORE_INDEX
 from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.context.build import build_layout
@@ -48,25 +42,12 @@ def cp2(method: str, balancer: str) -> tuple[str, ...]:
     )
 
 
-@contextmanager
-def strong_attention() -> Iterator[None]:
-    correct = llama3.initial
-
-    def initial(config: DecoderConfig, name: str) -> Init:
-        return Normal(std=0.2) if ".attention.w" in name else correct(config, name)
-
-    llama3.initial = initial
-    try:
-        yield
-    finally:
-        llama3.initial = correct
-
-
 # --- each document by itself
 
 # two sequences of 64 tokens: a boundary in the middle of a chunk, single tokens, a document longer
 # than a rank's part
 LENGTHS = ((11, 1, 52), (37, 27))
+TWO_LAYERS = {"num_layers": 2}
 POSITIONS: list[Literal["continue", "restart"]] = ["continue", "restart"]
 ALONE = {
     "one device": (1, ()),
@@ -111,8 +92,8 @@ def alone() -> dict[str, list[Figures]]:
     for kind in POSITIONS:
         found[kind] = []
         for row, start, stop in documents():
-            with strong_attention():
-                model = spec.build(spec.flavors["tiny8"])
+            with pj.strong_attention():
+                model = spec.build(replace(spec.flavors["tiny8"], **TWO_LAYERS))
                 initialize(model, seed=0)
             model.output.loss = lambda x, weight, labels: torch.nn.functional.cross_entropy(
                 (x @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum"
@@ -132,7 +113,7 @@ def alone() -> dict[str, list[Figures]]:
 
 def packed(job: list[str]) -> dict[str, list[Figures]]:
     """The loss and the gradients of each document in the batch of all, on this rank."""
-    with strong_attention():
+    with pj.strong_attention(), jobs.changed_flavor(job, "tiny8", TWO_LAYERS):
         run = jobs.start(job)
     parallelism = jobs.load_config(job).parallelism
     found: dict[str, list[Figures]] = {}
@@ -192,20 +173,7 @@ def test_as_if_each_document_were_alone(
     assert 0 in losses["restart"]
 
 
-# --- whole jobs
-
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "cp 2, allgather, balanced": (2, cp2("allgather", "balanced")),
-    "cp 2, ring, headtail": (2, cp2("ring", "headtail")),
-    "cp 2, ulysses": (2, cp2("ulysses", "headtail")),
-    "cp 2, ring, balanced x tp 2, recomputed": (
-        4,
-        (*cp2("ring", "balanced"), TP2, "--activation_checkpoint.mode=full"),
-    ),
-    "pp 2 1F1B": (2, PP2),
-    "pp 2 ZBV": (2, pipeline("ZBVZeroBubble")),
-    "cp 2, ring, balanced x pp 2 x tp 2": (8, (*cp2("ring", "balanced"), *PP2, TP2)),
-}
+# --- planted bugs; what whole jobs train without them is in test_matrix.py
 
 
 @pytest.fixture(scope="module")
@@ -230,45 +198,8 @@ def arguments(data: Path) -> list[str]:
 
 
 def train(job: list[str]) -> Trained:
-    with strong_attention():
+    with pj.strong_attention():
         return pj.train(job)
-
-
-@pytest.fixture(scope="module")
-def remembered() -> dict[str, Trained]:
-    return {}
-
-
-@pytest.fixture
-def reference(
-    ranks: RankPool,
-    tmp_path_factory: pytest.TempPathFactory,
-    cache: Path,
-    arguments: list[str],
-    remembered: dict[str, Trained],
-) -> Trained:
-    """One device."""
-    if not remembered:
-        job = jobs.write_job(tmp_path_factory.mktemp("one"), TINY8, cache=cache)
-        [remembered["one"]] = ranks.run(train, [*job, *arguments], world=1)
-    return remembered["one"]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_model(
-    layout: str,
-    ranks: RankPool,
-    tmp_path: Path,
-    cache: Path,
-    arguments: list[str],
-    reference: Trained,
-) -> None:
-    world, overrides = LAYOUTS[layout]
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *arguments, *overrides]
-    assert_same_training(ranks.run(train, job, world=world), reference)
-
-
-# --- planted bugs
 
 
 def with_documents_of_the_first_microbatch(job: list[str]) -> Trained:
@@ -331,9 +262,11 @@ def test_a_planted_bug_is_seen(
     tmp_path: Path,
     cache: Path,
     arguments: list[str],
-    reference: Trained,
+    on_one_device: OneDevice,
 ) -> None:
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *arguments, *PP2, "--training.steps=1"]
+    one_step = [*arguments, "--training.steps=1"]
+    reference = on_one_device(train, *one_step)
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *one_step, *PP2]
     results = ranks.run(bug, job, world=2)
     assert results[0].rows[0]["grad_norm"] != pytest.approx(
         reference.rows[0]["grad_norm"], rel=1e-3

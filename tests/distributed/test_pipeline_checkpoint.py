@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
+from tests.distributed.conftest import OneDevice
 from tests.distributed.jobs import logged, refusal
 from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
@@ -29,9 +30,27 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp 2 ZBV x fsdp 2": (4, pipeline("ZBVZeroBubble")),
     "pp 2 1F1B": (2, pipeline("1F1B")),
 }
+TP2 = "--parallelism.tensor_parallel_degree=2"
+CP2 = "--parallelism.context_parallel_degree=2"
+MIXED: dict[str, tuple[int, tuple[str, ...]]] = {
+    **LAYOUTS,
+    "fsdp 2 x tp 2": (4, (TP2,)),
+    "cp 2 x pp 2 1F1B": (4, (CP2, *pipeline("1F1B"))),
+    "pp 2 1F1B x tp 2": (4, (*pipeline("1F1B"), TP2)),
+}
 CHAINS = [
-    ("pp 2 ZBV x fsdp 2", "one device", "pp 2 ZBV x fsdp 2"),
-    ("fsdp 2", "pp 2 ZBV x fsdp 2", "pp 2 1F1B"),
+    (True, ("pp 2 ZBV x fsdp 2", "one device", "pp 2 ZBV x fsdp 2")),
+    (True, ("fsdp 2", "pp 2 ZBV x fsdp 2", "pp 2 1F1B")),
+    (
+        False,
+        (
+            "pp 2 ZBV x fsdp 2",
+            "fsdp 2 x tp 2",
+            "one device",
+            "cp 2 x pp 2 1F1B",
+            "pp 2 1F1B x tp 2",
+        ),
+    ),
 ]
 
 
@@ -51,21 +70,22 @@ def whole(beginnings: list[Beginning]) -> tuple[dict[str, Tensor], dict[str, Ten
     return model, optimizer
 
 
-@pytest.mark.parametrize("chain", CHAINS, ids=" then ".join)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("tied", "chain"), CHAINS)
 def test_a_run_goes_through_layouts_as_if_on_one_device(
-    chain: tuple[str, ...], tied: bool, ranks: RankPool, tmp_path: Path, cache: Path
+    tied: bool,
+    chain: tuple[str, ...],
+    ranks: RankPool,
+    tmp_path: Path,
+    cache: Path,
+    on_one_device: OneDevice,
 ) -> None:
-    """Two steps in each layout, against the same steps in one go on one device."""
+    """A step in each layout, against the same steps in one go on one device."""
     train = pj.train_tied if tied else pj.train
-    steps = 2 * len(chain)
-    one = [*jobs.write_job(tmp_path, TINY8, name="one", cache=cache), f"--training.steps={steps}"]
-    [reference] = ranks.run(train, one, world=1)
+    reference = on_one_device(train, f"--training.steps={len(chain)}")
     job = jobs.write_job(tmp_path, TINY8, cache=cache)
-    for index, layout in enumerate(chain, start=1):
-        world, arguments = LAYOUTS[layout]
-        part = [*job, *arguments, f"--training.steps={2 * index}"]
-        results = ranks.run(train, part, world=world)
+    for step, layout in enumerate(chain, start=1):
+        world, arguments = MIXED[layout]
+        results = ranks.run(train, [*job, *arguments, f"--training.steps={step}"], world=world)
     pj.assert_same_course(results, reference)
 
 

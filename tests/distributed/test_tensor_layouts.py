@@ -1,8 +1,8 @@
-"""Tensor parallelism trains the model of one device, alone and under FSDP, HSDP and DDP.
+"""Tensor parallelism: every gradient, planted bugs, checkpoints.
 
-float32, ten steps of 8 samples with a random number of labels masked. The sizes divide by 2 and 4
-as tensor parallelism needs them to, and what it leaves of them by hardly anything: key weights of
-4 rows on 3 ranks, embeddings of 134.
+What it trains together with other features is in test_matrix.py. float32, samples with a random
+number of labels masked. The sizes divide by 2 and 4 as tensor parallelism needs them to, and what
+it leaves of them by hardly anything: key weights of 4 rows on 3 ranks, embeddings of 134.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import Replicate
 
 from tests.distributed import jobs
+from tests.distributed.conftest import OneDevice
 from tests.distributed.jobs import refusal
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import Beginning, begin
@@ -38,102 +38,28 @@ from torchtitan.parallel import tensor
 SIZES = {"dim": 16, "num_heads": 8, "num_kv_heads": 4, "hidden_dim": 40, "vocab_size": 268}
 TIED = {**SIZES, "tie_embeddings": True}
 QWEN3 = {**SIZES, "own_head_dim": 6}
-STEPS = "--training.steps=10"
-UNCLIPPED = "--training.max_norm=inf"
+STEPS = "--training.steps=4"
 TP2 = "--parallelism.tensor_parallel_degree=2"
 TP4 = "--parallelism.tensor_parallel_degree=4"
 COPIED_STREAM = "--parallelism.enable_sequence_parallel=false"
 WHOLE_LOGITS = "--parallelism.disable_loss_parallel=true"
-CHUNKS = "--training.loss_chunks=3"
 BATCH_12 = ("--training.local_batch_size=1", "--training.global_batch_size=12")
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp 2": (2, (TP2,)),
     "tp 2, stream copied": (2, (TP2, COPIED_STREAM)),
-    "tp 2, logits gathered": (2, (TP2, WHOLE_LOGITS)),
     "tp 4": (4, (TP4,)),
     "tp 4, stream copied, logits gathered": (4, (TP4, COPIED_STREAM, WHOLE_LOGITS)),
     "fsdp 2, tp 2": (4, (TP2,)),
     "fsdp 2, tp 2, accumulating": (4, (TP2, "--training.local_batch_size=1")),
-    "fsdp 2, tp 2, recomputed": (4, (TP2, "--activation_checkpoint.mode=full")),
-    "fsdp 2, tp 2, offloaded": (4, (TP2, "--training.enable_cpu_offload")),
-    "ddp 2, tp 2, half recomputed": (
-        4,
-        (TP2, *jobs.DDP, "--activation_checkpoint.mode=selective"),
-    ),
     "hsdp 2x2, tp 2": (8, (TP2, *jobs.HSDP)),
     "fsdp 3, tp 2": (6, (TP2, *BATCH_12)),
 }
 Bug = tuple[Any, str, Any]
 
 
-@pytest.fixture(scope="module")
-def on_one_device(
-    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path
-) -> Callable[..., jobs.Result]:
-    """Return the reference for sizes and settings, trained once."""
-    results: dict[str, jobs.Result] = {}
-
-    def reference(sizes: dict[str, int], *overrides: str) -> jobs.Result:
-        key = f"{sizes} {overrides}"
-        if key not in results:
-            folder = tmp_path_factory.mktemp("one")
-            job = [*jobs.write_job(folder, cache=cache), STEPS, *overrides]
-            [results[key]] = ranks.run(resized, jobs.train, sizes, job, world=1)
-        return results[key]
-
-    return reference
-
-
-def assert_same(result: jobs.Result, reference: jobs.Result) -> None:
-    assert result.initial.keys() == reference.initial.keys()
-    for name, weights in result.initial.items():
-        assert torch.equal(weights, reference.initial[name]), name
-    assert_same_training(result, reference)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_model(
-    layout: str,
-    ranks: RankPool,
-    tmp_path: Path,
-    cache: Path,
-    on_one_device: Callable[..., jobs.Result],
-) -> None:
-    world, overrides = LAYOUTS[layout]
-    job = [*jobs.write_job(tmp_path, cache=cache), STEPS, *overrides]
-    result = ranks.run(resized, jobs.train, SIZES, job, world=world)[0]
-    batch = [argument for argument in overrides if argument in BATCH_12]
-    assert_same(result, on_one_device(SIZES, *batch if len(batch) == 2 else ()))
-
-
-@pytest.mark.parametrize("layout", ["tp 2", "tp 2, stream copied", "fsdp 2, tp 2"])
-@pytest.mark.parametrize("logits", [(), (WHOLE_LOGITS,)], ids=["split", "gathered"])
-def test_tied_embeddings_and_no_clipping(
-    layout: str,
-    logits: tuple[str, ...],
-    ranks: RankPool,
-    tmp_path: Path,
-    cache: Path,
-    on_one_device: Callable[..., jobs.Result],
-) -> None:
-    world, overrides = LAYOUTS[layout]
-    job = [*jobs.write_job(tmp_path, cache=cache), STEPS, *overrides, *logits, UNCLIPPED, CHUNKS]
-    result = ranks.run(resized, jobs.train, TIED, job, world=world)[0]
-    assert "output.weight" not in result.final
-    assert_same(result, on_one_device(TIED, UNCLIPPED))
-
-
-def test_the_model_with_eight_layers_and_its_own_sizes(
-    ranks: RankPool, tmp_path: Path, cache: Path
-) -> None:
-    toml = jobs.TINY.replace('"tiny"', '"tiny8"')
-    results = {}
-    for world, overrides in ((1, ()), (4, (TP4,))):
-        job = jobs.write_job(tmp_path, toml, name=f"tp{world}", cache=cache)
-        job = [*job, "--training.steps=3", *overrides]
-        results[world] = ranks.run(jobs.train, job, world=world)[0]
-    assert_same(results[4], results[1])
+def train(job: list[str], *, sizes: dict[str, int]) -> jobs.Result:
+    return resized(jobs.train, sizes, job)
 
 
 def gradients(job: list[str]) -> dict[str, Tensor]:
@@ -163,31 +89,41 @@ def float64_gradients(job: list[str]) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes"),
-    [("llama3", SIZES), ("llama3", TIED), ("qwen3", QWEN3)],
-    ids=["untied", "tied", "qwen3"],
-)
-@pytest.mark.parametrize(
-    "layout", ["tp 2", "tp 4, stream copied, logits gathered", "fsdp 2, tp 2, accumulating"]
-)
+def every_gradient(job: list[str], *, sizes: dict[str, int]) -> dict[str, Tensor]:
+    return resized(float64_gradients, sizes, job)
+
+
+GRADIENTS = [
+    *(
+        (layout, family, sizes)
+        for layout in ("tp 2", "tp 4, stream copied, logits gathered", "fsdp 2, tp 2, accumulating")
+        for family, sizes in (("llama3", SIZES), ("llama3", TIED), ("qwen3", QWEN3))
+    ),
+    ("tp 4", "llama3", SIZES),
+    ("hsdp 2x2, tp 2", "llama3", SIZES),
+]
+
+
+@pytest.mark.parametrize(("layout", "family", "sizes"), GRADIENTS)
 def test_every_parameters_gradient(
-    layout: str, family: str, sizes: dict[str, int], ranks: RankPool, tmp_path: Path, cache: Path
+    layout: str,
+    family: str,
+    sizes: dict[str, int],
+    ranks: RankPool,
+    tmp_path: Path,
+    cache: Path,
+    on_one_device: OneDevice,
 ) -> None:
     world, overrides = LAYOUTS[layout]
-    job = [*jobs.write_job(tmp_path, cache=cache), f"--model.name={family}"]
-    results = ranks.run(resized, gradients, sizes, [*job, *overrides], world=world)
-    [expected] = ranks.run(resized, float64_gradients, sizes, job, world=1)
+    name = f"--model.name={family}"
+    expected = on_one_device(every_gradient, name, toml=jobs.TINY, sizes=sizes)
+    job = [*jobs.write_job(tmp_path, cache=cache), name, *overrides]
+    results = ranks.run(resized, gradients, sizes, job, world=world)
     for result in results:
         assert result.keys() == expected.keys()
         for name, grad in result.items():
             error = (grad - expected[name]).norm() / expected[name].norm()
             assert error < 2e-6, f"{name} is off by {error}"
-
-
-def norms_take_their_part_for_a_copy() -> Bug:
-    correct = tensor._Norm
-    return tensor, "_Norm", lambda stream: correct(Replicate())
 
 
 def the_largest_logit_is_not_shared() -> Bug:
@@ -226,7 +162,6 @@ def gathered_inputs_keep_their_own_ranks_gradient() -> Bug:
 
 
 BUGS = {
-    norms_take_their_part_for_a_copy: "tp 2",
     the_largest_logit_is_not_shared: "tp 2",
     each_rank_counts_the_loss: "tp 2",
     copies_count_as_often_as_they_are_held: "fsdp 2, tp 2",
@@ -251,25 +186,14 @@ def test_a_planted_bug_is_seen(
     ranks: RankPool,
     tmp_path: Path,
     cache: Path,
-    on_one_device: Callable[..., jobs.Result],
+    on_one_device: OneDevice,
 ) -> None:
     world, overrides = LAYOUTS[BUGS[bug]]
-    job = [*jobs.write_job(tmp_path, cache=cache), "--training.steps=2", *overrides]
+    job = [*jobs.write_job(tmp_path, cache=cache), "--training.steps=1", *overrides]
     result = ranks.run(train_with, bug, job, world=world)[0]
-    first, correct = result.rows[0], on_one_device(SIZES).rows[0]
+    reference = on_one_device(train, STEPS, toml=jobs.TINY, sizes=SIZES)
+    first, correct = result.rows[0], reference.rows[0]
     assert first["grad_norm"] != pytest.approx(correct["grad_norm"], rel=1e-3)
-
-
-def test_bfloat16_trains_alike(
-    ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: Callable[..., jobs.Result]
-) -> None:
-    """Within the rounding of bfloat16, 2^-8, of one device, whose sums it takes in parts."""
-    precision = "--training.mixed_precision_param=bfloat16"
-    job = [*jobs.write_job(tmp_path, cache=cache), STEPS, TP2, precision]
-    result = ranks.run(resized, jobs.train, SIZES, job, world=4)[0]
-    losses = [row["loss"] for row in result.rows]
-    assert losses == pytest.approx([row["loss"] for row in on_one_device(SIZES).rows], rel=2**-8)
-    assert losses != pytest.approx([row["loss"] for row in on_one_device(SIZES).rows], rel=1e-6)
 
 
 RESHARDING: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -309,15 +233,16 @@ def test_a_checkpoint_loads_into_other_layouts(
 
 
 def test_training_goes_on_in_another_layout_and_back(
-    ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: Callable[..., jobs.Result]
+    ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
 ) -> None:
     job = jobs.write_job(tmp_path, cache=cache)
-    parts = [("fsdp 2, tp 2", 3), ("one device", 5), ("tp 4", 7), ("fsdp 2, tp 2", 10)]
+    parts = [("fsdp 2, tp 2", 1), ("one device", 2), ("tp 4", 3), ("fsdp 2, tp 2", 4)]
     for layout, steps in parts:
         world, overrides = RESHARDING[layout]
         part = [*job, *overrides, f"--training.steps={steps}"]
         result = ranks.run(resized, jobs.train, SIZES, part, world=world)[0]
-    assert_same_training(result, on_one_device(SIZES))
+    reference = on_one_device(train, STEPS, toml=jobs.TINY, sizes=SIZES)
+    assert_same_training(result, reference)
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(
@@ -325,7 +250,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
 ) -> None:
     world, overrides = LAYOUTS["fsdp 2, tp 2"]
     hashes = {}
-    for name, stops in (("whole", (4,)), ("stopped", (2, 4))):
+    for name, stops in (("whole", (2,)), ("stopped", (1, 2))):
         for stop in stops:
             job = [*jobs.write_job(tmp_path, name=name, cache=cache), *overrides]
             job.append(f"--training.steps={stop}")

@@ -1,0 +1,279 @@
+"""The same model in every layout, with every feature: a table in which all pairs of them occur.
+
+A row is a job: where it runs, what it trains, and how. What it leaves is compared with one device
+that trains the same, in float32, where rounding is all that may differ: initial weights bit for
+bit, each parameter's first gradient before clipping, losses and norms, an evaluation after the
+first step, weights at the end, and the names of what was trained. A mistake seldom needs more than
+two things to come together, so each pair of axis and feature is in some row
+(`test_every_pair_has_its_row`), and not each combination.
+
+The model has four layers, sizes that two tensor-parallel ranks can split and two shards of that
+cannot evenly, and strong attention; the samples have a random number of valid labels.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import jobs
+from tests.distributed import pipeline_jobs as pj
+from tests.distributed.conftest import OneDevice
+from tests.distributed.pipeline_jobs import TINY8, Trained, pipeline
+from tests.distributed.rank_pool import RankPool
+
+SIZES = {"num_layers": 4, "dim": 16, "hidden_dim": 42, "vocab_size": 266}
+TP2 = "--parallelism.tensor_parallel_degree=2"
+COPIED = "--parallelism.enable_sequence_parallel=false"
+WHOLE_LOGITS = "--parallelism.disable_loss_parallel"
+PP2, PP2_ZBV = pipeline("1F1B"), pipeline("ZBVZeroBubble")
+
+
+def cp(degree: int, method: str, balancer: str = "headtail") -> tuple[str, ...]:
+    return (
+        f"--parallelism.context_parallel_degree={degree}",
+        f"--parallelism.context_parallel_rotate_method={method}",
+        f"--parallelism.context_parallel_load_balancer={balancer}",
+    )
+
+
+def frozen(*patterns: str) -> str:
+    return f"--optimizer.frozen_params={json.dumps(patterns)}"
+
+
+@dataclass(frozen=True)
+class What:
+    """What is trained: the reference trains it too."""
+
+    arguments: tuple[str, ...] = ()
+    sizes: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Where:
+    """A layout: the degree of each axis, and `halves` where a backward is in two halves."""
+
+    degrees: Mapping[str, int]
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.degrees.values())
+
+    def local_batch_size(self, how: str) -> int:
+        """Four for stages, so that each has more than one microbatch; else the whole batch of 8."""
+        size = 4 if "pp" in self.degrees else 8 // self.degrees.get("dp", 1)
+        return size // 2 if "accumulating" in how else size
+
+
+WHAT = {
+    "all": What(),
+    "tied": What(sizes={"tie_embeddings": True}),
+    "documents": What(
+        ("--training.document_attention=within", "--training.document_positions=restart")
+    ),
+    # all of the first stage among others
+    "few": What(
+        (frozen("tok_embeddings.*", *(f"layers.{i}.*" for i in range(3)), "*.wk.*", "norm.*"),)
+    ),
+    "all but a tied embedding": What(
+        (frozen("tok_*", "layers.*.feed_forward.w1.*"),), sizes={"tie_embeddings": True}
+    ),
+    "adapter": What(
+        ("--lora.rank=4", "--lora.alpha=8.0", "--optimizer.lr=0.02", frozen("*.3.*.wo.lora_b"))
+    ),
+    "bfloat16": What(("--training.mixed_precision_param=bfloat16",)),
+}
+HOW: dict[str, tuple[str, ...]] = {
+    "recomputed": ("--activation_checkpoint.mode=full",),
+    "half recomputed": ("--activation_checkpoint.mode=selective",),
+    "by operator": (
+        "--activation_checkpoint.mode=selective",
+        "--activation_checkpoint.selective_ac_option=op",
+    ),
+    "accumulating": (),
+    "chunks": ("--training.loss_chunks=3",),
+    "kept": ("--parallelism.fsdp_reshard_after_forward=never",),
+    "offloaded": ("--training.enable_cpu_offload",),
+    "compiled": ("--compile.enable", "--compile.backend=aot_eager"),
+}
+WHERE = {
+    "one device": Where({}),
+    "fsdp 2": Where({"dp": 2}),
+    "ddp 2": Where({"dp": 2}, jobs.DDP),
+    "hsdp 2x2": Where({"dp": 4}, jobs.HSDP),
+    "tp 2": Where({"tp": 2}, (TP2,)),
+    "tp 2, stream copied": Where({"tp": 2}, (TP2, COPIED)),
+    "tp 2, logits gathered": Where({"tp": 2}, (TP2, WHOLE_LOGITS)),
+    "fsdp 2 x tp 2": Where({"dp": 2, "tp": 2}, (TP2,)),
+    "ddp 2 x tp 2": Where({"dp": 2, "tp": 2}, (TP2, *jobs.DDP)),
+    "pp 2": Where({"pp": 2}, PP2),
+    "pp 2 ZBV": Where({"pp": 2, "halves": 1}, PP2_ZBV),
+    "pp 2 Interleaved x fsdp 2": Where({"pp": 2, "dp": 2}, pipeline("Interleaved1F1B")),
+    "pp 2 ZBV x ddp 2": Where({"pp": 2, "halves": 1, "dp": 2}, (*PP2_ZBV, *jobs.DDP)),
+    "pp 2 x tp 2": Where({"pp": 2, "tp": 2}, (*PP2, TP2)),
+    "pp 2 DualPipeV x tp 2, nothing else split": Where(
+        {"pp": 2, "halves": 1, "tp": 2}, (*pipeline("DualPipeV"), TP2, COPIED, WHOLE_LOGITS)
+    ),
+    "pp 2 ZBV x fsdp 2 x tp 2": Where({"pp": 2, "halves": 1, "dp": 2, "tp": 2}, (*PP2_ZBV, TP2)),
+    "cp 2 allgather": Where({"cp": 2}, cp(2, "allgather")),
+    "cp 2 allgather balanced": Where({"cp": 2}, cp(2, "allgather", "balanced")),
+    "cp 2 ring": Where({"cp": 2}, cp(2, "ring")),
+    "cp 2 ulysses": Where({"cp": 2}, cp(2, "ulysses")),
+    "cp 2 ulysses contiguous": Where({"cp": 2}, cp(2, "ulysses", "none")),
+    "cp 4 ring": Where({"cp": 4}, cp(4, "ring")),
+    "cp 4 ulysses": Where({"cp": 4}, cp(4, "ulysses")),
+    "cp 4 allgather contiguous": Where({"cp": 4}, cp(4, "allgather", "none")),
+    "cp 2 ring x fsdp 2": Where({"cp": 2, "dp": 2}, cp(2, "ring")),
+    "cp 2 allgather x ddp 2": Where({"cp": 2, "dp": 2}, (*cp(2, "allgather"), *jobs.DDP)),
+    "cp 2 ring x tp 2, stream copied": Where({"cp": 2, "tp": 2}, (*cp(2, "ring"), TP2, COPIED)),
+    "cp 2 ulysses x tp 2": Where({"cp": 2, "tp": 2}, (*cp(2, "ulysses"), TP2)),
+    "cp 2 allgather x pp 2": Where({"cp": 2, "pp": 2}, (*cp(2, "allgather"), *PP2)),
+    "cp 2 ring x pp 2 ZBV": Where({"cp": 2, "pp": 2, "halves": 1}, (*cp(2, "ring"), *PP2_ZBV)),
+    "cp 2 ring balanced x pp 2 x tp 2": Where(
+        {"cp": 2, "pp": 2, "tp": 2}, (*cp(2, "ring", "balanced"), *PP2, TP2)
+    ),
+}
+TABLE: list[tuple[str, str, str]] = [
+    ("one device", "all", "recomputed, accumulating, offloaded"),
+    ("fsdp 2", "adapter", "recomputed, offloaded"),
+    ("fsdp 2", "bfloat16", "by operator, accumulating, kept"),
+    ("fsdp 2", "few", "by operator, kept"),
+    ("ddp 2", "documents", "half recomputed, accumulating, chunks"),
+    ("hsdp 2x2", "tied", "accumulating, chunks"),
+    ("hsdp 2x2", "all but a tied embedding", "recomputed"),
+    ("tp 2", "documents", "kept"),
+    ("tp 2, stream copied", "adapter", "by operator, accumulating"),
+    ("tp 2", "adapter", "compiled"),
+    ("tp 2, logits gathered", "tied", "half recomputed, offloaded"),
+    ("fsdp 2 x tp 2", "few", "recomputed, offloaded, chunks"),
+    ("ddp 2 x tp 2", "bfloat16", "half recomputed, chunks"),
+    ("pp 2", "few", "half recomputed, accumulating"),
+    ("pp 2", "tied", "kept"),
+    ("pp 2", "all but a tied embedding", "by operator, chunks"),
+    ("pp 2 ZBV", "documents", "offloaded"),
+    ("pp 2 ZBV", "few", "accumulating"),
+    ("pp 2 Interleaved x fsdp 2", "adapter", "half recomputed, kept, chunks"),
+    ("pp 2 ZBV x ddp 2", "adapter", "chunks"),
+    ("pp 2 x tp 2", "tied", "recomputed, chunks"),
+    ("pp 2 DualPipeV x tp 2, nothing else split", "all but a tied embedding", "offloaded"),
+    ("pp 2 ZBV x fsdp 2 x tp 2", "tied", "kept"),
+    ("cp 2 allgather", "adapter", "chunks"),
+    ("cp 2 allgather balanced", "documents", "recomputed"),
+    ("cp 2 ring", "few", "recomputed, accumulating"),
+    ("cp 2 ulysses", "documents", "by operator"),
+    ("cp 2 ulysses contiguous", "tied", "by operator, offloaded"),
+    ("cp 4 ring", "documents", "chunks"),
+    ("cp 4 ulysses", "all but a tied embedding", "accumulating, kept"),
+    ("cp 4 allgather contiguous", "all", "half recomputed"),
+    ("cp 2 ring x fsdp 2", "bfloat16", "kept, offloaded"),
+    ("cp 2 allgather x ddp 2", "all but a tied embedding", "half recomputed, offloaded"),
+    ("cp 2 ring x tp 2, stream copied", "all but a tied embedding", "half recomputed"),
+    ("cp 2 ulysses x tp 2", "bfloat16", ""),
+    ("cp 2 allgather x pp 2", "bfloat16", "recomputed"),
+    ("cp 2 ring x pp 2 ZBV", "bfloat16", ""),
+    ("cp 2 ring balanced x pp 2 x tp 2", "documents", ""),
+]
+IMPOSSIBLE = {
+    # torch would recompute each block eleven times
+    ("halves", how)
+    for how in ("recomputed", "half recomputed", "by operator")
+}
+
+
+def words(row: tuple[str, str, str]) -> set[str]:
+    where, what, how = row
+    return {*WHERE[where].degrees, what, *how.split(", ")} - {"all", ""}
+
+
+def test_every_pair_has_its_row() -> None:
+    found = {frozenset(pair) for row in TABLE for pair in combinations(sorted(words(row)), 2)}
+    axes = ("dp", "tp", "pp", "halves", "cp")
+    things = [*WHAT][1:]
+    ways = HOW.keys() - {"compiled"}  # that has its own file, test_compile.py
+    wanted = [(axis, other) for axis in axes for other in (*things, *ways)]
+    wanted += [*combinations(axes, 2), *((what, how) for what in things for how in ways)]
+    assert [
+        pair for pair in wanted if frozenset(pair) not in found and pair not in IMPOSSIBLE
+    ] == []
+
+
+def train(job: list[str], *, sizes: Mapping[str, Any]) -> Trained:
+    with pj.strong_attention():
+        return pj.train(job, sizes=sizes, evaluating=True)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of 1 to 82 tokens, for samples of 64."""
+    draw = random.Random(0)
+    texts = ("".join(draw.choices("abcde ", k=draw.randint(0, 3) ** 4 + 1)) for _ in range(400))
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def options(what: str, data: Path) -> tuple[str, ...]:
+    files = ("--training.dataset=files", f"--training.dataset_path={data}")
+    if what == "documents":
+        return (*files, "--training.seq_len=64", *WHAT[what].arguments)
+    return ("--training.seq_len=40", *WHAT[what].arguments)
+
+
+def sizes_of(what: str) -> dict[str, Any]:
+    return {**SIZES, **(WHAT[what].sizes or {})}
+
+
+@pytest.mark.parametrize("row", TABLE, ids="; ".join)
+def test_the_same_model(
+    row: tuple[str, str, str],
+    ranks: RankPool,
+    tmp_path: Path,
+    cache: Path,
+    data: Path,
+    on_one_device: OneDevice,
+) -> None:
+    layout, what, how = row
+    where, sizes = WHERE[layout], sizes_of(what)
+    reference = on_one_device(train, *options(what, data), sizes=sizes)
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options(what, data), *where.arguments]
+    job += [f"--training.local_batch_size={where.local_batch_size(how)}"]
+    job += [word for name in how.split(", ") if name for word in HOW[name]]
+    results = ranks.run(train, job, sizes=sizes, world=where.world)
+    if what == "bfloat16":
+        losses = [row["loss"] for row in results[0].rows]
+        assert losses == pytest.approx([row["loss"] for row in reference.rows], rel=1e-3)
+        return
+    pj.assert_same_training(results, reference)
+    pj.assert_same_evaluation(results, reference, cp=where.degrees.get("cp", 1))
+
+
+@pytest.mark.parametrize(
+    ("what", "count"), [("few", 9), ("all but a tied embedding", 33), ("adapter", 55)]
+)
+def test_what_is_frozen_stays_and_all_else_moves(
+    what: str, count: int, data: Path, on_one_device: OneDevice
+) -> None:
+    result = on_one_device(train, *options(what, data), sizes=sizes_of(what))
+    for name, weights in result.final.items():
+        assert torch.equal(weights, result.initial[name]) != (name in result.trained), name
+    assert len(result.trained) == count
+
+
+def test_bfloat16_is_near_float32(data: Path, on_one_device: OneDevice) -> None:
+    """Within its rounding, 2^-8, and no closer than that."""
+    found = {
+        what: [row["loss"] for row in on_one_device(train, *options(what, data), sizes=SIZES).rows]
+        for what in ("all", "bfloat16")
+    }
+    assert found["bfloat16"] == pytest.approx(found["all"], rel=2**-8)
+    assert found["bfloat16"] != pytest.approx(found["all"], rel=1e-6)
