@@ -107,6 +107,17 @@ def test_the_readme_has_a_table_of_commands() -> None:
     assert len(rows((ROOT / "README.md").read_text())) > 20
 
 
+def test_the_diffs_of_extend_are_lines_of_the_code() -> None:
+    blocks = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/extend.md").read_text(), re.S | re.M)
+    assert len(blocks) >= 8
+    for line in "".join(blocks).splitlines():
+        if line.startswith("+++ "):
+            file = ROOT / line.removeprefix("+++ ")
+            code = {text.strip() for text in file.read_text().splitlines()}
+        else:
+            assert line[1:].strip() in code, f"{file.relative_to(ROOT)} has no line {line[1:]!r}"
+
+
 def test_links_lead_somewhere() -> None:
     for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
