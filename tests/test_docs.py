@@ -4,7 +4,8 @@ They run in a folder for each page that links to the repository, so what they wr
 and with a home of their own, so that data is tokenised anew. Training commands get a small batch on
 top, and few steps where they ask for none, for time's sake. The README's run as a user's do; those
 of docs/ by a Python that has torch imported already, which saves seconds for each process that they
-start. `run_tests.sh` is what runs this test, and is left out.
+start. `run_tests.sh` is what runs this test, and is left out. Commands in the tables of the README
+must be part of such a command.
 """
 
 from __future__ import annotations
@@ -73,7 +74,51 @@ def test_the_first_two_commands_of_the_readme() -> None:
     assert commands(ROOT / "README.md")[:2] == ["./run_train.sh", "./scripts/run_tests.sh"]
 
 
+def rows(readme: str) -> list[tuple[str, list[Path]]]:
+    """The command of each table row of the README that holds one, and the pages it links to."""
+    found = []
+    for line in readme.splitlines():
+        cells = re.split(r"\s*\|\s*", line)[1:-1] if line.startswith("| ") else []
+        command = re.fullmatch(r"`(.*)`", cells[1]) if len(cells) > 1 else None
+        if command is not None:
+            links = re.findall(r"\]\((docs/[a-z_]+\.md)\)", line)
+            found.append((command[1], [ROOT / link for link in links]))
+    return found
+
+
+def is_part(command: str, whole: str) -> bool:
+    """Whether the words of `command` are words of `whole`, in their order."""
+    words = iter(whole.split())
+    return all(word in words for word in command.split())
+
+
+@pytest.mark.parametrize(("command", "pages"), rows((ROOT / "README.md").read_text()))
+def test_the_tables_of_the_readme_hold_commands_that_are_run(
+    command: str, pages: list[Path]
+) -> None:
+    if command.startswith(NOT_RUN):  # with the tests that it selects
+        assert all((ROOT / name).exists() for name in command.split()[1:])
+        return
+    run = [whole for page in [*(pages or PAGES), ROOT / "README.md"] for whole in commands(page)]
+    assert any(is_part(command, whole) for whole in run), f"no ```bash block runs {command}"
+
+
+def test_the_readme_has_a_table_of_commands() -> None:
+    assert len(rows((ROOT / "README.md").read_text())) > 20
+
+
+def test_the_diffs_of_extend_are_lines_of_the_code() -> None:
+    blocks = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/extend.md").read_text(), re.S | re.M)
+    assert len(blocks) >= 8
+    for line in "".join(blocks).splitlines():
+        if line.startswith("+++ "):
+            file = ROOT / line.removeprefix("+++ ")
+            code = {text.strip() for text in file.read_text().splitlines()}
+        else:
+            assert line[1:].strip() in code, f"{file.relative_to(ROOT)} has no line {line[1:]!r}"
+
+
 def test_links_lead_somewhere() -> None:
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -1,4 +1,4 @@
-"""A family with a block of its own, as docs/models.md writes one, trains in the usual layouts."""
+"""A family with a block of its own, as docs/extend.md writes one, trains in the usual layouts."""
 
 from __future__ import annotations
 

@@ -33,10 +33,11 @@ from tests.distributed.test_resume import Noisy, train_noisily
 from torchtitan import trainer, validate
 from torchtitan.checkpoint import restore
 from torchtitan.data.loader import Loader
+from torchtitan.lora import tensor as adapter_tensor
 from torchtitan.models import init
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.optim.loss import count_valid
-from torchtitan.parallel import apply, low_rank, tensor
+from torchtitan.parallel import apply, tensor
 from torchtitan.parallel.pipeline import layout as pipeline_layout
 from torchtitan.parallel.pipeline.stages import Stages
 from torchtitan.parallel.pipeline.tied import TiedEmbedding
@@ -101,13 +102,13 @@ def gradients_of_norms_are_not_summed_over_tp() -> AbstractContextManager[None]:
 
 
 def copied_adapters_keep_their_own_ranks_gradient() -> AbstractContextManager[None]:
-    correct = low_rank._local
+    correct = adapter_tensor._local
 
     def local(tensor: Any) -> Tensor:
         is_copied = tensor.ndim == 2 and tensor.placements[0].is_replicate()
         return tensor.to_local() if is_copied else correct(tensor)
 
-    return replaced(low_rank, "_local", local)
+    return replaced(adapter_tensor, "_local", local)
 
 
 def stages_are_in_the_wrong_order() -> AbstractContextManager[None]:

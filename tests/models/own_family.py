@@ -1,4 +1,4 @@
-"""The family that docs/models.md writes, as a module and for a while in MODELS."""
+"""The family that docs/extend.md writes, as a module and for a while in MODELS."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from torchtitan.models.families import MODELS
 from torchtitan.models.spec import ModelSpec
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 
 
 def write_family(folder: Path) -> Path:

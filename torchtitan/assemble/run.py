@@ -72,7 +72,7 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
     log_job(config, layout=layout, device=device, precision=precision)
     mesh = build_mesh(layout.dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
-    return build_run(
+    run = build_run(
         config,
         layout=layout,
         mesh=mesh,
@@ -82,6 +82,8 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
         rank=launch.rank,
         color=color,
     )
+    run.execution.after_update()  # a checkpoint may have changed the weights
+    return run
 
 
 def build_run(
@@ -118,7 +120,6 @@ def build_run(
         group=group,
         validation_data=None if validator is None else validator.data,
     )
-    execution.after_update()  # a checkpoint may have changed the weights
     write_config(config)
     meter, sinks, profiler = build_reports(
         config, layout=layout, device=device, rank=rank, resume_step=progress.step, color=color
