@@ -10,6 +10,7 @@ must be part of such a command.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -122,3 +123,34 @@ def test_links_lead_somewhere() -> None:
     for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+MAX_LINES_OF_THE_TOUR = 3000
+
+
+def lines_to_read(file: Path, names: list[str]) -> int:
+    """Count a file's lines, or those of the named classes, functions and values in it."""
+    if not names:
+        return len(file.read_text().splitlines())
+    found: dict[str, int] = {}
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found[node.name] = (node.end_lineno or 0) - node.lineno + 1
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                found[ast.unparse(target)] = (node.end_lineno or 0) - node.lineno + 1
+    missing = [name for name in names if name not in found]
+    assert not missing, f"docs/tour.md names {', '.join(missing)}, not in {file.name}"
+    return sum(found[name] for name in names)
+
+
+def test_the_tour_is_an_afternoon() -> None:
+    page = ROOT / "docs" / "tour.md"
+    rows = re.findall(r"^\| \d+ \| \[.*?\]\((.*?)\) \| (.*?) \|", page.read_text(), re.MULTILINE)
+    assert len(rows) > 20
+    total = sum(
+        lines_to_read((page.parent / path).resolve(), re.findall(r"`(\w+)`", names))
+        for path, names in rows
+    )
+    assert total <= MAX_LINES_OF_THE_TOUR, f"the tour is {total} lines long"
