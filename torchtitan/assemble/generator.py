@@ -51,18 +51,14 @@ def open_generator(
     # a folder of neither kind says so itself
     is_theirs = (path / CONFIG).is_file()
     found = _of_hugging_face(path, group) if is_theirs else _of_run(path, group, verify=verify)
-    tokenizer = tokenizer or found.tokenizer
-    if (file := tokenizer_file(tokenizer)) is not None:
-        found = replace(found, stop_ids=found.stop_ids | stop_ids(file.parent))
-    return build_generator(
+    found = replace(
         found,
-        device=device,
-        mesh=mesh,
-        tokenizer=tokenizer,
-        chats=chats,
-        chat_template=chat_template,
-        dtype=dtype,
+        tokenizer=tokenizer or found.tokenizer,
+        chat_template=chat_template or found.chat_template,
     )
+    if (file := tokenizer_file(found.tokenizer)) is not None:
+        found = replace(found, stop_ids=found.stop_ids | stop_ids(file.parent))
+    return build_generator(found, device=device, mesh=mesh, chats=chats, dtype=dtype)
 
 
 def _of_run(path: Path, group: dist.ProcessGroup | None, *, verify: bool) -> Pretrained:

@@ -20,7 +20,7 @@ from torchtitan.assemble.hf import chosen_rotation, describe_export
 from torchtitan.assemble.layout import Layout
 from torchtitan.assemble.trained import check_scale, warn_of_random_base
 from torchtitan.base.device import device_type
-from torchtitan.base.errors import CheckpointError
+from torchtitan.base.errors import CheckpointError, ConfigError, Violation
 from torchtitan.checkpoint.files import Content
 from torchtitan.checkpoint.lock import lock_folder
 from torchtitan.checkpoint.manager import CheckpointManager, Export, check_staging
@@ -110,6 +110,14 @@ def open_source(
     settings = config.checkpoint
     assert settings.initial_load_path is not None
     path, rope = Path(settings.initial_load_path), settings.initial_load_rope
+    is_file = path.suffix in WEIGHT_FILES
+    if settings.load_step != -1 and (is_file or settings.initial_load_in_hf):
+        raise ConfigError(
+            Violation(
+                ("checkpoint.load_step", "checkpoint.initial_load_path"),
+                f"chooses among the steps of a run, got {path}, which has none; remove it",
+            )
+        )
     selection = Selection(
         exclude=() if asked == "recover" else settings.exclude_from_loading,
         may_grow=VOCABULARY if settings.grow_vocab else (),
@@ -117,7 +125,7 @@ def open_source(
     )
     how: dict[str, Any] = {"selection": selection, "group": group}
     model: dict[str, Any] = {"spec": layout.spec, "architecture": layout.architecture}
-    if path.suffix in WEIGHT_FILES:
+    if is_file:
         return open_file(path, rope=rope, **model, **how)
     if settings.initial_load_in_hf:
         found = open_folder(path, chosen=chosen_rotation(config.model), **model, **how)
