@@ -27,8 +27,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from torchtitan.assemble import CONFIG_FILE
+from torchtitan.assemble.generator import find_run_step
 from torchtitan.assemble.hf import describe_export
-from torchtitan.assemble.sources import find_run_step
 from torchtitan.base.errors import CheckpointError, UserError
 from torchtitan.checkpoint import storage
 from torchtitan.config.load import load_config

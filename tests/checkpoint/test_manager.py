@@ -135,6 +135,14 @@ def test_going_back_takes_a_new_folder_and_leaves_the_old_one_as_it_was(
         world=1,
     )
     assert "checkpoint.load_step 3 is not in" in message
+    weights = f"--checkpoint.initial_load_path={tmp_path / 'weights.pt'}"
+    [message] = ranks.run(
+        jobs.refusal,
+        [*jobs.write_job(tmp_path, name="x"), weights, "--checkpoint.load_step=3"],
+        world=1,
+    )
+    assert "[checkpoint] load_step" in message
+    assert "remove it" in message
 
 
 def test_a_job_that_names_its_newest_step_is_started_again_by_its_own_command(

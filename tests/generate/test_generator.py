@@ -156,12 +156,4 @@ def test_a_model_without_a_cache_generates_no_text(tmp_path: Path) -> None:
         stop_ids=frozenset(),
     )
     with pytest.raises(ConfigError, match="forward of parallel has no argument `cache`"):
-        build_generator(
-            found,
-            device=torch.device("cpu"),
-            mesh=None,
-            tokenizer="byte",
-            chats=False,
-            chat_template=None,
-            dtype=None,
-        )
+        build_generator(found, device=torch.device("cpu"))

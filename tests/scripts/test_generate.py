@@ -18,8 +18,7 @@ from tests.data.chats import CHATML, write_tokenizer
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
-from torchtitan.assemble.generator import open_generator
-from torchtitan.assemble.sources import find_run_step
+from torchtitan.assemble.generator import find_run_step, open_generator
 from torchtitan.checkpoint.files import write_sealed_json
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.generate.sampling import generate

@@ -10,14 +10,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.assemble.layout import find_model
-from torchtitan.assemble.sources import find_run_step, read_settings
+from torchtitan.assemble.resume import CONFIG_FILE
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.source import Step
+from torchtitan.checkpoint.ranks import on_first_rank
+from torchtitan.checkpoint.source import Step, find_step, is_plain_dcp
+from torchtitan.checkpoint.storage import read_manifest
+from torchtitan.config.trajectory import Job
 from torchtitan.generate.generator import DTYPES, Generator, Pretrained, build_generator
 from torchtitan.hf.beside import end_tokens, stop_ids, tokenizer_file
 from torchtitan.hf.config import architecture_of, family_of, read_config
 from torchtitan.hf.folder import open_folder
 from torchtitan.hf.names import CONFIG
+from torchtitan.job import Config
+from torchtitan.lora.export import CONFIG as ADAPTER_CONFIG
 from torchtitan.lora.layer import apply_lora
 from torchtitan.models.families import MODELS
 
@@ -46,18 +51,14 @@ def open_generator(
     # a folder of neither kind says so itself
     is_theirs = (path / CONFIG).is_file()
     found = _of_hugging_face(path, group) if is_theirs else _of_run(path, group, verify=verify)
-    tokenizer = tokenizer or found.tokenizer
-    if (file := tokenizer_file(tokenizer)) is not None:
-        found = replace(found, stop_ids=found.stop_ids | stop_ids(file.parent))
-    return build_generator(
+    found = replace(
         found,
-        device=device,
-        mesh=mesh,
-        tokenizer=tokenizer,
-        chats=chats,
-        chat_template=chat_template,
-        dtype=dtype,
+        tokenizer=tokenizer or found.tokenizer,
+        chat_template=chat_template or found.chat_template,
     )
+    if (file := tokenizer_file(found.tokenizer)) is not None:
+        found = replace(found, stop_ids=found.stop_ids | stop_ids(file.parent))
+    return build_generator(found, device=device, mesh=mesh, chats=chats, dtype=dtype)
 
 
 def _of_run(path: Path, group: dist.ProcessGroup | None, *, verify: bool) -> Pretrained:
@@ -98,3 +99,32 @@ def _of_hugging_face(path: Path, group: dist.ProcessGroup | None) -> Pretrained:
         chat_template=None,
         stop_ids=stop_ids(path) or end_tokens(config),
     )
+
+
+def find_run_step(path: Path, *, verify: bool, group: dist.ProcessGroup | None = None) -> Path:
+    """Return the step of ours that `path` means, with the settings that it was saved under.
+
+    Raises:
+        CheckpointError: There is none, or the one that was named is damaged.
+    """
+    if (path / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{path} holds a LoRA adapter without the model: name the step of the run that trained "
+            f'it, or let that run export with lora.save = "merged"'
+        )
+    stored, subfolder = path / CONFIG_FILE, "checkpoint"
+    if stored.is_file():
+        subfolder = Job.stored_in(stored).config.checkpoint.folder
+    step = find_step(path, subfolder=subfolder, verify=verify, group=group)
+    if on_first_rank(lambda: is_plain_dcp(step), group=group):
+        raise CheckpointError(
+            f"{step} holds weights without the settings of a run; name a step that this library "
+            f"saved, or a folder of Hugging Face"
+        )
+    return step
+
+
+def read_settings(step: Path) -> Config:
+    """Return the settings that a step was saved under, by its manifest."""
+    manifest = read_manifest(step)
+    return Job.stored(manifest["config"], file=manifest.path).config

@@ -6,6 +6,7 @@ which: a job whose settings shape another one is refused before it writes there.
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -15,33 +16,46 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.assemble.hf import describe_export
-from torchtitan.assemble.sources import CONFIG_FILE, open_source
+from torchtitan.assemble.hf import chosen_rotation, describe_export
 from torchtitan.assemble.trained import check_scale, warn_of_random_base
 from torchtitan.base.device import device_type
-from torchtitan.base.errors import CheckpointError
+from torchtitan.base.errors import CheckpointError, ConfigError, Violation
 from torchtitan.checkpoint.files import Content
 from torchtitan.checkpoint.lock import lock_folder
 from torchtitan.checkpoint.manager import CheckpointManager, Export, check_staging
+from torchtitan.checkpoint.plain import PlainFolder, row_order
 from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.checkpoint.restore import restore
+from torchtitan.checkpoint.rows import HeadDim
+from torchtitan.checkpoint.settings import WEIGHT_FILES
+from torchtitan.checkpoint.source import Selection, Step, WeightSource, find_step, is_plain_dcp
 from torchtitan.checkpoint.start import (
     Comparison,
+    Intention,
     Start,
     choose_start,
     refuse_differences,
     stored_layout,
 )
-from torchtitan.checkpoint.state import RunState
+from torchtitan.checkpoint.state import VOCABULARY, RunState
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.config.load import to_toml
 from torchtitan.config.trajectory import Job, trajectory_differences
+from torchtitan.hf.beside import warn_of_other_tokenizer
+from torchtitan.hf.file import open_file
+from torchtitan.hf.folder import is_hf_folder, open_folder
+from torchtitan.hf.names import Names
 from torchtitan.hf.write import export
 from torchtitan.job import Config
+from torchtitan.lora.export import weight_beside
+from torchtitan.lora.layer import is_adapter
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.faults import Pulse
 from torchtitan.mesh.process_group import job_store
 from torchtitan.parallel.layout import Layout
+
+logger = logging.getLogger(__name__)
+CONFIG_FILE = "config.toml"
 
 
 def find_start(
@@ -82,6 +96,74 @@ def find_start(
         warn_of_random_base(config)
     dist.barrier()  # nobody writes before everybody has looked
     return start
+
+
+def open_source(
+    asked: Intention, *, config: Config, layout: Layout, group: dist.ProcessGroup
+) -> WeightSource:
+    """Open what `checkpoint.initial_load_path` names, to take from it what is asked for.
+
+    Raises:
+        CheckpointError: It is not there, damaged, or of another model or kind than the settings
+            say.
+    """
+    settings = config.checkpoint
+    assert settings.initial_load_path is not None
+    path, rope = Path(settings.initial_load_path), settings.initial_load_rope
+    is_file = path.suffix in WEIGHT_FILES
+    if settings.load_step != -1 and (is_file or settings.initial_load_in_hf):
+        raise ConfigError(
+            Violation(
+                ("checkpoint.load_step", "checkpoint.initial_load_path"),
+                f"chooses among the steps of a run, got {path}, which has none; remove it",
+            )
+        )
+    selection = Selection(
+        exclude=() if asked == "recover" else settings.exclude_from_loading,
+        may_grow=VOCABULARY if settings.grow_vocab else (),
+        optional=is_adapter if config.lora.rank and asked == "finetune" else None,
+    )
+    how: dict[str, Any] = {"selection": selection, "group": group}
+    model: dict[str, Any] = {"spec": layout.spec, "architecture": layout.architecture}
+    if is_file:
+        return open_file(path, rope=rope, **model, **how)
+    if settings.initial_load_in_hf:
+        found = open_folder(path, chosen=chosen_rotation(config.model), **model, **how)
+        warn_of_other_tokenizer(config.model.tokenizer_path, origin=path)
+        return found
+    if on_first_rank(lambda: is_hf_folder(path), group=group):
+        raise CheckpointError(
+            f"checkpoint.initial_load_path {path} is a folder of Hugging Face; to start from its "
+            f"weights write checkpoint.initial_load_in_hf = true"
+        )
+    step = find_step(
+        path,
+        subfolder=settings.folder,
+        load_step=settings.load_step,
+        verify=settings.verify_on_load,
+        group=group,
+    )
+    if on_first_rank(lambda: is_plain_dcp(step), group=group):
+        halves = _find_halves(step, config=config, layout=layout, group=group)
+        return PlainFolder(path=step, in_halves=halves, **how)
+    if rope != "auto":
+        raise CheckpointError(
+            f"checkpoint.initial_load_rope is for weights of other writers, and {step} is of "
+            f"this library, which knows the order of its rows; remove it"
+        )
+    return Step(path=step, **how)
+
+
+def _find_halves(
+    path: Path, *, config: Config, layout: Layout, group: dist.ProcessGroup
+) -> HeadDim:
+    """Find the parameters whose rows lie in halves in a plain DCP folder."""
+    logger.info("%s has no sizes but shapes: the others are those of model.flavor", path)
+    setting = config.checkpoint.initial_load_rope
+    if row_order(path, setting=setting, spec=layout.spec, group=group) == "interleaved":
+        return lambda name: None
+    names = Names(layout.spec.hf, layout.architecture)
+    return lambda name: names.head_dim(weight_beside(name) or name)
 
 
 def compare_jobs(manifest: Content, *, now: Job) -> Comparison:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.base.log import amount
@@ -162,25 +161,16 @@ def _restore_train_state(state: RunState, source: Path, *, group: dist.ProcessGr
     if train_state["world_size"] != dist.get_world_size():
         logger.info("Another number of ranks: random generators start from debug.seed")
         return
-    rank = dist.get_rank()
+    ours = rng_tensors(rank=dist.get_rank())
     stored = storage.stored_names(source, "train_state", group=group)
-    rng = stored_generators(rng_tensors(rank=rank), stored)
-    storage.read_tensors(source, "train_state", into=rng, group=group)
-    set_rng(rng)
-
-
-def stored_generators(states: Mapping[str, Tensor], stored: Collection[str]) -> dict[str, Tensor]:
-    """Return the random generators that the checkpoint has too, and log which it lacks.
-
-    One that was saved on CPUs knows nothing of a GPU's.
-    """
-    lacking = [name for name in states if name not in stored]
-    if lacking:
+    if lacking := [name for name in ours if name not in stored]:  # a GPU's, if saved on CPUs
         logger.info(
             "The checkpoint holds no random generators %s: they start from debug.seed",
             ", ".join(lacking),
         )
-    return {name: state for name, state in states.items() if name in stored}
+    states = {name: tensor for name, tensor in ours.items() if name in stored}
+    storage.read_tensors(source, "train_state", into=states, group=group)
+    set_rng(states)
 
 
 def _report(start: Start, *, taken: Collection[str], step: int) -> None:

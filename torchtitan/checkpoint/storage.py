@@ -54,7 +54,6 @@ __all__ = [
     "find_steps",
     "finish_commits",
     "list_steps",
-    "log_growth",
     "newest_whole",
     "on_first_rank",
     "read_manifest",
@@ -67,6 +66,7 @@ __all__ = [
 ]
 logger = logging.getLogger(__name__)
 STATE = "state.json"
+Shape = tuple[int, ...]
 _MANIFEST_KINDS = {"step": int, "components": list, "layout": dict, "config": str}
 
 
@@ -223,15 +223,17 @@ def read_tensors(
     """
     folder = checkpoint / component
     # of all ranks: a pipeline stage wants a part of what is there, and has no part of the rest
-    wanted = union({name: (tuple(t.shape), t.dtype) for name, t in into.items()}, group=group)
+    wanted = union({n: (tuple(t.shape), (str(t.dtype),)) for n, t in into.items()}, group=group)
     readers: list[TensorReader] = []
 
     def open_component() -> None:
         reader = TensorReader(folder)
         stored = reader.read_metadata().state_dict_metadata
         reader.check_whole(into)
-        _grow(folder, stored, {name: wanted[name][0] for name in may_grow if name in wanted})
-        _check_match(folder, stored, wanted, leaves_out=leaves_out)
+        there = {name: _kind(entry) for name, entry in stored.items()}
+        grown = check_match(folder, there, wanted, leaves_out=leaves_out, may_grow=may_grow)
+        for name, shape in grown.items():  # none of the other rows is stored
+            stored[name] = replace(stored[name], size=torch.Size(shape))
         head_dims = {name: in_halves(name) for name in into}
         reader.turn_halves({name: width for name, width in head_dims.items() if width is not None})
         readers.append(reader)
@@ -243,66 +245,57 @@ def read_tensors(
         raise CheckpointError(f"{folder}: {reasons(error)}") from error
 
 
-def _grow(folder: Path, stored: dict[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Let tensors of fewer rows than are wanted have as many: none is stored of the others."""
-    for name, shape in wanted.items():
-        if name in stored and is_tensor(stored[name]):
-            there = tuple(stored[name].size)
-            if there[1:] == shape[1:] and there[0] < shape[0]:
-                stored[name] = replace(stored[name], size=torch.Size(shape))
-                log_growth(folder, name, there[0], shape[0])
+def _kind(entry: Any) -> tuple[Shape | None, str]:
+    if not is_tensor(entry):
+        return None, "raw bytes"
+    return tuple(entry.size), str(entry.properties.dtype)
 
 
-def log_growth(source: Path, name: str, num_stored: int, num_rows: int) -> None:
-    """Say how many rows come from elsewhere and how many are new."""
-    logger.info(
-        "%s: %d rows are of %s, the %d behind them begin anew",
-        name,
-        num_stored,
-        source,
-        num_rows - num_stored,
-    )
-
-
-def _check_match(
-    folder: Path,
-    stored: Mapping[str, Any],
-    wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+def check_match(
+    place: Path,
+    stored: Mapping[str, tuple[Shape | None, str]],
+    wanted: Mapping[str, tuple[Shape, Collection[str]]],
     *,
     leaves_out: Callable[[str], bool],
-) -> None:
-    shapes, types = [], []
+    may_grow: Collection[str] = (),
+    spell: Callable[[str], str] = repr,
+) -> dict[str, Shape]:
+    """Compare stored tensors, by shape (None: raw bytes) and type, with the wanted ones, by shape
+    and possible types; return the shapes of those that grow. `spell` shows a name.
+
+    Raises:
+        CheckpointError: Lists what differs.
+    """
+    grown, shapes, types = {}, [], []
     for name in wanted.keys() & stored.keys():
-        (shape, dtype), there = wanted[name], stored[name]
-        if not is_tensor(there):
-            types.append(f"'{name}' is raw bytes, which are never loaded, not a tensor")
-        elif shape != tuple(there.size):
-            shapes.append(f"'{name}' has shape {list(there.size)}, not {list(shape)}")
-        elif dtype != there.properties.dtype:
-            types.append(f"'{name}' has type {there.properties.dtype}, not {dtype}")
-    raise_mismatch(
-        f"{folder} does not fit this job, whose model wants {len(wanted)} tensors of it",
-        {
-            "missing": [f"'{name}'" for name in wanted if name not in stored],
-            "unexpected": [f"'{n}'" for n in stored if n not in wanted and not leaves_out(n)],
-            "of another shape": shapes,
-            "of another type": types,
-        },
-        remedy="use the model and precision it was saved with",
-    )
-
-
-def raise_mismatch(rule: str, mistakes: Mapping[str, list[str]], *, remedy: str) -> None:
-    """Raise CheckpointError with the tensors of each kind of mistake, if there are any."""
+        (shape, possible), (there, dtype) = wanted[name], stored[name]
+        if there is None:
+            types.append(f"{spell(name)} is raw bytes, which are never loaded")
+        elif name in may_grow and there[1:] == shape[1:] and there[0] < shape[0]:
+            grown[name] = shape
+            text = "%s: %d rows are of %s, the %d behind them begin anew"
+            logger.info(text, name, there[0], place, shape[0] - there[0])
+        elif there != shape:
+            shapes.append(f"{spell(name)} has shape {list(there)}, not {list(shape)}")
+        if there is not None and dtype not in possible:
+            types.append(f"{spell(name)} has type {dtype}, not {', '.join(possible)}")
+    mistakes = {
+        "missing": [spell(n) for n in wanted if n not in stored],
+        "unexpected": [spell(n) for n in stored if n not in wanted and not leaves_out(n)],
+        "of another shape": shapes,
+        "of another type": types,
+    }
     if any(mistakes.values()):
         raise CheckpointError(
-            f"{rule}:\n  "
+            f"{place} does not fit this job, whose model wants {len(wanted)} tensors of it:\n  "
             + "\n  ".join(
                 f"{len(names)} {kind}: {'; '.join(sorted(names)[:8])}"
                 + (" ..." if len(names) > 8 else "")
                 for kind, names in mistakes.items()
                 if names
             )
-            + f"\n{remedy}; to leave parameters out on purpose "
-            'name them: checkpoint.exclude_from_loading = ["output.*"], or ["optimizer"]'
+            + "\nuse the model.flavor and training.dtype that it was saved with; to leave "
+            'parameters out on purpose name them: checkpoint.exclude_from_loading = ["output.*"], '
+            'or ["optimizer"]'
         )
+    return grown

@@ -52,7 +52,7 @@ class Pretrained:
     tokenizer: str
     """The tokenizer's path."""
     chat_template: str | None
-    """The file that its job named."""
+    """The file to take in place of the tokenizer's template."""
     stop_ids: frozenset[int]
     """Tokens that end a text."""
 
@@ -61,27 +61,25 @@ def build_generator(
     found: Pretrained,
     *,
     device: torch.device,
-    mesh: DeviceMesh | None,
-    tokenizer: str,
-    chats: bool,
-    chat_template: str | None,
-    dtype: str | None,
+    mesh: DeviceMesh | None = None,
+    chats: bool = False,
+    dtype: str | None = None,
 ) -> Generator:
     """Build the model with its weights, split over the ranks of `mesh`.
 
-    `tokenizer` is the path to use; without `chats` no chat template is looked for. `dtype`: to
-    compute in, None: as the weights are stored.
+    Without `chats` no chat template is looked for. `dtype`: to compute in, None: as the weights are
+    stored.
 
     Raises:
         UserError: The tokenizer is not there, or does not fit, or the model cannot be split over so
             many ranks.
     """
-    ids = _find_tokenizer(tokenizer)
+    path = found.tokenizer
+    ids = _find_tokenizer(path)
     check_vocabulary(ids, model_vocab_size=found.model.config.vocab_size)
     template = None
     if chats:
-        setting = chat_template or found.chat_template
-        template = find_template(setting, tokenizer=ids, tokenizer_path=tokenizer)
+        template = find_template(found.chat_template, tokenizer=ids, tokenizer_path=path)
     model = _split(found, mesh=mesh).to_empty(device=device)
     with warnings.catch_warnings():
         # one process may be what is meant here

@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,29 +86,19 @@ def open_file(
         logger.info("%s has no sizes but shapes: the others are those of model.flavor", path)
         return found
 
+    mapped = cache(partial(map_file, path))  # when a tensor is read: DCP tells all ranks of errors
+
+    @contextmanager
+    def open_tensor(path: Path, stored: StoredTensor) -> Iterator[Any]:
+        yield mapped()[stored.name]
+
     return HFWeights(
         path=path,
         tensors=on_first_rank(survey, group=group),
         selection=selection,
         group=group,
-        open_tensor=_Mapped(path).open,
+        open_tensor=open_tensor,
     )
-
-
-class _Mapped:
-    """A file that is mapped when its first tensor is read: DCP tells all ranks of an error then."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @cached_property
-    def _tensors(self) -> dict[str, Tensor]:
-        return map_file(self._path)
-
-    @contextmanager
-    def open(self, path: Path, stored: StoredTensor) -> Iterator[Any]:
-        """Open a tensor."""
-        yield self._tensors[stored.name]
 
 
 def _check_order(path: Path, name: str, *, rope: str, theirs: bool, spec: ModelSpec) -> None:

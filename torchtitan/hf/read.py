@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -192,49 +192,22 @@ def check_fit(
     Raises:
         CheckpointError: Lists what differs.
     """
-    names, leaves_out = Names(spec.hf, architecture), selection.leaves_out
-    model = spec.build_meta(architecture)
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    found = {**found, **_with_more_rows(path, found, wanted, may_grow=selection.may_grow)}
+    names = Names(spec.hf, architecture)
 
     def both(name: str) -> str:
         # patterns go by our name, and a look into the folder by theirs
         theirs = found[name].name if name in found else names.theirs(name)
         return f"'{name}'" if name == theirs else f"'{name}' ({theirs})"
 
-    common = [name for name in wanted if name in found and not leaves_out(name)]
-    storage.raise_mismatch(
-        f"{path} does not fit this job, whose model has {len(wanted)} parameters",
+    storage.check_match(
+        path,
+        {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()},
         {
-            "missing": [both(n) for n in wanted if n not in found and not leaves_out(n)],
-            "unexpected": [both(n) for n in found if n not in wanted and not leaves_out(n)],
-            "of another shape": [
-                f"{both(n)} has shape {list(found[n].shape)}, not {list(wanted[n])}"
-                for n in common
-                if found[n].shape != wanted[n]
-            ],
-            "of another type": [
-                f"{both(n)} has type {found[n].dtype}, not {', '.join(DTYPES)}"
-                for n in common
-                if found[n].dtype not in DTYPES
-            ],
+            name: (tuple(parameter.shape), DTYPES)
+            for name, parameter in spec.build_meta(architecture).named_parameters()
+            if not selection.leaves_out(name)
         },
-        remedy="use the model.flavor that has these sizes",
+        leaves_out=selection.leaves_out,
+        may_grow=selection.may_grow,
+        spell=both,
     )
-
-
-def _with_more_rows(
-    path: Path,
-    found: Mapping[str, StoredTensor],
-    wanted: Mapping[str, tuple[int, ...]],
-    *,
-    may_grow: Collection[str],
-) -> dict[str, StoredTensor]:
-    """Return the tensors that may grow as if they had the rows that they lack."""
-    grown = {}
-    for name in wanted.keys() & found.keys() & set(may_grow):
-        shape, there = wanted[name], found[name].shape
-        if there[1:] == shape[1:] and there[0] < shape[0]:
-            grown[name] = replace(found[name], shape=shape)
-            storage.log_growth(path, name, there[0], shape[0])
-    return grown
