@@ -78,7 +78,6 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
         device=device,
         start=start,
         group=group,
-        rank=launch.rank,
         color=color,
     )
 
@@ -91,7 +90,6 @@ def build_run(
     device: torch.device,
     start: Start | None,
     group: dist.ProcessGroup | None,
-    rank: int,
     color: bool,
 ) -> Run:
     """Build all parts of the run: data, model, optimizer, checkpoints, metrics."""
@@ -110,20 +108,17 @@ def build_run(
     )
     optimizer = build_optimizer(model, settings=config.optimizer)
     schedule = describe_schedule(config)
+    state = RunState(
+        model=model, optimizer=optimizer, schedule=schedule, loader=loader, progress=progress
+    )
+    data = None if validator is None else validator.data
     checkpoints = build_checkpoints(
-        config,
-        dims=layout.dims,
-        state=RunState(
-            model=model, optimizer=optimizer, schedule=schedule, loader=loader, progress=progress
-        ),
-        start=start,
-        group=group,
-        validation_data=None if validator is None else validator.data,
+        config, dims=layout.dims, state=state, start=start, group=group, validation_data=data
     )
     execution.after_update()  # a checkpoint may have changed the weights
     write_config(config)
     meter, sinks, profiler = build_reports(
-        config, layout=layout, device=device, rank=rank, resume_step=progress.step, color=color
+        config, layout=layout, device=device, resume_step=progress.step, color=color
     )
     return Run(
         device=device,
@@ -171,12 +166,11 @@ def build_reports(
     *,
     layout: Layout,
     device: torch.device,
-    rank: int,
     resume_step: int,
     color: bool,
 ) -> tuple[Meter, list[Sink], Profiler | None]:
     """Build what measures this rank, what receives the figures, and what records traces."""
-    training, folder = config.training, Path(config.job.dump_folder)
+    training, folder, rank = config.training, Path(config.job.dump_folder), dist.get_rank()
     meter = build_meter(
         flops_per_token=layout.counts.flops_per_token(training.seq_len),
         dtype=getattr(torch, training.mixed_precision_param),
