@@ -187,7 +187,7 @@ def test_attention_of_its_own_goes_with_no_context_parallelism(family: Any) -> N
     find_layout(job, world_size=2)
     with (
         in_models(replace(family.SPEC, name="mixer", build=build)),
-        pytest.raises(ConfigError, match=r"context_parallel_degree must be 1 .* layers\.1 holds"),
+        pytest.raises(ConfigError, match=r"context_parallel_degree: must be 1 .* layers\.1 holds"),
     ):
         find_layout(
             load_config([*JOB, "--parallelism.context_parallel_degree=2", "--model.name=mixer"]),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torchtitan.assemble.data import build_loader
 from torchtitan.assemble.layout import check_device, find_layout, log_job
-from torchtitan.assemble.precision import settle_precision
+from torchtitan.assemble.precision import resolve_precision
 from torchtitan.assemble.resume import (
     build_checkpoints,
     describe_schedule,
@@ -57,7 +57,7 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
     """
     layout = find_layout(config, world_size=launch.world_size)
     check_device(config, device_type=device_type())
-    config, precision = settle_precision(config)
+    config, precision = resolve_precision(config)
     group = build_group() if config.checkpoint.enable else None
     start = find_start(config, layout=layout, group=group, undo=undo)
     set_determinism(  # before anything runs on the device
