@@ -86,10 +86,7 @@ def resolve_dims(settings: ParallelismConfig, *, world_size: int) -> ParallelDim
     }
     others = prod(given.values())
     dp_shard = settings.data_parallel_shard_degree
-    # the one to blame comes first: a degree that was set
-    keys = tuple(
-        sorted(("data_parallel_shard_degree", *given), key=lambda key: given.get(key, 1) == 1)
-    )
+    keys = (*(name for name, n in given.items() if n > 1), "data_parallel_shard_degree")
     factors = ", ".join(f"{name} {n}" for name, n in given.items() if n > 1) or "all degrees 1"
     if dp_shard == -1:
         if world_size % others:

@@ -225,7 +225,7 @@ class _Stage(PipelineStage):
 
 
 class _Schedule(_PipelineScheduleRuntime):
-    """Takes microbatches already split: torch splits only tensors, and documents are not tensors."""
+    """Takes microbatches already split: torch would split only tensors, not documents."""
 
     def _split_inputs(self, args: tuple[Any, ...], kwargs: Any = None) -> tuple[Any, Any]:
         [microbatches] = args
