@@ -1,9 +1,9 @@
-"""The loss on data that are not trained on, and the promise that measuring it changes nothing.
+"""The loss on data that are not trained on; measuring it changes nothing in the training.
 
-A validation is a forward pass over the same samples each time: their summed loss by the number of
-their labels, over all ranks, so that it is the same figure in any layout. Nothing of the training
-is touched: the data have a loader of their own, which begins anew each time and so has no state to
-save; no gradient is made and no random number drawn; parameters are left as they were found.
+A validation is a forward pass over the same samples each time: their summed loss divided by the
+number of their labels, over all ranks, so that it is the same figure in any layout. The data have a
+loader of their own, which restarts each time and so has no state to save; no gradient is computed,
+no random number drawn, and parameters are left as they were.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torchtitan.parallel.context.layout import SequenceShard
 from torchtitan.parallel.execution import Execution
 from torchtitan.parallel.fsdp import free_gathered
 
-LARGEST_EXPONENT = 700.0  # e to more is no float
+LARGEST_EXPONENT = 700.0  # exp of more overflows a float
 
 
 class Validator:
     """Measures the model as it is.
 
-    `data` tells the validation's data from others. `before_saves`: each save is validated first.
-    The first validation of a start may compile, and has `first_timeout_seconds`.
+    `data` identifies the validation's data. `before_saves`: validate before each save. The first
+    validation of a start may compile, so it has `first_timeout_seconds`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Validator:
         }
 
     def _sum(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's summed loss and the number of labels that it is of."""
+        """Return this rank's summed loss and the number of its labels."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         num_valid = torch.zeros_like(loss_sum)
         self._loader.rewind()

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.models.fake_group import fake_group
 from torchtitan.assemble import precision
-from torchtitan.assemble.precision import settle_precision
+from torchtitan.assemble.precision import resolve_precision
 from torchtitan.config.load import load_config, to_toml
 from torchtitan.config.trajectory import Job, trajectory_differences
 
@@ -19,7 +19,7 @@ def settled(
     monkeypatch.setattr(precision, "has_bfloat16", lambda kind: has)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.add_(others_lacking))
     with fake_group(rank=0, world_size=2):
-        config, reason = settle_precision(load_config(options))
+        config, reason = resolve_precision(load_config(options))
     return config.training.mixed_precision_param, reason
 
 
@@ -53,7 +53,7 @@ def test_another_machine_does_not_change_a_run_unsaid(monkeypatch: pytest.Monkey
     for has in (True, False):
         monkeypatch.setattr(precision, "has_bfloat16", lambda kind, has=has: has)
         with fake_group(rank=0, world_size=1):
-            jobs.append(settle_precision(load_config([]))[0])
+            jobs.append(resolve_precision(load_config([]))[0])
     then, now = Job.stored(to_toml(jobs[0])), Job(config=jobs[1])
     [difference] = trajectory_differences(then, now)
     assert difference == (

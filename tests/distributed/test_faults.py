@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan import trainer
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.base.transfer import HostCopy
 from torchtitan.checkpoint.storage import find_steps, read_state
+from torchtitan.mesh import agreement
 from torchtitan.mesh.stop import StopRequest
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.trainer import Run, Trainer
@@ -116,7 +116,7 @@ def waits_by_step(job: list[str]) -> tuple[list[int], list[int]]:
         norms_read.append(num_read)
 
     with pytest.MonkeyPatch.context() as patch, Waits() as waits:
-        patch.setattr(trainer, "HostCopy", Counted)
+        patch.setattr(agreement, "HostCopy", Counted)
         Trainer(run).train(on_step=note)
     return counts, norms_read
 

@@ -1,4 +1,7 @@
-"""A family with a block of its own, as docs/extend.md writes one, trains in the usual layouts."""
+"""Families with blocks of their own, of one class or two, train in the usual layouts.
+
+The first is that of docs/extend.md.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import pytest
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.models import two_blocks
 from tests.models.own_family import in_models, load_family, write_family
 
 TOML = jobs.TINY.replace("[model]", '[model]\nname = "parallel"').replace("steps = 20", "steps = 4")
@@ -22,6 +26,34 @@ def train(family: Path, job: list[str]) -> jobs.Result:
     """Train with the family among the models, on this rank."""
     with in_models(load_family(family).SPEC):
         return jobs.train(job)
+
+
+TWO_KINDS = TOML.replace('"parallel"', '"two_kinds"')
+PP2 = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2")
+
+
+def train_two_kinds(job: list[str]) -> jobs.Result:
+    with in_models(two_blocks.SPEC):
+        return jobs.train(job)
+
+
+@pytest.mark.parametrize(
+    ("options", "world"),
+    [((*COMPILED, RECOMPUTED), 2), ((*COMPILED, *PP2), 2), ((BFLOAT16, *COMPILED), 1)],
+    ids=["fsdp 2, recomputed", "pp 2", "bfloat16"],
+)
+def test_compiled_blocks_of_two_classes_train_to_the_same_losses(
+    options: tuple[str, ...], world: int, ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    plain = tuple(option for option in options if option not in COMPILED)
+    job = jobs.write_job(tmp_path, TWO_KINDS, name="one", cache=cache)
+    expected = ranks.run(train_two_kinds, [*job, *(plain if world == 1 else ())], world=1)[0]
+    job = jobs.write_job(tmp_path, TWO_KINDS, name="other", cache=cache)
+    got = ranks.run(train_two_kinds, [*job, *options], world=world)[0]
+    for one, two in zip(figures(got), figures(expected), strict=True):
+        assert one == pytest.approx(two, rel=1e-6 if world > 1 else 1e-3)
+    losses = [loss for loss, _ in figures(got)]
+    assert losses[-1] < losses[0]
 
 
 def figures(result: jobs.Result) -> list[tuple[float, float]]:

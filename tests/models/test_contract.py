@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -154,16 +155,24 @@ def test_what_is_not_as_the_contract_has_it_is_told(
     change: Callable[[Any], None], parts: list[str], family: Any
 ) -> None:
     model = family.SPEC.build_meta(family.SIZES)
-    check_contract(model, name="parallel")
+    check_contract(model, spec=family.SPEC)
     change(model)
     with pytest.raises(ConfigError) as error:
-        check_contract(model, name="parallel")
+        check_contract(model, spec=family.SPEC)
     assert all(part in str(error.value) for part in [*parts, "docs/models.md"]), error.value
 
 
 def test_a_plain_module_is_told_what_it_must_be() -> None:
     with pytest.raises(ConfigError, match=r"must be a torchtitan\.models\.contract\.LanguageModel"):
-        check_contract(nn.Linear(2, 2), name="plain")
+        check_contract(nn.Linear(2, 2), spec=LLAMA3)
+
+
+@pytest.mark.parametrize("theirs", ["model.norm.weight", "model.layers.*.mlp.bias"])
+def test_a_tensor_of_hugging_face_is_one_parameter(theirs: str) -> None:
+    names = {**LLAMA3.hf.names, "output.weight": theirs}
+    spec = replace(LLAMA3, hf=replace(LLAMA3.hf, names=names))
+    with pytest.raises(ConfigError, match=rf"HFFormat .* got .*{re.escape(theirs)}"):
+        check_contract(LLAMA3.build_meta(LLAMA3.flavors["tiny"]), spec=spec)
 
 
 def test_attention_of_its_own_goes_with_no_context_parallelism(family: Any) -> None:
@@ -176,7 +185,7 @@ def test_attention_of_its_own_goes_with_no_context_parallelism(family: Any) -> N
     find_layout(job, world_size=2)
     with (
         in_models(replace(family.SPEC, name="mixer", build=build)),
-        pytest.raises(ConfigError, match=r"context_parallel_degree must be 1 .* layers\.1 holds"),
+        pytest.raises(ConfigError, match=r"context_parallel_degree: must be 1 .* layers\.1 holds"),
     ):
         find_layout(
             load_config([*JOB, "--parallelism.context_parallel_degree=2", "--model.name=mixer"]),

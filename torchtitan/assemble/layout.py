@@ -53,7 +53,7 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     assert found is not None
     spec, architecture = found
     model = spec.build_meta(architecture)
-    check_contract(model, name=config.model.name)
+    check_contract(model, spec=spec)
     counts = count(model)
     mistakes.of(lambda: check_family(config, spec=spec, model=model))
     if dims is None:

@@ -1,8 +1,8 @@
-"""In which type a job computes, settled once and for all ranks alike.
+"""In which type a job computes, resolved once and for all ranks alike.
 
-`mixed_precision_param = "auto"` depends on the machine. What it comes to is put in its place before
-anything is built, so that the run's folder and its checkpoints hold the type itself: resumed where
-"auto" comes to another one, the job is told so, rather than continued as another training.
+`mixed_precision_param = "auto"` depends on the machine. It is replaced by the type before anything
+is built, so that the run's folder and checkpoints hold the type itself: a job resumed on a machine
+where "auto" means another type is refused, not continued as another training.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchtitan.base.device import device_type, has_bfloat16
 from torchtitan.job import Config
 
 
-def settle_precision(config: Config) -> tuple[Config, str]:
+def resolve_precision(config: Config) -> tuple[Config, str]:
     """Return the settings with "auto" resolved, and the reason; the process group must exist."""
     training = config.training
     if training.mixed_precision_param != "auto":
@@ -27,8 +27,8 @@ def settle_precision(config: Config) -> tuple[Config, str]:
         chosen, reason = "bfloat16", "auto: as float8 wants it"
     else:
         chosen, reason = _choose(device_type())
-    settled = replace(training, mixed_precision_param=chosen)  # type: ignore[arg-type]
-    return replace(config, training=settled), reason
+    resolved = replace(training, mixed_precision_param=chosen)  # type: ignore[arg-type]
+    return replace(config, training=resolved), reason
 
 
 def _choose(kind: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torchtitan.assemble.data import build_loader
 from torchtitan.assemble.layout import check_device, find_layout, log_job
-from torchtitan.assemble.precision import settle_precision
+from torchtitan.assemble.precision import resolve_precision
 from torchtitan.assemble.resume import (
     build_checkpoints,
     describe_schedule,
@@ -58,7 +58,7 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
     """
     layout = find_layout(config, world_size=launch.world_size)
     check_device(config, device_type=device_type())
-    config, precision = settle_precision(config)
+    config, precision = resolve_precision(config)
     group = build_group() if config.checkpoint.enable else None
     start = find_start(config, layout=layout, group=group, undo=undo)
     set_determinism(  # before anything runs on the device
@@ -79,7 +79,6 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
         device=device,
         start=start,
         group=group,
-        rank=launch.rank,
         color=color,
     )
     run.execution.after_update()  # a checkpoint may have changed the weights
@@ -94,7 +93,6 @@ def build_run(
     device: torch.device,
     start: Start | None,
     group: dist.ProcessGroup | None,
-    rank: int,
     color: bool,
 ) -> Run:
     """Build all parts of the run: data, model, optimizer, checkpoints, metrics."""
@@ -112,17 +110,13 @@ def build_run(
         trained_on=loader.dataset,
     )
     state = build_state(config, model=model, loader=loader, progress=progress)
+    data = None if validator is None else validator.data
     checkpoints = build_checkpoints(
-        config,
-        dims=layout.dims,
-        state=state,
-        start=start,
-        group=group,
-        validation_data=None if validator is None else validator.data,
+        config, dims=layout.dims, state=state, start=start, group=group, validation_data=data
     )
     write_config(config)
     meter, sinks, profiler = build_reports(
-        config, layout=layout, device=device, rank=rank, resume_step=progress.step, color=color
+        config, layout=layout, device=device, resume_step=progress.step, color=color
     )
     return Run(
         device=device,
@@ -183,12 +177,11 @@ def build_reports(
     *,
     layout: Layout,
     device: torch.device,
-    rank: int,
     resume_step: int,
     color: bool,
 ) -> tuple[Meter, list[Sink], Profiler | None]:
     """Build what measures this rank, what receives the figures, and what records traces."""
-    training, folder = config.training, Path(config.job.dump_folder)
+    training, folder, rank = config.training, Path(config.job.dump_folder), dist.get_rank()
     meter = build_meter(
         flops_per_token=layout.counts.flops_per_token(training.seq_len),
         dtype=getattr(torch, training.mixed_precision_param),

@@ -12,14 +12,14 @@ from torchtitan.config.types import STRICT, FinitePositive, Strings
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LoRAConfig:
-    """Low-rank factors beside frozen matrices (LoRA), which alone are trained."""
+    """Adapters: low-rank matrices beside frozen ones (LoRA), which alone are trained."""
 
     rank: NonNegativeInt = 0
-    """Rank of the factors; 0: none, and all of the model is trained."""
+    """Rank of the adapters; 0: none, and all of the model is trained."""
     alpha: FinitePositive = 16.0
-    """The product of the factors is scaled by alpha / rank."""
+    """What an adapter adds is scaled by alpha / rank."""
     modules: Strings = ("layers.*.attention.w*", "layers.*.feed_forward.w*")
-    """Linear layers (shell patterns) that get factors."""
+    """Linear layers (shell patterns) that get an adapter."""
     save: Literal["merged", "adapter"] = "merged"
-    """What checkpoint.last_save_in_hf writes: the whole model with the factors added to its
-    matrices, or the factors alone, as PEFT reads them."""
+    """What checkpoint.last_save_in_hf writes: the whole model with the adapters merged into its
+    matrices, or only the adapters, as PEFT reads them."""

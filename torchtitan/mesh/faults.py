@@ -1,13 +1,13 @@
 """Faults that concern all ranks at once.
 
-A step whose loss or gradient norm is not finite is found on every rank alike, since both enter one
-reduced figure (`optim.clip.global_norm`), and no optimizer touches a weight for it. Only then is
-the time spent to ask every rank what it saw.
+All ranks alike find that a step's loss or gradient norm is not finite, since both enter one reduced
+figure (`optim.clip.global_norm`), and then no optimizer changes a weight. Only then do the ranks
+spend time to tell each other what they saw.
 
 A rank that hangs in a step is found by the timeout of the step's collectives. A save has no such
-limit, since storage may be slow: there each rank counts in the job's store while it works, and a
-count that stands still is a rank that hangs. Rank 0 watches all others, and they watch rank 0, so
-that the store gets a few requests a second from any number of ranks.
+limit, since storage may be slow: there each rank keeps counting in the job's store while it works,
+and a rank whose count stands still hangs. Rank 0 watches all others, and they watch rank 0, so that
+the store gets few requests per second from any number of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchtitan.base.errors import NonFiniteError
 
 logger = logging.getLogger(__name__)
 BEATS = 10
-"""Signs of life in the time after which a rank is taken for dead."""
+"""Signs of life within the time after which a silent rank counts as hung."""
 
 
 class PeerError(RuntimeError):

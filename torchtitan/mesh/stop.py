@@ -3,13 +3,13 @@
 A scheduler that wants its machines back sends a signal (SIGTERM, or SIGUSR1 where Slurm is told
 to) to some or all ranks and kills them a little later; a person presses Ctrl-C. No rank may leave
 on its own: the others would wait for it in their next collective. So a signal is only noted, and
-the note travels with a reduction that every step makes anyway: all ranks learn of it in the same
+the ranks exchange these notes in every step (`agreement.py`): all of them learn of it in the same
 step, save together and end. Before the first step there is nothing to save, and a signal ends a
 rank at once.
 
 Python runs a signal's handler between two of its own instructions, which is too late for a process
-that hangs in a collective. Here a thread is woken by the C handler itself, so a second signal ends
-the process whatever it is doing.
+that hangs in a collective. Here the C handler itself wakes a thread, so a second signal ends the
+process whatever it is doing.
 """
 
 from __future__ import annotations

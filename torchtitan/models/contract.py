@@ -1,10 +1,10 @@
-"""What a family of models has to bring, so that it trains, shards and saves like the others.
+"""What a family of models needs, so that it trains, shards and saves like the others.
 
-`LanguageModel` is the contract: the four parts by which every layout takes a model apart, and what
-the trainer calls. `Attends` is what attention derives from, so that context parallelism finds it.
-`check_contract` compares a module with both before anything is trained, and `count` finds what it
-has and costs. Counting the module, where a formula of the sizes would also do for one family, is
-right for every family, and on the meta device takes no memory.
+`LanguageModel` is the contract: the four parts by which every layout divides a model, and what the
+trainer calls. `Attends` is the base class of attention, by which context parallelism finds it.
+`check_contract` checks a module before anything is trained, and `count` counts its parameters and
+FLOPs. Counting the module is right for every family, where a formula of the sizes is right for one;
+on the meta device it takes no memory.
 
 docs/models.md has a family written by this contract, which the tests train.
 """
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.models.documents import Documents
 from torchtitan.models.init import Constant, Init, Normal
-from torchtitan.models.spec import DecoderConfig
+from torchtitan.models.spec import DecoderConfig, ModelSpec
 
 if TYPE_CHECKING:
     from torchtitan.models.decoder import Output, TiedOutput
@@ -32,9 +32,9 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Documents | None], 
 
 
 class Attends(nn.Module):
-    """A module in which tokens attend to others: all that passes between tokens does by `attend`.
+    """A module in which tokens attend to others, only by `attend`.
 
-    Context parallelism puts its own in the place of `attend`, for tokens that other ranks hold.
+    Context parallelism replaces `attend` by a function that reaches tokens of other ranks.
     """
 
     attend: Attend
@@ -50,13 +50,13 @@ class LanguageModel(nn.Module):
     """A causal language model of four parts: embedding, blocks, last norm, head.
 
     A subclass builds the parts, and defines `forward` and `initial`. It is built on the meta
-    device, then filled by `initial`; so it has no buffers (what is needed beside the parameters is
-    computed in `forward`), and no parameter under two names, which `to_empty()` would untie.
+    device, then filled by `initial`; so it has no buffers (`forward` computes whatever else it
+    needs), and no parameter under two names, which `to_empty()` would untie.
 
     Each block is called as `block(x, ...)` and returns the next x (B, S, C); it is the unit that is
-    sharded, recomputed and compiled. A float tensor among its other arguments, in a tuple,
-    dictionary or dataclass too, is cast by FSDP under mixed precision; a plain object as `Rope` is
-    left alone.
+    sharded, recomputed and compiled, and may be of any class. Under mixed precision FSDP casts the
+    float tensors among its other arguments, also inside tuples, dictionaries and dataclasses; a
+    plain object as `Rope` is left alone.
     """
 
     tok_embeddings: nn.Embedding | None
@@ -85,7 +85,7 @@ class LanguageModel(nn.Module):
         `positions` are those of the tokens, (S) or (B, S): under context parallelism a rank has a
         part of the sequence. `documents` go to each `attend`. Only `ModelSpec.stages` needs a
         module some of whose parts are None, which takes the stream (B, S, C) in the place of
-        tokens; and only text generation a further argument `cache` (`KVCache`).
+        tokens; and only generation needs a further argument `cache` (`KVCache`).
         """
         raise NotImplementedError
 
@@ -111,24 +111,28 @@ class LanguageModel(nn.Module):
             self.output = None
 
 
-def check_contract(model: nn.Module, *, name: str) -> None:
-    """Compare what a family built, whole and on the meta device, with `LanguageModel`.
+def check_contract(model: nn.Module, *, spec: ModelSpec) -> None:
+    """Compare what a family built, whole and on the meta device, with `LanguageModel` and its spec.
 
     Raises:
-        ConfigError: Says what is not as the contract has it.
+        ConfigError: Names everything that differs from the contract.
     """
     if isinstance(model, LanguageModel):
         mistakes = _wrong_parts(model) + _wrong_parameters(model)
+        mistakes += [
+            f"its module must have no buffers, got {name}" for name in spec.find_buffers(model)
+        ]
     else:
         kind = f"{type(model).__module__}.{type(model).__qualname__}"
         mistakes = [f"its module must be a torchtitan.models.contract.LanguageModel, got a {kind}"]
-    if mistakes:
-        raise ConfigError(
-            [
-                f"[model] name = '{name}': {mistake}; docs/models.md says what a model has to bring"
-                for mistake in mistakes
-            ]
+    if shared := spec.hf.find_shared():
+        mistakes.append(
+            f"its HFFormat must give each parameter one tensor of its own, with a star for the "
+            f"layer in both names or in neither, got {', '.join(shared)}"
         )
+    rules = [f"'{spec.name}': {m}; docs/models.md says what a model needs" for m in mistakes]
+    if rules:
+        raise ConfigError([Violation(("model.name",), rule) for rule in rules])
 
 
 def _wrong_parts(model: LanguageModel) -> list[str]:
@@ -165,10 +169,7 @@ def _wrong_parts(model: LanguageModel) -> list[str]:
 
 
 def _wrong_parameters(model: LanguageModel) -> list[str]:
-    mistakes = [
-        f"its module must have no buffers, nothing fills them: got {name}"
-        for name, _ in model.named_buffers()
-    ]
+    mistakes = []
     seen: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = seen.setdefault(id(parameter), name)

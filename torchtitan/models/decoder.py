@@ -1,11 +1,10 @@
 """The decoder-only transformer: one plain module, without a word about parallelism.
 
 Parameter names are torchtitan's, so that checkpoints interchange. Every parallel layout is applied
-to this module from outside, which is why it holds no buffers (nothing to move, cast or re-create
-after meta construction) and why a block maps `(x, rope)` to `x`, so that activation checkpointing,
-compilation and sharding can wrap it as it is. A pipeline stage is this module with the rest of it
-taken out (`keep_only`); `layers` is a dictionary keyed by number, so that a stage that keeps layers
-8 to 15 keeps their names too.
+to this module from outside. So it holds no buffers (nothing to move, cast or re-create after meta
+construction), and a block maps `(x, rope)` to `x`, so that activation checkpointing, compilation
+and sharding can wrap it. A pipeline stage is this module with the rest removed (`keep_only`);
+`layers` is a dictionary keyed by number, so that a stage with layers 8 to 15 keeps their names.
 
 Shapes: B batch, S sequence, C = dim, V vocabulary.
 """
@@ -56,7 +55,7 @@ class Block(nn.Module):
         documents: Documents | None = None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
-        """Apply the block; a cache is for decoding alone."""
+        """Apply the block; only decoding has a cache."""
         x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), rope, documents, cache)
         return x_BSC + self.feed_forward(self.ffn_norm(x_BSC))
 
@@ -68,8 +67,8 @@ HeadLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class Output(nn.Linear, CastsWeights):
     """The output head: logits or, given labels, the loss.
 
-    The loss is the head's, so that the logits of a long sequence need never exist all at once. What
-    it is, is set from outside.
+    The head computes the loss, so that the logits of a long sequence never exist all at once. The
+    trainer sets `loss`.
     """
 
     loss: HeadLoss
@@ -129,8 +128,8 @@ class Decoder(LanguageModel):
         S)) are the tokens' places in the sequence; by default they follow what the cache holds, or
         start at 0. `documents` keep attention inside them. A pipeline stage takes the (B, S, C)
         residual stream of the stage before it in the place of the tokens, then needs positions, and
-        returns the stream unless it has the head. With a cache the logits are those after the last
-        token alone, (B, 1, V): nobody asks for others, and those of a long prompt are large.
+        returns the stream unless it has the head. With a cache it returns only the logits after the
+        last token, (B, 1, V): those of a long prompt would be large.
         """
         if positions is None:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)

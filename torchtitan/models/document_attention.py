@@ -1,8 +1,8 @@
 """Causal attention inside documents that lie end to end in a sequence.
 
 Two ways, both without a mask. Flash attention has a kernel that takes the tokens of all sequences
-in a row and where each document begins: one call, for 16 bits on a GPU. Everywhere else documents
-are attended to one by one; that is as quick as can be where they are long, and exact anyhow.
+in a row and where each document begins: one call, for 16 bits on a GPU. Otherwise attention runs
+document by document, which is as fast if they are long, and always exact.
 
 Shapes: B batch, S sequence, H query heads, K key/value heads, D head width, T = B S tokens.
 """
@@ -51,7 +51,7 @@ def one_by_one(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, documents: Docume
 
 
 def all_at_once(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, documents: Documents) -> Tensor:
-    """Attend by flash attention's kernel for sequences of different lengths; not run so far."""
+    """Attend by flash attention's kernel for sequences of different lengths; not run yet."""
     grouped = {}
     if k_BKSD.shape[1] != q_BHSD.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:

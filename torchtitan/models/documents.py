@@ -1,8 +1,8 @@
 """Where documents begin and end in the sequences of a batch: by their lengths, never by a mask.
 
-A mask of S x S is what makes long sequences crash. Lengths say the same in a number a document, and
-are what kernels want: a loop over slices, or the running sums that variable-length kernels take.
-They stay on the host, so that planning by them never waits for a device.
+An S x S mask makes long sequences run out of memory. Lengths say the same with one number per
+document, and kernels need them anyway: for a loop over slices, or as running sums for
+variable-length kernels. They stay on the host, so that planning with them never waits for a device.
 
 Shapes: B sequences, S tokens of a sequence.
 """
@@ -31,8 +31,8 @@ class Documents:
         self._worked_out: dict[Hashable, Any] = {}
 
     def remember(self, what: Hashable, work_out: Callable[[], T]) -> T:
-        """Return what follows from the documents: every layer asks for it, forward and backward,
-        and it is worked out once, on the one device that they are used on."""
+        """Return what `work_out` computes from the documents; every layer asks for it, forward and
+        backward, and it is computed once."""
         if what not in self._worked_out:
             self._worked_out[what] = work_out()
         found: T = self._worked_out[what]

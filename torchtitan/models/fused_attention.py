@@ -1,9 +1,9 @@
-"""PyTorch's attention, kept to its kernels that hold no matrix of scores.
+"""PyTorch's attention, restricted to kernels that hold no matrix of scores.
 
-Of the fused kernels for CUDA, flash takes 16 bits alone, and the memory-efficient one, which takes
-float32, knows no groups of query heads. With grouped heads in float32 PyTorch turns to a third
-kernel without a word, one that holds S x S scores. So there each key/value head is copied for the
-query heads that it serves. Read in PyTorch's sources, not seen on a GPU.
+Of the fused kernels for CUDA, flash supports only 16 bits, and the memory-efficient one, which
+supports float32, has no grouped query heads. With grouped heads in float32 PyTorch silently uses a
+third kernel, which holds S x S scores. So there each key/value head is copied for the query heads
+that it serves. Read in PyTorch's sources, not seen on a GPU.
 
 Shapes: B batch, H query heads, K key/value heads, S queries, T keys, D head width.
 """

@@ -1,10 +1,10 @@
 """Initial weights from a counter-based generator: every layout starts from the same bits.
 
 Element i of a parameter is a pure function of (seed, the parameter's name, i), where i counts the
-elements of the whole parameter in row-major order. So each rank evaluates its own shard alone:
+elements of the whole parameter in row-major order. So each rank evaluates only its own shard:
 nothing is drawn in full, sent or skipped. The alternatives are a "seed checkpoint" made on one
-device, or torch's generator moved ahead for each shard, whose numbers depend on the device and on
-how the tensor was cut.
+device, or torch's generator advanced for each shard, whose numbers depend on the device and on how
+the tensor was split.
 
 An element takes two steps. First a 64-bit hash of i under the parameter's 128-bit key: two rounds
 of xor-shift and multiply, those of splitmix64 (doi:10.1145/2660193.2660195), with half of the key
@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-# private: FSDP over TP on one tensor dimension is described by it alone, and DTensors carry it
+# private: only this describes FSDP over TP on one tensor dimension, and DTensors carry it
 from torch.distributed.tensor.placement_types import _StridedShard
 
 CUTOFF = 3.0
@@ -105,7 +105,7 @@ def make_key(name: str, *, seed: int) -> tuple[int, int]:
 
 
 def local_offsets(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Return one int64 vector a dimension; their outer sum is this rank's flat global indices.
+    """Return one int64 vector per dimension; their outer sum is this rank's flat global indices.
 
     A shard is cut as by `torch.chunk`, like DTensor and FSDP2 do: uneven and empty shards, and
     several mesh axes on one dimension in any order, come out as they are.

@@ -28,9 +28,9 @@ class HasParameters(Protocol):
 class ModelParts:
     """This rank's pieces, in the order of the layers.
 
-    Of tied embeddings that lie on two stages the first stage's is the parameter; the copy by which
-    the last one multiplies is no parameter of its own (`tied_copy`), so that nothing updates, saves
-    or counts it twice.
+    If tied embeddings lie on two stages, the first stage's is the parameter. The last stage
+    multiplies by a copy that is not a parameter of its own (`tied_copy`), so that nothing updates,
+    saves or counts it twice.
     """
 
     def __init__(self, parts: Sequence[LanguageModel]) -> None:

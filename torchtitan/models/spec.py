@@ -2,11 +2,16 @@
 
 `DecoderConfig` is a plain description of sizes. `ModelSpec` is one entry of `MODELS`, a dictionary;
 a registry with decorators would hide where an entry comes from and depend on the order of imports.
-What the module itself has to be is said in `contract.py`.
+`contract.py` says what the module itself must be.
+
+Three things hold for every family today, and a mixture of experts may have to change them: all
+state is parameters (`ModelSpec.find_buffers`), tensor parallelism places every parameter
+(`ModelSpec.tensor_plan`), and one parameter is one tensor of Hugging Face (`HFFormat.find_shared`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -80,16 +85,29 @@ class HFFormat:
     names: Mapping[str, str]
     """Their name of each parameter by ours, a star for the layer in both."""
     rotary: frozenset[str]
-    """Those of ours whose rows, or whose elements, are channels of heads that the rotation pairs:
-    theirs lie in another order."""
+    """Those of ours whose rows, or elements, are channels of heads that the rotation pairs: theirs
+    are in another order."""
     fixed: Mapping[str, object]
-    """What config.json must say where it says anything: `Decoder` knows nothing else."""
+    """Keys of config.json that must have this value if they are there: `Decoder` knows no other."""
     each_layer: Mapping[str, object] = field(default_factory=dict)
-    """The same of what config.json says in a list, of each layer."""
+    """The same for keys that hold a list, one value per layer."""
+
+    def find_shared(self) -> list[str]:
+        """Return the names in which `names` is not one to one; there must be none.
+
+        Reading and writing rename tensor by tensor: a tensor of theirs that holds several of our
+        parameters, or is spread over several, would be overwritten or incomplete.
+        """
+        counts = Counter(self.names.values())
+        return [
+            theirs
+            for ours, theirs in self.names.items()
+            if counts[theirs] > 1 or ours.count("*") != theirs.count("*")
+        ]
 
 
 NO_HF_FILES = HFFormat(architecture="", model_type="", names={}, rotary=frozenset(), fixed={})
-"""Of a family that Hugging Face does not know."""
+"""For a family that Hugging Face does not have."""
 
 RopeOrder = Literal["interleaved", "halves"]
 """Which channels of a head turn together: (2i, 2i + 1), as here, or (i, i + D/2)."""
@@ -104,10 +122,13 @@ class ModelSpec:
     flavors: Mapping[str, DecoderConfig]
     """Sizes by name."""
     build: Callable[[DecoderConfig], LanguageModel]
-    """Makes the module, on whatever device is the default when it is called, meta included."""
+    """Makes the module on the device that is the default when it is called, meta included."""
     tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
     """Roles by module name, a star for any layer: how tensor parallelism splits the model. Empty:
-    it is not split."""
+    it is not split. Every module with parameters needs a role, so that each parameter lies on the
+    tp axis, split or copied: `parallel.tensor.find_unplanned` refuses others by name, and
+    `parallel.build` checks that every parameter lies on all ranks of its stage, since the global
+    gradient norm counts copies along a parameter's own mesh."""
     stages: bool = False
     """Whether `forward` also runs a pipeline stage, which lacks some of the parts."""
     hf: HFFormat = NO_HF_FILES
@@ -119,3 +140,11 @@ class ModelSpec:
         """Build the module without memory for its parameters."""
         with torch.device("meta"):
             return self.build(config)
+
+    def find_buffers(self, model: LanguageModel) -> list[str]:
+        """Return the names of a model's buffers; there must be none.
+
+        All state is parameters: initial weights, FSDP, pipeline stages and checkpoints go by
+        parameter names, and nothing would fill, cast, move or save a buffer.
+        """
+        return [name for name, _ in model.named_buffers()]

@@ -45,8 +45,9 @@ def _chunks(local: Tensor) -> Sequence[Tensor]:
 def global_norm(parameters: Iterable[nn.Parameter], *, loss: Tensor) -> Tensor:
     """Return the 2-norm of all gradients, a float32 scalar, the same on every rank.
 
-    `loss` is this rank's own loss: where any rank's is not finite the norm is not finite either, so
-    that this one figure tells every rank whether the step may be taken.
+    `loss` is this rank's own loss: if any rank's is not finite the norm is not finite either, so
+    that this one figure tells every rank whether the step may be taken. A sharded gradient's mesh
+    must have all ranks of its pipeline stage (`parallel.build` checks it).
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     chunks_by_copies: dict[int, list[Tensor]] = defaultdict(list)

@@ -5,18 +5,18 @@ division by the valid tokens of the whole global batch is the step loop's, so th
 not depend on how the batch is cut into microbatches, accumulation steps or ranks. (A mean taken
 per microbatch weighs a token by the emptiness of its batch.)
 
-The logits are the largest tensor of all, V numbers a token where the stream has C, and nobody wants
-them: what is wanted are the loss and its gradients, which add up token by token. So the head's
-product, the softmax and both gradients are computed for some tokens at a time, in one buffer, and
-the N x V logits never exist. The gradients come in the forward pass, while the logits are there:
-the product is computed three times, as by plain autograd, and backward has but to multiply by the
-gradient that comes in. (Recomputing the logits in backward would be a fourth product, and a fifth
-where a pipeline computes gradients of inputs and weights apart. It pays where many microbatches
-wait for their backward, for each would hold a gradient as large as the weight.)
+The logits are the largest tensor of all, V numbers per token where the stream has C, and nobody
+needs them: what is needed are the loss and its gradients, which add up token by token. So the
+head's product, the softmax and both gradients are computed for some tokens at a time, in one
+buffer, and the N x V logits never exist. The gradients are computed in the forward pass, while the
+logits are there: the product is computed three times, as by plain autograd, and backward only
+multiplies by the incoming gradient. (Recomputing the logits in backward would be a fourth product,
+and a fifth where a pipeline computes gradients of inputs and weights apart. It pays where many
+microbatches wait for their backward, since each would hold a gradient as large as the weight.)
 
 Under tensor parallelism each rank has the logits of its own part of the vocabulary. A softmax needs
-of the others but three numbers a token: the largest logit, the sum of exponentials and the label's
-logit. So the parts are never gathered, which would cost V instead.
+only three numbers per token from the others: the largest logit, the sum of exponentials and the
+label's logit. So the parts are never gathered, which would cost V numbers instead.
 
 Shapes: B samples, S tokens, N = B S, M tokens of a chunk, C width, V vocabulary or this rank's part
 of it.
@@ -36,11 +36,11 @@ from torch import Tensor
 IGNORE_INDEX = -100
 
 FEW_LOGITS = 2**24
-"""So many exist all at once: 64 MiB."""
+"""Up to so many are computed at once: 64 MiB."""
 FEWEST_TOKENS = 512
-"""A chunk has no fewer, for a product of fewer rows spends its time on reading the weight."""
+"""A chunk has at least so many: a product of fewer rows spends its time reading the weight."""
 PRODUCT = 2**22
-"""Elements of a gradient that are added at once where the addition is not part of the product."""
+"""Elements of a gradient that are added at a time, if the addition is not part of the product."""
 
 
 def build_loss(

@@ -1,7 +1,7 @@
 """The optimizer: torch's own, with weight decay only where it belongs.
 
-Norm scales and biases are not decayed: pulling them to zero is no regulariser of the function a
-layer computes. Which parameters those are is settled by name patterns, as parameter groups.
+Norm scales and biases are not decayed: pulling them to zero does not regularise the function that a
+layer computes. Name patterns decide which parameters those are; they form a parameter group.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def build_optimizer(model: HasParameters, *, settings: OptimizerConfig) -> torch
         },
         {"params": [p for name, p in named.items() if name in kept], "weight_decay": 0.0},
     ]
-    # of a rank whose layers are all frozen one stays, empty: torch takes no optimizer of nothing
+    # a rank whose layers are all frozen keeps one, empty: torch refuses an optimizer without any
     groups = [group for group in groups if group["params"]] or groups[:1]
     implementation = settings.implementation
     if settings.name == "SGD" and implementation == "fused":
-        implementation = "foreach"  # torch's fused SGD knows no sharded parameters
+        implementation = "foreach"  # torch's fused SGD does not support sharded parameters
     common: dict[str, Any] = {
         "lr": settings.lr,
         "fused": implementation == "fused",
@@ -48,10 +48,9 @@ def build_optimizer(model: HasParameters, *, settings: OptimizerConfig) -> torch
 
 
 def skips_by_itself(optimizer: torch.optim.Optimizer, *, device: torch.device) -> bool:
-    """Tell whether `take_step` leaves weights and state alone where the norm, on `device`, is not
-    finite.
+    """Tell whether `take_step` changes nothing if the norm, on `device`, is not finite.
 
-    Weights that are kept elsewhere cannot: the flag would be read there before it has arrived.
+    That needs the weights on the same device: elsewhere the flag would be read before it arrives.
     """
     weights = optimizer.param_groups[0]["params"][:1]
     return bool(optimizer.defaults.get("fused")) and all(
@@ -60,10 +59,10 @@ def skips_by_itself(optimizer: torch.optim.Optimizer, *, device: torch.device) -
 
 
 def take_step(optimizer: torch.optim.Optimizer, *, norm: Tensor) -> None:
-    """Update the weights by their gradients, whose global norm is `norm`, and forget those.
+    """Update the weights by their gradients, whose global norm is `norm`, and clear these.
 
-    A fused kernel asks on the device whether the norm is finite, by the flag that torch's gradient
-    scaler sets. Of the others the caller must know it.
+    A fused kernel reads on the device whether the norm is finite, by the flag that torch's gradient
+    scaler sets. With the others the caller must have checked it.
     """
     if skips_by_itself(optimizer, device=norm.device):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]

@@ -4,13 +4,13 @@ It changes memory and time, never a number; blocks keep their type and their par
 
     full             every block is recomputed; kept is the stream between blocks
     selective, "n"   every n-th block is recomputed, the others keep everything
-    selective, "op"  every block is recomputed but for its dearest operators, whose outputs are kept
+    selective, "op"  every block is recomputed except its costliest operators: they are kept
 
 **By operator.** Kept are the outputs of attention, of every second matrix product and of the first
 of a block's two sums over tensor-parallel ranks; norms, rotations, the other products and all that
 is elementwise are recomputed. torchtitan keeps the first, third ... product, here it is the second,
-fourth ...: recomputation ends with the last tensor that backward asks for, which is the input of a
-block's last product, so the seventh of Llama's would be kept for nothing. Its sum too lies there.
+fourth ...: recomputation ends with the last tensor that backward needs, the input of a block's last
+product, so the seventh of Llama's would be kept for nothing. The same holds for the sum after it.
 
 **Collectives** of a recomputed block are repeated, on all ranks alike, but for the sum that "op"
 keeps: the gathers along the sequence under tensor parallelism, since to keep their outputs is to

@@ -1,4 +1,4 @@
-"""What a rank trains on at once: its part of each sequence of a batch.
+"""What a rank trains on at a time: its part of each sequence of a batch.
 
 Shapes: B sequences, S tokens of each on this rank.
 """
@@ -15,7 +15,7 @@ from torchtitan.models.documents import Documents
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Tokens, what they shall predict, and where they stand."""
+    """Tokens, their labels, and their positions."""
 
     tokens: Tensor
     """int64 (B, S)."""
@@ -46,5 +46,5 @@ class Batch:
 
 def _send(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and not tensor.is_pinned():
-        tensor = tensor.pin_memory()  # else the copy would wait for all that the device has to do
+        tensor = tensor.pin_memory()  # otherwise the copy would wait for the device's other work
     return tensor.to(device, non_blocking=True)

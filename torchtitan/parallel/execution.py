@@ -1,6 +1,6 @@
-"""How a step runs through the model: what the loop asks for, and the plain answer.
+"""How a step runs through the model: the protocol that the loop calls, and the plain version.
 
-A pipeline gives the other answer (`pipeline/execution.py`). Either takes the accumulation steps of
+The other version is a pipeline (`pipeline/execution.py`). Either takes the accumulation steps of
 one optimizer step and leaves summed gradients, so the loop does not know which one it has.
 """
 

@@ -1,16 +1,16 @@
 """Causal attention over sequences that are split across ranks, in three ways.
 
-    all-gather  every rank gets all keys and values at once; simple, and the quickest on fast links,
-                but it holds the keys and values of the whole sequence
-    ring        they travel from rank to rank, the next ones while the present ones are used
+    all-gather  every rank gets all keys and values at once; simple and fastest on fast links, but
+                it holds the keys and values of the whole sequence
+    ring        they pass from rank to rank, the next ones while the current ones are used
                 (arXiv:2310.01889); memory is that of a rank's own part
-    ulysses     one exchange makes parts of the sequence into parts of the heads, each rank attends
-                over the whole sequence with its heads, and a second one turns back
+    ulysses     one exchange turns parts of the sequence into parts of the heads, each rank attends
+                over the whole sequence with its heads, and a second exchange turns back
                 (arXiv:2309.14509); needs enough heads
 
 The first two are one autograd function, which visits the keys of every rank and differs only in how
-they come and how their gradients go home. Keys and values travel with their own heads, in their own
-dtype, as one message; gradients are summed and travel in float32.
+they arrive and how their gradients return. Keys and values are sent with their own heads, in their
+own dtype, as one message; gradients are summed and sent in float32.
 
 Shapes: B batch, H query heads, K key/value heads, S tokens of this rank, D head width, N ranks; 2
 stands for keys and values.
@@ -60,8 +60,8 @@ class Ranks:
         return find_blocks(self.layout, self.rank, source, seq_len, documents)
 
 
-class Carrier(Protocol):
-    """Brings the keys and values of all ranks here, and their gradients home."""
+class KVTransport(Protocol):
+    """Brings the keys and values of all ranks here, and returns their gradients."""
 
     def visit(self, kv_2BKSD: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield each rank's number, this one's first, with its keys and values."""
@@ -77,7 +77,7 @@ class Carrier(Protocol):
 
 
 class Gather:
-    """Carries everything at once."""
+    """Brings everything at once."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -105,14 +105,14 @@ class Gather:
 
 
 class Ring:
-    """Carries from each rank to the next one, while the caller works on what it has."""
+    """Passes them from each rank to the next, while the caller works on what it has."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._travelling: Message | None = None
+        self._in_transit: Message | None = None
 
     def visit(self, kv_2BKSD: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield as they pass by."""
+        """Yield what arrives from the rank before, hop by hop."""
         rank, degree = self._ranks.rank, self._ranks.degree
         for hop in range(degree - 1):
             following = Message(kv_2BKSD, ranks=self._ranks)
@@ -121,19 +121,19 @@ class Ring:
         yield (rank + 1) % degree, kv_2BKSD
 
     def add(self, source: int, grad_2BKSD: Tensor) -> None:
-        """Send it on, with what the ranks before have added: behind its keys, and so home."""
-        if self._travelling is not None:
-            grad_2BKSD += self._travelling.receive()
-        self._travelling = Message(grad_2BKSD, ranks=self._ranks)
+        """Send it on, with what the ranks before have added: it follows its keys and so returns."""
+        if self._in_transit is not None:
+            grad_2BKSD += self._in_transit.receive()
+        self._in_transit = Message(grad_2BKSD, ranks=self._ranks)
 
     def total(self) -> Tensor:
-        """Return what comes home with the last hop."""
-        assert self._travelling is not None
-        return self._travelling.receive()
+        """Return what arrives with the last hop."""
+        assert self._in_transit is not None
+        return self._in_transit.receive()
 
 
 class Message:
-    """A tensor on its way to the next rank, and the one on its way from the rank before."""
+    """A tensor sent to the next rank, and the one that arrives from the rank before."""
 
     def __init__(self, tensor: Tensor, *, ranks: Ranks) -> None:
         self._sent = tensor.contiguous()  # alive and unchanged until it has left
@@ -165,26 +165,26 @@ class _Attention(torch.autograd.Function):
         k_BKSD: Tensor,
         v_BKSD: Tensor,
         ranks: Ranks,
-        carrier: Callable[[Ranks], Carrier],
+        transport: Callable[[Ranks], KVTransport],
         documents: Documents | None,
         whole: bool,
     ) -> Tensor:
-        visit = partial(_visit_all, ranks=ranks, carrier=carrier, documents=documents)
+        visit = partial(_visit_all, ranks=ranks, transport=transport, documents=documents)
         if whole:
             out_BHSD, lse_BHS = as_one_operator(visit, q_BHSD, k_BKSD, v_BKSD)
         else:
             out_BHSD, lse_BHS = visit(q_BHSD, k_BKSD, v_BKSD)
         ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS)
-        ctx.ranks, ctx.carrier, ctx.documents = ranks, carrier, documents
+        ctx.ranks, ctx.transport, ctx.documents = ranks, transport, documents
         return out_BHSD
 
     @staticmethod
     def backward(ctx: Any, grad_BHSD: Tensor) -> tuple[Tensor | None, ...]:
         q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS = ctx.saved_tensors
         ranks: Ranks = ctx.ranks
-        carrier: Carrier = ctx.carrier(ranks)
+        transport: KVTransport = ctx.transport(ranks)
         dq_BHSD = torch.zeros_like(q_BHSD, dtype=torch.float32)
-        for source, kv_2BKSD in carrier.visit(torch.stack((k_BKSD, v_BKSD))):
+        for source, kv_2BKSD in transport.visit(torch.stack((k_BKSD, v_BKSD))):
             k, v = kv_2BKSD
             dkv_2BKSD = torch.zeros_like(kv_2BKSD, dtype=torch.float32)
             dk_BKSD, dv_BKSD = dkv_2BKSD
@@ -202,8 +202,8 @@ class _Attention(torch.autograd.Function):
                 dq_BHSD[rows] += dq
                 dk_BKSD[cols] += dk
                 dv_BKSD[cols] += dv
-            carrier.add(source, dkv_2BKSD)
-        dk_BKSD, dv_BKSD = carrier.total().to(k_BKSD.dtype)
+            transport.add(source, dkv_2BKSD)
+        dk_BKSD, dv_BKSD = transport.total().to(k_BKSD.dtype)
         return dq_BHSD.to(q_BHSD.dtype), dk_BKSD, dv_BKSD, None, None, None, None
 
 
@@ -213,13 +213,13 @@ def _visit_all(
     v_BKSD: Tensor,
     *,
     ranks: Ranks,
-    carrier: Callable[[Ranks], Carrier],
+    transport: Callable[[Ranks], KVTransport],
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, in q's dtype, and the log-sum-exp of the scores over all ranks' keys."""
     out_BHSD = torch.zeros(q_BHSD.shape, dtype=torch.float32, device=q_BHSD.device)
     lse_BHS = torch.full_like(out_BHSD[..., 0], -torch.inf)
-    for source, (k, v) in carrier(ranks).visit(torch.stack((k_BKSD, v_BKSD))):
+    for source, (k, v) in transport(ranks).visit(torch.stack((k_BKSD, v_BKSD))):
         for block in ranks.blocks(source, num_tokens=q_BHSD.shape[2], documents=documents):
             rows, cols = block.places
             piece_BHSD, piece_lse_BHS = attend(q_BHSD[rows], k[cols], v[cols], causal=block.causal)
@@ -271,13 +271,13 @@ def _exchange_heads(
 def build_attention(method: Method, *, ranks: Ranks, whole: bool = False) -> Attend:
     """Return causal attention of this rank's queries to the keys and values of all ranks.
 
-    `whole`: what a ring or gathering returns comes out of one operator, none inside is seen.
+    `whole`: a ring or gather runs as one operator; the operators inside are not seen.
     """
-    carrier: Callable[[Ranks], Carrier] = Gather if method == "allgather" else Ring
+    transport: Callable[[Ranks], KVTransport] = Gather if method == "allgather" else Ring
 
     def attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         if method == "ulysses":
             return _exchange_heads(q, k, v, ranks=ranks, documents=documents)
-        return _Attention.apply(q, k, v, ranks, carrier, documents, whole)
+        return _Attention.apply(q, k, v, ranks, transport, documents, whole)
 
     return attention

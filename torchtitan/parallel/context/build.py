@@ -1,16 +1,16 @@
 """Context parallelism: ranks share each sequence, so that memory falls with their number.
 
 Everything but attention works on each token by itself, so a rank computes its part of the sequence
-as if it were the whole, with the right positions (`SequenceShard`); attention alone looks further
-(`attention.py`). Parameters are sharded over these ranks as over those of FSDP, whose sum
-of gradients is the sum over the sequence too.
+as if it were the whole, with the right positions (`SequenceShard`); only attention looks further
+(`attention.py`). Parameters are sharded over these ranks as over those of FSDP, whose sum of
+gradients is the sum over the sequence too.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.settings import ParallelismConfig
@@ -20,7 +20,7 @@ from torchtitan.parallel.context.layout import SequenceLayout, SequenceShard
 
 
 def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> None:
-    """Refuse attention that cannot look at other ranks, and to deal out heads that there are not.
+    """Check that the model's attention can be split over ranks.
 
     Raises:
         ConfigError: A block has no `Attends`; or the ranks of Ulysses, times those of tensor
@@ -31,11 +31,11 @@ def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> 
         return
     for name, block in model.layers.items():
         if not any(isinstance(module, Attends) for module in block.modules()):
-            raise ConfigError(
-                f"[parallelism] context_parallel_degree must be 1 for a model whose blocks attend "
-                f"in their own way, got {cp}: layers.{name} holds no module that is an Attends "
-                f"(torchtitan.models.contract)"
+            rule = (
+                f"must be 1 for a model whose blocks attend in their own way, got {cp}: "
+                f"layers.{name} holds no Attends (torchtitan.models.contract)"
             )
+            raise ConfigError(Violation(("parallelism.context_parallel_degree",), rule))
     if parallelism.context_parallel_rotate_method != "ulysses":
         return
     architecture = model.config
@@ -44,12 +44,14 @@ def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> 
         ("key/value", architecture.num_kv_heads),
     ):
         if count % (cp * tp):
-            raise ConfigError(
-                f"[parallelism] context_parallel_rotate_method = ulysses deals out heads: the "
-                f"model's {count} {what} heads must be a multiple of {cp * tp} "
-                f"(context_parallel_degree {cp} x tensor_parallel_degree {tp}); lower a degree, or "
-                f'write "ring" or "allgather", which need no heads'
+            rule = (
+                f"ulysses splits heads: the model's {count} {what} heads must be a multiple of "
+                f"{cp * tp} (context_parallel_degree {cp} x tensor_parallel_degree {tp}); lower a "
+                f'degree, or write "ring" or "allgather", which need no heads'
             )
+            keys = ("rotate_method", "degree")
+            ties = tuple(f"parallelism.context_parallel_{key}" for key in keys)
+            raise ConfigError(Violation((*ties, "parallelism.tensor_parallel_degree"), rule))
 
 
 def build_layout(parallelism: ParallelismConfig) -> SequenceLayout:

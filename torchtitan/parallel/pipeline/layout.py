@@ -1,7 +1,7 @@
 """From the settings to a pipeline's layout: stages, their ranks and the table of the schedule.
 
-All that can be wrong about it is found here, on every rank alike and before anything is built: a
-mistake that one rank alone meets leaves the others waiting for it.
+Every mistake is found here, on all ranks alike and before anything is built: a mistake that only
+one rank meets would leave the others waiting for it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.base.log import amount
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.settings import ParallelismConfig
@@ -175,12 +175,12 @@ def check_halves(
     recomputes: bool,
     compiles: bool,
 ) -> None:
-    """Refuse what does not go with a backward in two halves, for inputs and for weights.
+    """Refuse what does not work with a backward in two halves, for inputs and for weights.
 
     torch computes the gradients of weights with the parameters that are in place at that time;
-    those of freed weights would be lost without a word. And it asks for them group by group, each
-    time recomputing a checkpointed block anew: eleven forwards in the place of two. The backward of
-    a compiled block is one operator, which has no halves.
+    those of freed weights would be lost silently. And it requests them group by group, each time
+    recomputing a checkpointed block: eleven forwards instead of two. The backward of a compiled
+    block is one operator, which has no halves.
 
     Raises:
         ConfigError: The schedule has such halves, and weights are freed, blocks recomputed or
@@ -190,23 +190,24 @@ def check_halves(
         return
     whole = ", ".join(name for name, facts in SCHEDULES.items() if not facts.splits_backward)
     schedule = settings.pipeline_parallel_schedule_csv or settings.pipeline_parallel_schedule
-    why = "for it computes the gradients of inputs and weights apart"
-    mistakes = []
+    why = "since it computes the gradients of inputs and weights apart"
+    broken = {}
     if frees_weights:
         reshard = settings.fsdp_reshard_after_forward
-        mistakes.append(
-            f'[parallelism] fsdp_reshard_after_forward = "{reshard}" frees weights that {schedule} '
-            f'still needs, {why}; write "default" or "never", or take one of {whole}'
+        broken["parallelism.fsdp_reshard_after_forward"] = (
+            f'"{reshard}" frees weights that {schedule} still needs, {why}; write "default" or '
+            f'"never", or take one of {whole}'
         )
     if recomputes:
-        mistakes.append(
-            f"[activation_checkpoint] mode: {schedule} would recompute each block many times over, "
-            f'{why}; write mode = "none", or take one of {whole}'
+        broken["activation_checkpoint.mode"] = (
+            f"{schedule} would recompute each block many times over, {why}; write mode = "
+            f'"none", or take one of {whole}'
         )
     if compiles:
-        mistakes.append(
-            f"[compile] enable: {schedule} cuts the backward of a block in two, {why}, but that of "
-            f"a compiled block is whole; write enable = false, or take one of {whole}"
+        broken["compile.enable"] = (
+            f"{schedule} cuts the backward of a block in two, {why}, but that of a compiled "
+            f"block is whole; write enable = false, or take one of {whole}"
         )
-    if mistakes:
-        raise ConfigError(mistakes)
+    if broken:
+        tie = "parallelism.pipeline_parallel_schedule"
+        raise ConfigError([Violation((key, tie), rule) for key, rule in broken.items()])

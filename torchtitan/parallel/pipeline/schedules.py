@@ -1,9 +1,9 @@
 """Pipeline schedules: which rank computes what, and in which order, from torch's own tables.
 
-A schedule class of torch decides the order when it is built, from three numbers: ranks, stages a
-rank and microbatches. Here it is built around a stand-in stage, so the table is at hand without
+A schedule class of torch decides the order when it is built, from three numbers: ranks, stages per
+rank and microbatches. Here it is built around a stand-in stage, so the table is available without
 ranks or a model. The runtime executes the same table; nothing is copied from it by hand.
-This is the one file that imports `torch.distributed.pipelining`, whose internals move.
+Only this file imports `torch.distributed.pipelining`, whose internals change.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Table = list[list[Action]]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What holds of one schedule; what torch's class can tell is asked of it."""
+    """Properties of one schedule; those that torch's class knows are read from it."""
 
     name: str
     microbatch_per_stage: bool = False
@@ -116,7 +116,7 @@ def check_schedule(schedule: str, *, pp: int, stages_per_rank: int, num_microbat
         f"{what} must be at least 1, got {number}"
         for what, number in (
             ("pipeline ranks", pp),
-            ("stages a rank", stages_per_rank),
+            ("stages per rank", stages_per_rank),
             ("microbatches", num_microbatches),
         )
         if number < 1
@@ -197,7 +197,7 @@ def _number_forwards(row: list[Action]) -> list[Action]:
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """What one microbatch is on its way: static, so that torch needs no trial run to find out."""
+    """Shapes of what stages pass on: static, so that torch needs no trial run to find out."""
 
     tokens: tuple[int, int]
     stream: tuple[int, int, int]
@@ -216,16 +216,16 @@ class Shapes:
 
 
 class _Stage(PipelineStage):
-    """A stage that does not greet itself."""
+    """A stage that never sends to itself."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # torch 2.11 greets neighbours on this rank too, which gloo refuses
+        # torch 2.11 connects neighbours on the same rank too, which gloo refuses
         every: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
         return [op for op in every if op.group_peer != self.group_rank]
 
 
 class _Schedule(_PipelineScheduleRuntime):
-    """Takes microbatches as they come: torch cuts tensors alone, and documents are none."""
+    """Takes microbatches already split: torch would split only tensors, not documents."""
 
     def _split_inputs(self, args: tuple[Any, ...], kwargs: Any = None) -> tuple[Any, Any]:
         [microbatches] = args
@@ -235,9 +235,9 @@ class _Schedule(_PipelineScheduleRuntime):
 class Runtime:
     """Executes a table over the stages of this rank, by torch's own runtime.
 
-    All schedules take this one way, those of a single stage included, so that what is drawn is what
-    runs. Pairs of DualPipeV run as their two parts, each of which sends at once what it has. A
-    table of forwards alone is for evaluation.
+    All schedules run this way, those with one stage per rank included, so that what is drawn is
+    what runs. Pairs of DualPipeV run as their two parts, each of which sends its result at once. A
+    table with only forwards is for evaluation.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class Runtime:
         )
 
     def run(self, microbatches: Sequence[Batch]) -> None:
-        """Take a batch through the table; `loss` is told of that of each microbatch."""
+        """Run a batch through the table; `loss` gets the loss of each microbatch."""
         run = self._schedule.step if self._trains else self._schedule.eval
         inputs = [
             (

@@ -1,6 +1,6 @@
-"""How the layers are dealt out to the stages of a pipeline: arithmetic, without a rank or a tensor.
+"""How the layers are divided into the stages of a pipeline: arithmetic, no ranks and no tensors.
 
-A pipeline is as fast as its slowest stage, so the costliest one shall cost as little as it can. In
+A pipeline is as fast as its slowest stage, so the costliest one must cost as little as possible. In
 units of one layer, by the FLOPs of one token (`Counts`) with dim C, vocabulary V, sequence
 S and L layers of H heads of width D, each with N weights in matrix products:
 
@@ -19,14 +19,15 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.base.log import amount
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.contract import Counts
 
 FIRST = ("tok_embeddings",)
 LAST = ("norm", "output")
-EXPLICIT = "[parallelism] module_fqns_per_model_part"
+DEGREE = "parallelism.pipeline_parallel_degree"
+EXPLICIT = "parallelism.module_fqns_per_model_part"
 
 Stages = tuple[tuple[str, ...], ...]
 """The modules of each stage, in their order: tok_embeddings, layers.0 ..., norm, output."""
@@ -46,7 +47,7 @@ def find_costs(
     """Return what embedding and head count for: what the settings say, or their FLOPs.
 
     Raises:
-        ConfigError: They shall count for more layers than there are.
+        ConfigError: They would count for more layers than there are.
     """
     head = 6 * counts.num_head
     layer = (counts.flops_per_token(seq_len) - head) / num_layers
@@ -54,11 +55,12 @@ def find_costs(
     last = settings.pipeline_parallel_last_stage_less_layers
     for name, value in (("first", first), ("last", last)):
         if value is not None and value >= num_layers:
-            raise ConfigError(
-                f"[parallelism] pipeline_parallel_{name}_stage_less_layers must be fewer than the "
-                f"model's {num_layers} layers, got {value}; remove it to weigh the "
-                f"stage by what it costs"
+            rule = (
+                f"must be fewer than the model's {num_layers} layers, got {value}; remove it to "
+                f"count what the stage costs"
             )
+            key = f"parallelism.pipeline_parallel_{name}_stage_less_layers"
+            raise ConfigError(Violation((key,), rule))
     return Costs(
         embedding=0.0 if first is None else float(first),
         head=head / layer if last is None else float(last),
@@ -81,10 +83,11 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, 
     if lists:
         num_stages = len(lists)
         if num_stages % pp:
-            raise ConfigError(
-                f"{EXPLICIT} must hold a multiple of pipeline_parallel_degree ({pp}) lists, a "
-                f"stage each, got {num_stages}; make it {ceil(num_stages / pp) * pp}"
+            rule = (
+                f"must hold a multiple of pipeline_parallel_degree ({pp}) lists, one per stage, "
+                f"got {num_stages}; make it {ceil(num_stages / pp) * pp}"
             )
+            raise ConfigError(Violation((EXPLICIT, DEGREE), rule))
     elif size is not None:
         ends = (settings.pipeline_parallel_first_stage_less_layers or 0) + (
             settings.pipeline_parallel_last_stage_less_layers or 0
@@ -95,18 +98,20 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, 
             counts = {n: ceil((num_layers + ends) / n) for n in sizes}
             suits = {default} if fixed else set(range(pp, num_layers + 1, pp))
             fits = [n for n, count in counts.items() if count in suits]
-            raise ConfigError(
-                f"[parallelism] pipeline_parallel_layers_per_stage must make a multiple of "
-                f"pipeline_parallel_degree ({pp}) stages, got {size}: {num_stages} stages of "
-                f"{num_layers} layers{f' and {ends} for the ends' if ends else ''}; "
+            rule = (
+                f"must make a multiple of pipeline_parallel_degree ({pp}) stages, got {size}: "
+                f"{num_stages} stages of {num_layers} layers"
+                f"{f' and {ends} for the ends' if ends else ''}; "
                 + (f"try {' or '.join(map(str, fits))}" if fits else "lower the degree")
             )
+            key = "parallelism.pipeline_parallel_layers_per_stage"
+            raise ConfigError(Violation((key, DEGREE), rule))
     else:
         num_stages = default
     if num_stages > num_layers:
-        raise ConfigError(
-            f"[parallelism] every pipeline stage must hold at least one layer, got {num_stages} "
-            f"stages for a model of {num_layers} layers; "
+        rule = (
+            f"must leave every stage at least one layer, got {num_stages} stages for a model of "
+            f"{num_layers} layers; "
             + (
                 f"lower pipeline_parallel_degree to at most {num_layers}"
                 if pp > num_layers
@@ -114,6 +119,7 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, 
                 f"at most {amount(num_layers // pp, 'stage')} per rank"
             )
         )
+        raise ConfigError(Violation((DEGREE,), rule))
     return num_stages
 
 
@@ -186,21 +192,21 @@ def check_modules(stages: Sequence[Sequence[str]], *, num_layers: int) -> Stages
     twice = sorted({name for name in named if named.count(name) > 1})
     for what, names in (("unknown", unknown), ("missing", missing), ("named twice", twice)):
         if names:
-            raise ConfigError(
-                f"{EXPLICIT} must name each module of the model once (tok_embeddings, layers.0 to "
+            rule = (
+                f"must name each module of the model once (tok_embeddings, layers.0 to "
                 f"layers.{num_layers - 1}, norm, output), {what}: {', '.join(names[:8])}"
                 + (" ..." if len(names) > 8 else "")
             )
+            raise ConfigError(Violation((EXPLICIT,), rule))
     if named != wanted:
         at = next(i for i, (a, b) in enumerate(zip(named, wanted, strict=True)) if a != b)
-        raise ConfigError(
-            f"{EXPLICIT} must name the modules in their order, got {named[at]} where {wanted[at]} "
-            f"is due"
-        )
+        rule = f"must name the modules in their order, got {named[at]} where {wanted[at]} is due"
+        raise ConfigError(Violation((EXPLICIT,), rule))
     empty = [number for number, stage in enumerate(stages) if not set(stage) & set(layers)]
     if empty:
-        raise ConfigError(
-            f"{EXPLICIT} must give every stage at least one layer, got none in list "
+        rule = (
+            f"must give every stage at least one layer, got none in list "
             f"{', '.join(str(number + 1) for number in empty)}; move a layer there"
         )
+        raise ConfigError(Violation((EXPLICIT,), rule))
     return tuple(map(tuple, stages))
