@@ -194,6 +194,7 @@ def arguments(data: Path) -> list[str]:
         "--training.seq_len=64",
         "--training.document_attention=within",
         "--training.document_positions=restart",
+        jobs.UNSAVED,
     ]
 
 

@@ -246,7 +246,7 @@ def test_the_same_model(
     where, sizes = WHERE[layout], sizes_of(what)
     reference = on_one_device(train, *options(what, data), sizes=sizes)
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options(what, data), *where.arguments]
-    job += [f"--training.local_batch_size={where.local_batch_size(how)}"]
+    job += [jobs.UNSAVED, f"--training.local_batch_size={where.local_batch_size(how)}"]
     job += [word for name in how.split(", ") if name for word in HOW[name]]
     results = ranks.run(train, job, sizes=sizes, world=where.world)
     if what == "bfloat16":

@@ -189,7 +189,7 @@ def test_a_planted_bug_is_seen(
     on_one_device: OneDevice,
 ) -> None:
     world, overrides = LAYOUTS[BUGS[bug]]
-    job = [*jobs.write_job(tmp_path, cache=cache), "--training.steps=1", *overrides]
+    job = [*jobs.write_job(tmp_path, cache=cache), "--training.steps=1", jobs.UNSAVED, *overrides]
     result = ranks.run(train_with, bug, job, world=world)[0]
     reference = on_one_device(train, STEPS, toml=jobs.TINY, sizes=SIZES)
     first, correct = result.rows[0], reference.rows[0]
