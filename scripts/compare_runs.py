@@ -34,6 +34,8 @@ from torchtitan.metrics.sinks import Row, read_rows
 TIMING = ("tokens_per_second", "tflops", "mfu", "_time_s", "memory_peak")
 # what belongs to the ranks, which another layout has others of
 OF_RANKS = ("rank_", "world_size", "max_loss")
+AT_ONCE = 2**26
+"""Bytes that are read in one go."""
 
 
 @dataclass
@@ -131,7 +133,7 @@ def tensor_difference(a: Tensor, b: Tensor, *, tolerance: float) -> tuple[float,
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of one component of a checkpoint, each read whole when it is asked for."""
+    """The tensors of one component of a checkpoint, read when they are asked for in their order."""
 
     def __init__(self, checkpoint: Path, component: str, *, skip: tuple[str, ...]) -> None:
         self._checkpoint, self._component = checkpoint, component
@@ -140,15 +142,29 @@ class StoredTensors(Mapping[str, Tensor]):
         if (folder / METADATA).is_file():
             stored = read_metadata(folder).state_dict_metadata
             self._metadata = {k: v for k, v in stored.items() if not k.startswith(skip)}
+        self._read: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        about = self._metadata[name]
-        tensor = torch.empty(about.size, dtype=about.properties.dtype)
-        storage.read_tensors(self._checkpoint, self._component, into={name: tensor}, group=None)
-        return tensor
+        if name not in self._read:
+            self._read = {}
+            self._read = self._read_on_from(name)
+        return self._read[name]
+
+    def _read_on_from(self, name: str) -> dict[str, Tensor]:
+        """Read a tensor, and with it those behind it that fit in: each reading costs by itself."""
+        tensors: dict[str, Tensor] = {}
+        size = 0
+        for each in sorted(other for other in self._metadata if other >= name):
+            about = self._metadata[each]
+            size += about.size.numel() * about.properties.dtype.itemsize
+            if tensors and size > AT_ONCE:
+                break
+            tensors[each] = torch.empty(about.size, dtype=about.properties.dtype)
+        storage.read_tensors(self._checkpoint, self._component, into=tensors, group=None)
+        return tensors
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._metadata)
+        return iter(sorted(self._metadata))
 
     def __len__(self) -> int:
         return len(self._metadata)

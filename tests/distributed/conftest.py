@@ -34,7 +34,9 @@ def on_one_device(
         key = f"{function.__module__}.{function.__name__} {arguments} {toml} {settings}"
         if key not in found:
             job = jobs.write_job(tmp_path_factory.mktemp("one"), toml, cache=cache)
-            [found[key]] = ranks.run(function, [*job, *arguments], world=1, **settings)
+            [found[key]] = ranks.run(
+                function, [*job, jobs.UNSAVED, *arguments], world=1, **settings
+            )
         return found[key]
 
     return reference

@@ -17,6 +17,7 @@ BASE = (
     "--model.flavor=tiny8",
     "--training.seq_len=40",
     "--training.steps=1",
+    jobs.UNSAVED,
     "--training.local_batch_size=8",
 )
 NONE = "--activation_checkpoint.mode=none"

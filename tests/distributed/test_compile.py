@@ -104,7 +104,7 @@ def plain(on_one_device: OneDevice) -> Trained:
 
 @pytest.fixture
 def job(tmp_path: Path, cache: Path) -> list[str]:
-    return [*jobs.write_job(tmp_path, TINY8, cache=cache), UNCLIPPED]
+    return [*jobs.write_job(tmp_path, TINY8, cache=cache), UNCLIPPED, jobs.UNSAVED]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

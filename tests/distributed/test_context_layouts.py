@@ -80,7 +80,7 @@ def test_a_rank_whose_labels_are_all_masked(
     """Its keys and values count all the same: gradients come from the other rank."""
     reference = on_one_device(train_on_the_second_half, *BASE)
     how = [CP2, CONTIGUOUS, f"--parallelism.context_parallel_rotate_method={method}"]
-    result = ranks.run(train_on_the_second_half, [*job, *how], world=2)[0]
+    result = ranks.run(train_on_the_second_half, [*job, *how, jobs.UNSAVED], world=2)[0]
     assert reference.rows[0]["valid_token_fraction"] < 0.5
     assert_same_training(result, reference)
 
@@ -141,7 +141,7 @@ def test_a_planted_bug_is_seen(
     job: list[str],
     on_one_device: OneDevice,
 ) -> None:
-    result = ranks.run(bug, [*job, CP2, RING, "--training.steps=2"], world=2)[0]
+    result = ranks.run(bug, [*job, CP2, RING, "--training.steps=2", jobs.UNSAVED], world=2)[0]
     correct_rows = on_one_device(train, *BASE).rows
     for ours, correct in zip(result.rows, correct_rows[:2], strict=True):
         assert ours["grad_norm"] != pytest.approx(correct["grad_norm"], rel=1e-3)
@@ -184,7 +184,9 @@ def test_recomputed_blocks_repeat_their_hops_on_all_ranks_alike(
 ) -> None:
     recomputing = {"mode": mode, "selective_ac_option": option}
     how = [f"--activation_checkpoint.{key}={value}" for key, value in recomputing.items()]
-    calls = ranks.run(count_hops, [*job, CP4, RING, *how, "--training.steps=1"], world=4)
+    calls = ranks.run(
+        count_hops, [*job, CP4, RING, *how, "--training.steps=1", jobs.UNSAVED], world=4
+    )
     assert all(own == calls[0] for own in calls)
     assert calls[0].count("block") == NUM_LAYERS + blocks
     # 3 hops forward, 3 + 4 backward: gradients take one more to come home

@@ -194,12 +194,8 @@ def arguments(data: Path) -> list[str]:
         "--training.seq_len=64",
         "--training.document_attention=within",
         "--training.document_positions=restart",
+        jobs.UNSAVED,
     ]
-
-
-def train(job: list[str]) -> Trained:
-    with pj.strong_attention():
-        return pj.train(job)
 
 
 def with_documents_of_the_first_microbatch(job: list[str]) -> Trained:
@@ -243,7 +239,7 @@ def _with(owner: type, name: str, bug: Callable[..., object], job: list[str]) ->
     correct = owner.__dict__[name]
     setattr(owner, name, bug)
     try:
-        return train(job)
+        return pj.train(job)
     finally:
         setattr(owner, name, correct)
 
@@ -265,7 +261,7 @@ def test_a_planted_bug_is_seen(
     on_one_device: OneDevice,
 ) -> None:
     one_step = [*arguments, "--training.steps=1"]
-    reference = on_one_device(train, *one_step)
+    reference = on_one_device(pj.train, *one_step)
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *one_step, *PP2]
     results = ranks.run(bug, job, world=2)
     assert results[0].rows[0]["grad_norm"] != pytest.approx(
@@ -277,7 +273,7 @@ def test_a_planted_bug_is_seen(
 
 
 def first_steps(arguments: list[list[str]]) -> list[dict[str, float]]:
-    return [train(job).rows[0] for job in arguments]
+    return [pj.train(job).rows[0] for job in arguments]
 
 
 def test_the_two_settings_are_independent(

@@ -45,7 +45,7 @@ def test_the_same_model(
     parsed = parse_layout(LAYOUTS[layout])
     batch = f"--training.global_batch_size={12 if parsed.world_size == 3 else 8}"
     reference = on_one_device(jobs.train, batch, toml=jobs.TINY)
-    job = [*jobs.write_job(tmp_path, cache=cache), *parsed.arguments]
+    job = [*jobs.write_job(tmp_path, cache=cache), jobs.UNSAVED, *parsed.arguments]
     result = ranks.run(jobs.train, job, world=parsed.world_size)[0]
     assert first_unequal(reference.initial, result.initial) == ""
     assert_same_training(result, reference)
@@ -57,7 +57,11 @@ def test_where_weights_are_kept_for_backward_changes_no_bit(
     finals = {}
     for kept in ("default", "always", "never", "2"):
         job = jobs.write_job(tmp_path, name=kept, cache=cache)
-        job += [f"--parallelism.fsdp_reshard_after_forward={kept}", "--training.steps=2"]
+        job += [
+            f"--parallelism.fsdp_reshard_after_forward={kept}",
+            "--training.steps=2",
+            jobs.UNSAVED,
+        ]
         finals[kept] = ranks.run(jobs.train, job, world=4)[0]
     for kept, result in finals.items():
         assert result.rows[-1]["loss"] == finals["default"].rows[-1]["loss"]
@@ -72,6 +76,6 @@ def test_other_optimizers_take_sharded_parameters(
     rows = []
     for world in (1, 2):
         job = jobs.write_job(tmp_path, name=f"on{world}", cache=cache)
-        rows.append(ranks.run(jobs.train, [*job, *choice], world=world)[0].rows)
+        rows.append(ranks.run(jobs.train, [*job, *choice, jobs.UNSAVED], world=world)[0].rows)
     found = compare_rows(*rows)
     assert not found.is_found, str(found)

@@ -28,7 +28,7 @@ import torch
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
 from tests.distributed.conftest import OneDevice
-from tests.distributed.pipeline_jobs import TINY8, Trained, pipeline
+from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
 
 SIZES = {"num_layers": 4, "dim": 16, "hidden_dim": 42, "vocab_size": 266}
@@ -207,11 +207,6 @@ def test_every_pair_has_its_row() -> None:
     ] == []
 
 
-def train(job: list[str], *, sizes: Mapping[str, Any]) -> Trained:
-    with pj.strong_attention():
-        return pj.train(job, sizes=sizes, evaluating=True)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents of 1 to 82 tokens, for samples of 64."""
@@ -244,11 +239,11 @@ def test_the_same_model(
 ) -> None:
     layout, what, how = row
     where, sizes = WHERE[layout], sizes_of(what)
-    reference = on_one_device(train, *options(what, data), sizes=sizes)
+    reference = on_one_device(pj.train, *options(what, data), evaluating=True, sizes=sizes)
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options(what, data), *where.arguments]
-    job += [f"--training.local_batch_size={where.local_batch_size(how)}"]
+    job += [jobs.UNSAVED, f"--training.local_batch_size={where.local_batch_size(how)}"]
     job += [word for name in how.split(", ") if name for word in HOW[name]]
-    results = ranks.run(train, job, sizes=sizes, world=where.world)
+    results = ranks.run(pj.train, job, evaluating=True, sizes=sizes, world=where.world)
     if what == "bfloat16":
         losses = [row["loss"] for row in results[0].rows]
         assert losses == pytest.approx([row["loss"] for row in reference.rows], rel=1e-3)
@@ -263,7 +258,7 @@ def test_the_same_model(
 def test_what_is_frozen_stays_and_all_else_moves(
     what: str, count: int, data: Path, on_one_device: OneDevice
 ) -> None:
-    result = on_one_device(train, *options(what, data), sizes=sizes_of(what))
+    result = on_one_device(pj.train, *options(what, data), evaluating=True, sizes=sizes_of(what))
     for name, weights in result.final.items():
         assert torch.equal(weights, result.initial[name]) != (name in result.trained), name
     assert len(result.trained) == count
@@ -272,7 +267,12 @@ def test_what_is_frozen_stays_and_all_else_moves(
 def test_bfloat16_is_near_float32(data: Path, on_one_device: OneDevice) -> None:
     """Within its rounding, 2^-8, and no closer than that."""
     found = {
-        what: [row["loss"] for row in on_one_device(train, *options(what, data), sizes=SIZES).rows]
+        what: [
+            row["loss"]
+            for row in on_one_device(
+                pj.train, *options(what, data), evaluating=True, sizes=SIZES
+            ).rows
+        ]
         for what in ("all", "bfloat16")
     }
     assert found["bfloat16"] == pytest.approx(found["all"], rel=2**-8)

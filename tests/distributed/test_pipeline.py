@@ -95,7 +95,7 @@ def test_the_same_model(
     sizes = DEEP.get(layout, pj.FOUR_LAYERS)
     clipping = [NEVER_CLIPPED] if NEVER_CLIPPED in arguments else []
     reference = on_one_device(pj.train, *clipping, evaluating=True, sizes=sizes)
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *arguments]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *arguments]
     results = ranks.run(pj.train, job, evaluating=True, sizes=sizes, world=world)
     assert_same_training(results, reference)
     pj.assert_same_evaluation(results, reference)
@@ -114,7 +114,7 @@ def test_tied_embeddings_on_two_stages(
     cache: Path,
     on_one_device: OneDevice,
 ) -> None:
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *pipeline(schedule), CHUNKS]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *pipeline(schedule), CHUNKS]
     results = ranks.run(pj.train_tied, job, evaluating=True, world=world)
     reference = on_one_device(pj.train, evaluating=True, sizes=pj.TIED)
     assert_same_training(results, reference)
@@ -130,7 +130,7 @@ def test_a_schedule_file_of_two_stages_with_halved_backwards(
         ",1F0,1F1,1I0,1I1,1W0,1F2,1F3,1I3,1W1,1B2,1W3\n0F0,0F1,,0F2,0F3,0I0,0B1,0W0,0B2,0I3,0W3\n"
     )
     csv = f"--parallelism.pipeline_parallel_schedule_csv={path}"
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *pipeline("1F1B"), csv]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *pipeline("1F1B"), csv]
     results = ranks.run(pj.train, job, evaluating=True, world=2)
     assert_same_training(results, on_one_device(pj.train, evaluating=True, sizes=pj.FOUR_LAYERS))
     assert [result.owns_loss for result in results] == [True, False]
@@ -191,7 +191,7 @@ def test_a_planted_bug_is_seen(
     cache: Path,
     on_one_device: OneDevice,
 ) -> None:
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *arguments]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *arguments]
     results = ranks.run(train_with, bug, job, world=world)
     sizes = pj.TIED if bug.startswith("tied") else pj.FOUR_LAYERS
     reference = on_one_device(pj.train, evaluating=True, sizes=sizes)
@@ -205,7 +205,7 @@ def test_no_gradient_of_the_head_waits_for_another(
 ) -> None:
     """Each is as large as the weight; of eight microbatches in flight they would be the most that
     a rank holds."""
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *pipeline(schedule), BATCH8]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *pipeline(schedule), BATCH8]
     for computed, waiting, evaluated in ranks.run(pj.count_head_gradients, job, world=2):
         assert computed in (0, 8)
         assert waiting <= 1

@@ -170,7 +170,7 @@ def test_a_bug_in_a_layout_is_seen(
     sizes = {"num_layers": 2 if seen.sizes is None else 4, **(seen.sizes or {})}
     two_steps = [*seen.job, "--training.steps=2"]
     reference = on_one_device(pj.train, *two_steps, sizes=sizes)
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *two_steps, *seen.layout]
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *two_steps, *seen.layout, jobs.UNSAVED]
     result = ranks.run(train, job, sizes=sizes, plant=plant, world=seen.world)[0]
     first = compare_rows(reference.rows, result.rows).first
     assert first is not None

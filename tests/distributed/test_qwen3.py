@@ -44,5 +44,5 @@ def test_the_same_model(
     layout: str, ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: Trained
 ) -> None:
     world, arguments = LAYOUTS[layout]
-    job = [*jobs.write_job(tmp_path, QWEN3, cache=cache), *arguments]
+    job = [*jobs.write_job(tmp_path, QWEN3, cache=cache), *arguments, jobs.UNSAVED]
     assert_same_training(ranks.run(pj.train, job, world=world), on_one_device)

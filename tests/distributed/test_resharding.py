@@ -31,13 +31,13 @@ def test_every_layout_loads_every_other(
 ) -> None:
     job = [*jobs.write_job(tmp_path, cache=cache), *BATCH]
     world, overrides = LAYOUTS[source]
-    [trained, *_] = ranks.run(jobs.train, [*job, *overrides, "--training.steps=2"], world=world)
+    [trained, *_] = ranks.run(jobs.train, [*job, *overrides, "--training.steps=1"], world=world)
     [saved, *_] = ranks.run(begin, [*job, *overrides], world=world)
     assert all(saved.model[n].equal(t) for n, t in trained.final.items())
     assert any(t.any() for n, t in saved.optimizer.items() if n.endswith(".exp_avg"))
     targets = list(LAYOUTS)
-    # each layout is loaded from three others: enough for every one as source and as target
-    for step in (1, 2, 3):
+    # each layout is loaded from two others: enough for every one as source and as target
+    for step in (1, 3):
         target = targets[(targets.index(source) + step) % len(targets)]
         world, overrides = LAYOUTS[target]
         for loaded in ranks.run(begin, [*job, *overrides], world=world):
@@ -45,4 +45,4 @@ def test_every_layout_loads_every_other(
             assert loaded.optimizer.keys() == saved.optimizer.keys()
             assert all(loaded.model[n].equal(saved.model[n]) for n in saved.model), target
             assert all(loaded.optimizer[n].equal(t) for n, t in saved.optimizer.items()), target
-            assert (loaded.step, loaded.position) == (2, 24)
+            assert (loaded.step, loaded.position) == (1, 12)

@@ -189,7 +189,7 @@ def test_a_planted_bug_is_seen(
     on_one_device: OneDevice,
 ) -> None:
     world, overrides = LAYOUTS[BUGS[bug]]
-    job = [*jobs.write_job(tmp_path, cache=cache), "--training.steps=1", *overrides]
+    job = [*jobs.write_job(tmp_path, cache=cache), "--training.steps=1", jobs.UNSAVED, *overrides]
     result = ranks.run(train_with, bug, job, world=world)[0]
     reference = on_one_device(train, STEPS, toml=jobs.TINY, sizes=SIZES)
     first, correct = result.rows[0], reference.rows[0]
@@ -201,7 +201,6 @@ RESHARDING: dict[str, tuple[int, tuple[str, ...]]] = {
     "one device": (1, ()),
     "tp 4": LAYOUTS["tp 4"],
     "fsdp 3, tp 2": LAYOUTS["fsdp 3, tp 2"],
-    "fsdp 4": (4, jobs.FSDP),
 }
 
 
@@ -214,22 +213,22 @@ def assert_equal(loaded: Beginning, saved: Beginning) -> None:
 
 
 @pytest.mark.parametrize("source", RESHARDING)
-def test_a_checkpoint_loads_into_other_layouts(
+def test_a_checkpoint_loads_into_another_layout(
     source: str, ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
     job = [*jobs.write_job(tmp_path, cache=cache), BATCH_12[1]]
     one = "--training.local_batch_size=1"
     world, overrides = RESHARDING[source]
-    two_steps = [*job, *overrides, one, "--training.steps=2"]
-    [trained, *_] = ranks.run(resized, jobs.train, SIZES, two_steps, world=world)
+    one_step = [*job, *overrides, one, "--training.steps=1"]
+    [trained, *_] = ranks.run(resized, jobs.train, SIZES, one_step, world=world)
     [saved, *_] = ranks.run(resized, begin, SIZES, [*job, *overrides, one], world=world)
     assert all(saved.model[n].equal(t) for n, t in trained.final.items())
     assert any(t.any() for n, t in saved.optimizer.items() if n.endswith(".exp_avg"))
     targets = list(RESHARDING)
-    for step in (1, 2):
-        world, overrides = RESHARDING[targets[(targets.index(source) + step) % len(targets)]]
-        for loaded in ranks.run(resized, begin, SIZES, [*job, *overrides, one], world=world):
-            assert_equal(loaded, saved)
+    # the next one: each is read, and reads, once
+    world, overrides = RESHARDING[targets[(targets.index(source) + 1) % len(targets)]]
+    for loaded in ranks.run(resized, begin, SIZES, [*job, *overrides, one], world=world):
+        assert_equal(loaded, saved)
 
 
 def test_training_goes_on_in_another_layout_and_back(
@@ -248,7 +247,7 @@ def test_training_goes_on_in_another_layout_and_back(
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
-    world, overrides = LAYOUTS["fsdp 2, tp 2"]
+    world, overrides = LAYOUTS["tp 2"]
     hashes = {}
     for name, stops in (("whole", (2,)), ("stopped", (1, 2))):
         for stop in stops:

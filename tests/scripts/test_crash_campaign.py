@@ -12,6 +12,8 @@ import pytest
 
 from torchtitan.checkpoint.files import write_sealed_json
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "crash_campaign.py"
 
 
