@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 from torchtitan.assemble.writer import DTYPES, Writer, open_writer
 from torchtitan.base.device import device_type, local_device
 from torchtitan.base.errors import ConfigError, DataError, UserError
-from torchtitan.data.examples import Conversation, Encoder
 from torchtitan.data.text import check_characters
 from torchtitan.mesh.process_group import (
     await_reports,
@@ -47,6 +46,7 @@ from torchtitan.mesh.process_group import (
 )
 from torchtitan.mesh.settings import CommConfig
 from torchtitan.models.generate import generate
+from torchtitan.sft.examples import Conversation, Encoder
 
 MOST_TOKENS = 10**6
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.data.helpers import SEQ_LEN, dataset_of, training, write_texts
 from torchtitan.base.errors import DataError
-from torchtitan.data.dataset import Dataset, Source, build_dataset, labelled_run
+from torchtitan.data.dataset import Dataset, TextSource, build_dataset, labelled_run
 from torchtitan.data.store import TokenStore, open_writer
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 
@@ -197,8 +197,8 @@ def test_many_stores_find_their_samples(tmp_path: Path) -> None:
         with open_writer(tmp_path / str(i), vocab_size=2**17) as writer:
             writer.add(torch.arange(length).numpy() + 1000 * i, ends_document=True)
         stores.append(TokenStore(tmp_path / str(i)))
-    source = Source(stores, seq_len=16)
+    source = TextSource(stores, training(tmp_path, seq_len=16), vocab_size=2**17)
     assert source.num_samples == 1 + 2 + 2 + 5
-    firsts = [int(source[i][0]) for i in range(source.num_samples)]
+    firsts = [int(source[i]["tokens"][0]) for i in range(source.num_samples)]
     assert firsts == [0, 1000, 1016, 2000, 2016, 3000, 3016, 3032, 3048, 3064]
-    assert all(len(source[i]) == 17 for i in range(source.num_samples))
+    assert all(len(source[i]["labels"]) == 16 for i in range(source.num_samples))

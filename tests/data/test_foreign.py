@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from tests.data.chats import CHAT, CHATML, write_tokenizer
+from tests.sft.chats import CHAT, CHATML, write_tokenizer
 from torchtitan.base.errors import DataError
 from torchtitan.data import chat, foreign, tokenizer_hf
-from torchtitan.data.chat import ChatTemplate, Conversation
-from torchtitan.data.examples import Encoder
 from torchtitan.data.foreign import ForeignError, Limits, Loaded, Program
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.sft.chat import ChatTemplate, Conversation
+from torchtitan.sft.examples import Encoder
 
 
 def template_of(source: str) -> ChatTemplate:

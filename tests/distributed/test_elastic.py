@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.chats import write_lines
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import CONTINUE
+from tests.sft.chats import write_lines
 
 BATCH = ("--training.local_batch_size=1", "--training.global_batch_size=12")
 LOGGED = "--debug.log_sample_hashes=true"

@@ -38,7 +38,7 @@ def build_samples(
     held_out = held_out and side is None
     if source.dataset in ("examples", "synthetic_examples"):
         # here: a run on text does not load Jinja
-        from torchtitan.data.finetune import build_examples
+        from torchtitan.sft.finetune import build_examples
 
         return build_examples(
             source,

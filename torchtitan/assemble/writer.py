@@ -29,8 +29,6 @@ from torchtitan.checkpoint.hf_config import architecture_of, family_of, read_con
 from torchtitan.checkpoint.hf_folder import open_folder
 from torchtitan.checkpoint.hf_read import read_weights
 from torchtitan.config.trajectory import Job
-from torchtitan.data.chat import ChatTemplate
-from torchtitan.data.chat_files import find_template
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
 from torchtitan.job import Config
 from torchtitan.lora.settings import LoRAConfig
@@ -40,6 +38,8 @@ from torchtitan.models.lora import apply_lora
 from torchtitan.models.spec import DecoderConfig, ModelSpec
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.tensor import apply_tensor_parallel, find_misfit, find_unplanned
+from torchtitan.sft.chat import ChatTemplate
+from torchtitan.sft.chat_files import find_template
 
 DTYPES = ("float32", "bfloat16", "float16")
 

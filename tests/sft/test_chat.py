@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tests.data.chats import CHAT, CHATML, MARKED, TEMPLATES, write_tokenizer
+from tests.sft.chats import CHAT, CHATML, MARKED, TEMPLATES, write_tokenizer
 from torchtitan.base.errors import DataError
-from torchtitan.data.chat import ChatTemplate, Rendered
-from torchtitan.data.chat_files import find_template
-from torchtitan.data.examples import Conversation, Encoder
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.sft.chat import ChatTemplate, Rendered
+from torchtitan.sft.chat_files import find_template
+from torchtitan.sft.examples import Conversation, Encoder
 
 TOOLS = [{"type": "function", "function": {"name": "f<é>", "parameters": {}}}]
 CALL = [

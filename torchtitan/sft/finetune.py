@@ -20,29 +20,29 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
-from torchtitan.data.builtin import SyntheticExamples
-from torchtitan.data.chat import ChatTemplate
-from torchtitan.data.chat_files import find_template
-from torchtitan.data.dataset import IGNORED
-from torchtitan.data.examples import Encoder, Example, check_is_lines, parse_example, read_examples
+from torchtitan.data.dataset import IGNORED, Dataset, tells_documents
 from torchtitan.data.files import find_files
-from torchtitan.data.packing import pack
 from torchtitan.data.prepare import cached
-from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.sampler import Permutation
 from torchtitan.data.source import check_heads, file_identity
 from torchtitan.data.split import Side
 from torchtitan.data.store import StoreWriter, TokenStore
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.sft.chat import ChatTemplate
+from torchtitan.sft.chat_files import find_template
+from torchtitan.sft.examples import Encoder, Example, check_is_lines, read_examples
+from torchtitan.sft.packing import pack
+from torchtitan.sft.synthetic import SyntheticExamples
 
 if TYPE_CHECKING:
+    from torchtitan.data.loader import Samples
     from torchtitan.data.settings import TrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -51,20 +51,6 @@ logger = logging.getLogger(__name__)
 FORMAT, ORDER = "examples 2", "1"
 WINDOW = 1 << 14
 EXAMPLES_AT_ONCE = 64
-
-
-class ExampleSource(Protocol):
-    """Examples that can be read again and again, always the same."""
-
-    @property
-    def name(self) -> str:
-        """Return what to call it in messages."""
-
-    def identity(self) -> list[str]:
-        """Return what changes when the examples may have changed."""
-
-    def examples(self) -> Iterator[Example]:
-        """Yield all examples in a fixed order."""
 
 
 class FileExamples:
@@ -87,28 +73,16 @@ class FileExamples:
             yield from read_examples(file)
 
 
-class BuiltInExamples(SyntheticExamples):
-    """The generated ones."""
+class ExampleSource:
+    """Samples of one or more examples each.
 
-    def examples(self) -> Iterator[Example]:
-        """Yield them as if they were lines of a file."""
-        for number, value in enumerate(self.values(), start=1):
-            yield parse_example(value, where=f"{self.name} {number}")
-
-
-class ExampleDataset:
-    """All samples of a run in training order; `dataset[k]` is `{"tokens", "labels"}`, int64 [S].
-
-    With `tells_documents` there are `document_lengths` too, int64: the places of each example of
-    the sample, one after another, and those of the padding, if any, as one more document.
+    With `tells_documents` they come with `document_lengths`: the places of each example, and those
+    of the padding, if any, as one more document.
 
     Args:
-        examples: numbers of the `Encoder`, a document an example.
-        samples: the examples of each sample.
-        seed: with the data it decides the order.
+        examples: numbers of the `Encoder`, a document per example.
+        samples: the examples of each sample, a document per sample.
         pad_id: the token of places that are left.
-        num_epochs: how often each sample comes; None never ends.
-        fingerprint: what samples and their order are made of, by name.
     """
 
     def __init__(
@@ -117,28 +91,23 @@ class ExampleDataset:
         samples: TokenStore,
         *,
         seq_len: int,
-        seed: int,
         pad_id: int,
-        num_epochs: int | None,
         tells_documents: bool,
-        fingerprint: dict[str, str],
     ) -> None:
-        self._examples, self._samples = examples, samples
-        self.stores = [examples]
-        self._seq_len, self._seed, self._pad_id = seq_len, seed, pad_id
+        self.stores: Sequence[TokenStore] = [examples]
+        self._samples = samples
+        self._seq_len, self._pad_id = seq_len, pad_id
         self._tells_documents = tells_documents
-        self.num_samples = None if num_epochs is None else num_epochs * samples.num_documents
-        self.fingerprint = {**fingerprint, "seq_len": str(seq_len), "seed": str(seed)}
+        self.num_samples = samples.num_documents
 
-    def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
-        epoch, index = divmod(k, self._samples.num_documents)
-        order = Permutation(self._samples.num_documents, seed=self._seed, epoch=epoch, source=0)
+    def __getitem__(self, i: int) -> Samples:
+        [examples] = self.stores
         tokens = torch.full((self._seq_len,), self._pad_id)
         labels = torch.full((self._seq_len,), IGNORED)
         lengths: list[int] = []
         begin = 0
-        for number in self._samples.document(order[index]):
-            row = self._examples.document(number)[: self._seq_len + 1]
+        for number in self._samples.document(i):
+            row = examples.document(number)[: self._seq_len + 1]
             row = torch.from_numpy(row.astype(np.int64))
             ids, due = row >> 1, (row & 1).bool()
             end = begin + len(row) - 1
@@ -152,10 +121,6 @@ class ExampleDataset:
             lengths.append(self._seq_len - begin)
         return {"tokens": tokens, "labels": labels, "document_lengths": torch.tensor(lengths)}
 
-    def sample_hash(self, k: int) -> str:
-        """Return 16 hexadecimal digits that tell sample k's tokens from others."""
-        return hash_tokens(self[k]["tokens"])
-
 
 def build_examples(
     training: TrainingConfig,
@@ -165,7 +130,7 @@ def build_examples(
     seed: int,
     held_out: bool = False,
     side: Side | None = None,
-) -> ExampleDataset:
+) -> Dataset:
     """Return the samples that `[training]` describes; examples are tokenised unless that was done.
 
     `held_out`: of generated examples the part that is never trained on. `side`: of all examples
@@ -175,7 +140,7 @@ def build_examples(
     template = find_template(
         training.chat_template, tokenizer=tokenizer, tokenizer_path=tokenizer_path
     )
-    source: ExampleSource = BuiltInExamples(held_out=held_out)
+    source: FileExamples | SyntheticExamples = SyntheticExamples(held_out=held_out)
     if training.dataset == "examples":
         source = FileExamples([f for entry in training.dataset_path for f in find_files(entry)])
     template_hash = _hash(template)
@@ -197,15 +162,17 @@ def build_examples(
         write=lambda writer: _plan(examples, plan, side, writer=writer),
     )
     _report(found, planned, plan=plan)
-    return ExampleDataset(
+    rows = ExampleSource(
         examples,
         groups,
         seq_len=training.seq_len,
-        seed=seed,
         pad_id=tokenizer.eos_id,
+        tells_documents=tells_documents(training),
+    )
+    return Dataset(
+        [rows],
+        seed=seed,
         num_epochs=training.num_epochs,
-        tells_documents=training.document_attention == "within"
-        or training.document_positions == "restart",
         fingerprint={
             "data": content,
             "tokenizer": tokenizer.fingerprint,
@@ -214,6 +181,8 @@ def build_examples(
             "long examples": training.long_examples,
             "order": f"{ORDER} of examples",
             **divided,
+            "seq_len": str(training.seq_len),
+            "seed": str(seed),
         },
     )
 
@@ -225,7 +194,9 @@ def _hash(template: ChatTemplate | None) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _encode(source: ExampleSource, encoder: Encoder, *, writer: StoreWriter) -> dict[str, Any]:
+def _encode(
+    source: FileExamples | SyntheticExamples, encoder: Encoder, *, writer: StoreWriter
+) -> dict[str, Any]:
     """Write the rows of all examples in which there is something to learn."""
     num_skipped = 0
     examples = source.examples()

@@ -13,14 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.data.chats import CHAT, CHATML, write_lines, write_tokenizer
 from tests.data.helpers import loader_of, rows, training
 from tests.models.reference import TINY, random_decoder
+from tests.sft.chats import CHAT, CHATML, write_lines, write_tokenizer
 from torchtitan.base.errors import DataError
-from torchtitan.data.finetune import ExampleDataset, build_examples
+from torchtitan.data.dataset import Dataset
 from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 from torchtitan.models.documents import Documents
+from torchtitan.sft.finetune import build_examples
+from torchtitan.sft.synthetic import SyntheticExamples
 
 EOS = 257
 SEQ_LEN = 24
@@ -48,7 +50,7 @@ def rows_of(values: list[Any]) -> list[Row]:
 
 def examples_of(
     tmp_path: Path, values: list[Any] | None = None, *, seed: int = 0, **settings: Any
-) -> ExampleDataset:
+) -> Dataset:
     """A byte-tokenised data set."""
     if "dataset_path" not in settings:
         lines = values_of() if values is None else values
@@ -317,6 +319,23 @@ def test_built_in_examples(tmp_path: Path, packing: str) -> None:
     texts = [tokenizer.decode(dataset[k]["tokens"].tolist()) for k in range(50)]
     assert any("What follows" in text for text in texts)
     assert any("What follows" not in text for text in texts) or packing == "packed"
+
+
+def test_generated_examples_are_held_out(tmp_path: Path) -> None:
+    trained, held_out = ([*SyntheticExamples(held_out=h).values()] for h in (False, True))
+    assert (len(trained), len(held_out)) == (1000, 100)
+    assert not [value for value in held_out if value in trained]
+    assert {len(value) for value in held_out} == {1, 2}  # chats, and prompts with completions
+    prints = set()
+    for held_out in (False, True):
+        job = training(tmp_path, dataset="synthetic_examples", seq_len=256, num_epochs=1)
+        dataset = build_examples(
+            job, tokenizer=ByteTokenizer(), tokenizer_path="byte", seed=0, held_out=held_out
+        )
+        assert dataset.num_samples is not None
+        assert dataset.num_samples > 500 or held_out
+        prints.add(dataset.fingerprint["data"])
+    assert len(prints) == 2
 
 
 def test_blank_lines_are_no_examples(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.chat import ChatTemplate
 from torchtitan.data.files import user_path
 from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT, read_bytes
 from torchtitan.data.tokenizer import BUILT_IN, Tokenizer
+from torchtitan.sft.chat import ChatTemplate
 
 # the begin token divides role and words, so that no token is part of both
 PLAIN = (

@@ -26,11 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.chat import BEGIN_MARK, END_MARK, ChatTemplate, Conversation, Message
 from torchtitan.data.files import kind_of
 from torchtitan.data.source import read_lines
 from torchtitan.data.text import any_of, check_characters, parse_line, type_name
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.sft.chat import BEGIN_MARK, END_MARK, ChatTemplate, Conversation, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 WEIGHTS = ("0", "1", "0.0", "1.0")
