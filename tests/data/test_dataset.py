@@ -59,7 +59,7 @@ def test_the_last_whole_sample_is_used(tmp_path: Path, num_tokens: int) -> None:
 def test_too_few_tokens(tmp_path: Path) -> None:
     paths = write_texts(tmp_path / "texts", {"a.txt": "x" * (SEQ_LEN - 1)})
     with pytest.raises(
-        DataError, match=r"\+ 1 = 17 tokens, .*texts/a\.txt has 16; .*lower training"
+        DataError, match=r"^seq_len: .*\+ 1 = 17 tokens, .*texts/a\.txt has 16; .*lower seq_len"
     ):
         dataset_of(tmp_path, dataset_path=paths)
 
@@ -130,7 +130,9 @@ def test_a_file_that_is_named_twice(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_ids_of_another_tokenizer(tmp_path: Path) -> None:
     with open_writer(tmp_path / "store", vocab_size=2**16) as writer:
         writer.add(torch.full((99,), 300).numpy(), ends_document=True)
-    with pytest.raises(DataError, match=r"0 to 257, found 300 .*another one than model.tokenizer"):
+    with pytest.raises(
+        DataError, match=r"0 to 257, found 300 .*another tokenizer than model.tokenizer"
+    ):
         dataset_of(tmp_path, dataset_path=[str(tmp_path / "store")])
 
 

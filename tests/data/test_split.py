@@ -219,13 +219,15 @@ def test_too_few_documents(tmp_path: Path, side: Side) -> None:
     change = "raise" if side.held_out else "lower"
     with pytest.raises(
         DataError,
-        match=rf"^validation\.split = 0\.3 must .* at least training\.seq_len \+ 1 = 17 tokens of "
-        rf".*book\.txt, got 0 in 0 of 1 documents; {change} validation\.split, or add documents",
+        match=rf"^split: must .* at least seq_len \+ 1 = 17 tokens of .*book\.txt, 0\.3 leaves "
+        rf"0 in 0 of 1 documents; {change} it, or add documents",
     ):
         build(job_of(tmp_path / "cache", paths), side)
     lines = write_lines(tmp_path / "one.jsonl", [{"prompt": "ab", "completion": "c"}])
     sides = [Side(fraction, held_out=side.held_out) for fraction in (1e-9, 1 - 1e-9)]
-    with pytest.raises(DataError, match=rf"at least one example, got none of 1; {change} val"):
+    with pytest.raises(
+        DataError, match=rf"^split: .* at least one example, .* leaves none of 1; {change} it"
+    ):
         examples_of(tmp_path / "cache", lines, side=sides[not side.held_out])
     examples_of(tmp_path / "cache", lines, side=sides[side.held_out])
 

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.data.source import Advance, Piece, file_identity
 
 logger = logging.getLogger(__name__)
@@ -45,10 +45,11 @@ class StdlibCorpus:
             if not LEFT_OUT & set(path.parts) and not path.name.startswith("_sysconfigdata")
         ]
         if not kept:
-            raise DataError(
-                f"training.dataset = 'python_stdlib' needs the sources of the standard library, "
-                f"{root} holds none; use 'synthetic', or 'files' with dataset_path"
+            rule = (
+                f"'python_stdlib' needs the sources of the standard library, {root} holds none; "
+                f"use 'synthetic', or 'files' with dataset_path"
             )
+            raise DataError(Violation(("dataset",), rule))
         return [root / path for path in sorted(kept, key=Path.as_posix)]
 
     @property

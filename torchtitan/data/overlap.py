@@ -1,10 +1,9 @@
-"""Tell whether data to validate on are among those of the training, by a look at some of them.
+"""Find validation data that are also trained on, by looking at a part of both.
 
-A loss on documents that were trained on says nothing of others, and nobody notices: it is merely
-good. Files that both read are found by what they are on disk, under any name. Copies are found by
-content: as many as `NUM_DOCUMENTS` documents of each side are compared, spread evenly over all, by
-their lengths and their first and last tokens. So the work is bounded whatever the size of the data,
-and data of no more documents are compared whole.
+A loss on documents that were trained on says nothing about others, and nobody notices, because it
+is merely good. Files that both sides read are found by their place on disk, under any name. Copies
+are found by content: up to `NUM_DOCUMENTS` documents of each side, spread evenly, are compared by
+their lengths and their first and last tokens. So the work is bounded whatever the size of the data.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ NUM_NAMED, NUM_CHARACTERS = 2, 40
 
 
 class Documents:
-    """The documents of some stores, numbered from 0 through all of them.
-
-    `end`: the token that may close a document, stores differ in that; it is left out.
-    """
+    """The documents of some stores, numbered through all of them, without the `end` token."""
 
     def __init__(self, stores: Sequence[TokenStore], *, end: int) -> None:
         self._stores, self._end = stores, end
@@ -45,10 +41,7 @@ class Documents:
         return tokens[:-1] if len(tokens) and tokens[-1] == self._end else tokens
 
     def keys(self) -> dict[int, tuple[int, int]]:
-        """Return the numbers of the documents to look at, and for each what tells it from others.
-
-        Those without tokens are left out.
-        """
+        """Return a key for each document to look at, by its number; empty ones are left out."""
         total = self._ends[-1]
         count = min(total, NUM_DOCUMENTS)
         keys = {}
@@ -60,7 +53,7 @@ class Documents:
         return keys
 
     def looked_at(self) -> str:
-        """Say how many documents are looked at, of how many."""
+        """Return how many documents are looked at, for messages."""
         total = self._ends[-1]
         if total <= NUM_DOCUMENTS:
             return f"{total} documents"
@@ -68,7 +61,7 @@ class Documents:
 
 
 def shared_files(ours: Iterable[str], theirs: Iterable[str]) -> list[Path]:
-    """Return the files of the entries `ours` of a dataset_path that `theirs` name too."""
+    """Return the files that the entries `ours` of a dataset_path and `theirs` both name."""
 
     def by_place(entries: Iterable[str]) -> dict[tuple[int, int], Path]:
         # a link is another name of the same file
@@ -82,9 +75,9 @@ def shared_files(ours: Iterable[str], theirs: Iterable[str]) -> list[Path]:
 def describe_shared_documents(
     ours: Sequence[TokenStore], theirs: Sequence[TokenStore], *, tokenizer: Tokenizer, shift: int
 ) -> str | None:
-    """Say how many documents of `ours` are in `theirs` too, and how two of them begin; None: none.
+    """Say how many documents of `ours` are also in `theirs`, and how two of them begin.
 
-    `shift`: the bits of a stored number below the token's id: 1 for examples, 0 for text.
+    None: there are none. `shift`: the bits below the id in a stored number, 1 for examples.
     """
     end = (tokenizer.eos_id << shift) | shift
     held, trained = Documents(ours, end=end), Documents(theirs, end=end)

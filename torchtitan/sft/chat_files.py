@@ -1,8 +1,8 @@
-"""Which chat template a job uses: the one it names, else the one that came with the tokenizer.
+"""Find the chat template of a job: the one that it names, else the one beside the tokenizer.
 
-Hugging Face keeps it beside `tokenizer.json`, in `chat_template.jinja` or, before there was that,
-in `tokenizer_config.json`, which also tells what templates call `bos_token` and `eos_token`. The
-built-in tokenizers have begin and end tokens alone, and a plain template made of these.
+Hugging Face keeps it beside `tokenizer.json`, in `chat_template.jinja` or, in older folders, in
+`tokenizer_config.json`, which also has the values of `bos_token` and `eos_token`. The built-in
+tokenizers have only begin and end tokens, and a plain template made of these.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.data.files import user_path
 from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT, read_bytes
 from torchtitan.data.tokenizer import BUILT_IN, Tokenizer
 from torchtitan.sft.chat import ChatTemplate
 
-# the begin token divides role and words, so that no token is part of both
+# the begin token separates role and words, so no token is part of both
 PLAIN = (
     "{% for message in messages %}"
     "{{ message['role'] + bos_token + message['content'] + eos_token }}"
@@ -33,16 +33,16 @@ ROLES_OF_TOKENS = tuple(
 def find_template(
     setting: str | None, *, tokenizer: Tokenizer, tokenizer_path: str
 ) -> ChatTemplate | None:
-    """Return the template of `training.chat_template`, else the tokenizer's own; None: it has none.
+    """Return the template that the setting names, else the tokenizer's own; None: it has none.
 
-    Raises DataError for a file that cannot be read, and for text that is no template.
+    Raises DataError for a file that cannot be read or is not a template.
     """
     built_in = tokenizer_path in ("byte", *BUILT_IN)
     path = Path(tokenizer_path).expanduser()
     folder = path if path.is_dir() else path.parent
     config = {} if built_in else _config(folder / "tokenizer_config.json")
     if setting is not None:
-        source, origin = _read(user_path(setting, key="training.chat_template")), setting
+        source, origin = _read(user_path(setting, key="chat_template")), setting
     elif built_in:
         source, origin = PLAIN, "of the built-in tokenizers"
     elif (file := folder / "chat_template.jinja").exists():
@@ -62,13 +62,11 @@ def find_template(
 
 def _read(file: Path) -> str:
     try:
-        # a byte order mark would be written into every conversation
+        # sig: a byte order mark would be written into every conversation
         return file.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise DataError(
-            f"cannot read the chat template {file}: {error.strerror}; "
-            f"training.chat_template must name a Jinja file"
-        ) from error
+        rule = f"must name a Jinja file, cannot read {file}: {error.strerror}"
+        raise DataError(Violation(("chat_template",), rule)) from error
     except UnicodeDecodeError as error:
         raise DataError(f"the chat template {file} must be UTF-8: {error}") from error
 
@@ -79,14 +77,14 @@ def _config(file: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(read_bytes(file))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} is no JSON: {error}") from error
+        raise DataError(f"{file} must be JSON: {error}") from error
     return config if isinstance(config, dict) else {}
 
 
 def _stored(config: Mapping[str, Any]) -> str | None:
     stored = config.get("chat_template")
     if isinstance(stored, list):
-        # several under names, as [{"name": "default", "template": ...}, ...]
+        # several with names: [{"name": "default", "template": ...}, ...]
         named = {one.get("name"): one.get("template") for one in stored if isinstance(one, dict)}
         stored = named.get("default")
     return stored if isinstance(stored, str) else None
@@ -100,7 +98,7 @@ def _variables(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str
     for role in ROLES_OF_TOKENS:
         if role in config:
             token = config[role]
-            # either the token itself or a description that holds it; null: there is none
+            # the token, or a description with the token; null: there is none
             token = token.get("content") if isinstance(token, dict) else token
             variables[role] = token if isinstance(token, str) else ""
     return variables

@@ -1,14 +1,13 @@
-"""Samples for supervised fine-tuning: examples put into sequences, the loss only on the answers.
+"""Samples for supervised fine-tuning: one or more examples each, the loss only on the answers.
 
-Examples are tokenised once and planned once: which of them share a sample. Both lie in the cache as
-token stores, the second one with the numbers of examples in the place of tokens, mapped by all
-ranks and workers. As with text, `dataset[k]` is the k-th sample of the run whoever asks, so that
-one number is the position, and a run resumes on the next sample in any layout.
+Examples are tokenised once, and it is planned once which of them share a sample. Both results are
+token stores in the cache, mapped by all ranks and workers; the second holds numbers of examples in
+the place of tokens. The order of samples is that of any `Dataset`, so a position is one number, and
+a run resumes on the next sample in any layout.
 
-A sample's tensors are made anew each time it is asked for, labels with them: there is no mask that
-could be kept, changed, and be wrong. An example of n tokens takes n - 1 places, since its last
-token is only a label; no label crosses from one example to the next. What is left is filled with
-the end token, which is harmless: its places have no labels, whatever token stands there.
+A sample's tensors, labels included, are made each time the sample is read; no mask is stored. An
+example of n tokens takes n - 1 places, since its last token is only a label, and no label crosses
+from one example to the next. The rest is filled with the end token, without labels.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import amount
 from torchtitan.data.dataset import IGNORED, Dataset, tells_documents
 from torchtitan.data.files import find_files
@@ -65,7 +64,7 @@ class FileExamples:
         return [*map(file_identity, self._files)]
 
     def examples(self) -> Iterator[Example]:
-        """Yield the examples of each file, once it is known that none is binary."""
+        """Check that no file is binary, then yield the examples of each."""
         for file in self._files:
             check_is_lines(file)
         check_heads(self._files)
@@ -76,28 +75,20 @@ class FileExamples:
 class ExampleSource:
     """Samples of one or more examples each.
 
-    With `tells_documents` they come with `document_lengths`: the places of each example, and those
-    of the padding, if any, as one more document.
+    Each example counts as a document in `document_lengths`, and so does the padding.
 
     Args:
         examples: numbers of the `Encoder`, a document per example.
-        samples: the examples of each sample, a document per sample.
-        pad_id: the token of places that are left.
+        samples: numbers of examples, a document per sample.
+        pad_id: the token that fills the rest of a sample.
     """
 
     def __init__(
-        self,
-        examples: TokenStore,
-        samples: TokenStore,
-        *,
-        seq_len: int,
-        pad_id: int,
-        tells_documents: bool,
+        self, examples: TokenStore, samples: TokenStore, training: TrainingConfig, *, pad_id: int
     ) -> None:
         self.stores: Sequence[TokenStore] = [examples]
-        self._samples = samples
-        self._seq_len, self._pad_id = seq_len, pad_id
-        self._tells_documents = tells_documents
+        self._samples, self._seq_len, self._pad_id = samples, training.seq_len, pad_id
+        self._tells_documents = tells_documents(training)
         self.num_samples = samples.num_documents
 
     def __getitem__(self, i: int) -> Samples:
@@ -131,11 +122,11 @@ def build_examples(
     held_out: bool = False,
     side: Side | None = None,
 ) -> Dataset:
-    """Return the samples that `[training]` describes; examples are tokenised unless that was done.
+    """Build the samples of examples that `[training]` describes, tokenised unless that was done.
 
     `held_out`: of generated examples the part that is never trained on. `side`: of all examples
-    those that are held out by their hash, or the others. Raises DataError for examples or a
-    template that are missing or wrong, and when none is usable.
+    those that are held out by their hash, or the others. Raises DataError if examples or template
+    are missing or wrong, or no example is usable.
     """
     template = find_template(
         training.chat_template, tokenizer=tokenizer, tokenizer_path=tokenizer_path
@@ -153,35 +144,28 @@ def build_examples(
     )
     content = examples.content_hash()
     divided = side.fingerprint() if side else {}
-    plan = Plan(training.seq_len, seed, training.packing, training.long_examples)
-    groups, planned = cached(
-        [FORMAT, ORDER, content, *plan, *divided.items()],
+    seq_len, packing, long_examples = training.seq_len, training.packing, training.long_examples
+    samples, planned = cached(
+        [FORMAT, ORDER, content, seq_len, seed, packing, long_examples, *divided.items()],
         what=f"the samples of {source.name}",
         cache=training.dataset_cache,
         vocab_size=examples.num_documents,
-        write=lambda writer: _plan(examples, plan, side, writer=writer),
+        write=lambda writer: _plan(examples, training, seed=seed, side=side, writer=writer),
     )
-    _report(found, planned, plan=plan)
-    rows = ExampleSource(
-        examples,
-        groups,
-        seq_len=training.seq_len,
-        pad_id=tokenizer.eos_id,
-        tells_documents=tells_documents(training),
-    )
+    _report(found, planned, training)
     return Dataset(
-        [rows],
+        [ExampleSource(examples, samples, training, pad_id=tokenizer.eos_id)],
         seed=seed,
         num_epochs=training.num_epochs,
         fingerprint={
             "data": content,
             "tokenizer": tokenizer.fingerprint,
             "chat template": template_hash,
-            "packing": training.packing,
-            "long examples": training.long_examples,
+            "packing": packing,
+            "long examples": long_examples,
             "order": f"{ORDER} of examples",
             **divided,
-            "seq_len": str(training.seq_len),
+            "seq_len": str(seq_len),
             "seed": str(seed),
         },
     )
@@ -197,7 +181,7 @@ def _hash(template: ChatTemplate | None) -> str:
 def _encode(
     source: FileExamples | SyntheticExamples, encoder: Encoder, *, writer: StoreWriter
 ) -> dict[str, Any]:
-    """Write the rows of all examples in which there is something to learn."""
+    """Write the numbers of all examples in which there is something to learn."""
     num_skipped = 0
     examples = source.examples()
     while batch := [*islice(examples, EXAMPLES_AT_ONCE)]:
@@ -207,12 +191,12 @@ def _encode(
             else:
                 writer.add(row, ends_document=True)
     if not writer.num_documents and not num_skipped:
-        raise DataError(f"data must hold examples, {source.name} has blank lines alone; add some")
+        raise DataError(f"data must hold examples, {source.name} has only blank lines; add some")
     if not writer.num_documents:
         raise DataError(
             f"there must be an example with an answer to learn, {source.name} has "
-            f"{amount(num_skipped, 'example')}, and no assistant's words or completion in any; "
-            f"if there are such, see what the {{% generation %}} marks of the chat template hold"
+            f"{amount(num_skipped, 'example')} without an assistant's words or a completion; if "
+            f"they have some, check what the chat template marks by {{% generation %}}"
         )
     return {
         "source": source.name,
@@ -222,21 +206,18 @@ def _encode(
     }
 
 
-class Plan(NamedTuple):
-    """What decides which examples share a sample."""
-
-    seq_len: int
-    seed: int
-    packing: Literal["packed", "padded"]
-    long_examples: Literal["truncate", "skip"]
-
-
 def _plan(
-    examples: TokenStore, plan: Plan, side: Side | None, *, writer: StoreWriter
+    examples: TokenStore,
+    training: TrainingConfig,
+    *,
+    seed: int,
+    side: Side | None,
+    writer: StoreWriter,
 ) -> dict[str, Any]:
     """Write the numbers of the examples of each sample."""
-    # neighbours in a file are alike; this order is not that of the samples, source 0
-    order = Permutation(examples.num_documents, seed=plan.seed, epoch=0, source=1)
+    seq_len = training.seq_len
+    # shuffled, as neighbours in a file are alike; source 0 is the order of the samples
+    order = Permutation(examples.num_documents, seed=seed, epoch=0, source=1)
     counts: Counter[str] = Counter()
     numbers: list[int] = []
     lengths: list[int] = []
@@ -245,11 +226,11 @@ def _plan(
         if side is not None and not side.has(row):
             counts["other_side"] += 1
             continue
-        if len(row) > plan.seq_len + 1:
+        if len(row) > seq_len + 1:
             counts["too_long"] += 1
-            if plan.long_examples == "skip":
+            if training.long_examples == "skip":
                 continue
-            row = row[: plan.seq_len + 1]
+            row = row[: seq_len + 1]
         if not (num_due := int((row[1:] & 1).sum())):
             counts["answer_cut_off"] += 1
             continue
@@ -260,13 +241,14 @@ def _plan(
     if side is not None and not ours:
         raise side.refuse(needed="one example", found=f"none of {examples.num_documents}")
     if not numbers:
-        raise DataError(
-            f"there must be an example with an answer within training.seq_len = {plan.seq_len} "
-            f"tokens, found none in {amount(ours, 'example')}; raise training.seq_len"
+        rule = (
+            f"there must be an example with an answer in its first {seq_len} tokens, found "
+            f"none in {amount(ours, 'example')}; raise seq_len"
         )
+        raise DataError(Violation(("seq_len",), rule))
     groups: Iterable[list[int]] = ([place] for place in range(len(lengths)))
-    if plan.packing == "packed":
-        groups = pack(lengths, capacity=plan.seq_len, window=WINDOW)
+    if training.packing == "packed":
+        groups = pack(lengths, capacity=seq_len, window=WINDOW)
     for group in groups:
         writer.add(np.array([numbers[place] for place in group]), ends_document=True)
     return {
@@ -277,9 +259,9 @@ def _plan(
     }
 
 
-def _report(found: Mapping[str, Any], planned: Mapping[str, Any], *, plan: Plan) -> None:
-    """Say once what became of the examples."""
-    seq_len = plan.seq_len
+def _report(found: Mapping[str, Any], planned: Mapping[str, Any], training: TrainingConfig) -> None:
+    """Log what became of the examples."""
+    seq_len = training.seq_len
     capacity = planned["num_samples"] * seq_len
     logger.info(
         "%s: %d of %s in %s of %s, %.1f %% padding, loss on %.1f %%",
@@ -294,12 +276,12 @@ def _report(found: Mapping[str, Any], planned: Mapping[str, Any], *, plan: Plan)
     long, cut_off = planned.get("too_long", 0), planned.get("answer_cut_off", 0)
     if long or cut_off or found["without_answer"]:
         logger.warning(
-            "%s: longer than training.seq_len = %d: %s (long_examples: %s); left out: %s without "
+            "%s: longer than seq_len = %d: %s (long_examples: %s); left out: %s without "
             "an answer, and %d without one in the first %s",
             found["source"],
             seq_len,
             amount(long, "example"),
-            plan.long_examples,
+            training.long_examples,
             amount(found["without_answer"], "example"),
             cut_off,
             amount(seq_len, "token"),
