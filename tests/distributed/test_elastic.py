@@ -110,7 +110,7 @@ def test_packed_examples_go_on_in_the_middle_of_an_epoch(ranks: RankPool, tmp_pa
 
 def order_and_epoch(job: list[str], count: int) -> tuple[list[str], int]:
     dataset = jobs.start(job).loader.dataset
-    return [dataset.sample_hash(k) for k in range(count)], dataset._samples.num_documents
+    return [dataset.sample_hash(k) for k in range(count)], dataset.sources[0].num_samples
 
 
 def test_no_log_unless_asked_for(ranks: RankPool, tmp_path: Path) -> None:

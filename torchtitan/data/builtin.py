@@ -62,7 +62,7 @@ class StdlibCorpus:
         return [*map(file_identity, self.files)]
 
     def pieces(self, advance: Advance) -> Iterator[Piece]:
-        """Yield each file as a document; those whose declared encoding is wrong are left out."""
+        """Yield each file as a document, without those whose declared encoding is wrong."""
         for file in self.files:
             try:
                 with tokenize.open(file) as handle:
@@ -87,7 +87,7 @@ class SyntheticCorpus:
     num_followers = 8
 
     def __init__(self, *, held_out: bool = False) -> None:
-        """`held_out`: a twentieth of the length, other sentences of the same language."""
+        """`held_out`: other sentences, a twentieth of the length."""
         self._held_out = held_out
         self.name = "synthetic, held out" if held_out else "synthetic"
         self.num_bytes = 50_000 if held_out else 1_000_000

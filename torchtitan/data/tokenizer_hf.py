@@ -152,20 +152,29 @@ class HuggingFaceTokenizer:
         return result
 
 
+def read_config(file: Path) -> dict[str, Any]:
+    """Return a tokenizer_config.json; empty if there is none. Raise DataError if it is not JSON."""
+    if not file.exists():
+        return {}
+    try:
+        config = json.loads(read_bytes(file))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} must be JSON: {error}") from error
+    return config if isinstance(config, dict) else {}
+
+
+def token_of(config: dict[str, Any], role: str) -> str | None:
+    """Return the token of a role such as `eos_token`, if the config has one."""
+    token = config.get(role)
+    # the token, or a description that holds it
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
 def end_token(file: Path, vocabulary: dict[str, int]) -> str:
     """Return the name of the token that ends a document; raise DataError if it is not known."""
-    config_file = file.with_name("tokenizer_config.json")
-    if config_file.exists():
-        try:
-            config: Any = json.loads(read_bytes(config_file))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{config_file} must be JSON: {error}") from error
-        name = config.get("eos_token") if isinstance(config, dict) else None
-        # the name, or a description of the token with the name
-        name = name.get("content") if isinstance(name, dict) else name
-        if isinstance(name, str) and name in vocabulary:
-            return name
-    for name in KNOWN_END_TOKENS:
+    config = read_config(file.with_name("tokenizer_config.json"))
+    for name in (token_of(config, "eos_token"), *KNOWN_END_TOKENS):
         if name in vocabulary:
             return name
     raise DataError(

@@ -7,15 +7,14 @@ tokenizers have only begin and end tokens, and a plain template made of these.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import DataError, Violation
 from torchtitan.data.files import user_path
-from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT, read_bytes
+from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT
 from torchtitan.data.tokenizer import BUILT_IN, Tokenizer
+from torchtitan.data.tokenizer_hf import read_config, token_of
 from torchtitan.sft.chat import ChatTemplate
 
 # the begin token separates role and words, so no token is part of both
@@ -40,7 +39,7 @@ def find_template(
     built_in = tokenizer_path in ("byte", *BUILT_IN)
     path = Path(tokenizer_path).expanduser()
     folder = path if path.is_dir() else path.parent
-    config = {} if built_in else _config(folder / "tokenizer_config.json")
+    config = {} if built_in else read_config(folder / "tokenizer_config.json")
     if setting is not None:
         source, origin = _read(user_path(setting, key="chat_template")), setting
     elif built_in:
@@ -71,17 +70,7 @@ def _read(file: Path) -> str:
         raise DataError(f"the chat template {file} must be UTF-8: {error}") from error
 
 
-def _config(file: Path) -> Mapping[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        config = json.loads(read_bytes(file))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} must be JSON: {error}") from error
-    return config if isinstance(config, dict) else {}
-
-
-def _stored(config: Mapping[str, Any]) -> str | None:
+def _stored(config: dict[str, Any]) -> str | None:
     stored = config.get("chat_template")
     if isinstance(stored, list):
         # several with names: [{"name": "default", "template": ...}, ...]
@@ -90,15 +79,11 @@ def _stored(config: Mapping[str, Any]) -> str | None:
     return stored if isinstance(stored, str) else None
 
 
-def _variables(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
+def _variables(config: dict[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
     names = {i: name for name, i in tokenizer.special_tokens.items()}
     variables = {"eos_token": names.get(tokenizer.eos_id, END_OF_TEXT)}
     if BEGIN_OF_TEXT in tokenizer.special_tokens:
         variables["bos_token"] = BEGIN_OF_TEXT
-    for role in ROLES_OF_TOKENS:
-        if role in config:
-            token = config[role]
-            # the token, or a description with the token; null: there is none
-            token = token.get("content") if isinstance(token, dict) else token
-            variables[role] = token if isinstance(token, str) else ""
-    return variables
+    # null: the tokenizer has none
+    given = {role: token_of(config, role) or "" for role in ROLES_OF_TOKENS if role in config}
+    return {**variables, **given}
