@@ -27,37 +27,30 @@ NUM_TOKENS = 128
 NUM_NAMED, NUM_CHARACTERS = 2, 40
 
 
-class Documents:
-    """The documents of some stores, numbered through all of them, without the `end` token."""
+def _sample(stores: Sequence[TokenStore], *, end: int) -> dict[int, npt.NDArray[Any]]:
+    """Return the documents to look at, without the `end` token, by their numbers in all stores."""
+    ends = list(accumulate(store.num_documents for store in stores))
+    count = min(ends[-1], NUM_DOCUMENTS)
+    documents = {}
+    for number in (i * ends[-1] // count for i in range(count)):
+        store = bisect_right(ends, number)
+        tokens = stores[store].document(number - (ends[store - 1] if store else 0))
+        tokens = tokens[:-1] if len(tokens) and tokens[-1] == end else tokens
+        if len(tokens):
+            documents[number] = tokens
+    return documents
 
-    def __init__(self, stores: Sequence[TokenStore], *, end: int) -> None:
-        self._stores, self._end = stores, end
-        self._ends = list(accumulate(store.num_documents for store in stores))
 
-    def __getitem__(self, number: int) -> npt.NDArray[Any]:
-        store = bisect_right(self._ends, number)
-        first = self._ends[store - 1] if store else 0
-        tokens = self._stores[store].document(number - first)
-        return tokens[:-1] if len(tokens) and tokens[-1] == self._end else tokens
+def _key(tokens: npt.NDArray[Any]) -> tuple[int, int]:
+    both_ends = np.concatenate([tokens[:NUM_TOKENS], tokens[-NUM_TOKENS:]])
+    return len(tokens), content_number(both_ends)
 
-    def keys(self) -> dict[int, tuple[int, int]]:
-        """Return a key for each document to look at, by its number; empty ones are left out."""
-        total = self._ends[-1]
-        count = min(total, NUM_DOCUMENTS)
-        keys = {}
-        for number in (i * total // count for i in range(count)):
-            tokens = self[number]
-            if len(tokens):
-                both_ends = np.concatenate([tokens[:NUM_TOKENS], tokens[-NUM_TOKENS:]])
-                keys[number] = (len(tokens), content_number(both_ends))
-        return keys
 
-    def looked_at(self) -> str:
-        """Return how many documents are looked at, for messages."""
-        total = self._ends[-1]
-        if total <= NUM_DOCUMENTS:
-            return f"{total} documents"
-        return f"{NUM_DOCUMENTS} documents (looked at, of {total})"
+def _how_many(stores: Sequence[TokenStore]) -> str:
+    total = sum(store.num_documents for store in stores)
+    if total <= NUM_DOCUMENTS:
+        return f"{total} documents"
+    return f"{NUM_DOCUMENTS} documents (looked at, of {total})"
 
 
 def shared_files(ours: Iterable[str], theirs: Iterable[str]) -> list[Path]:
@@ -80,9 +73,9 @@ def describe_shared_documents(
     None: there are none. `shift`: the bits below the id in a stored number, 1 for examples.
     """
     end = (tokenizer.eos_id << shift) | shift
-    held, trained = Documents(ours, end=end), Documents(theirs, end=end)
-    known = set(trained.keys().values())
-    shared = [number for number, key in held.keys().items() if key in known]
+    held, trained = (_sample(stores, end=end) for stores in (ours, theirs))
+    known = set(map(_key, trained.values()))
+    shared = [number for number, tokens in held.items() if _key(tokens) in known]
     if not shared:
         return None
     named = []
@@ -91,6 +84,6 @@ def describe_shared_documents(
         beginning = tokenizer.decode(ids.tolist())[:NUM_CHARACTERS]
         named.append(f"document {number + 1} ({beginning!r})")
     return (
-        f"{len(shared)} of {held.looked_at()} that are among the {trained.looked_at()} trained "
-        f"on, as {' and '.join(named)}"
+        f"{len(shared)} of {_how_many(ours)} that are among the {_how_many(theirs)} trained on, as "
+        f"{' and '.join(named)}"
     )

@@ -216,20 +216,15 @@ def _progress(corpus: Corpus) -> Iterator[Advance]:
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(f"tokenising {corpus.name}", total=total)
             yield lambda num_bytes: bar.advance(task, num_bytes)
-    else:
-        yield _ProgressLog(corpus.name, total=total)
+        return
+    done, logged = 0, time.monotonic()
 
+    def advance(num_bytes: int) -> None:
+        nonlocal done, logged
+        done += num_bytes
+        if time.monotonic() - logged >= LOG_EVERY_SECONDS:
+            logged = time.monotonic()
+            percent = 100 * done / max(total, 1)
+            logger.info("tokenising %s: %.0f %% read", corpus.name, percent)
 
-class _ProgressLog:
-    """Logs at intervals how much was read."""
-
-    def __init__(self, name: str, *, total: int) -> None:
-        self._name, self._total = name, total
-        self._done, self._logged = 0, time.monotonic()
-
-    def __call__(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        if time.monotonic() - self._logged >= LOG_EVERY_SECONDS:
-            self._logged = time.monotonic()
-            percent = 100 * self._done / max(self._total, 1)
-            logger.info("tokenising %s: %.0f %% read", self._name, percent)
+    yield advance
