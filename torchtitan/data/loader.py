@@ -174,8 +174,8 @@ class Loader:
                 for key in differing
             )
             raise DataError(
-                f"a run must resume on its own data, but this differs: {changes}; restore it, or "
-                f'begin with the first sample: checkpoint.mode = "continue" with '
+                f"a run must resume on the data it was started on, but this differs: {changes}; "
+                f'restore it, or begin with the first sample: checkpoint.mode = "continue" with '
                 f'exclude_from_loading = ["dataloader"], or start a new run in another '
                 f"job.dump_folder"
             )
