@@ -49,8 +49,8 @@ class TrainingConfig:
         "python_stdlib", "synthetic", "synthetic_masked", "files", "examples", "synthetic_examples"
     ] = "python_stdlib"
     """python_stdlib: sources of this Python's library; synthetic: generated text; synthetic_masked:
-    the same with a random number of labels per sample, to compare layouts with; files: text of
-    dataset_path; examples: chats, or prompts with completions, of dataset_path, to fine-tune on;
+    the same with a random number of labels a sample masked, for tests; files: what dataset_path
+    names; examples: chats, or prompts and completions, of dataset_path, to fine-tune on;
     synthetic_examples: generated ones."""
     dataset_path: Strings = ()
     """Text (.txt, .md, .py ...), JSONL (.jsonl) or token-store (.bin/.idx) files; globs allowed,
