@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 from torchtitan.assemble.generator import open_generator
 from torchtitan.base.device import device_type, local_device
 from torchtitan.base.errors import ConfigError, DataError, UserError
-from torchtitan.data.examples import Conversation, Encoder
 from torchtitan.data.text import check_characters
 from torchtitan.generate.generator import DTYPES, Generator
 from torchtitan.generate.sampling import generate
@@ -48,6 +47,7 @@ from torchtitan.mesh.process_group import (
     read_launch,
 )
 from torchtitan.mesh.settings import CommConfig
+from torchtitan.sft.examples import Conversation, Encoder
 
 MOST_TOKENS = 10**6
 

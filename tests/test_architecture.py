@@ -29,6 +29,7 @@ FLOORS: Mapping[str, int] = {
     "data": 2,
     "metrics": 2,
     "checkpoint": 3,
+    "sft": 3,
     "plan": 3,
     "validate": 3,
     # leaf rooms: nothing of the core imports them

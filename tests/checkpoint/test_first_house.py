@@ -19,9 +19,9 @@ from scripts.golden.record import read_tensors
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.generate.sampling import generate
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
-from torchtitan.models.generate import generate
 
 RUNS = goldens.ROOT / FIXTURES
 RUN = RUNS / "single" / "run"

@@ -11,7 +11,7 @@ import torch
 
 from tests.data.helpers import SEQ_LEN, dataset_of, training, write_texts
 from torchtitan.base.errors import DataError
-from torchtitan.data.dataset import Dataset, Source, build_dataset, labelled_run
+from torchtitan.data.dataset import Dataset, TextSource, build_dataset, labelled_run
 from torchtitan.data.store import TokenStore, open_writer
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 
@@ -59,7 +59,7 @@ def test_the_last_whole_sample_is_used(tmp_path: Path, num_tokens: int) -> None:
 def test_too_few_tokens(tmp_path: Path) -> None:
     paths = write_texts(tmp_path / "texts", {"a.txt": "x" * (SEQ_LEN - 1)})
     with pytest.raises(
-        DataError, match=r"\+ 1 = 17 tokens, .*texts/a\.txt has 16; .*lower training"
+        DataError, match=r"^seq_len: .*\+ 1 = 17 tokens, .*texts/a\.txt has 16; .*lower seq_len"
     ):
         dataset_of(tmp_path, dataset_path=paths)
 
@@ -130,7 +130,9 @@ def test_a_file_that_is_named_twice(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_ids_of_another_tokenizer(tmp_path: Path) -> None:
     with open_writer(tmp_path / "store", vocab_size=2**16) as writer:
         writer.add(torch.full((99,), 300).numpy(), ends_document=True)
-    with pytest.raises(DataError, match=r"0 to 257, found 300 .*another one than model.tokenizer"):
+    with pytest.raises(
+        DataError, match=r"0 to 257, found 300 .*another tokenizer than model.tokenizer"
+    ):
         dataset_of(tmp_path, dataset_path=[str(tmp_path / "store")])
 
 
@@ -197,8 +199,8 @@ def test_many_stores_find_their_samples(tmp_path: Path) -> None:
         with open_writer(tmp_path / str(i), vocab_size=2**17) as writer:
             writer.add(torch.arange(length).numpy() + 1000 * i, ends_document=True)
         stores.append(TokenStore(tmp_path / str(i)))
-    source = Source(stores, seq_len=16)
+    source = TextSource(stores, training(tmp_path, seq_len=16), vocab_size=2**17)
     assert source.num_samples == 1 + 2 + 2 + 5
-    firsts = [int(source[i][0]) for i in range(source.num_samples)]
+    firsts = [int(source[i]["tokens"][0]) for i in range(source.num_samples)]
     assert firsts == [0, 1000, 1016, 2000, 2016, 3000, 3016, 3032, 3048, 3064]
-    assert all(len(source[i]) == 17 for i in range(source.num_samples))
+    assert all(len(source[i]["labels"]) == 16 for i in range(source.num_samples))

@@ -86,7 +86,7 @@ def test_json_lines_by_other_names_are_warned_of(
 
 
 def test_the_home_of_nobody() -> None:
-    with pytest.raises(DataError, match=r"training\.dataset_path: cannot look for '~nobody-such"):
+    with pytest.raises(DataError, match=r"^dataset_path: cannot look for '~nobody-such"):
         find_files("~nobody-such/a.txt")
 
 
@@ -108,7 +108,7 @@ def test_the_home_of_nobody() -> None:
         ("a.png", "an image"),
         ("a.pdf", "is PDF.*pdftotext"),
         ("a.docx", "pandoc"),
-        ("a.BIN", r"\.bin and \.idx, in small letters"),
+        ("a.BIN", r"\.bin and \.idx, in lower case"),
         ("a.bin.gz", "not packed"),
         ("a.xyz", r"has the suffix '\.xyz'; if it is plain text, .*\.txt"),
     ],
@@ -172,8 +172,8 @@ BINARIES = {
     b"%PDF-1.7\n%\xe2\xe3": "is PDF",
     b"\x89PNG\r\n\x1a\n\0": "an image",
     b"BZh91AY&SY\xff\0": "another way than gzip",
-    gzip.compress(b"text"): r"of the kind \.gz; (give it|unpack it once)",
-    zstandard.compress(b"text"): r"of the kind \.zst",
+    gzip.compress(b"text"): r"not text but a \.gz file; (give it|unpack it once)",
+    zstandard.compress(b"text"): r"not text but a \.zst file",
     "text".encode("utf-16"): "is UTF-16; .*iconv -f utf-16",
     "text".encode("utf-32"): "is UTF-32; .*iconv -f utf-32",
     "text é".encode("utf-16-le"): "is UTF-16LE; .*iconv -f utf-16le",
@@ -210,15 +210,15 @@ def test_what_is_under_the_name_of_a_packed_file(tmp_path: Path, suffix: str) ->
 
 def test_a_folder_says_what_a_glob_would_take(tmp_path: Path) -> None:
     def said() -> str:
-        with pytest.raises(DataError, match=r"dataset_path must name files, .* is a folder") as e:
+        with pytest.raises(DataError, match=r"^dataset_path: must name files, .* is a folder") as e:
             find_files(str(tmp_path))
         return str(e.value)
 
-    assert "no file is in it" in said()
+    assert "is a folder without files" in said()
     for name in ("b/t.csv", "c.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert "nothing has a suffix that is read: b/t.csv, c.png (2 files)" in said()
+    assert "no file has a suffix that can be read: b/t.csv, c.png (2 files)" in said()
     for name in ("a.jsonl.gz", "b/b.jsonl.gz", "d.txt", "s.bin", "s.idx", "README"):
         (tmp_path / name).touch()
     globs = [f"{tmp_path}/**/*{end}" for end in (".idx (1 file)", ".jsonl.gz (2 files)", ".txt (1")]

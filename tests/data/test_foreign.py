@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from tests.data.chats import CHAT, CHATML, write_tokenizer
+from tests.sft.chats import CHAT, CHATML, write_tokenizer
 from torchtitan.base.errors import DataError
-from torchtitan.data import chat, foreign, tokenizer_hf
-from torchtitan.data.chat import ChatTemplate, Conversation
-from torchtitan.data.examples import Encoder
+from torchtitan.data import foreign, tokenizer_hf
 from torchtitan.data.foreign import ForeignError, Limits, Loaded, Program
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.sft import chat
+from torchtitan.sft.chat import ChatTemplate, Conversation
+from torchtitan.sft.examples import Encoder
 
 
 def template_of(source: str) -> ChatTemplate:
@@ -66,7 +67,7 @@ HOSTILE = {
 def test_hostile_templates(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     source, said = HOSTILE[name]
     monkeypatch.setattr(chat, "LIMITS", Limits(seconds=1, gib=1))
-    with pytest.raises(DataError, match=f"chat template x.jinja .*({said}).*; mend") as caught:
+    with pytest.raises(DataError, match=f"chat.template:? x.jinja .*({said}).*; mend") as caught:
         template_of(source).conversations([Conversation(CHAT, None, "f.jsonl line 7")])
     assert "must be valid Jinja" in str(caught.value) or "f.jsonl line 7" in str(caught.value)
     # the next one has a child that works
@@ -124,7 +125,7 @@ def test_hostile_tokenizers(
     monkeypatch.setattr(tokenizer_hf, "SECONDS_PER_CHAR", 0.0)
     tokenizer = build_tokenizer(tokenizer_file(tmp_path, **parts))
     texts = ["b", "good", "a" * 300_000 + "c", "good"]
-    said = r"tokenizer\.json fails on the text that begins 'aaa.*(1 s|memory|retry-limit).*; take"
+    said = r"tokenizer\.json fails on the text that begins 'aaa.*(1 s|memory|retry-limit).*; use"
     with pytest.raises(DataError, match=said):
         tokenizer.encode_batch(texts)
     assert len(tokenizer.encode_batch(["b", "good"])) == 2
@@ -137,7 +138,7 @@ def test_a_tokenizer_whose_library_panics(tmp_path: Path) -> None:
     charsmap = base64.b64encode(b"\xff\xff\xff\x7f" * 4).decode()
     content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
     file.write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"tokenizer\.json (is no|fails on)"):
+    with pytest.raises(DataError, match=r"tokenizer\.json (must be|fails on)"):
         build_tokenizer(str(file)).encode("a")
 
 

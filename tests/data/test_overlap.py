@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.chats import write_lines
 from tests.data.helpers import write_texts
 from tests.data.test_split import END, TEXTS, build, examples_of, job_of, write
 from tests.data.test_store import write_by_hand
+from tests.sft.chats import write_lines
 from torchtitan.data import overlap
 from torchtitan.data.overlap import describe_shared_documents, shared_files
 from torchtitan.data.store import TokenStore

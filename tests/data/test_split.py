@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.chats import write_lines
 from tests.data.helpers import loader_of, training, write_texts
 from tests.data.test_store import write_by_hand
+from tests.sft.chats import write_lines
 from torchtitan.base.errors import DataError
 from torchtitan.data import split
 from torchtitan.data.dataset import Dataset, build_dataset
-from torchtitan.data.finetune import ExampleDataset, build_examples
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.split import Side, View
 from torchtitan.data.store import TokenStore, open_writer
 from torchtitan.data.tokenizer import ByteTokenizer
+from torchtitan.sft.finetune import build_examples
 
 END = 257
 FRACTION = 0.3
@@ -57,7 +57,7 @@ def build(job: TrainingConfig, side: Side | None = None) -> Dataset:
 
 def documents_of(dataset: Dataset) -> list[str]:
     """The texts of all documents of a data set with one view."""
-    [source] = dataset._sources
+    [source] = dataset.sources
     [view] = source.stores
     ids = view.read(0, view.num_tokens).tolist()
     assert ids[-1] == END
@@ -172,7 +172,7 @@ def test_copies_are_on_one_side(tmp_path: Path) -> None:
     ]
     sizes = {}
     for side in (TRAINED, HELD_OUT):
-        [source] = build(job_of(tmp_path / "cache", paths), side)._sources
+        [source] = build(job_of(tmp_path / "cache", paths), side).sources
         [view] = source.stores
         ours = [text for text in TEXTS if is_held_out(text) == side.held_out]
         sizes[side] = view.num_tokens
@@ -219,13 +219,15 @@ def test_too_few_documents(tmp_path: Path, side: Side) -> None:
     change = "raise" if side.held_out else "lower"
     with pytest.raises(
         DataError,
-        match=rf"^validation\.split = 0\.3 must .* at least training\.seq_len \+ 1 = 17 tokens of "
-        rf".*book\.txt, got 0 in 0 of 1 documents; {change} validation\.split, or add documents",
+        match=rf"^split: must .* at least seq_len \+ 1 = 17 tokens of .*book\.txt, 0\.3 leaves "
+        rf"0 in 0 of 1 documents; {change} it, or add documents",
     ):
         build(job_of(tmp_path / "cache", paths), side)
     lines = write_lines(tmp_path / "one.jsonl", [{"prompt": "ab", "completion": "c"}])
     sides = [Side(fraction, held_out=side.held_out) for fraction in (1e-9, 1 - 1e-9)]
-    with pytest.raises(DataError, match=rf"at least one example, got none of 1; {change} val"):
+    with pytest.raises(
+        DataError, match=rf"^split: .* at least one example, .* leaves none of 1; {change} it"
+    ):
         examples_of(tmp_path / "cache", lines, side=sides[not side.held_out])
     examples_of(tmp_path / "cache", lines, side=sides[side.held_out])
 
@@ -253,7 +255,7 @@ def test_a_table_of_more_tokens_than_32_bits_count(tmp_path: Path) -> None:
 def test_what_is_mapped_and_how_much(tmp_path: Path) -> None:
     """Two numbers a run of documents of one side, and nothing in memory."""
     job = job_of(tmp_path / "cache", [write(tmp_path / "a.jsonl", TEXTS)])
-    [source] = build(job, TRAINED)._sources
+    [source] = build(job, TRAINED).sources
     [view] = source.stores
     assert isinstance(view, View)
     for mapped in (*view._firsts, *view._places):
@@ -277,7 +279,7 @@ def test_the_generated_data_are_divided(tmp_path: Path) -> None:
 
 def examples_of(
     cache: Path, paths: list[str], *, side: Side | None = None, **settings: Any
-) -> ExampleDataset:
+) -> Dataset:
     settings = {"num_epochs": 1, "seq_len": 40, **settings}
     job = training(cache, dataset="examples", dataset_path=paths, **settings)
     return build_examples(job, tokenizer=ByteTokenizer(), tokenizer_path="byte", seed=0, side=side)
@@ -289,7 +291,7 @@ def test_examples_are_divided(tmp_path: Path, side: Side, packing: str) -> None:
     values = [{"prompt": f"{i}", "completion": "ab"[i % 2] * (i % 20)} for i in range(99)] * 2
     how = {"packing": packing, "document_attention": "within"}
 
-    def examples_in(dataset: ExampleDataset) -> list[tuple[list[int], list[int]]]:
+    def examples_in(dataset: Dataset) -> list[tuple[list[int], list[int]]]:
         assert dataset.num_samples is not None
         return sorted(
             (tokens.tolist(), labels.tolist())

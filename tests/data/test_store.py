@@ -135,7 +135,10 @@ def put(offset: int, data: bytes):  # type: ignore[no-untyped-def]
     [
         (lambda folder: (folder / "s.bin").unlink(), "s.bin"),
         (lambda folder: (folder / "s.idx").unlink(), "s.idx"),
-        (lambda folder: (folder / "s.idx").unlink(), "half of a token store .*; name a store that"),
+        (
+            lambda folder: (folder / "s.idx").unlink(),
+            r"must have both \.bin and \.idx, .*s\.idx: .*; write",
+        ),
         (put(0, b"version https://git-lfs.github.com"), "s.idx is a pointer of Git LFS"),
         (cut("s.idx", 0), "cut short"),
         (cut("s.idx", 33), "cut short"),
@@ -155,9 +158,12 @@ def put(offset: int, data: bytes):  # type: ignore[no-untyped-def]
         (put(34 + 4 * 4 + 8, b"\x04"), "sequence 1, of document 1 .* byte 4, .* ends at 6; write"),
         (put(34 + 4 * 4 + 24, b"\x0e"), "sequence 3, of document 2 .* byte 14, .* ends at 12"),
         (put(34 + 4 * 4, struct.pack("<2q", 2, 0)), "sequence 0, .* begins at byte 2"),
-        (put(34 + 12 * 4 + 8, struct.pack("<2q", 2, 1)), "document 1 .* from 2 to 1 of 4, .* anew"),
-        (put(34 + 12 * 4 + 8, struct.pack("<q", -1)), "document 0 .* from 0 to -1 of 4"),
-        (put(34 + 12 * 4 + 8, struct.pack("<q", 5)), "document 1 .* from 5 to 2 of 4"),
+        (
+            put(34 + 12 * 4 + 8, struct.pack("<2q", 2, 1)),
+            "document 1 .* sequences 2 to 1 of 4; .* anew",
+        ),
+        (put(34 + 12 * 4 + 8, struct.pack("<q", -1)), "document 0 .* sequences 0 to -1 of 4"),
+        (put(34 + 12 * 4 + 8, struct.pack("<q", 5)), "document 1 .* sequences 5 to 2 of 4"),
     ],
 )
 @pytest.mark.parametrize("chunk", [1, 2, store_module.CHUNK])

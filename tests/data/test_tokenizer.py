@@ -113,7 +113,7 @@ def test_llama3_special_tokens(tmp_path: Path) -> None:
         (lambda data: b"{}\n", "line 1"),
         (lambda data: data.splitlines()[0] + b"\n" + data, "line 2"),
         (lambda data: b"", "256 single bytes"),
-        (lambda data: b"\n\x0e\n\x05<unk>", "of a SentencePiece model take its tokenizer.json"),
+        (lambda data: b"\n\x0e\n\x05<unk>", "of a SentencePiece model use its tokenizer.json"),
         (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     ],
 )
@@ -133,7 +133,7 @@ def test_missing_file_names_the_built_ins() -> None:
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(BUILT_IN["bpe_2048"].read_bytes())
-    with pytest.raises(DataError, match=r"no tokenizer\.json; .* a tiktoken file itself"):
+    with pytest.raises(DataError, match=r"no tokenizer\.json; .* a tiktoken file"):
         build_tokenizer(str(tmp_path))
 
 
@@ -142,7 +142,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     [("x" * 5000, "cannot look for .*: File name too long"), ("~nobody-such/t", "home directory")],
 )
 def test_paths_that_cannot_be(path: str, said: str) -> None:
-    with pytest.raises(DataError, match=f"model.tokenizer_path: .*{said}"):
+    with pytest.raises(DataError, match=rf"^\[model\] tokenizer_path: .*{said}"):
         build_tokenizer(path)
 
 
@@ -242,7 +242,7 @@ def test_hugging_face_end_token_of_the_config(hf_folder: Path, eos: object) -> N
 @pytest.mark.parametrize("config", ["[" * 100_000, "{", "\\xff"])
 def test_hugging_face_config_that_is_no_json(hf_folder: Path, config: str) -> None:
     (hf_folder / "tokenizer_config.json").write_bytes(config.encode("latin-1"))
-    with pytest.raises(DataError, match=r"tokenizer_config\.json is no JSON"):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json must be JSON"):
         build_tokenizer(str(hf_folder))
 
 
@@ -252,7 +252,7 @@ def test_hugging_face_ids_that_no_store_holds(hf_folder: Path) -> None:
     content["model"] = {"type": "WordLevel", "vocab": {"</s>": 2**32 - 1, "a": 0}, "unk_token": "a"}
     content["added_tokens"] = []
     file.write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"has the id 4294967295, at most 1073741823"):
+    with pytest.raises(DataError, match=r"below 1073741824, .* has 4294967295"):
         build_tokenizer(str(file))
 
 

@@ -20,7 +20,7 @@ from tests.distributed import pipeline_jobs as pj
 from tests.distributed.conftest import OneDevice
 from tests.distributed.pipeline_jobs import TINY8, Trained, pipeline
 from tests.distributed.rank_pool import RankPool
-from torchtitan.data.dataset import Dataset
+from torchtitan.data.dataset import TextSource
 from torchtitan.models.documents import Documents
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
@@ -210,16 +210,16 @@ def with_documents_of_the_first_microbatch(job: list[str]) -> Trained:
 
 
 def with_labels_across(job: list[str]) -> Trained:
-    correct = Dataset.__getitem__
+    correct = TextSource.__getitem__
 
-    def item(self: Dataset, k: int) -> dict[str, Tensor]:
+    def item(self: TextSource, k: int) -> dict[str, Tensor]:
         splits, self._splits_labels = self._splits_labels, False
         try:
             return correct(self, k)
         finally:
             self._splits_labels = splits
 
-    return _with(Dataset, "__getitem__", item, job)
+    return _with(TextSource, "__getitem__", item, job)
 
 
 def with_boundaries_one_too_late(job: list[str]) -> Trained:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.chats import write_lines
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import CONTINUE
+from tests.sft.chats import write_lines
 
 BATCH = ("--training.local_batch_size=1", "--training.global_batch_size=12")
 LOGGED = "--debug.log_sample_hashes=true"
@@ -112,7 +112,7 @@ def test_packed_examples_go_on_in_the_middle_of_an_epoch(ranks: RankPool, tmp_pa
 
 def order_and_epoch(job: list[str], count: int) -> tuple[list[str], int]:
     dataset = jobs.start(job).loader.dataset
-    return [dataset.sample_hash(k) for k in range(count)], dataset._samples.num_documents
+    return [dataset.sample_hash(k) for k in range(count)], dataset.sources[0].num_samples
 
 
 def test_no_log_unless_asked_for(ranks: RankPool, tmp_path: Path) -> None:

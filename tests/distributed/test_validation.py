@@ -359,9 +359,10 @@ def test_data_that_are_missing_or_trained_on(ranks: RankPool, tmp_path: Path) ->
     job = validated(tmp_path, jobs.TINY)
     path = write_held_out(tmp_path)
     [message] = ranks.run(jobs.refusal, [*job, "--validation.dataset_path=no/*.txt"], world=1)
-    assert message.startswith("[validation] validation.dataset_path: no file matches 'no/*.txt'")
+    assert message.startswith("[validation] dataset_path: no file matches 'no/*.txt'")
     [message] = ranks.run(jobs.refusal, [*job, "--validation.seq_len=512"], world=1)
-    assert "at least validation.seq_len + 1 = 513 tokens" in message
+    assert message.startswith("[validation] seq_len: ")
+    assert "at least seq_len + 1 = 513 tokens" in message
     trained_on = ["--training.dataset=files", f"--training.dataset_path={path}"]
     few = ["--training.global_batch_size=2", "--checkpoint.enable=false"]
     [lines] = ranks.run(jobs.logged, [*job, *trained_on, *few], world=1)
@@ -486,6 +487,4 @@ def test_another_split_does_not_resume(ranks: RankPool, tmp_path: Path, cache: P
     assert "this differs: data: was" in message
     tiny = split_job(tmp_path, "tiny", cache, "--validation.split=1e-9")
     [message] = ranks.run(jobs.refusal, tiny, world=1)
-    assert message.startswith(
-        "[validation] validation.split = 1e-09 must hold out at least validation.seq_len + 1 = 17 "
-    )
+    assert message.startswith("[validation] split: must hold out at least seq_len + 1 = 17 ")

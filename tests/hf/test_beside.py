@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from tests.data.chats import CHATML, write_tokenizer
+from tests.sft.chats import CHATML, write_tokenizer
 from torchtitan.assemble.hf import describe_export
 from torchtitan.config.load import load_config
 from torchtitan.hf.beside import warn_of_other_tokenizer

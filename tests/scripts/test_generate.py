@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.data.chats import CHATML, write_tokenizer
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
+from tests.sft.chats import CHATML, write_tokenizer
 from torchtitan.assemble.generator import find_run_step, open_generator
 from torchtitan.checkpoint.files import write_sealed_json
 from torchtitan.data.tokenizer import build_tokenizer

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import amount
 from torchtitan.checkpoint.state import Progress
 from torchtitan.data.dataset import build_dataset
@@ -19,6 +21,8 @@ from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh
 from torchtitan.parallel.layout import Layout
 
+SUPERVISED = ("examples", "synthetic_examples")
+
 
 def build_samples(
     source: TrainingConfig,
@@ -28,27 +32,27 @@ def build_samples(
     seed: int,
     split: float | None,
     held_out: bool = False,
+    of_validation: Collection[str] = ("split",),
 ) -> Numbered:
     """Build the samples that `source` describes, tokenised first where that is not done yet.
 
     `split`: the fraction of documents that `held_out` selects. Without one `held_out` selects, of
-    generated data, the part that is never trained on.
+    generated data, the part that is never trained on. `of_validation`: the settings that come from
+    [validation], for errors; the others come from [training].
     """
     side = None if split is None else Side(split, held_out=held_out)
     held_out = held_out and side is None
-    if source.dataset in ("examples", "synthetic_examples"):
+    build: Callable[..., Numbered] = build_dataset
+    if source.dataset in SUPERVISED:
         # here: a run on text does not load Jinja
-        from torchtitan.data.finetune import build_examples
+        from torchtitan.sft.finetune import build_examples
 
-        return build_examples(
-            source,
-            tokenizer=tokenizer,
-            tokenizer_path=tokenizer_path,
-            seed=seed,
-            held_out=held_out,
-            side=side,
-        )
-    return build_dataset(source, tokenizer=tokenizer, seed=seed, held_out=held_out, side=side)
+        build = partial(build_examples, tokenizer_path=tokenizer_path)
+    try:
+        return build(source, tokenizer=tokenizer, seed=seed, held_out=held_out, side=side)
+    except DataError as error:
+        section = "validation" if error.key in of_validation else "training"
+        raise error.within(section) from error
 
 
 def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progress) -> Loader:
@@ -66,18 +70,17 @@ def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progre
     global_batch_size = layout.samples_per_step(training)
     if dataset.num_samples is not None and dataset.num_samples < global_batch_size:
         assert training.num_epochs is not None, "without it the data never end"
-        # a batch that is read at once is no larger than its parts
-        whole = "training.global_batch_size"
-        if layout.accumulation == 1:
-            whole = "training.local_batch_size" + (
-                "" if training.global_batch_size == -1 else " and global_batch_size"
-            )
-        raise DataError(
-            f"the data must fill one global batch: {amount(training.num_epochs, 'epoch')} of it "
-            f"{'holds' if training.num_epochs == 1 else 'hold'} "
-            f"{amount(dataset.num_samples, 'sample')} of {training.seq_len} tokens, the batch "
-            f"{global_batch_size}; add data, or lower {whole}, or training.seq_len"
+        # without accumulation the global batch is what the ranks read at once
+        to_lower = ["local_batch_size"] if layout.accumulation == 1 else []
+        if training.global_batch_size != -1:
+            to_lower.append("global_batch_size")
+        rule = (
+            f"the data must fill a global batch of {global_batch_size} samples of "
+            f"{training.seq_len} tokens, got {amount(dataset.num_samples, 'sample')} in "
+            f"{amount(training.num_epochs, 'epoch')}; add data, or lower "
+            f"{' and '.join(to_lower)}, or seq_len"
         )
+        raise DataError(Violation((*to_lower, "seq_len"), rule).within("training"))
     return Loader(
         dataset,
         local_batch_size=training.local_batch_size,

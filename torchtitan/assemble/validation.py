@@ -10,8 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from torchtitan.assemble.data import build_samples
-from torchtitan.base.errors import DataError
+from torchtitan.assemble.data import SUPERVISED, build_samples
 from torchtitan.base.log import amount
 from torchtitan.data.loader import Loader, Numbered
 from torchtitan.data.overlap import describe_shared_documents, shared_files
@@ -27,8 +26,7 @@ from torchtitan.validate import Validator
 
 logger = logging.getLogger(__name__)
 SEED = 0  # not the run's: runs with other seeds are measured on the same samples
-OWN_KEYS = ("dataset_path", "seq_len")
-SUPERVISED = ("examples", "synthetic_examples")
+OWN_KEYS = ("dataset", "dataset_path", "seq_len")
 
 
 def build_validator(
@@ -152,19 +150,14 @@ def describe_source(config: Config) -> TrainingConfig:
 
 
 def build_held_out(config: Config, *, source: TrainingConfig, tokenizer: Tokenizer) -> Numbered:
-    """Build the samples of the validation; what is wrong with them names its keys."""
+    """Build the samples of the validation."""
     split = config.validation.split
-    try:
-        return build_samples(
-            source,
-            tokenizer=tokenizer,
-            tokenizer_path=config.model.tokenizer_path,
-            seed=SEED,
-            split=split,
-            held_out=True,
-        )
-    except DataError as error:
-        message = str(error)
-        for key in OWN_KEYS if split is None else OWN_KEYS[1:]:
-            message = message.replace(f"training.{key}", f"validation.{key}")
-        raise DataError(f"[validation] {message}") from error
+    return build_samples(
+        source,
+        tokenizer=tokenizer,
+        tokenizer_path=config.model.tokenizer_path,
+        seed=SEED,
+        split=split,
+        held_out=True,
+        of_validation=("split", "seq_len") if split is not None else OWN_KEYS,
+    )

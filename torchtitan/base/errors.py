@@ -92,7 +92,25 @@ def did_you_mean(given: str, names: Collection[str]) -> str:
 
 
 class DataError(UserError):
-    """Data or tokenizer files that are missing, damaged or do not fit the job."""
+    """Data or tokenizer files that are missing, damaged or do not fit the job.
+
+    A `Violation` names the setting to change, as its own section has it.
+    """
+
+    def __init__(self, problem: str | Violation) -> None:
+        self.problem = problem
+        super().__init__(str(problem))
+
+    @property
+    def key(self) -> str | None:
+        """Return the setting to change, if the error names one."""
+        return self.problem.keys[0] if isinstance(self.problem, Violation) else None
+
+    def within(self, section: str) -> DataError:
+        """Return it with the path of the section before its keys."""
+        if isinstance(self.problem, Violation):
+            return DataError(self.problem.within(section))
+        return self
 
 
 class CheckpointError(UserError):

@@ -1,11 +1,10 @@
-"""Text that needs no download: the standard library's sources, generated sentences and chats.
+"""Text that needs no download: the standard library's sources, and generated sentences.
 
 `python_stdlib` is real text that every machine with Python has: about 12 MB of code, comments and
 documentation, enough to see a small model learn. It differs between Python versions. `synthetic`
 is the same text everywhere, to compare runs of different machines and to test: sentences of a small
-made-up language whose next word depends on the last one, so that a model can learn much of it.
-`synthetic_examples` are questions and answers about its words, to fine-tune on. Of both of these
-there is a part that is held out: more of the same kind, to validate on and never trained on.
+made-up language whose next word depends on the last one, so that a model can learn much of it. A
+part of it is held out: more sentences of that language, to validate on and never to train on.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ import tokenize
 from bisect import bisect
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.data.source import Advance, Piece, file_identity
 
 logger = logging.getLogger(__name__)
@@ -47,10 +45,11 @@ class StdlibCorpus:
             if not LEFT_OUT & set(path.parts) and not path.name.startswith("_sysconfigdata")
         ]
         if not kept:
-            raise DataError(
-                f"training.dataset = 'python_stdlib' needs the sources of the standard library, "
-                f"{root} holds none; use 'synthetic', or 'files' with dataset_path"
+            rule = (
+                f"'python_stdlib' needs the sources of the standard library, {root} holds none; "
+                f"use 'synthetic', or 'files' with dataset_path"
             )
+            raise DataError(Violation(("dataset",), rule))
         return [root / path for path in sorted(kept, key=Path.as_posix)]
 
     @property
@@ -63,7 +62,7 @@ class StdlibCorpus:
         return [*map(file_identity, self.files)]
 
     def pieces(self, advance: Advance) -> Iterator[Piece]:
-        """Yield each file as a document; those whose declared encoding is wrong are left out."""
+        """Yield each file as a document, without those whose declared encoding is wrong."""
         for file in self.files:
             try:
                 with tokenize.open(file) as handle:
@@ -88,7 +87,7 @@ class SyntheticCorpus:
     num_followers = 8
 
     def __init__(self, *, held_out: bool = False) -> None:
-        """`held_out`: a twentieth of the length, other sentences of the same language."""
+        """`held_out`: other sentences, a twentieth of the length."""
         self._held_out = held_out
         self.name = "synthetic, held out" if held_out else "synthetic"
         self.num_bytes = 50_000 if held_out else 1_000_000
@@ -135,52 +134,3 @@ class SyntheticCorpus:
             )
             words["".join(letters)] = None
         return list(words)
-
-
-class SyntheticExamples:
-    """A thousand examples, the same on every machine: which word of the language follows which.
-
-    The hundred that are held out ask for the same words, in other conversations.
-
-    Three of four are chats of one to four questions, the others prompts and completions. Every word
-    has one answer, so that a small model can learn them all.
-    """
-
-    num_examples = 1000
-    num_held_out = 100
-
-    def __init__(self, *, held_out: bool = False) -> None:
-        self._held_out = held_out
-        self.name = "synthetic_examples, held out" if held_out else "synthetic_examples"
-
-    def identity(self) -> list[str]:
-        """Return the version of the examples."""
-        return ["synthetic examples held out 1" if self._held_out else "synthetic examples 1"]
-
-    def values(self) -> Iterator[dict[str, Any]]:
-        """Yield what the lines of a file would hold."""
-        trained = self._draw(random.Random(21), num=self.num_examples)
-        if not self._held_out:
-            yield from trained
-            return
-        known = [*trained]
-        others = self._draw(random.Random(23), num=2 * self.num_held_out)
-        yield from islice((value for value in others if value not in known), self.num_held_out)
-
-    def _draw(self, generator: random.Random, *, num: int) -> Iterator[dict[str, Any]]:
-        draw = generator.random
-        words = SyntheticCorpus().words()
-        for number in range(num):
-            places = [int(draw() * len(words)) for _ in range(1 + int(draw() * 4))]
-            if number % 4 == 3:
-                row = [words[(places[0] + i) % len(words)] for i in range(2 + len(places))]
-                yield {"prompt": row[0], "completion": " " + " ".join(row[1:])}
-                continue
-            messages = [{"role": "system", "content": "Say which word follows."}]
-            for place in places:
-                word, next_word = words[place], words[(place + 1) % len(words)]
-                messages += [
-                    {"role": "user", "content": f"What follows {word}?"},
-                    {"role": "assistant", "content": f"{next_word} follows {word}."},
-                ]
-            yield {"messages": messages}

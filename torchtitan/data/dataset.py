@@ -1,11 +1,13 @@
-"""Samples of the training, numbered in the order in which they are trained on.
+"""The samples of a run, numbered in the order in which they are trained on.
 
-`dataset[k]` is the k-th sample of the whole run, on any rank of any layout: `sampler.py` tells
-which one that is. A store is one long row of tokens, documents end to end, each closed by an end
-token; sample i of a store is tokens i*S to i*S + S, the last of them only a label, so that each
-token is predicted once an epoch. One document a sample would fill batches with padding instead.
+`dataset[k]` is the k-th sample of the whole run, on any rank of any layout. A `Dataset` decides the
+order: `sampler.py` computes from k which source the sample comes from and which of its samples it
+is. A `Source` makes the sample. `TextSource` cuts one long row of tokens, documents end to end,
+each closed by an end token: sample i is tokens i*S to i*S + S, the last one only a label, so that
+each token is predicted once per epoch. One document per sample would fill batches with padding.
+Examples to fine-tune on are another source (`sft/finetune.py`).
 
-A data set is small and can be sent to worker processes: it holds file names and numbers.
+A dataset is small and can be sent to worker processes: it holds file names and numbers.
 """
 
 from __future__ import annotations
@@ -17,13 +19,12 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import amount
 from torchtitan.data.builtin import StdlibCorpus, SyntheticCorpus
 from torchtitan.data.files import STORE, find_files
@@ -35,6 +36,7 @@ from torchtitan.data.split import Side, View, build_view
 from torchtitan.data.store import TokenStore
 
 if TYPE_CHECKING:
+    from torchtitan.data.loader import Samples
     from torchtitan.data.settings import TrainingConfig
     from torchtitan.data.tokenizer import Tokenizer
 
@@ -45,144 +47,83 @@ ORDER = "1"
 IGNORED = -100
 
 
-class Source:
-    """The samples of one or more stores, one store after another."""
+class Source(Protocol):
+    """Samples numbered from 0, in the order of the files."""
 
-    def __init__(self, stores: Sequence[TokenStore | View], *, seq_len: int) -> None:
-        self.stores, self._seq_len = list(stores), seq_len
-        self._ends = list(accumulate((s.num_tokens - 1) // seq_len for s in stores))
-        self.num_samples = self._ends[-1]
-        self.num_tokens = sum(store.num_tokens for store in stores)
+    num_samples: int
 
-    def __getitem__(self, i: int) -> npt.NDArray[Any]:
-        """Return the seq_len + 1 tokens of sample i, as they are stored."""
-        store, first = self._find(i)
-        return store.read(first, first + self._seq_len + 1)
+    @property
+    def stores(self) -> Sequence[TokenStore | View]:
+        """Return what they are read from."""
 
-    def boundaries(self, i: int) -> npt.NDArray[np.int64]:
-        """Return the places 1 to seq_len, of the tokens of sample i, at which a document begins."""
-        store, first = self._find(i)
-        return np.array(store.boundaries(first, first + self._seq_len + 1), np.int64) - first
-
-    def _find(self, i: int) -> tuple[TokenStore | View, int]:
-        """Return the store of sample i, and its first token there."""
-        number = bisect(self._ends, i)
-        return self.stores[number], (i - (self._ends[number - 1] if number else 0)) * self._seq_len
-
-    def content_hash(self) -> str:
-        """Return a SHA-256 of the contents of all stores."""
-        hashes = "".join(store.content_hash() for store in self.stores)
-        return hashlib.sha256(hashes.encode()).hexdigest()
+    def __getitem__(self, i: int) -> Samples:
+        """Return `tokens` and `labels`, int64 [S], and `document_lengths` where they are needed."""
 
 
 class Dataset:
     """All samples of a run in training order; `dataset[k]` is `{"tokens", "labels"}`, int64 [S].
 
-    Where somebody wants to know documents apart there are `document_lengths` too, int64: the tokens
-    of each, one after another, cut where the sample begins and ends.
+    Where documents are told apart there are `document_lengths` too, int64: the tokens of each, one
+    after another, cut where the sample begins and ends.
 
     Args:
         sources: what samples are drawn from, in proportion to `weights`.
         seed: with the data it decides the order.
-        tokenizer: whose ids the stores hold; any other id found is a DataError.
-        num_epochs: the data ends when a source was seen this often; None never ends.
-        masks_labels: label only a pseudo-random run of each sample, the others are -100.
-        document_attention: within: no label crosses a document's end either.
-        document_positions: restart: the lengths are needed for them.
-        side: which documents of their stores the sources read; None reads all.
-
-    What documents are to the model is not in the fingerprint, by which positions in the order of
-    samples are compared: it changes no sample's tokens. That it shapes the training is the
-    trajectory's concern, so that a run may be continued under other ones where it says so.
+        fingerprint: what samples and order depend on, by name. A resumed run compares it.
+        num_epochs: the data ends when a source was read this often; None never ends.
     """
 
     def __init__(
         self,
         sources: Sequence[Source],
         *,
-        weights: Sequence[float],
-        seq_len: int,
+        weights: Sequence[float] = (1.0,),
         seed: int,
-        tokenizer: Tokenizer,
+        fingerprint: dict[str, str],
         num_epochs: int | None = None,
-        masks_labels: bool = False,
-        document_attention: Literal["across", "within"] = "across",
-        document_positions: Literal["continue", "restart"] = "continue",
-        side: Side | None = None,
     ) -> None:
-        self._sources, self._mixture = list(sources), Mixture(weights)
-        self._seq_len, self._seed, self._masks_labels = seq_len, seed, masks_labels
-        self._vocab_size = tokenizer.vocab_size
-        self._splits_labels = document_attention == "within"
-        self._tells_documents = self._splits_labels or document_positions == "restart"
+        self.sources, self._mixture, self._seed = list(sources), Mixture(weights), seed
+        self.fingerprint = fingerprint
         self.num_samples: int | None = None
         if num_epochs is not None:
             self.num_samples = min(
                 self._mixture.exhausted_after(i, num_samples=num_epochs * source.num_samples)
                 for i, source in enumerate(sources)
             )
-        self.fingerprint = {
-            "data": ",".join(source.content_hash() for source in sources),
-            "tokenizer": tokenizer.fingerprint,
-            "seq_len": str(seq_len),
-            "seed": str(seed),
-            "weights": ":".join(map(str, self._mixture.weights)),
-            "masked labels": str(masks_labels),
-            "order": ORDER,
-            **(side.fingerprint() if side else {}),
-        }
 
-    def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
-        # int64 of our own: the model wants it, and the map is read-only
-        source, i = self._find(k)
-        row = torch.from_numpy(self._checked(source[i]).astype(np.int64))
-        tokens, labels = row[:-1], row[1:]
-        if self._masks_labels:
-            labels = labels.clone()
-            first, last = labelled_run(k, seq_len=self._seq_len, seed=self._seed)
-            labels[:first] = IGNORED
-            labels[last:] = IGNORED
-        if not self._tells_documents:
-            return {"tokens": tokens, "labels": labels}
-        begins = source.boundaries(i)
-        if self._splits_labels:
-            labels = labels.clone()
-            labels[torch.from_numpy(begins) - 1] = IGNORED
-        inside = begins[begins < self._seq_len]
-        lengths = torch.from_numpy(np.diff(inside, prepend=0, append=self._seq_len))
-        return {"tokens": tokens, "labels": labels, "document_lengths": lengths}
+    def __getitem__(self, k: int) -> Samples:
+        draw = self._mixture[k]
+        source = self.sources[draw.source]
+        epoch, index = divmod(draw.index, source.num_samples)
+        order = Permutation(source.num_samples, seed=self._seed, epoch=epoch, source=draw.source)
+        return source[order[index]]
 
     @property
     def num_tokens(self) -> int:
         """Return the number of tokens of all sources."""
-        return sum(source.num_tokens for source in self._sources)
+        return sum(store.num_tokens for source in self.sources for store in source.stores)
 
     @property
     def stores(self) -> list[TokenStore]:
         """Return the stores that are read whole."""
-        stores = [store for source in self._sources for store in source.stores]
+        stores = [store for source in self.sources for store in source.stores]
         return [store for store in stores if isinstance(store, TokenStore)]
 
     def sample_hash(self, k: int) -> str:
         """Return 16 hexadecimal digits that tell sample k's tokens from others."""
         return hash_tokens(self[k]["tokens"])
 
-    def _find(self, k: int) -> tuple[Source, int]:
-        """Return the source of sample k, and its number there."""
-        draw = self._mixture[k]
-        source = self._sources[draw.source]
-        epoch, index = divmod(draw.index, source.num_samples)
-        order = Permutation(source.num_samples, seed=self._seed, epoch=epoch, source=draw.source)
-        return source, order[index]
 
-    def _checked(self, row: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        if row.max() >= self._vocab_size or row.min() < 0:
-            raise DataError(
-                f"the data must hold ids of the tokenizer, 0 to {self._vocab_size - 1}, found "
-                f"{row.min()} to {row.max()}; it was tokenised with another one than "
-                f"model.tokenizer_path"
-            )
-        return row
+class MaskedDataset(Dataset):
+    """Keeps the labels of a pseudo-random run of each sample; the others are -100."""
+
+    def __getitem__(self, k: int) -> Samples:
+        sample = super().__getitem__(k)
+        labels = sample["labels"].clone()
+        first, last = labelled_run(k, seq_len=len(labels), seed=self._seed)
+        labels[:first] = IGNORED
+        labels[last:] = IGNORED
+        return {**sample, "labels": labels}
 
 
 def labelled_run(k: int, *, seq_len: int, seed: int) -> tuple[int, int]:
@@ -198,6 +139,58 @@ def labelled_run(k: int, *, seq_len: int, seed: int) -> tuple[int, int]:
     return first, first + length
 
 
+def tells_documents(training: TrainingConfig) -> bool:
+    """Return whether samples come with the lengths of their documents."""
+    return training.document_attention == "within" or training.document_positions == "restart"
+
+
+class TextSource:
+    """The samples of one or more rows of tokens, one row after another.
+
+    With `document_attention = "within"` no label crosses a document's end. `vocab_size`: any id
+    from there on was made by another tokenizer, and is a DataError.
+    """
+
+    def __init__(
+        self, stores: Sequence[TokenStore | View], training: TrainingConfig, *, vocab_size: int
+    ) -> None:
+        self.stores: Sequence[TokenStore | View] = list(stores)
+        self._seq_len, self._vocab_size = training.seq_len, vocab_size
+        self._splits_labels = training.document_attention == "within"
+        self._tells_documents = tells_documents(training)
+        self._ends = list(accumulate((s.num_tokens - 1) // self._seq_len for s in stores))
+        self.num_samples = self._ends[-1]
+
+    def __getitem__(self, i: int) -> Samples:
+        number = bisect(self._ends, i)
+        first = (i - (self._ends[number - 1] if number else 0)) * self._seq_len
+        store, stop = self.stores[number], first + self._seq_len + 1
+        tokens = store.read(first, stop)
+        if tokens.max() >= self._vocab_size or tokens.min() < 0:
+            raise DataError(
+                f"the data must hold ids of the tokenizer, 0 to {self._vocab_size - 1}, found "
+                f"{tokens.min()} to {tokens.max()}; the store was made with another tokenizer than "
+                f"model.tokenizer_path"
+            )
+        # a copy as int64: the model takes no other type, and the map is read-only
+        row = torch.from_numpy(tokens.astype(np.int64))
+        sample = {"tokens": row[:-1], "labels": row[1:]}
+        if self._tells_documents:
+            begins = np.array(store.boundaries(first, stop), np.int64) - first
+            if self._splits_labels:
+                sample["labels"] = sample["labels"].clone()
+                sample["labels"][torch.from_numpy(begins) - 1] = IGNORED
+            inside = begins[begins < self._seq_len]
+            lengths = np.diff(inside, prepend=0, append=self._seq_len)
+            sample["document_lengths"] = torch.from_numpy(lengths)
+        return sample
+
+    def content_hash(self) -> str:
+        """Return a SHA-256 of the contents of all stores."""
+        hashes = "".join(store.content_hash() for store in self.stores)
+        return hashlib.sha256(hashes.encode()).hexdigest()
+
+
 def build_dataset(
     training: TrainingConfig,
     *,
@@ -206,38 +199,44 @@ def build_dataset(
     held_out: bool = False,
     side: Side | None = None,
 ) -> Dataset:
-    """Return the samples that `[training]` describes; text is tokenised unless that was done.
+    """Build the samples of text that `[training]` describes, tokenised unless that was done.
 
     `held_out`: of generated text the part that is never trained on. `side`: of all documents those
-    that are held out by their hash, or the others. Raises DataError for data that is missing,
+    that are held out by their hash, or the others. Raises DataError for data that are missing,
     empty, damaged or too short.
     """
-    corpora: list[list[Corpus | TokenStore]]
-    if training.dataset == "python_stdlib":
-        corpora = [[StdlibCorpus()]]
-    elif training.dataset == "files":
-        corpora = _corpora(training)
-    else:
-        corpora = [[SyntheticCorpus(held_out=held_out)]]
-    split = side is not None  # then a view must fill a sample, not each store of it
-    stores = [[_open(part, training, tokenizer, split=split) for part in ps] for ps in corpora]
+    stores = [
+        [_open(part, training, tokenizer, fills_sample=side is None) for part in parts]
+        for parts in _corpora(training, held_out=held_out)
+    ]
     weights = training.dataset_weights or (1.0,)
     if side is not None and side.held_out:
-        # each is read once, in no proportion; the stores are those of the training all the same
+        # each document once, in no proportion; the stores are the training's all the same
         stores, weights = [[store for parts in stores for store in parts]], (1.0,)
-    dataset = Dataset(
-        _sources(stores, training, side=side, end=tokenizer.eos_id),
+    sources = [
+        TextSource(row, training, vocab_size=tokenizer.vocab_size)
+        for row in _rows(stores, training, side=side, end=tokenizer.eos_id)
+    ]
+    masked = training.dataset == "synthetic_masked"
+    dataset = (MaskedDataset if masked else Dataset)(
+        sources,
         weights=weights,
-        seq_len=training.seq_len,
         seed=seed,
-        tokenizer=tokenizer,
         num_epochs=training.num_epochs,
-        masks_labels=training.dataset == "synthetic_masked",
-        document_attention=training.document_attention,
-        document_positions=training.document_positions,
-        side=side,
+        # Without document_attention and document_positions: they change no sample's tokens, so a
+        # position stays valid. Whether a run may go on under others is decided elsewhere.
+        fingerprint={
+            "data": ",".join(source.content_hash() for source in sources),
+            "tokenizer": tokenizer.fingerprint,
+            "seq_len": str(training.seq_len),
+            "seed": str(seed),
+            "weights": ":".join(map(str, Mixture(weights).weights)),
+            "masked labels": str(masked),
+            "order": ORDER,
+            **(side.fingerprint() if side else {}),
+        },
     )
-    # a store made with another tokenizer mostly shows in the first sample, before any long work
+    # a store of another tokenizer mostly shows in the first sample, before any long work
     dataset[0]
     logger.info(
         "data: %s, %s, samples of %d, %s",
@@ -250,48 +249,49 @@ def build_dataset(
 
 
 def _open(
-    part: Corpus | TokenStore, training: TrainingConfig, tokenizer: Tokenizer, *, split: bool
+    part: Corpus | TokenStore, training: TrainingConfig, tokenizer: Tokenizer, *, fills_sample: bool
 ) -> TokenStore:
-    """Return the tokens of one part of the data, enough for a sample unless they are split."""
+    """Return the tokens of one part of the data; `fills_sample`: it has to hold one."""
     if isinstance(part, TokenStore):
         store, name = part, part.prefix
     else:
         store = cached_store(part, tokenizer=tokenizer, cache=training.dataset_cache)
         name = part.name
-    if store.num_tokens <= training.seq_len and not split:
-        raise DataError(
-            f"data must hold at least training.seq_len + 1 = {training.seq_len + 1} tokens, "
-            f"{name} has {store.num_tokens}; add data or lower training.seq_len"
+    if store.num_tokens <= training.seq_len and fills_sample:
+        rule = (
+            f"data must hold at least seq_len + 1 = {training.seq_len + 1} tokens, {name} has "
+            f"{store.num_tokens}; add data or lower seq_len"
         )
+        raise DataError(Violation(("seq_len",), rule))
     return store
 
 
-def _sources(
+def _rows(
     stores: Sequence[Sequence[TokenStore]], training: TrainingConfig, *, side: Side | None, end: int
-) -> list[Source]:
-    seq_len = training.seq_len
+) -> list[Sequence[TokenStore | View]]:
+    """Return what each source reads: its stores, or one view of the documents of a side."""
     if side is None:
-        return [Source(parts, seq_len=seq_len) for parts in stores]
+        return [*stores]
     names = training.dataset_path or (training.dataset,)
     if len(names) != len(stores):
         names = (", ".join(names),)
-    cache = training.dataset_cache
+    seq_len, cache = training.seq_len, training.dataset_cache
     return [
-        Source(
-            [build_view(parts, side, name=name, seq_len=seq_len, end=end, cache=cache)],
-            seq_len=seq_len,
-        )
+        [build_view(parts, side, name=name, seq_len=seq_len, end=end, cache=cache)]
         for parts, name in zip(stores, names, strict=True)
     ]
 
 
-def _corpora(training: TrainingConfig) -> list[list[Corpus | TokenStore]]:
-    """Return the sources of `dataset_path`: one an entry if they are weighted, else one of all."""
-    assert training.dataset_path, "a rule of the configuration"
-    if training.dataset_weights:
-        groups = [find_files(entry) for entry in training.dataset_path]
-    else:
-        groups = [[file for entry in training.dataset_path for file in find_files(entry)]]
+def _corpora(training: TrainingConfig, *, held_out: bool) -> list[list[Corpus | TokenStore]]:
+    """Return the parts of each source; with weights each entry of `dataset_path` is a source."""
+    if training.dataset == "python_stdlib":
+        return [[StdlibCorpus()]]
+    if training.dataset != "files":
+        return [[SyntheticCorpus(held_out=held_out)]]
+    assert training.dataset_path, "a rule of the settings"
+    groups = [find_files(entry) for entry in training.dataset_path]
+    if not training.dataset_weights:
+        groups = [[file for files in groups for file in files]]
     counts = Counter(file for files in groups for file in files)
     if repeated := [file for file, count in counts.items() if count > 1]:
         logger.warning(

@@ -1,10 +1,9 @@
-"""Which files are read, and how: told by their names, and by their first bytes.
+"""Which files are read, and how: by their names and their first bytes.
 
-What is not known to be text must not be trained on as text. So a suffix has to be in one table,
-`READ`: one that is not is refused, by what it is where that is known, with a way to make text of
-it. A name without a suffix says nothing, and one may lie; so the first bytes are looked at as well,
-and a file that is binary is refused whatever it is called. Guessing a format from contents alone
-would be the other way; it takes a table for text, for every line of it is.
+Only what is known to be text is read as text. A suffix has to be in the table `READ`. Any other is
+refused, with its format and a way to convert it where these are known. A name may lack a suffix or
+have a wrong one, so the first bytes are checked too, and a binary file is refused whatever its
+name. Guessing the format from the contents alone would take a CSV table for text.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from os.path import exists, realpath
 from pathlib import Path
 from typing import Literal
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import amount
 from torchtitan.data.text import check_fetched
 
@@ -44,7 +43,7 @@ READ: Mapping[str, Kind] = {
     ".bin": "store",
     ".idx": "store",
 }
-"""How a file of each suffix is read, behind which `COMPRESSED` may stand."""
+"""How a file of each suffix is read; a suffix of `COMPRESSED` may follow it."""
 COMPRESSED = {".gz", ".zst"}
 STORE = {suffix for suffix, kind in READ.items() if kind == "store"}
 
@@ -139,20 +138,22 @@ MOST_LOOKED_AT, MOST_NAMED = 10_000, 20
 
 
 def suffix_of(file: Path) -> str:
-    """Return the suffix that tells how a file is read, in small letters, of a packed one that
-    within; a part behind a dot that holds a space is none."""
+    """Return the suffix that decides how a file is read, in lower case, before that of packing.
+
+    What follows a dot is no suffix if it holds a space.
+    """
     inner = Path(file.stem) if file.suffix.lower() in COMPRESSED else file
     return "" if " " in inner.suffix else inner.suffix.lower()
 
 
 def kind_of(file: Path) -> Kind:
-    """Return how a file is read by its name; raise DataError for one that is not."""
+    """Return how a file is read, by its name; raise DataError if it is not read."""
     suffix = suffix_of(file)
     if suffix in BY_SUFFIX:
         raise _refusal(file, suffix)
     if READ.get(suffix) == "store" and file.suffix not in STORE:
         raise DataError(
-            f"the two files of a token store end in .bin and .idx, in small letters and not "
+            f"the two files of a token store must end in .bin and .idx, in lower case and not "
             f"packed, got {file}; unpack or rename both"
         )
     if suffix not in READ:
@@ -171,13 +172,13 @@ def check_contents(file: Path, head: bytes) -> None:
         if head.startswith(magic):
             packed = file.suffix.lower() in COMPRESSED and suffix in COMPRESSED
             way = "unpack it once" if packed else "give it that suffix"
-            raise DataError(f"{file} is no text but of the kind {suffix}; {way}")
+            raise DataError(f"{file} is not text but a {suffix} file; {way}")
     if b"\0" in head and (encoding := _wide_encoding(head)):
         raise DataError(
             f"text must be UTF-8: {file} is {encoding.upper()}; convert it: "
             f"iconv -f {encoding} -t utf-8 {file} > new.txt"
         )
-    # some marks are letters: what is text all through may begin so
+    # some of the marks are letters, so text may begin with one
     if b"\0" not in head and _is_utf8(head):
         return
     for (place, magic), suffix in MAGIC.items():
@@ -185,14 +186,14 @@ def check_contents(file: Path, head: bytes) -> None:
             raise _refusal(file, suffix)
     if b"\0" in head:
         raise DataError(
-            f"text must have no zero bytes, {file} has one at byte offset {head.index(0)}, as "
-            f"binary files do; convert text in another encoding, such as UTF-16, with iconv, or "
-            f"remove the bytes: tr -d '\\000' < {file}"
+            f"text must have no zero bytes, {file} has one at byte offset {head.index(0)}, like a "
+            f"binary file; convert other encodings, such as UTF-16, with iconv, or remove the "
+            f"bytes: tr -d '\\000' < {file}"
         )
 
 
 def _wide_encoding(head: bytes) -> str | None:
-    """Return in which encoding of two or four bytes a letter text is, by its mark or its zeros."""
+    """Return the encoding of text in 2 or 4 bytes per letter, by its mark or its zeros."""
     for mark, encoding in MARKS.items():
         if head.startswith(mark):
             return encoding
@@ -204,7 +205,7 @@ def _wide_encoding(head: bytes) -> str | None:
 
 
 def _is_utf8(head: bytes) -> bool:
-    """Tell whether bytes are UTF-8 but for a last character that may be cut."""
+    """Return whether bytes are UTF-8; the last character may be cut."""
     try:
         head.decode()
     except UnicodeDecodeError as error:
@@ -215,9 +216,9 @@ def _is_utf8(head: bytes) -> bool:
 def _refusal(file: Path, suffix: str) -> DataError:
     what, way = BY_SUFFIX[suffix]
     tabs = ", delimiter='\\t'" if suffix == ".tsv" else ""
-    # {stem} without the suffixes, in the same folder
+    # {stem}: the file without its suffixes, in the same folder
     way = way.format(file=file, stem=file.with_name(file.name.split(".")[0] or "text"), tabs=tabs)
-    return DataError(f"{file} is {what}, and data are read from text, JSON Lines or tokens; {way}")
+    return DataError(f"data must be text, JSON Lines or token stores, {file} is {what}; {way}")
 
 
 def _suffixes(kind: Kind) -> list[str]:
@@ -225,48 +226,48 @@ def _suffixes(kind: Kind) -> list[str]:
 
 
 def user_path(path: str, *, key: str) -> Path:
-    """Return the path that the setting `key` gives, or raise DataError for one that cannot be."""
+    """Return the path that the setting `key` gives; raise DataError if it cannot be looked up."""
     try:
         expanded = Path(path).expanduser()
         expanded.exists()
-    # a name that is too long, a folder that may not be read; a home that nobody has
+    # a name that is too long, a folder without permission; the home of an unknown user
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"{key}: cannot look for {path!r:.200}: {reason}") from error
+        raise DataError(Violation((key,), f"cannot look for {path!r:.200}: {reason}")) from error
     return expanded
 
 
-def find_files(pattern: str, *, key: str = "training.dataset_path") -> list[Path]:
+def find_files(pattern: str, *, key: str = "dataset_path") -> list[Path]:
     """Return the files that one entry of the setting `key` names, sorted.
 
-    A token store appears once, as its `.idx` file. Raises DataError when there is none, when one of
-    them is of a kind that is not read, or when a file that is named, not found by a glob, is empty;
-    empty ones found by a glob are left out.
+    A token store appears once, as its `.idx` file. Empty files that a glob finds are left out.
+    Raises DataError if there is no file, or one that is not read, or an empty one by its name.
     """
     path = user_path(pattern, key=key)
     if path.is_dir():
-        raise _folder_refusal(path, pattern, key=key)
+        raise DataError(Violation((key,), _folder_refusal(path, pattern)))
     if Path(f"{path}.idx").exists():
         path = Path(f"{path}.idx")
     named = path.exists()
     found = [path] if named else [Path(p) for p in glob.glob(str(path), recursive=True)]
-    # realpath, for a path of over 40 links in a row seems to be broken
+    # realpath: without it a chain of over 40 links would count as broken
     if broken := [p for p in found if p.is_symlink() and not exists(realpath(p))]:
-        raise DataError(
-            f"{key}: {min(broken)} is a link to {min(broken).readlink()}, where there is no "
-            f"file; restore that, or remove the link"
+        rule = (
+            f"{min(broken)} is a link to {min(broken).readlink()}, where there is no file; restore "
+            f"that, or remove the link"
         )
+        raise DataError(Violation((key,), rule))
     files = _without_links({_index_of(file) for file in found if file.is_file()})
     empty = {file for file in files if file.exists() and file.stat().st_size == 0}
     if not files:
-        raise _nothing(found, pattern, key=key)
+        raise DataError(Violation((key,), _nothing(found, pattern)))
     for file in files:
         kind_of(file)
     if empty and (named or len(empty) == len(files)):
-        raise DataError(f"a data file must not be empty: {min(empty)}; remove it from {key}")
+        raise DataError(Violation((key,), f"a file must not be empty: {min(empty)}; remove it"))
     if empty:
         logger.warning(
-            "%d of %s of %s are empty and left out",
+            "%d of %s in %s are empty and left out",
             len(empty),
             amount(len(files), "file"),
             pattern,
@@ -275,15 +276,15 @@ def find_files(pattern: str, *, key: str = "training.dataset_path") -> list[Path
 
 
 def _without_links(files: set[Path]) -> list[Path]:
-    """Return the files sorted, each once: under a link to a folder a glob finds them again."""
+    """Return the files sorted, each once: a glob finds files again under links to folders."""
     kept: dict[Path, Path] = {}
-    places = {file: file.resolve() for file in files}  # once: it asks the disk for each folder
-    # a file itself before its links, and the shortest of these
+    places = {file: file.resolve() for file in files}
+    # a file before its links, then the shortest link
     for file in sorted(files, key=lambda file: (file != places[file], len(file.parts), file)):
         kept.setdefault(places[file], file)
     if len(kept) < len(files):
         logger.warning(
-            "%s that links lead to a second time are read once",
+            "%s found again through links, each is read once",
             amount(len(files) - len(kept), "file"),
         )
     return sorted(kept.values())
@@ -293,21 +294,16 @@ def _index_of(file: Path) -> Path:
     return file.with_suffix(".idx") if file.suffix in STORE else file
 
 
-def _nothing(found: list[Path], pattern: str, *, key: str) -> DataError:
+def _nothing(found: list[Path], pattern: str) -> str:
     if found:
-        others = "folders" if found[0].is_dir() else "what is no regular file"
-        return DataError(
-            f"{key}: {pattern!r} matches {others}; name files, or a glob that goes into folders: "
-            f"**/*.jsonl"
-        )
-    return DataError(
-        f"{key}: no file matches {pattern!r:.200}; relative paths begin at {Path.cwd()}"
-        + "".join(f"; {hint}" for part, hint in HINTS.items() if part in pattern)
-    )
+        others = "folders" if found[0].is_dir() else "special files"
+        return f"{pattern!r} matches {others}; name files, or a glob into folders: **/*.jsonl"
+    hints = "".join(f"; {hint}" for part, hint in HINTS.items() if part in pattern)
+    return f"no file matches {pattern!r:.200}; relative paths begin at {Path.cwd()}{hints}"
 
 
-def _folder_refusal(folder: Path, pattern: str, *, key: str) -> DataError:
-    """Return an error that says which files of a folder globs would take, and which not."""
+def _folder_refusal(folder: Path, pattern: str) -> str:
+    """Say which files of a folder globs would take, and which they would not."""
     paths = islice((path for path in folder.rglob("*") if path.is_file()), MOST_LOOKED_AT)
     taken: Counter[str] = Counter()
     left_out: list[str] = []
@@ -320,18 +316,18 @@ def _folder_refusal(folder: Path, pattern: str, *, key: str) -> DataError:
         else:
             packed = path.suffix if path.suffix.lower() in COMPRESSED else ""
             taken[Path(path.name.removesuffix(packed)).suffix + packed] += 1
-    says = f"{key} must name files, {pattern!r} is a folder"
+    says = f"must name files, {pattern!r} is a folder"
     if not taken and not left_out:
-        return DataError(f"{says}, and no file is in it")
+        return f"{says} without files"
     lists = f"{_listed(left_out)} ({amount(len(left_out), 'file')})"
     if not taken:
-        return DataError(f"{says} in which nothing has a suffix that is read: {lists}")
+        return f"{says} in which no file has a suffix that can be read: {lists}"
     globs = (
         f"{folder.as_posix()}/**/*{suffix} ({amount(number, 'file')})"
         for suffix, number in sorted(taken.items())
     )
     rest = f"; these leave out {lists}" if left_out else ""
-    return DataError(f"{says}; name globs: {', '.join(globs)}{rest}")
+    return f"{says}; name globs: {', '.join(globs)}{rest}"
 
 
 def _listed(names: Iterable[str]) -> str:

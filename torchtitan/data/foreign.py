@@ -1,15 +1,15 @@
-"""Programs that come with a model, run in a child process under limits.
+"""Run programs that come with a model in a child process with limits.
 
 A chat template is a program, and so, in effect, is a tokenizer file with its regular expressions.
-Either can run for ever, take all memory or break the library that runs it, by mistake or meant so.
-Nothing inside a process ends that: a power of large numbers and a regular expression hold the
-interpreter until they are done, and counting a template's loops leaves its filters, methods and
-operators. So they run in a child, which the kernel ends when what it was given takes too much
-processor time (not time on the clock: a machine may be busy) or memory; its parent then says so.
+Either can run forever, take all memory or crash the library that runs it, by mistake or on purpose.
+A process cannot stop that from inside: a power of large numbers or a regular expression holds the
+interpreter until it is done, and limits on a template's loops do not limit its filters, methods and
+operators. So they run in a child, which the kernel ends when it takes too much processor time (not
+wall time: the machine may be busy) or memory; the parent then raises an error.
 
-The child is started when it is first needed, by a new interpreter, so that it has none of a
-trainer's CUDA and threads. It knows nothing of signals to the job, ends with its parent, and after
-a minute without work; then the next work starts another. All programs of a kind share one.
+The child is a new interpreter, started when first needed, without the trainer's CUDA and threads.
+It ignores signals to the job, and ends with its parent or after a minute without work; the next
+work starts another. All programs of a kind share one child.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from importlib import import_module
 from typing import Any
 
 Loaded = tuple[Callable[[Any], Any], Any]
-"""What runs an item, and what is to be known of the program."""
+"""A function that runs an item, and facts about the program."""
 SECONDS_IDLE = 60
 
 
 class ForeignError(Exception):
-    """A program failed, or was ended, on the item `index`; the text says how."""
+    """A program failed, or was ended, on the item `index`."""
 
     def __init__(self, reason: str, *, index: int = 0) -> None:
         super().__init__(reason)
@@ -44,19 +44,19 @@ class ForeignError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may take for one item, and for being loaded."""
+    """What a program may take to run one item, or to load."""
 
     seconds: float
     gib: int
 
 
 class Program:
-    """A program of a stranger, by the function that loads it and the text it is loaded from.
+    """A stranger's program: the text `source` and the function that loads it.
 
-    `loader` is the name of a function, `package.module:function`, from `source` to `Loaded`, whose
-    second part is `about`. A `trusted` one, which came with this package, runs in this process.
+    `loader` names that function, as `package.module:function`. It returns `Loaded`, whose second
+    part becomes `about`. A `trusted` program, which comes with this package, runs in this process.
 
-    Raises ForeignError when it cannot be loaded.
+    Raises ForeignError if it cannot be loaded.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Program:
             (self.about,) = self._ask([])
 
     def run(self, items: Sequence[Any], *, seconds: float | None = None) -> list[Any]:
-        """Return what each item gives; raise ForeignError for the first that fails.
+        """Return the result of each item; raise ForeignError for the first that fails.
 
-        `seconds`: for one item, in the place of the limits'.
+        `seconds`: for one item, instead of those of the limits.
         """
         if self._run is None:
             return self._ask(items, seconds=seconds)[1:]
@@ -84,7 +84,7 @@ class Program:
         return results
 
     def _ask(self, items: Sequence[Any], *, seconds: float | None = None) -> list[Any]:
-        """Return what is known of the program, and what each item gives."""
+        """Return the facts about the program, and the result of each item."""
         child = _child(self._loader, self._limits)
         return child.ask(self._source, items, seconds=seconds or self._limits.seconds)
 
@@ -93,7 +93,7 @@ class Program:
 def _told(index: int) -> Iterator[None]:
     try:
         yield
-    # whatever it raises is a fault of it, or of what it was given
+    # whatever it raises is the fault of the program or of its input
     except Exception as error:
         raise ForeignError(_reason(error), index=index) from error
 
@@ -114,7 +114,7 @@ def _child(loader: str, limits: Limits) -> _Child:
 
 
 class _Child:
-    """The process of one kind of programs, started when there is work for it."""
+    """The process for programs of one kind, started when there is work."""
 
     def __init__(self, loader: str, limits: Limits) -> None:
         self._loader, self._limits = loader, limits
@@ -124,7 +124,7 @@ class _Child:
         self._last_answered = 0.0
 
     def ask(self, source: bytes, items: Sequence[Any], *, seconds: float) -> list[Any]:
-        """Load a program unless that was done, and run it on items; raise ForeignError."""
+        """Load a program if it is not loaded, and run it on items; raise ForeignError."""
         with self._lock:
             replies: list[Any] = []
             try:
@@ -137,7 +137,7 @@ class _Child:
                     replies.append(value)
                 self._last_answered = time.monotonic()
             except BaseException as error:
-                # what else it says answers no later question
+                # whatever it still sends is not the answer to a later request
                 code = self._end()
                 if not isinstance(error, EOFError | BrokenPipeError | pickle.UnpicklingError):
                     raise
@@ -148,7 +148,7 @@ class _Child:
 
     def _send(self, source: bytes, items: Sequence[Any], seconds: float) -> None:
         process = self._process
-        # it may have left for want of work, but not so soon that it leaves now
+        # after half of the idle time it might end while it gets a request
         quiet = time.monotonic() - self._last_answered
         if process is None or process.poll() is not None or quiet > SECONDS_IDLE / 2:
             self._end()
@@ -159,7 +159,7 @@ class _Child:
             )
             process = self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
-                # the stacks of numpy's threads, one per core, would count as its memory
+                # each of numpy's threads, one per core, would count its stack as memory
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -177,7 +177,7 @@ class _Child:
         return reply
 
     def _end(self) -> int:
-        """End the process if it has not ended; return how it did."""
+        """End the process if it runs; return its exit code."""
         process, self._process = self._process, None
         if process is None:
             return 0
@@ -200,19 +200,19 @@ class _Child:
 
 
 def serve(loader: str, *, gib: int) -> None:
-    """Be the child: answer what comes on stdin, on stdout, until it is closed or quiet."""
+    """Run as the child: answer requests on stdin, until it is closed or idle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stop in (signal.SIGTERM, signal.SIGUSR1):
-        # a signal to the whole job: its ranks finish their step, and this is part of it
+        # sent to the whole job: its ranks finish their step, which may need this child
         signal.signal(stop, signal.SIG_IGN)
     _limit_memory(gib)
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     quiet = os.open(os.devnull, os.O_WRONLY)
-    # libraries speak of their faults there, which the parent does
+    # without the output of libraries: the parent reports errors
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     programs: dict[int, Loaded] = {}
-    # one request is answered before the next is sent, so that nothing waits in the buffer
+    # select sees all requests: none is in the buffer, as each is answered before the next
     while select.select([requests], [], [], SECONDS_IDLE)[0]:
         try:
             number, source, items, seconds = pickle.load(requests)
@@ -233,13 +233,13 @@ def _answers(
     items: Sequence[Any],
     seconds: float,
 ) -> Iterator[tuple[bool, Any]]:
-    """Yield what is known of a program, and what it gives for each item, or a last reason."""
+    """Yield the facts about a program, then the result of each item; at a failure its reason."""
     try:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         if source is not None:
             programs[number] = _load(loader, source)
         run, about = programs[number]
-        # it may be large, and is known once it was told
+        # it may be large, so it is sent once
         yield True, None if items else about
         for item in items:
             signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -248,7 +248,7 @@ def _answers(
             yield True, result
     except MemoryError:
         yield False, "it takes too much memory"
-    # a panic of a library in Rust is a BaseException
+    # a panic in Rust is a BaseException
     except BaseException as error:  # noqa: BLE001
         yield False, _reason(error)
     finally:

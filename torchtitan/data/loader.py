@@ -2,11 +2,11 @@
 
 A step at position P consumes samples P to P + G - 1 of the global order, G being the global batch.
 They are cut into blocks of local_batch_size; rank r's a-th microbatch is block a * dp_degree + r.
-So the step trains on the same samples for any number of ranks, workers or accumulation steps, and
-the position is the whole state: a run resumes at exactly the next sample, into another layout too.
+So a step trains on the same samples for any number of ranks, workers or accumulation steps, and the
+position is the whole state: a run resumes at the next sample in any layout.
 
-torchdata's StatefulDataLoader runs the workers and reads ahead. Its own state is not used: it
-belongs to one number of workers and one rank, and counts batches where the position counts samples.
+torchdata's StatefulDataLoader runs the workers and reads ahead. Its own state is not used: it is
+valid only for one rank and one number of workers, and it counts batches.
 """
 
 from __future__ import annotations
@@ -29,50 +29,52 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.errors import ConfigError, DataError, Violation
 
 if TYPE_CHECKING:
     from torchtitan.data.settings import DataLoaderConfig
     from torchtitan.data.store import TokenStore
 
 Samples = dict[str, torch.Tensor]
-"""`tokens` and `labels`, int64 (B, S), of whole sequences; `document_lengths`, int64, of all of
-them in a row, where the data set tells of documents."""
+"""`tokens` and `labels`, int64 (B, S); and, where documents are told apart, int64
+`document_lengths` of all sequences in a row."""
 SECONDS_BETWEEN_LOOKS = 1.0
-"""How often a worker looks whether its trainer still lives."""
+"""How often a worker checks whether its trainer is alive."""
 
 
 class Numbered(Protocol):
-    """All samples of a run by their place in its order, whatever they are made from."""
+    """All samples of a run by their place in its order."""
 
     num_samples: int | None
-    """None: they never end."""
+    """None: the data never end."""
     fingerprint: dict[str, str]
     """What the samples and their order depend on, by name."""
 
     @property
     def stores(self) -> Sequence[TokenStore]:
-        """Return the token stores of which all documents are read."""
+        """Return the token stores that are read whole."""
 
     def __getitem__(self, k: int) -> Samples:
-        """Return the k-th sample of the run, the same whenever and wherever it is asked for."""
+        """Return the k-th sample of the run, always the same."""
 
 
 def accumulation_steps(global_batch_size: int, *, local_batch_size: int, dp: int) -> int:
     """Return the number of microbatches of a step on each data-parallel rank.
 
     Raises:
-        ConfigError: The global batch is no multiple of what the ranks take at once.
+        ConfigError: The global batch is not a multiple of what the ranks read at once.
     """
     at_once = local_batch_size * dp
     if global_batch_size == -1:
         return 1
     if global_batch_size % at_once:
         nearest = max(1, round(global_batch_size / at_once)) * at_once
-        raise ConfigError(
-            f"[training] global_batch_size must be a multiple of local_batch_size x data-parallel "
-            f"ranks = {local_batch_size} x {dp} = {at_once}, got {global_batch_size}; try {nearest}"
+        rule = (
+            f"must be a multiple of local_batch_size x data-parallel ranks = {local_batch_size} x "
+            f"{dp} = {at_once}, got {global_batch_size}; try {nearest}"
         )
+        keys = "training.global_batch_size", "training.local_batch_size"
+        raise ConfigError(Violation(keys, rule))
     return global_batch_size // at_once
 
 
@@ -90,7 +92,7 @@ class Blocks:
     def __iter__(self) -> Iterator[list[int]]:
         global_batch = self.block * self.accumulation * self.dp_degree
         for start in count(self.position, global_batch):
-            # every rank ends here, on the same step
+            # all ranks end on the same step
             if self.num_samples is not None and start + global_batch > self.num_samples:
                 return
             for a in range(self.accumulation):
@@ -101,9 +103,9 @@ class Blocks:
 class Loader:
     """Iterate over steps: each is the list of this rank's microbatches, `accumulation` of them.
 
-    A microbatch is `Samples` of local_batch_size sequences, in host memory. Iteration ends when
-    less than a global batch is left, on all ranks alike. `on_sample` is told the number and the
-    tokens of each sample handed out.
+    A microbatch is `Samples` of local_batch_size sequences, in host memory. Iteration ends on all
+    ranks when less than a global batch is left. `on_sample` is called with the number and the
+    tokens of each sample.
     """
 
     def __init__(
@@ -128,12 +130,12 @@ class Loader:
 
     @property
     def position(self) -> int:
-        """Return the samples consumed by all steps handed out; read-ahead does not count."""
+        """Return the samples of all steps so far; what is read ahead does not count."""
         return self._position
 
     @property
     def exhausted(self) -> bool:
-        """Tell whether less than a global batch is left, so that the next step would not come."""
+        """Return whether less than a global batch is left."""
         total = self.dataset.num_samples
         return total is not None and self._position + self._global_batch > total
 
@@ -146,7 +148,7 @@ class Loader:
         try:
             step = list(islice(self._batches, self._accumulation))
         except DataError as error:
-            # from a worker it comes with a traceback, and the message at its end
+            # from a worker it comes with a traceback that ends in the message
             raise DataError(str(error).rpartition("DataError: ")[2].strip()) from error
         if not step:
             raise StopIteration
@@ -159,11 +161,11 @@ class Loader:
         return step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the fingerprint of the data it counts in; equal on all ranks."""
+        """Return the position and the fingerprint of the data, equal on all ranks."""
         return {"position": self._position, "fingerprint": dict(self.dataset.fingerprint)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a stored position; raise DataError if it counts in other data."""
+        """Continue at a stored position; raise DataError if the data differ."""
         stored, ours = state["fingerprint"], self.dataset.fingerprint
         differing = [key for key in {**stored, **ours} if stored.get(key) != ours.get(key)]
         if differing:
@@ -173,21 +175,21 @@ class Loader:
             )
             raise DataError(
                 f"a run must resume on the data it was started on, but this differs: {changes}; "
-                f"restore it, or leave the position behind and begin with the first sample: "
-                f'checkpoint.mode = "continue" with exclude_from_loading = ["dataloader"]; or '
-                f"start a new run in another job.dump_folder"
+                f'restore it, or begin with the first sample: checkpoint.mode = "continue" with '
+                f'exclude_from_loading = ["dataloader"], or start a new run in another '
+                f"job.dump_folder"
             )
         self.close()
         self._position = state["position"]
 
     def rewind(self) -> None:
-        """Begin again with the first sample."""
+        """Go back to the first sample."""
         self.close()
         self._position = 0
 
     def close(self) -> None:
-        """End the workers; iterating again starts new ones at the position."""
-        # the last reference: the iterator joins its workers when it goes
+        """End the workers; the next step starts new ones at the position."""
+        # the last reference: the iterator joins its workers when it is deleted
         self._batches = None
 
     def _blocks(self) -> Blocks:
@@ -203,7 +205,7 @@ class Loader:
     def _start(self) -> StatefulDataLoader[Any]:
         settings = self._settings
         with warnings.catch_warnings():
-            # torchdata calls what torch 2.13 deprecates; no user can change that
+            # torchdata calls a function that torch 2.13 deprecates
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             return StatefulDataLoader(
                 self.dataset,
@@ -215,13 +217,13 @@ class Loader:
                 pin_memory=settings.pin_memory and torch.cuda.is_available(),
                 multiprocessing_context=_worker_context() if settings.num_workers else None,
                 worker_init_fn=partial(_end_with_trainer, os.getpid()),
-                # its own: draws from the global generator would differ after a resume
+                # not the global generator: its draws would differ after a resume
                 generator=torch.Generator().manual_seed(0),
             )
 
 
 def _collate(samples: list[Samples]) -> Samples:
-    """Make samples a batch; they hold different numbers of documents."""
+    """Put samples into a batch; each has its own number of documents."""
     return {
         key: (torch.cat if key == "document_lengths" else torch.stack)([s[key] for s in samples])
         for key in samples[0]
@@ -229,19 +231,19 @@ def _collate(samples: list[Samples]) -> Samples:
 
 
 def _worker_context() -> BaseContext:
-    """Return how workers are started: never by forking this process, with its CUDA and threads."""
+    """Return how to start workers: never by forking this process, with its CUDA and threads."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     # torch is imported once, in the server that all workers are forked from
     context.set_forkserver_preload([__name__])
-    _start_server_deaf_to_signals()
+    _start_server_without_signals()
     return context
 
 
-def _start_server_deaf_to_signals() -> None:
-    # A signal to the whole job, or Ctrl-C, would end the workers, and with them the step that the
-    # ranks want to finish. They inherit what is blocked here, and end when their rank ends.
+def _start_server_without_signals() -> None:
+    # A signal to the whole job, or Ctrl-C, would end the workers during the step that the ranks
+    # want to finish. Workers inherit the blocked signals, and end when their rank ends.
     blocked = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     resource_tracker.ensure_running()
@@ -251,7 +253,7 @@ def _start_server_deaf_to_signals() -> None:
 
 
 def _end_with_trainer(trainer: int, worker: int) -> None:
-    # torch's workers watch their parent; theirs is the server, which lives on when a rank is killed
+    # torch's workers watch their parent, here the server, which survives when a rank is killed
     def watch() -> None:
         asked = False
         while _is_alive(trainer) and not asked:
@@ -262,8 +264,10 @@ def _end_with_trainer(trainer: int, worker: int) -> None:
 
 
 def _is_asked_to_end(*, by: int) -> bool:
-    """Wait a moment for a SIGTERM of this process: deaf to all others, a worker must hear its own
-    trainer's, which ends what is left at exit and joins it."""
+    """Wait a moment for a SIGTERM from this process.
+
+    A worker blocks all others, but its trainer ends its workers by SIGTERM at exit and joins them.
+    """
     if sys.platform != "linux":
         time.sleep(SECONDS_BETWEEN_LOOKS)
         return False

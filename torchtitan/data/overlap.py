@@ -1,10 +1,9 @@
-"""Tell whether data to validate on are among those of the training, by a look at some of them.
+"""Find validation data that are also trained on, by looking at a part of both.
 
-A loss on documents that were trained on says nothing of others, and nobody notices: it is merely
-good. Files that both read are found by what they are on disk, under any name. Copies are found by
-content: as many as `NUM_DOCUMENTS` documents of each side are compared, spread evenly over all, by
-their lengths and their first and last tokens. So the work is bounded whatever the size of the data,
-and data of no more documents are compared whole.
+A loss on documents that were trained on says nothing about others, and nobody notices, because it
+is merely good. Files that both sides read are found by their place on disk, under any name. Copies
+are found by content: up to `NUM_DOCUMENTS` documents of each side, spread evenly, are compared by
+their lengths and their first and last tokens. So the work is bounded whatever the size of the data.
 """
 
 from __future__ import annotations
@@ -28,47 +27,34 @@ NUM_TOKENS = 128
 NUM_NAMED, NUM_CHARACTERS = 2, 40
 
 
-class Documents:
-    """The documents of some stores, numbered from 0 through all of them.
+def _sample(stores: Sequence[TokenStore], *, end: int) -> dict[int, npt.NDArray[Any]]:
+    """Return the documents to look at, without the `end` token, by their numbers in all stores."""
+    ends = list(accumulate(store.num_documents for store in stores))
+    count = min(ends[-1], NUM_DOCUMENTS)
+    documents = {}
+    for number in (i * ends[-1] // count for i in range(count)):
+        store = bisect_right(ends, number)
+        tokens = stores[store].document(number - (ends[store - 1] if store else 0))
+        tokens = tokens[:-1] if len(tokens) and tokens[-1] == end else tokens
+        if len(tokens):
+            documents[number] = tokens
+    return documents
 
-    `end`: the token that may close a document, stores differ in that; it is left out.
-    """
 
-    def __init__(self, stores: Sequence[TokenStore], *, end: int) -> None:
-        self._stores, self._end = stores, end
-        self._ends = list(accumulate(store.num_documents for store in stores))
+def _key(tokens: npt.NDArray[Any]) -> tuple[int, int]:
+    both_ends = np.concatenate([tokens[:NUM_TOKENS], tokens[-NUM_TOKENS:]])
+    return len(tokens), content_number(both_ends)
 
-    def __getitem__(self, number: int) -> npt.NDArray[Any]:
-        store = bisect_right(self._ends, number)
-        first = self._ends[store - 1] if store else 0
-        tokens = self._stores[store].document(number - first)
-        return tokens[:-1] if len(tokens) and tokens[-1] == self._end else tokens
 
-    def keys(self) -> dict[int, tuple[int, int]]:
-        """Return the numbers of the documents to look at, and for each what tells it from others.
-
-        Those without tokens are left out.
-        """
-        total = self._ends[-1]
-        count = min(total, NUM_DOCUMENTS)
-        keys = {}
-        for number in (i * total // count for i in range(count)):
-            tokens = self[number]
-            if len(tokens):
-                both_ends = np.concatenate([tokens[:NUM_TOKENS], tokens[-NUM_TOKENS:]])
-                keys[number] = (len(tokens), content_number(both_ends))
-        return keys
-
-    def looked_at(self) -> str:
-        """Say how many documents are looked at, of how many."""
-        total = self._ends[-1]
-        if total <= NUM_DOCUMENTS:
-            return f"{total} documents"
-        return f"{NUM_DOCUMENTS} documents (looked at, of {total})"
+def _how_many(stores: Sequence[TokenStore]) -> str:
+    total = sum(store.num_documents for store in stores)
+    if total <= NUM_DOCUMENTS:
+        return f"{total} documents"
+    return f"{NUM_DOCUMENTS} documents (looked at, of {total})"
 
 
 def shared_files(ours: Iterable[str], theirs: Iterable[str]) -> list[Path]:
-    """Return the files of the entries `ours` of a dataset_path that `theirs` name too."""
+    """Return the files that the entries `ours` of a dataset_path and `theirs` both name."""
 
     def by_place(entries: Iterable[str]) -> dict[tuple[int, int], Path]:
         # a link is another name of the same file
@@ -82,14 +68,14 @@ def shared_files(ours: Iterable[str], theirs: Iterable[str]) -> list[Path]:
 def describe_shared_documents(
     ours: Sequence[TokenStore], theirs: Sequence[TokenStore], *, tokenizer: Tokenizer, shift: int
 ) -> str | None:
-    """Say how many documents of `ours` are in `theirs` too, and how two of them begin; None: none.
+    """Say how many documents of `ours` are also in `theirs`, and how two of them begin.
 
-    `shift`: the bits of a stored number below the token's id: 1 for examples, 0 for text.
+    None: there are none. `shift`: the bits below the id in a stored number, 1 for examples.
     """
     end = (tokenizer.eos_id << shift) | shift
-    held, trained = Documents(ours, end=end), Documents(theirs, end=end)
-    known = set(trained.keys().values())
-    shared = [number for number, key in held.keys().items() if key in known]
+    held, trained = (_sample(stores, end=end) for stores in (ours, theirs))
+    known = set(map(_key, trained.values()))
+    shared = [number for number, tokens in held.items() if _key(tokens) in known]
     if not shared:
         return None
     named = []
@@ -98,6 +84,6 @@ def describe_shared_documents(
         beginning = tokenizer.decode(ids.tolist())[:NUM_CHARACTERS]
         named.append(f"document {number + 1} ({beginning!r})")
     return (
-        f"{len(shared)} of {held.looked_at()} that are among the {trained.looked_at()} trained "
-        f"on, as {' and '.join(named)}"
+        f"{len(shared)} of {_how_many(ours)} that are among the {_how_many(theirs)} trained on, as "
+        f"{' and '.join(named)}"
     )

@@ -5,13 +5,11 @@ threads were measured at 1.8 times one, two processes at 2.0). Processes would h
 safely beside CUDA and gloo, would import the user's main module again, and would pickle every text
 and every token.
 
-What is made from other sources, as examples are, is kept in the same way: `cached` takes whatever
-fills a store.
-
-Finished stores lie in `training.dataset_cache`, in a folder named after a fingerprint of the corpus
-and the tokenizer. One process of a node builds, under a file lock, in a folder with another name,
-and renames it when it is whole; the others wait for the lock and find the store. No finished store
-is ever deleted: the cache may be emptied by hand whenever no run uses it.
+Finished stores are kept in `dataset_cache`, each in a folder named by a fingerprint of what it was
+made from. One process of a node writes it under a file lock, in a folder with another name, and
+renames that when it is complete. The others wait for the lock and find the store. `cached` does
+this for any function that fills a store. No finished store is ever deleted: the cache may be
+emptied by hand whenever no run uses it.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import amount
 from torchtitan.data.files import user_path
 from torchtitan.data.source import Advance, Corpus, Piece
@@ -44,7 +42,7 @@ from torchtitan.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# part of the fingerprint: raise it when the same text would be tokenised differently
+# part of the fingerprint: raise it when text would be tokenised differently
 FORMAT = 1
 BATCH_CHARS = 1 << 19
 LOG_EVERY_SECONDS = 30.0
@@ -53,9 +51,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def cached_store(corpus: Corpus, *, tokenizer: Tokenizer, cache: str) -> TokenStore:
-    """Return the tokens of a corpus, from the cache if they are there, else tokenised now.
+    """Return the tokens of a corpus, from the cache or tokenised now.
 
-    Raises DataError for text that cannot be read and for a cache that cannot be written.
+    Raises DataError for text that cannot be read, and for a cache that cannot be written.
     """
     store, notes = cached(
         [FORMAT, tokenizer.fingerprint, corpus.name, corpus.identity()],
@@ -77,18 +75,19 @@ def cached(
     vocab_size: int,
     write: Callable[[StoreWriter], Mapping[str, object]],
 ) -> tuple[TokenStore, dict[str, Any]]:
-    """Return the store that `write` fills, and what it notes about it, from the cache if possible.
+    """Return a store and notes about it, from the cache or made now.
 
-    `parts` decide what the store holds. Raises DataError for a cache that cannot be written.
+    `write` fills the store and returns the notes; `parts` are all that its content depends on;
+    `what` is its name for messages. Raises DataError for a cache that cannot be written.
     """
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-    root = user_path(cache, key="training.dataset_cache")
+    root = user_path(cache, key="dataset_cache")
     folder = root / key
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not folder.exists():
             with _locked(root / f"{key}.lock", what=what):
-                # another process may have built it while this one waited
+                # another process may have written it meanwhile
                 if not folder.exists():
                     _build(folder, vocab_size=vocab_size, write=write)
     except OSError as error:
@@ -96,10 +95,8 @@ def cached(
         if error.filename is not None and Path(error.filename) != root:
             what += f" ({error.filename})"
         room = "make room, or " if error.errno in FULL else ""
-        raise DataError(
-            f"cannot write tokenised data to {what}; {room}set training.dataset_cache to another "
-            f"folder"
-        ) from error
+        rule = f"cannot write tokenised data to {what}; {room}name another folder"
+        raise DataError(Violation(("dataset_cache",), rule)) from error
     return _open(folder)
 
 
@@ -115,7 +112,7 @@ def tokenize(corpus: Corpus, *, tokenizer: Tokenizer, writer: StoreWriter) -> No
     )
     end = np.array([tokenizer.eos_id], np.uint32)
     with _progress(corpus) as advance, ThreadPoolExecutor(num_threads) as threads:
-        # a few batches ahead: enough to keep all threads busy, never a whole corpus
+        # a few batches ahead keep all threads busy
         waiting: deque[tuple[list[Piece], Future[list[Ids]]]] = deque()
         for batch in _batches(corpus.pieces(advance)):
             texts = [piece.text for piece in batch]
@@ -163,7 +160,7 @@ def _build(
     folder: Path, *, vocab_size: int, write: Callable[[StoreWriter], Mapping[str, object]]
 ) -> None:
     unfinished = folder.with_suffix(".tmp")
-    # left by a process that was killed; nobody else can be at work, the lock is ours
+    # from a process that was killed: this one has the lock
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         with open_writer(unfinished / "tokens", vocab_size=vocab_size) as writer:
@@ -182,7 +179,7 @@ def _build(
 
 
 def _open(folder: Path) -> tuple[TokenStore, dict[str, Any]]:
-    """Open a store of the cache, checked against what was noted when it was written."""
+    """Open a store of the cache; check that it is as it was written."""
     try:
         about = json.loads((folder / "about.json").read_text())
         store = TokenStore(folder / "tokens")
@@ -210,7 +207,7 @@ def _locked(file: Path, *, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress(corpus: Corpus) -> Iterator[Advance]:
-    """Yield a function to tell of bytes read: moves a bar on a terminal, else logs at intervals."""
+    """Yield a function to call with bytes read: a bar on a terminal, else lines in the log."""
     total = corpus.num_bytes
     if sys.stderr.isatty():
         from rich.console import Console
@@ -219,20 +216,15 @@ def _progress(corpus: Corpus) -> Iterator[Advance]:
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(f"tokenising {corpus.name}", total=total)
             yield lambda num_bytes: bar.advance(task, num_bytes)
-    else:
-        yield _ProgressLog(corpus.name, total=total)
+        return
+    done, logged = 0, time.monotonic()
 
+    def advance(num_bytes: int) -> None:
+        nonlocal done, logged
+        done += num_bytes
+        if time.monotonic() - logged >= LOG_EVERY_SECONDS:
+            logged = time.monotonic()
+            percent = 100 * done / max(total, 1)
+            logger.info("tokenising %s: %.0f %% read", corpus.name, percent)
 
-class _ProgressLog:
-    """Log at intervals how much was read."""
-
-    def __init__(self, name: str, *, total: int) -> None:
-        self._name, self._total = name, total
-        self._done, self._logged = 0, time.monotonic()
-
-    def __call__(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        if time.monotonic() - self._logged >= LOG_EVERY_SECONDS:
-            self._logged = time.monotonic()
-            percent = 100 * self._done / max(self._total, 1)
-            logger.info("tokenising %s: %.0f %% read", self._name, percent)
+    yield advance

@@ -1,8 +1,8 @@
-"""The hash of every sample that was trained on, for proof that none was skipped or repeated.
+"""The hash of each sample trained on, to prove that none was skipped or repeated.
 
-Of the ranks that draw the same samples one writes them, in its own file: their number in the global
-order, the step, and a hash of the tokens as they go into the model, so that a wrong number shows
-too. The files of all ranks and starts together, sorted by number, tell what the run has seen.
+Of the ranks that read the same samples one logs them, to a file of its own: the sample's number in
+the global order, the step, and a hash of the tokens that go into the model, so that a wrong number
+shows too. The files of all ranks and starts, sorted by number, list what the run has seen.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torchtitan.base.errors import DataError
 
 
 def hash_tokens(tokens: torch.Tensor) -> str:
-    """Return 16 hexadecimal digits that tell a sample's tokens from others."""
+    """Return 16 hexadecimal digits of a hash of a sample's tokens."""
     return hashlib.sha256(tokens.to(torch.int64).numpy().tobytes()).hexdigest()[:16]
 
 
 class SampleLog:
-    """Append to `folder / rank_N.jsonl`, if this rank `writes`; `step` tells the step being drawn.
+    """Appends to `folder / rank_N.jsonl` if this rank `writes`; `step` returns the current step.
 
-    What an earlier start, of any number of ranks, drew in this step or later is dropped first, by
-    all ranks.
+    First, all ranks drop what an earlier start, of any number of ranks, logged for this step or
+    later ones.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class SampleLog:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
             raise DataError(
-                f"{path} must be writable all along, got: {error.strerror}; make room and start "
-                f"again, or leave out debug.log_sample_hashes"
+                f"cannot write {path}: {error.strerror}; make room and start again, or leave out "
+                f"debug.log_sample_hashes"
             ) from error
 
     def _drop_from(self, step: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.glob("rank_*.jsonl"):
-            # a rank's own file, and those of ranks that are no more: no two ranks touch the same
+            # a rank's own file, and a share of those from ranks that no longer exist
             if int(path.stem.removeprefix("rank_")) % self._world_size != self._rank:
                 continue
             rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            # a line without its end was cut off, in a step after the checkpoint
+            # a cut last line is of a step after the checkpoint
             whole = [row for row in rows if row.endswith("\n")]
             kept = [row for row in whole if json.loads(row)["step"] < step]
             path.write_text("".join(kept), encoding="utf-8")

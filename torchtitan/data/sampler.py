@@ -1,9 +1,9 @@
-"""Which sample comes at which place of the training, as pure functions of the place.
+"""The order of samples, as pure functions of the position.
 
 A shuffled list of all samples takes memory for each sample on each rank, and its state is hard to
-store. Here nothing is stored: `Permutation` computes the i-th element of a shuffle, and `Mixture`
-which source the k-th sample is drawn from and how many were drawn from it before. The position in
-the data is therefore a single number, and every rank, worker and resumed run agrees on the order.
+store. Here nothing is stored: `Permutation` computes the i-th element of a shuffle. `Mixture`
+computes which source the k-th sample comes from, and how many came from that source before. So the
+position in the data is a single number, and all ranks, workers and resumed runs agree on the order.
 
 The permutation is a Feistel network over pairs of digits, as in format-preserving encryption (Black
 and Rogaway, "Ciphers with arbitrary finite domains", 2002): each round adds a keyed hash of one
@@ -34,7 +34,7 @@ class Permutation:
     def __init__(self, n: int, *, seed: int, epoch: int, source: int) -> None:
         assert n > 0
         self._n = n
-        # pairs of fewer than 4 digits have too few orders: a shuffle of 5 would not be uniform
+        # at least 4 digits: with fewer there are too few orders, and shuffles are not uniform
         self._side = max(4, isqrt(n - 1) + 1)
         name = f"{seed}/{epoch}/{source}".encode()
         self._keys = struct.unpack(f"<{ROUNDS}Q", blake2b(name, digest_size=8 * ROUNDS).digest())
@@ -61,7 +61,7 @@ class Permutation:
 
 @dataclass(frozen=True)
 class Draw:
-    """One sample of a mixture: the `index`-th, counted from 0 without end, of `source`."""
+    """A sample of a mixture: number `index` of `source`, counted from 0 over all epochs."""
 
     source: int
     index: int
@@ -70,9 +70,9 @@ class Draw:
 class Mixture:
     """Spread samples over sources in proportion to weights, exactly and evenly.
 
-    The first source takes sample k when floor(k * share) grows from k to k + 1; the samples it
-    leaves are numbered anew and shared out among the other sources in the same way. After k samples
-    a source was drawn k times its share, to within 2 for up to four sources, a few more for many.
+    The first source takes sample k if floor(k * share) grows from k to k + 1. The samples that it
+    leaves are renumbered and divided among the other sources in the same way. Of k samples a source
+    gets k times its share, to within 2 for up to four sources, and a few more for many.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -82,7 +82,7 @@ class Mixture:
         exact = [Fraction(repr(weight)) for weight in weights]
         unit = lcm(*(fraction.denominator for fraction in exact))
         whole = [int(fraction * unit) for fraction in exact]
-        # in lowest terms, the same for weights in the same proportion
+        # in lowest terms: equal for weights in the same proportion
         self.weights = [weight // gcd(*whole) for weight in whole]
         self._left = list(accumulate(reversed(self.weights)))[::-1]
 
@@ -102,10 +102,10 @@ class Mixture:
 
     def exhausted_after(self, source: int, *, num_samples: int) -> int:
         """Return after how many samples of the mixture `num_samples` came from `source`."""
-        # what earlier sources leave is rounded up: this one is never behind floor(first * share)
+        # earlier sources round down, so this one never falls behind floor(first * share)
         most = num_samples * self._left[0] // self.weights[source] + 1
         if most > sys.maxsize:
-            return most  # a share so small that no run comes to its end
+            return most  # no run is that long
         return bisect_left(
             range(most), num_samples, key=lambda first: self.count(source, first=first)
         )

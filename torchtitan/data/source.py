@@ -1,16 +1,16 @@
-"""Where text comes from: files on disk, read piece by piece, never a whole corpus at once.
+"""Text from files, read in pieces: a corpus is never held in memory.
 
-A `Corpus` yields pieces of documents. Text files are one document each, however long; a line of a
-JSON Lines file is one document. `.gz` and `.zst` are unpacked on the way. Text must be UTF-8: any
-other byte is an error with its place, because replacing it would train on damaged text unnoticed.
-Which files are read, and how, is told in `files.py`.
+A `Corpus` yields pieces of documents. A text file is one document, however long; so is each line of
+a JSON Lines file. `.gz` and `.zst` files are unpacked while they are read. Text must be UTF-8: an
+invalid byte is an error that names its place, since replacing it would train on damaged text
+unnoticed. `files.py` decides which files are read, and how.
 
-A packed file of a few KiB can hold terabytes of one letter. So it is unpacked a little at a time,
-and one that grows as no text does, and a line that is too long to be held, are errors.
+A packed file of a few KiB can hold terabytes of one letter. So files are unpacked a little at a
+time. A file that grows as no text does is an error, and so is a line too long to be held.
 
-A corpus also has an identity: what is cheap to know about its files (path, size, times), enough to
-tell on this machine that nothing changed since they were tokenised. The built-in texts are corpora
-too, in `builtin.py`.
+A corpus has an identity, made of what is cheap to know about its files (path, size, times): enough
+to tell on this machine that they have not changed since they were tokenised. The built-in texts are
+corpora too, in `builtin.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import amount
 from torchtitan.data.files import (
     COMPRESSED,
@@ -66,30 +66,30 @@ class Corpus(Protocol):
 
     @property
     def name(self) -> str:
-        """Return what to call it in messages."""
+        """Return its name for messages."""
 
     @property
     def num_bytes(self) -> int:
-        """Return its size for a progress bar; compressed where it is."""
+        """Return its size on disk, for the progress bar."""
 
     def identity(self) -> list[str]:
-        """Return what changes when the text may have changed."""
+        """Return values that change whenever the text may have changed."""
 
     def pieces(self, advance: Advance) -> Iterator[Piece]:
-        """Yield all text in a fixed order; tell `advance` the bytes read since the last call."""
+        """Yield all text in a fixed order; `advance` is called with each number of bytes read."""
 
 
 @dataclass(frozen=True)
 class FileCorpus:
-    """Text and JSON Lines files, in the order given; messages call `text_key` by its setting."""
+    """Text and JSON Lines files, in the order given; `setting` is what errors call `text_key`."""
 
     files: tuple[Path, ...]
     text_key: str
-    setting: str = "training.dataset_text_key"
+    setting: str = "dataset_text_key"
 
     @property
     def name(self) -> str:
-        """Return the file's name, or how many files there are."""
+        """Return the name of the file, or the number of files."""
         return str(self.files[0]) if len(self.files) == 1 else f"{len(self.files)} files"
 
     @property
@@ -102,30 +102,29 @@ class FileCorpus:
         return [*map(file_identity, self.files), self.text_key]
 
     def pieces(self, advance: Advance) -> Iterator[Piece]:
-        """Yield the text of each file, once it is known that none is binary."""
+        """Check that no file is binary, then yield the text of each."""
         check_heads(self.files)
         for file in self.files:
             try:
                 yield from read_pieces(file, text_key=self.text_key, advance=advance)
             except WrongKeyError as error:
-                raise DataError(
-                    f"{error}; write text there, or set {self.setting} to the key of the text"
-                ) from error
+                rule = f"{error}; write text there, or name the key that holds it"
+                raise DataError(Violation((self.setting,), rule)) from error
 
 
 class WrongKeyError(DataError):
-    """An object of JSON without text under the key that was asked for."""
+    """A JSON object without text under the key."""
 
 
 def file_identity(file: Path) -> str:
-    """Return a line that changes when the file is written or replaced."""
+    """Return a string that changes when the file is written or replaced."""
     status = file.stat()
-    # the change time too: a copy that keeps sizes and modification times is still noticed
+    # with the change time, which also differs for a copy of equal size and modification time
     return f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def check_heads(files: Sequence[Path]) -> None:
-    """Raise DataError for the first file that is not text, before any of them is read."""
+    """Raise DataError for the first file that is not text; warn of JSON Lines read as text."""
     in_lines = []
     for file in files:
         with _readable(file), file.open("rb") as raw:
@@ -135,28 +134,23 @@ def check_heads(files: Sequence[Path]) -> None:
         check_contents(file, head[:HEAD_BYTES])
         if kind_of(file) == "text" and _holds_lines(head[:HEAD_BYTES]):
             in_lines.append(file)
-    _warn_of_lines(in_lines)
+    if in_lines:
+        logger.warning(
+            "%s in JSON Lines, as %s, will be read as plain text, with keys and brackets, because "
+            "of the suffix; to train on the texts alone, rename to .jsonl",
+            amount(len(in_lines), "file"),
+            in_lines[0],
+        )
 
 
 def _holds_lines(head: bytes) -> bool:
-    """Tell whether text begins as JSON Lines do: with a line that is an object."""
+    """Return whether text begins like JSON Lines: with a line that is an object."""
     line, end, _ = head.removeprefix(codecs.BOM_UTF8).partition(b"\n")
     return line.startswith(b'{"') and (not end or line.rstrip().endswith(b"}"))
 
 
-def _warn_of_lines(files: Sequence[Path]) -> None:
-    """Say that files of JSON Lines are read as plain text, if there are any."""
-    if files:
-        logger.warning(
-            "%s in JSON Lines, as %s, will be read as plain text, keys and brackets too, by "
-            "the suffix; to read the texts alone, rename to .jsonl",
-            amount(len(files), "file"),
-            files[0],
-        )
-
-
 def read_pieces(file: Path, *, text_key: str, advance: Advance) -> Iterator[Piece]:
-    """Yield the documents of one file; raise DataError for what cannot be read, with its place."""
+    """Yield the documents of one file; a DataError names the place of what cannot be read."""
     lines = kind_of(file) == "lines"
     num_pieces = 0
     with _readable(file), file.open("rb") as raw:
@@ -170,7 +164,7 @@ def read_pieces(file: Path, *, text_key: str, advance: Advance) -> Iterator[Piec
 
 
 def read_lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a file that are not blank, each with file and number for messages."""
+    """Yield each line that is not blank, with its file and number for messages."""
     with _readable(file), file.open("rb") as raw:
         yield from _numbered(_blocks(raw, file, advance=lambda num_bytes: None), file)
 
@@ -195,15 +189,15 @@ def _blocks(raw: BinaryIO, file: Path, *, advance: Advance) -> Iterator[bytes]:
         num_unpacked += len(block)
         if num_unpacked > FREE_BYTES + MAX_GROWTH * done:
             raise DataError(
-                f"{file} unpacks to over {MAX_GROWTH} times its size, which is no text: "
-                f"{num_unpacked / 1e6:.0f} MB came of its first {done / 1e6:.1f} MB; look at what "
-                f"is in it, and unpack it yourself if that is meant"
+                f"{file} unpacks to over {MAX_GROWTH} times its size, as text does not: its first "
+                f"{done / 1e6:.1f} MB gave {num_unpacked / 1e6:.0f} MB; look at what is in it, and "
+                f"unpack it yourself if you want it read"
             )
         yield block
 
 
 def _unpacked(raw: BinaryIO, file: Path, *, size: int) -> Iterator[bytes]:
-    """Yield blocks of at least `size` bytes, but for the last one."""
+    """Yield blocks of at least `size` bytes; the last one may be smaller."""
     kind = file.suffix.lower()
     if kind != ".zst":
         unpacked = gzip.GzipFile(fileobj=raw) if kind == ".gz" else raw
@@ -223,10 +217,10 @@ def _unpacked(raw: BinaryIO, file: Path, *, size: int) -> Iterator[bytes]:
 
 
 def _unpack_zst(raw: BinaryIO) -> Iterator[bytes]:
-    """Yield what each KiB unpacks to, at most 32 MiB."""
+    """Yield what each KiB unpacks to, at most 32 MiB at once."""
     import zstandard
 
-    # not stream_reader, which takes a cut file for a short one
+    # not stream_reader: it reads a file that was cut short without an error
     unpacker = zstandard.ZstdDecompressor(max_window_size=2**31)
     frame = None
     while packed := raw.read(PACKED_BYTES):
@@ -247,7 +241,7 @@ def _unpack_zst(raw: BinaryIO) -> Iterator[bytes]:
 def _decode(
     data: bytes, file: Path, *, offset: int, final: bool, place: str = ""
 ) -> tuple[str, int]:
-    """Return the text of `data` and the bytes used; fewer than all if the last character is cut."""
+    """Return the text of `data` and how many bytes were used: a cut last character is left."""
     try:
         text, used = codecs.utf_8_decode(data, "strict", final)
     except UnicodeDecodeError as error:
@@ -257,7 +251,7 @@ def _decode(
             f"0x{data[error.start]:02x} at byte offset {offset + error.start}{unpacked}; "
             f"convert the file, for example with iconv"
         ) from error
-    # a byte order mark is no text
+    # without a byte order mark
     return (text[1:] if offset == 0 and text.startswith("\ufeff") else text), used
 
 
@@ -267,7 +261,7 @@ def _text(blocks: Iterator[bytes], file: Path) -> Iterator[Piece]:
         data += block
         more, used = _decode(data, file, offset=offset, final=False)
         data, offset, text = data[used:], offset + used, text + more
-        # one character is held back: the end of the document must not be an empty piece
+        # hold one character back: the last piece of a document must not be empty
         while len(text) > PIECE_CHARS:
             cut = cut_point(text, limit=PIECE_CHARS)
             yield Piece(text[:cut], ends_document=False)
@@ -278,8 +272,8 @@ def _text(blocks: Iterator[bytes], file: Path) -> Iterator[Piece]:
 
 
 def _lines(blocks: Iterator[bytes], file: Path) -> Iterator[bytes]:
-    # parts of a line that goes on are joined once: joined at each block, they would be copied
-    # as often as there are blocks
+    # the parts of a long line are joined once, at its end: joined at each block, they would be
+    # copied as many times as there are blocks
     parts: list[bytes] = []
     size = 0
     for block in blocks:
@@ -326,7 +320,7 @@ def _document(line: str, text_key: str, *, where: str) -> str:
         got = f"keys {', '.join(map(repr, value))}" if value else "no keys"
         said = f"{where} must have text under the key {text_key!r}, got {got:.300}"
         if "messages" in value or {"prompt", "completion"} <= value.keys():
-            raise DataError(f'{said}; chats and completions are for training.dataset = "examples"')
+            raise DataError(f'{said}; chats and completions are for dataset = "examples"')
         raise WrongKeyError(said)
     text = value[text_key]
     if not isinstance(text, str):

@@ -1,14 +1,14 @@
 """Documents held out of the training by a hash of their content: `validation.split`.
 
-A split by position, the last files or every hundredth document, changes when data are added, and
-puts copies of one document on both sides. Here a document is held out if the hash of its tokens is
-below a threshold. So it stays where it is whatever else the data hold, its copies are where it is,
-and a larger fraction holds out the same documents and more. The hash does not depend on the seed,
-on the type in which a store keeps its tokens, or on whether an end token follows the document.
+A split by position (the last files, every hundredth document) changes when data are added, and puts
+copies of one document on both sides. Here a document is held out if the hash of its tokens is below
+a threshold. So it keeps its side whatever else the data hold, its copies are on the same side, and
+a larger fraction holds out the same documents and more. The hash does not depend on the seed, on
+the type in which a store keeps its tokens, or on whether an end token follows the document.
 
 Nothing is copied. A `View` reads the documents of one side from the stores as if there were no
-others: a table, mapped like a store and kept in the cache, lists the runs of neighbouring documents
-of each side. It is made once for each store, by reading it once.
+others. A table in the cache, mapped like a store, lists the runs of neighbouring documents of each
+side. It is made once per store, by reading the store once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import amount
 from torchtitan.data.prepare import cached
 from torchtitan.data.source import file_identity
@@ -36,46 +36,46 @@ from torchtitan.data.store import CHUNK, StoreWriter, TokenStore
 
 logger = logging.getLogger(__name__)
 
-# part of the hash: without it the documents would be those that another use of the hash selects
+# part of the hash: another use of the same hash selects other documents
 PERSON = b"validation split"
-# part of the cache's key: raise it when the same documents would be divided in another way
+# part of the cache's key: raise it when documents would be divided differently
 FORMAT = "split 1"
 
 
 @dataclass(frozen=True)
 class Side:
-    """The documents that `validation.split` holds out, or those that it leaves to the training."""
+    """The documents that `validation.split` holds out, or the others."""
 
     fraction: float
     held_out: bool
 
     def has(self, tokens: npt.NDArray[Any], *, end: int | None = None) -> bool:
-        """Tell whether a document is on this side; `end`: the token that may close it."""
+        """Return whether a document is on this side; `end`: the token that may close it."""
         below = content_number(tokens, end=end) < int(self.fraction * 2**64)
         return below == self.held_out
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what the samples of this side depend on beside the data."""
+        """Return what the samples of this side depend on besides the data."""
         return {"validation.split": f"{self.fraction}{', held out' if self.held_out else ''}"}
 
     def refuse(self, *, needed: str, found: str) -> DataError:
-        """Return the error for data of which this side has less than a sample."""
+        """Return the error for data in which this side has less than a sample."""
         verb, change = ("hold out", "raise") if self.held_out else ("leave to train on", "lower")
-        return DataError(
-            f"validation.split = {self.fraction} must {verb} at least {needed}, got {found}; "
-            f"{change} validation.split, or add documents (a text file is one, and each line of "
-            f"JSONL; copies of one go together), or remove split and name other files in "
-            f"validation.dataset_path"
+        rule = (
+            f"must {verb} at least {needed}, {self.fraction} leaves {found}; {change} it, or add "
+            f"documents (a text file is one, and each line of JSONL; copies of one go together), "
+            f"or remove split and name other files in validation.dataset_path"
         )
+        return DataError(Violation(("split",), rule))
 
 
 def content_number(tokens: npt.NDArray[Any], *, end: int | None = None) -> int:
-    """Return 64 bits that depend on a document's tokens alone, without the `end` that closes it."""
+    """Return 64 bits that depend only on a document's tokens, without the `end` that closes it."""
     if end is not None and len(tokens) and tokens[-1] == end:
         tokens = tokens[:-1]
     digest = blake2b(digest_size=8, person=PERSON)
     for first in range(0, len(tokens), CHUNK):
-        # one type for all stores
+        # the same type for all stores
         digest.update(tokens[first : first + CHUNK].astype("<i4").tobytes())
     return int.from_bytes(digest.digest(), "little")
 
@@ -91,9 +91,9 @@ class View:
         held_out: bool,
     ) -> None:
         self._stores, self._tables, self._held_out = list(stores), list(tables), held_out
-        # of each run its first token in the view, and at last the number of all tokens
+        # the first token of each run in the view, then the number of all tokens
         self._firsts = [table.document(2 * held_out) for table in tables]
-        # of each run its first token in the store
+        # the first token of each run in the store
         self._places = [table.document(2 * held_out + 1) for table in tables]
         self._ends = list(accumulate(int(firsts[-1]) for firsts in self._firsts))
         self.prefix = ", ".join(store.prefix for store in stores)
@@ -125,11 +125,11 @@ class View:
         return starts
 
     def content_hash(self) -> str:
-        """Return what tells the contents of the stores, of both sides, from others."""
+        """Return the hashes of the stores, so of both sides."""
         return "".join(store.content_hash() for store in self._stores)
 
     def _runs(self, first: int, stop: int) -> Iterator[tuple[TokenStore, int, int]]:
-        """Yield where the tokens from `first` to `stop` lie: a store, begin and end there."""
+        """Yield where the tokens from `first` to `stop` are: a store, and begin and end in it."""
         while first < stop:
             number = bisect_right(self._ends, first)
             offset = self._ends[number - 1] if number else 0
@@ -144,10 +144,10 @@ class View:
 def build_view(
     stores: Sequence[TokenStore], side: Side, *, name: str, seq_len: int, end: int, cache: str
 ) -> View:
-    """Return one side of the documents of some stores, divided now unless that was done.
+    """Return one side of the documents of some stores, divided now unless they were before.
 
-    `name`: what to call them in messages; `end`: the token after a document. Raises DataError
-    where the side has less than one sample.
+    `name`: the name of the stores in messages; `end`: the token after a document. Raises DataError
+    if the side has less than one sample.
     """
     tables: list[TokenStore] = []
     counts: Counter[str] = Counter()
@@ -160,7 +160,7 @@ def build_view(
     if view.num_tokens <= seq_len:
         ours = counts["held_out" if side.held_out else "to_train_on"]
         raise side.refuse(
-            needed=f"training.seq_len + 1 = {seq_len + 1} tokens of {name:.200}",
+            needed=f"seq_len + 1 = {seq_len + 1} tokens of {name:.200}",
             found=f"{view.num_tokens} in {ours} of {total} documents",
         )
     if not side.held_out:
@@ -195,8 +195,8 @@ def _divide(
 ) -> dict[str, object]:
     """Write the runs of the documents to train on, then those of the held-out ones.
 
-    Of each side two rows: where its runs begin in the view and, behind them, where it ends; where
-    its runs begin in the store.
+    Each side has two rows: where its runs begin in the view, followed by its length, and where they
+    begin in the store.
     """
     logger.info("dividing %s of %s", amount(store.num_documents, "document"), store.prefix)
     firsts, places = (array("q"), array("q")), (array("q"), array("q"))

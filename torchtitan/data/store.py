@@ -2,8 +2,8 @@
 
 Training reads tokens at random places, over and over, from a corpus that may be far larger than
 memory. So text is tokenised once, and the result is mapped into memory: the kernel loads the pages
-that are read, and all ranks of a node share them. The format is Megatron's because it is the one
-that other tools write and read; inventing one would gain nothing.
+that are read, and all ranks of a node share them. The format is Megatron's because other tools
+write and read it.
 
 `PREFIX.bin` holds the tokens of all documents one after another, little-endian. `PREFIX.idx` holds
 
@@ -16,7 +16,7 @@ that other tools write and read; inventing one would gain nothing.
     int64[n]  where each sequence starts in the .bin file, in bytes
     int64[.]  index of each document's first sequence, and n at the end
 
-A document is usually one sequence; the writer cuts longer ones, whose length int32 cannot hold.
+A document is usually one sequence; the writer cuts those whose length int32 cannot hold.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ WRITE_ANEW = "write the store anew, for example with scripts/prepare_data.py"
 
 
 class TokenStore:
-    """A store opened for reading: `PREFIX.bin` and `PREFIX.idx`, mapped, nothing loaded.
+    """A store opened for reading: `PREFIX.bin` and `PREFIX.idx`, mapped, not loaded.
 
-    Raises DataError when a file is missing, cut short, damaged or of another format. `checked`: its
-    index was looked through by the process that sends it here.
+    Raises DataError if a file is missing, cut short, damaged or of another format. `checked`:
+    another process has checked the index before.
     """
 
     def __init__(self, prefix: str | Path, *, checked: bool = False) -> None:
@@ -78,7 +78,7 @@ class TokenStore:
         self.tokens: npt.NDArray[Any] = _map(token_file, dtype, 0, token_size // dtype.itemsize)
 
     def __reduce__(self) -> tuple[Callable[[str], TokenStore], tuple[str]]:
-        # a worker process maps the files again instead of receiving their contents
+        # a worker process maps the files again
         return partial(TokenStore, checked=True), (self.prefix,)
 
     def _check_documents(self, file: Path) -> None:
@@ -89,22 +89,22 @@ class TokenStore:
                 f"{file} is damaged: its documents do not cover its sequences; {WRITE_ANEW}"
             )
         for first in range(0, len(starts), CHUNK):
-            # one more, to compare the last of these with
+            # one more, to compare the last one with
             part = starts[first : first + CHUNK + 1]
             wrong = np.flatnonzero(part[1:] < part[:-1])
             if wrong.size:
                 number = first + int(wrong[0])
                 raise DataError(
-                    f"{file} is damaged: document {number} (the first is 0) has the sequences from "
-                    f"{starts[number]} to {starts[number + 1]} of {num_sequences}, documents must "
-                    f"follow one another; {WRITE_ANEW}"
+                    f"{file} is damaged: documents must follow one another, document {number} (the "
+                    f"first is 0) has the sequences {starts[number]} to {starts[number + 1]} of "
+                    f"{num_sequences}; {WRITE_ANEW}"
                 )
 
     def _check_sequences(self, file: Path, *, item_size: int) -> int:
         """Return where the last sequence ends, in bytes.
 
         Raises DataError unless each begins where the one before it ends: training reads the tokens
-        as one row, so a gap would be trained on, and an overlap is some other tool's mistake.
+        as one row, so it would train on what is in a gap.
         """
         end = 0
         for first in range(0, len(self.lengths), CHUNK):
@@ -119,7 +119,7 @@ class TokenStore:
                 if lengths[place] < 0:
                     what = f"has {lengths[place]} tokens"
                 sequence = first + place
-                # of documents without a sequence the last has this one
+                # right: documents without a sequence come before the one that has it
                 number = int(np.searchsorted(self.document_starts, sequence, "right")) - 1
                 raise DataError(
                     f"{file} is damaged: sequence {sequence}, of document {number} (the first is "
@@ -139,10 +139,9 @@ class TokenStore:
         return len(self.document_starts) - 1
 
     def boundaries(self, first: int, stop: int) -> list[int]:
-        """Return the tokens between `first` and `stop`, `first` left out, that begin a document.
+        """Return the tokens after `first` and before `stop` that begin a document.
 
-        A binary search, and a look at each document from there on: nothing is loaded whole. One
-        without tokens has no boundary of its own.
+        Found by a binary search, so nothing is loaded whole. Empty documents have no boundary.
         """
         number = bisect_right(range(self.num_documents), first, key=self._first_token)
         starts: list[int] = []
@@ -163,13 +162,13 @@ class TokenStore:
     def _first_token(self, document: int) -> int:
         sequence = int(self.document_starts[document])
         if sequence == len(self._pointers):
-            return self.num_tokens  # documents at the end without a sequence
+            return self.num_tokens  # documents without a sequence, at the end
         return int(self._pointers[sequence]) // self.tokens.dtype.itemsize
 
     def content_hash(self) -> str:
-        """Return a SHA-256 of both files, the same wherever and whenever they were written.
+        """Return a SHA-256 of both files; it does not depend on where or when they were written.
 
-        A file over 64 MiB is represented by its size and 64 chunks of 1 MiB spread evenly over it.
+        Of a file over 64 MiB it takes the size and 64 chunks of 1 MiB, spread evenly.
         """
         digest = hashlib.sha256()
         for suffix in (".idx", ".bin"):
@@ -188,8 +187,8 @@ def _size(file: Path) -> int:
         return file.stat().st_size
     except OSError as error:
         raise DataError(
-            f"cannot read {file}, half of a token store (.bin and .idx): {error.strerror}; name a "
-            f"store that has both, as scripts/prepare_data.py writes them"
+            f"a token store must have both .bin and .idx, cannot read {file}: {error.strerror}; "
+            f"{WRITE_ANEW}"
         ) from error
 
 
@@ -199,26 +198,26 @@ def _read_header(file: Path) -> tuple[np.dtype[Any], int, int]:
         header = handle.read(HEADER.size)
     check_fetched(file, header)
     if len(header) < HEADER.size:
-        raise DataError(f"{file} is cut short: {size} bytes are no whole header")
+        raise DataError(f"{file} is cut short: {size} bytes are less than a header; {WRITE_ANEW}")
     magic, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
     if magic != MAGIC or version != VERSION:
-        raise DataError(f"{file} is no index in Megatron's format, version {VERSION}")
+        raise DataError(f"{file} is not an index in Megatron's format, version {VERSION}")
     if code not in TYPES:
         raise DataError(
-            f"{file} has tokens of type {code}; only integers {list(TYPES)} can be read"
+            f"{file} has tokens of type {code}; only the integer types {list(TYPES)} are supported"
         )
     needed = HEADER.size + 12 * num_sequences + 8 * num_boundaries
-    # multimodal stores append one byte a sequence
+    # multimodal stores append one byte per sequence
     if size not in (needed, needed + num_sequences):
         raise DataError(
             f"{file} must be {needed} bytes for its {num_sequences} sequences and "
-            f"{num_boundaries} document boundaries, got {size}; it is cut short or damaged"
+            f"{num_boundaries} document boundaries, got {size}; it is damaged: {WRITE_ANEW}"
         )
     return np.dtype(TYPES[code]), num_sequences, num_boundaries
 
 
 def _map(file: Path, dtype: Any, offset: int, count: int) -> npt.NDArray[Any]:
-    # as a plain array: a slice of np.memmap costs several times as much
+    # a plain array: slicing an np.memmap costs several times as much
     return np.asarray(np.memmap(file, dtype, mode="r", offset=offset, shape=(count,)))
 
 
@@ -230,9 +229,9 @@ def _hashed_offsets(size: int) -> Iterator[int]:
 
 
 class StoreWriter:
-    """Take a store document by document; made by `open_writer`.
+    """Writes a store document by document; made by `open_writer`.
 
-    Tokens go straight to the file; 12 bytes a document are held in memory for the index.
+    Tokens go straight to the file; 12 bytes per document are held in memory for the index.
     """
 
     def __init__(self, file: BinaryIO, *, vocab_size: int) -> None:
@@ -279,9 +278,9 @@ class StoreWriter:
 
 @contextmanager
 def open_writer(prefix: str | Path, *, vocab_size: int) -> Iterator[StoreWriter]:
-    """Yield a writer; at the end the store is there whole, after an error nothing is.
+    """Yield a writer; at the end the whole store exists, after an error nothing does.
 
-    Tokens are uint16 where `vocab_size` allows it, else int32, or int64 for numbers beyond that.
+    Tokens are uint16 if `vocab_size` allows it, else int32, else int64.
     """
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     tokens, index = (Path(f"{prefix}{suffix}.tmp-{os.getpid()}") for suffix in (".bin", ".idx"))
@@ -293,7 +292,7 @@ def open_writer(prefix: str | Path, *, vocab_size: int) -> Iterator[StoreWriter]
         with index.open("wb") as file:
             writer.write_index(file)
             _sync(file)
-        # without its index a store does not exist: new tokens never meet an old index
+        # the index first: new tokens must never meet an old index
         Path(f"{prefix}.idx").unlink(missing_ok=True)
         tokens.replace(f"{prefix}.bin")
         index.replace(f"{prefix}.idx")

@@ -1,8 +1,8 @@
-"""What every reader and tokenizer needs: the names of the end tokens, files read, lines of JSON
-checked, and text cut at word borders and at special tokens.
+"""What readers and tokenizers share: names of end tokens, checks of files and JSON lines, cutting.
 
-Long text is tokenised in pieces. Where it is cut decides whether the pieces get the ids of the
-whole, so the cutting is done in this one place, for corpora and tokenizers alike."""
+Long text is tokenised in pieces. Where it is cut decides whether the pieces get the same ids as the
+whole, so corpora and tokenizers cut with the functions here.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ Ids = npt.NDArray[np.uint32]
 BEGIN_OF_TEXT = "<|begin_of_text|>"
 END_OF_TEXT = "<|end_of_text|>"
 ARRAY_ADVICE = (
-    "data are JSON Lines, one object a line; make such lines of an array: "
-    "jq -c '.[]' old.json > new.jsonl"
+    "JSON Lines have one object per line; convert an array: jq -c '.[]' old.json > new.jsonl"
 )
 LFS_POINTER = b"version https://git-lfs.github.com"
 
 
 class Encoded(NamedTuple):
-    """Ids of a text, and where in it each ends: one more than the last character it is part of."""
+    """Ids of a text, and where each ends: one more than the last character that it is part of."""
 
     ids: Sequence[int]
     ends: Sequence[int]
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return a tokenizer file's bytes, or raise DataError saying why it cannot be read."""
+    """Return the bytes of a tokenizer file; raise DataError if it cannot be read."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -47,7 +46,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def check_fetched(file: Path, head: bytes) -> None:
-    """Raise DataError if a file is what Git LFS leaves in its place until it is fetched."""
+    """Raise DataError if a file is the pointer that Git LFS leaves until it is fetched."""
     if head.startswith(LFS_POINTER):
         raise DataError(
             f"{file} is a pointer of Git LFS, not the file itself; fetch it: git lfs pull"
@@ -55,11 +54,11 @@ def check_fetched(file: Path, head: bytes) -> None:
 
 
 def cut_point(text: str, *, limit: int) -> int:
-    """Return how many characters, at most `limit`, to take off the front of `text` in one piece.
+    """Return how many characters, at most `limit`, the first piece of `text` takes.
 
-    Byte-pair encoders work on words that a pattern finds. A cut between a line end and a line that
-    starts without a space, or else before a space, falls between two such words, so that (for
-    Llama 3's pattern, where there is such a place) cut text gets the ids of the whole.
+    Byte-pair encoders work on words found by a pattern. A cut after a line end that no space
+    follows, or else before a space, is between two words, so the pieces get the ids of the whole
+    (for Llama 3's pattern, if the text has such a place).
     """
     if len(text) <= limit:
         return len(text)
@@ -80,7 +79,7 @@ def split_text(text: str, *, limit: int) -> Iterator[str]:
 
 
 def any_of(names: Collection[str]) -> str:
-    """Return a pattern that finds the longest of some names, and nothing where there is none."""
+    """Return a pattern that matches the longest of some names; without names it never matches."""
     return "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
 
 
@@ -91,10 +90,9 @@ def encode_around(
     encode: Callable[[str], list[int]],
     num_bytes: Callable[[int], int],
 ) -> Encoded:
-    """Return the ids of `text`, in which special tokens stand for themselves.
+    """Return the ids of `text`, with the names of special tokens as their ids.
 
-    `encode` gives the ids of what stands between them, bytes of UTF-8 in the order of the text, and
-    `num_bytes` how many an id is made of.
+    `encode` encodes the text between them; `num_bytes` is the number of UTF-8 bytes of an id.
     """
     ids: list[int] = []
     sizes: list[int] = []
@@ -106,7 +104,7 @@ def encode_around(
             ids += (plain := encode(piece))
             sizes += map(num_bytes, plain)
     data = np.frombuffer(text.encode(), np.uint8)
-    # every byte but those that go on with a character begins one
+    # the first byte of each character
     characters = np.cumsum((data & 0xC0) != 0x80)
     return Encoded(ids, characters[np.cumsum(sizes, dtype=np.int64) - 1].tolist())
 
@@ -115,7 +113,7 @@ def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = dict(pairs)
     if len(value) < len(pairs):
         (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"it has the key {key!r} more than once, and one would be lost")
+        raise ValueError(f"it has the key {key!r} more than once")
     return value
 
 
@@ -125,21 +123,18 @@ def parse_line(line: str, *, where: str) -> object:
     try:
         value = json.loads(line, object_pairs_hook=_each_key_once)
     except json.JSONDecodeError as error:
-        # its own line number counts within the line
         what = f"{error.msg} at column {error.colno}"
         if line.strip() in ("[", "{"):
-            what = f"this one ends after {line.strip()!r}"
+            what = f"the line ends after {line.strip()!r}"
         if line.lstrip().startswith("["):
             what += f"; {ARRAY_ADVICE}"
         elif "\r" in line.strip():
-            what += (
-                "; lines must end in \\n, here they end in \\r: tr '\\r' '\\n' < old > new.jsonl"
-            )
+            what += "; lines must end in \\n, not \\r: tr '\\r' '\\n' < old > new.jsonl"
         elif line.strip() == "{":
             what += "; write each object on one line: jq -c . old.json > new.jsonl"
         raise DataError(f"{where} must be one JSON object: {what}") from error
     except (ValueError, RecursionError) as error:
-        # behind the semicolon Python's own advice to programmers
+        # without Python's advice to programmers, after a semicolon
         what = str(error).partition(";")[0]
         raise DataError(f"{where} must be one JSON object: {what}") from error
     if isinstance(value, list):
@@ -148,18 +143,18 @@ def parse_line(line: str, *, where: str) -> object:
 
 
 def check_characters(text: str, *, where: str) -> None:
-    """Raise DataError for text with half a character, which JSON can spell."""
+    """Raise DataError for text with half of a surrogate pair, which JSON can hold."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where} must hold whole characters, character {error.start} of its text is half of a "
-            f"surrogate pair (\\ud800 to \\udfff); remove or replace it"
+            f"{where} must hold whole characters, character {error.start} is half of a surrogate "
+            f"pair (\\ud800 to \\udfff); remove or replace it"
         ) from error
 
 
 def type_name(value: object) -> str:
-    """Return what JSON calls a value's type, and the value where it is short."""
+    """Return the name of a value's JSON type, and the value if it is short."""
     names = {bool: "true or false", int: "a number", float: "a number", str: "text"}
     names |= {list: "an array", dict: "an object", type(None): "null"}
     shown = "" if value is None or isinstance(value, list | dict) else f", {value!r:.40}"

@@ -1,16 +1,15 @@
-"""Text to token ids and back, by one small protocol with four implementations.
+"""Text to token ids and back: one small protocol with three implementations.
 
-A tokenizer here knows nothing of batches, padding or chat: it maps text to ids, ids to text, names
-the id that ends a document, and gives a fingerprint of everything that decides the ids, so that
-tokenised data and checkpoints can tell whether they belong to it. Text is taken literally: a
-document that happens to spell `<|end_of_text|>` cannot end itself, because only the code that cuts
-documents may write special tokens. The one exception is asked for by name, `encode_special`: what a
-chat template has written, in which special tokens divide the turns.
+A tokenizer knows nothing of batches, padding or chats. It maps text to ids and back, names the id
+that ends a document, and has a fingerprint of everything that decides the ids, by which tokenised
+data and checkpoints find out whether they belong to it. Special tokens spelt in a text are plain
+text: a document with `<|end_of_text|>` in it does not end there. Only `encode_special`, for the
+output of chat templates, reads them as tokens.
 
-`byte` needs no file and suits tests. `bpe_2048` ships with the package (made by
-`scripts/train_tokenizer.py`) and suits small models. tiktoken files (Llama 3's `tokenizer.model`)
-live in `tokenizer_tiktoken.py`, Hugging Face's `tokenizer.json` in `tokenizer_hf.py`; both are
-imported only when one is asked for. None of these formats can run code when it is read.
+`byte` needs no file and suits tests. `bpe_2048` comes with the package (made by
+`scripts/train_tokenizer.py`) and suits small models. `tokenizer_tiktoken.py` reads tiktoken files
+(Llama 3's `tokenizer.model`), `tokenizer_hf.py` reads Hugging Face's `tokenizer.json`; both are
+imported only when needed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.errors import ConfigError, DataError, Violation
 from torchtitan.data.files import user_path
 from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT, Encoded, Ids, encode_around
 
@@ -31,7 +30,7 @@ BUILT_IN = {"bpe_2048": ASSETS / "bpe_2048.tiktoken"}
 
 
 class Tokenizer(Protocol):
-    """What the data path and the text generator need of a tokenizer."""
+    """What data and generation need of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
@@ -39,27 +38,27 @@ class Tokenizer(Protocol):
 
     @property
     def eos_id(self) -> int:
-        """Return the id written after each document."""
+        """Return the id that follows each document."""
 
     @property
     def fingerprint(self) -> str:
-        """Return the SHA-256 of everything that decides which ids a text gets."""
+        """Return a SHA-256 of everything that decides the ids of a text."""
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Return the ids that no text has, by their names."""
+        """Return the ids of the special tokens by name."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, without begin or end token."""
+        """Return the ids of `text`, without begin and end tokens."""
 
     def encode_special(self, texts: Sequence[str]) -> list[Encoded]:
-        """Return the ids of each text, in which the names of special tokens stand for these."""
+        """Return the ids of each text, with the names of special tokens as their ids."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of each text; other threads run meanwhile where the library allows."""
+        """Return the ids of each text; other threads can run meanwhile if the library allows it."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; never raises on cut characters (U+FFFD) or unknown ids."""
+        """Return the text of `ids`; cut characters become U+FFFD, and unknown ids are no error."""
 
 
 class ByteTokenizer:
@@ -88,7 +87,7 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; what is no UTF-8 becomes U+FFFD."""
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD."""
         named = {256: BEGIN_OF_TEXT.encode(), 257: END_OF_TEXT.encode()}
         parts = (bytes([i]) if 0 <= i < 256 else named.get(i, b"\xff") for i in ids)
         return b"".join(parts).decode(errors="replace")
@@ -97,23 +96,22 @@ class ByteTokenizer:
 def build_tokenizer(path: str, *, key: str = "model.tokenizer_path") -> Tokenizer:
     """Return the tokenizer that the setting `key` names.
 
-    `byte` and `bpe_2048` are built in; a folder or a `.json` file is read as Hugging Face's, any
-    other file as tiktoken's. Raises DataError when it is missing, damaged or has no end token.
+    `byte` and `bpe_2048` are built in. A folder or a `.json` file is Hugging Face's, any other file
+    is tiktoken's. Raises DataError if it is missing, damaged or has no end token.
     """
     if path == "byte":
         return ByteTokenizer()
     file = BUILT_IN.get(path) or user_path(path, key=key)
     if not file.exists():
-        raise DataError(
-            f"{key} must be a file, a folder with tokenizer.json, or one of "
+        rule = (
+            f"must be a file, a folder with tokenizer.json, or one of "
             f"{', '.join(['byte', *BUILT_IN])}; found nothing at {path!r:.200}, and nothing is "
             f"downloaded: get the file first"
         )
+        raise DataError(Violation((key,), rule))
     if file.is_dir() and not (file / "tokenizer.json").exists():
-        raise DataError(
-            f"{key}: the folder {path!r} has no tokenizer.json; name a folder that has one, or a "
-            f"tiktoken file itself"
-        )
+        rule = f"the folder {path!r} has no tokenizer.json; name one that has, or a tiktoken file"
+        raise DataError(Violation((key,), rule))
     if file.is_dir() or file.suffix == ".json":
         from torchtitan.data.tokenizer_hf import HuggingFaceTokenizer
 
@@ -124,17 +122,17 @@ def build_tokenizer(path: str, *, key: str = "model.tokenizer_path") -> Tokenize
 
 
 def find_here(path: str) -> Tokenizer | None:
-    """Return the tokenizer if it is built in or on this machine, which may not be the job's."""
+    """Return the tokenizer if it is on this machine, which may not be the one of the job."""
     is_here = path == "byte" or BUILT_IN.get(path, Path(path).expanduser()).exists()
     return build_tokenizer(path) if is_here else None
 
 
 def check_vocabulary(tokenizer: Tokenizer, *, model_vocab_size: int) -> None:
-    """Raise ConfigError if the tokenizer can produce an id that the model has no embedding for."""
+    """Raise ConfigError if the tokenizer has an id without an embedding in the model."""
     if tokenizer.vocab_size > model_vocab_size:
-        raise ConfigError(
-            f"the tokenizer's vocabulary must fit the model's: model.tokenizer_path has "
-            f"{tokenizer.vocab_size} ids, the model {model_vocab_size}; "
-            f"set model.vocab_size to as many rows or more (docs/adapt.md), or choose another "
-            f"model.flavor or tokenizer"
+        rule = (
+            f"the tokenizer's vocabulary must fit the model's: it has {tokenizer.vocab_size} ids, "
+            f"the model {model_vocab_size}; set vocab_size to as many rows or more "
+            f"(docs/adapt.md), or choose another flavor or tokenizer"
         )
+        raise ConfigError(Violation(("model.tokenizer_path", "model.vocab_size"), rule))

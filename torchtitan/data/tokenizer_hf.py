@@ -1,11 +1,11 @@
 """Hugging Face tokenizers: `tokenizer.json`, alone or in a model's folder.
 
-Only the `tokenizers` library is used (the `hf` extra), never `transformers`: it reads the one JSON
-file, needs no network and runs no code of the model's author. But its regular expressions may run
-for ever, and some files make the library panic, so it works in a child process (`foreign.py`).
+The `tokenizers` library (the `hf` extra) reads the JSON file, needs no network and runs no code of
+the model's author. But the file's regular expressions may run forever, and some files make the
+library panic, so it runs in a child process (`foreign.py`).
 
-The file does not say which token ends a document. `tokenizer_config.json` beside it does; without
-it, the names that known models use are tried, and an unknown one is an error rather than a guess.
+The file does not say which token ends a document. `tokenizer_config.json` beside it does. Without
+that, the names that known models use are tried; if there is none of them, it is an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchtitan.base.errors import DataError
 from torchtitan.data.foreign import ForeignError, Limits, Loaded, Program
 from torchtitan.data.text import END_OF_TEXT, Encoded, Ids, read_bytes
 
-# a slow tokenizer encodes a million characters in a second
+# a slow tokenizer encodes a million characters per second
 LIMITS = Limits(seconds=30, gib=16)
 SECONDS_PER_CHAR = 1e-4
 MOST_IDS = 2**30  # twice an id fits a token store
@@ -35,7 +35,7 @@ KNOWN_END_TOKENS = (END_OF_TEXT, "<|endoftext|>", "</s>", "<eos>", "<|endâ–ofâ–
 
 
 def load_tokenizer(source: bytes) -> Loaded:
-    """Return what calls a method below, given its name and argument, and the names of the ids."""
+    """Return a function that calls a method below by name, and the names of the ids."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_str(source.decode())
@@ -55,7 +55,7 @@ def load_tokenizer(source: bytes) -> Loaded:
             encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
         finally:
             tokenizer.encode_special_tokens = True
-        # where they begin is not taken: byte-level tokenizers leave leading spaces out of it
+        # only the ends: byte-level tokenizers begin a token after its leading space
         return [Encoded(each.ids, [end for _, end in each.offsets]) for each in encodings]
 
     def decode(ids: list[int]) -> str:
@@ -75,7 +75,7 @@ def load_tokenizer(source: bytes) -> Loaded:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of any kind that the `tokenizers` library can read, in a child process."""
+    """Any tokenizer that the `tokenizers` library can read, in a child process."""
 
     def __init__(self, path: Path) -> None:
         if find_spec("tokenizers") is None:
@@ -90,12 +90,12 @@ class HuggingFaceTokenizer:
         try:
             self._program = Program(f"{__name__}:load_tokenizer", text, limits=LIMITS)
         except ForeignError as error:
-            raise DataError(f"{file} is no tokenizer.json that can be read: {error}") from error
+            raise DataError(f"{file} must be a valid tokenizer.json: {error}") from error
         vocabulary, self.special_tokens = self._program.about
-        # ids may have gaps, so that counting them is not enough
+        # ids may have gaps
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > MOST_IDS:
-            raise DataError(f"{file} has the id {self.vocab_size - 1}, at most {MOST_IDS - 1} fits")
+            raise DataError(f"ids must be below {MOST_IDS}, {file} has {self.vocab_size - 1}")
         self.eos_id = vocabulary[end_token(file, vocabulary)]
         self.fingerprint = hashlib.sha256(text + str(self.eos_id).encode()).hexdigest()
 
@@ -105,15 +105,15 @@ class HuggingFaceTokenizer:
         return ids
 
     def encode_special(self, texts: Sequence[str]) -> list[Encoded]:
-        """Return the ids of each text, in which the names of special tokens stand for these."""
+        """Return the ids of each text, with the names of special tokens as their ids."""
         encoded: list[Encoded] = self._call("encode_special", list(texts), texts)
         return encoded
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text, encoded by the library's own threads.
 
-        There is one child, so texts of threads that wait for it are sent together: the library
-        divides them among cores, which it cannot do with a single long one.
+        All threads share one child, so it gets the texts of all waiting threads at once: the
+        library divides several texts among cores, but not one long text.
         """
         mine: Future[list[Ids]] = Future()
         self._waiting.append((texts, mine))
@@ -132,12 +132,12 @@ class HuggingFaceTokenizer:
         return mine.result()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; cut characters become U+FFFD, unknown ids are left out."""
+        """Return the text of `ids`; cut characters become U+FFFD, and unknown ids are left out."""
         text: str = self._call("decode", list(ids), [])
         return text
 
     def _call(self, method: str, argument: object, texts: Sequence[str]) -> Any:
-        """Return what the library gives; raise DataError that names the first text it fails on."""
+        """Return the library's result; raise DataError that names the first text that fails."""
         seconds = LIMITS.seconds + SECONDS_PER_CHAR * sum(map(len, texts))
         try:
             (result,) = self._program.run([(method, argument)], seconds=seconds)
@@ -146,30 +146,39 @@ class HuggingFaceTokenizer:
                 return [self._call(method, [text], [text])[0] for text in texts]
             what = f"the text that begins {texts[0][:60]!r}" if texts else f"ids {argument!r:.60}"
             raise DataError(
-                f"the tokenizer {self._file} fails on {what}: {error}; take another tokenizer, or "
-                f"leave that out"
+                f"the tokenizer {self._file} fails on {what}: {error}; use another tokenizer, or "
+                f"leave that text out"
             ) from error
         return result
 
 
+def read_config(file: Path) -> dict[str, Any]:
+    """Return a tokenizer_config.json; empty if there is none. Raise DataError if it is not JSON."""
+    if not file.exists():
+        return {}
+    try:
+        config = json.loads(read_bytes(file))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} must be JSON: {error}") from error
+    return config if isinstance(config, dict) else {}
+
+
+def token_of(config: dict[str, Any], role: str) -> str | None:
+    """Return the token of a role such as `eos_token`, if the config has one."""
+    token = config.get(role)
+    # the token, or a description that holds it
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
 def end_token(file: Path, vocabulary: dict[str, int]) -> str:
-    """Return the name of the token that ends a document; raise DataError if none can be told."""
-    config_file = file.with_name("tokenizer_config.json")
-    if config_file.exists():
-        try:
-            config: Any = json.loads(read_bytes(config_file))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{config_file} is no JSON: {error}") from error
-        name = config.get("eos_token") if isinstance(config, dict) else None
-        # either the name itself or a description of the token that holds it
-        name = name.get("content") if isinstance(name, dict) else name
-        if isinstance(name, str) and name in vocabulary:
-            return name
-    for name in KNOWN_END_TOKENS:
+    """Return the name of the token that ends a document; raise DataError if it is not known."""
+    config = read_config(file.with_name("tokenizer_config.json"))
+    for name in (token_of(config, "eos_token"), *KNOWN_END_TOKENS):
         if name in vocabulary:
             return name
     raise DataError(
-        f"cannot tell which token of {file} ends a document: tokenizer_config.json beside it names "
-        f"none of its tokens as eos_token, and it has none of {', '.join(KNOWN_END_TOKENS)}; "
-        f"put a tokenizer_config.json with eos_token beside it"
+        f"cannot tell which token of {file} ends a document: it has none of "
+        f"{', '.join(KNOWN_END_TOKENS)}; name one of its tokens as eos_token in a "
+        f"tokenizer_config.json beside it"
     )

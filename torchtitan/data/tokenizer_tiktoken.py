@@ -1,11 +1,10 @@
-"""Byte-pair tokenizers in tiktoken's file format: one `base64(token) rank` a line, nothing else.
+"""Byte-pair tokenizers in tiktoken's file format: one `base64(token) rank` per line.
 
 The file holds only the byte strings in order of merging. The split pattern and the special tokens
-are conventions outside it: every file is read with Llama 3's pattern; a file of exactly 128,000
-ranks is taken for Llama 3's and gets its 256 special tokens, any other gets a begin and an end
-token right after its ranks. The `tiktoken` package encodes (five times as fast as `tokenizers`, and
-other threads run meanwhile); its own loader is not used: it keeps copies in a folder for temporary
-files and does not check what it reads.
+are conventions. Every file is read with Llama 3's pattern. A file of exactly 128,000 ranks is Llama
+3's and gets its 256 special tokens; any other gets a begin and an end token after its ranks. The
+`tiktoken` package encodes, five times as fast as `tokenizers`, while other threads run. Its loader
+is not used: it keeps copies in a temporary folder and does not check what it reads.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def llama3_special_tokens() -> list[str]:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Return the token-to-rank table of a tiktoken file; raise DataError naming a bad line."""
+    """Return the ranks of a tiktoken file by token; raise DataError that names a bad line."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_bytes(path).splitlines(), start=1):
         if not line.strip():
@@ -63,8 +62,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         if not expected:
             raise DataError(
                 f"line {number} of tokenizer file {path} must be a new token in base64 and the "
-                f"rank {len(ranks)}, got {line[:60]!r}; the file is damaged or "
-                f"no tiktoken file (of a SentencePiece model take its tokenizer.json)"
+                f"rank {len(ranks)}, got {line[:60]!r}; the file is damaged or not a tiktoken "
+                f"file (of a SentencePiece model use its tokenizer.json)"
             )
         ranks[token] = len(ranks)
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
@@ -103,7 +102,7 @@ class TiktokenTokenizer:
         return ids
 
     def encode_special(self, texts: Sequence[str]) -> list[Encoded]:
-        """Return the ids of each text, in which the names of special tokens stand for these."""
+        """Return the ids of each text, with the names of special tokens as their ids."""
         token = self._encoding.decode_single_token_bytes
         return [
             encode_around(
@@ -120,7 +119,7 @@ class TiktokenTokenizer:
         return [self._encode_array(text) for text in texts]
 
     def _encode_array(self, text: str) -> Ids:
-        # not encode_to_numpy, though faster: before tiktoken 0.11 it let text spell special tokens
+        # not encode_to_numpy, which is faster: before tiktoken 0.11 it read special tokens in text
         encode = self._encoding.encode_ordinary
         pieces = split_text(text, limit=MAX_CHARS)
         arrays = [np.array(encode(piece), np.uint32) for piece in pieces]

@@ -1,9 +1,8 @@
-"""A data set read once, each sample exactly once, by ranks that all run the same batches.
+"""A dataset read once, each sample exactly once, in whole batches over all ranks.
 
-The number of samples is seldom a multiple of what the ranks take at once, and no sample may be left
-out or counted twice to make it one: the mean would shift with the number of ranks. So the last
-batch is filled up with samples without labels. They cost a little time and count for nothing: a
-rank that has no others still takes part in all that ranks do together.
+The number of samples is seldom a multiple of the batch over all ranks. Leaving samples out, or
+counting some twice, would make the mean depend on the number of ranks. So the last batch is filled
+with samples without labels: they add nothing to the loss, and every rank takes part in every batch.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from torchtitan.data.loader import Numbered, Samples
 
 
 class WholeBatches:
-    """The first samples of `dataset`, and as many without labels as make whole batches.
+    """The first samples of `dataset`, filled up to whole batches with samples without labels.
 
-    `batch`: samples that all ranks take at once; `num_batches`: at most so many, None takes all.
+    `batch`: samples per batch over all ranks; `num_batches`: the most to read, None reads all.
     """
 
     def __init__(self, dataset: Numbered, *, batch: int, num_batches: int | None) -> None:

@@ -1,14 +1,13 @@
-"""Samples for supervised fine-tuning: examples put into sequences, the loss only on the answers.
+"""Samples for supervised fine-tuning: one or more examples each, the loss only on the answers.
 
-Examples are tokenised once and planned once: which of them share a sample. Both lie in the cache as
-token stores, the second one with the numbers of examples in the place of tokens, mapped by all
-ranks and workers. As with text, `dataset[k]` is the k-th sample of the run whoever asks, so that
-one number is the position, and a run resumes on the next sample in any layout.
+Examples are tokenised once, and it is planned once which of them share a sample. Both results are
+token stores in the cache, mapped by all ranks and workers; the second holds numbers of examples in
+the place of tokens. The order of samples is that of any `Dataset`, so a position is one number, and
+a run resumes on the next sample in any layout.
 
-A sample's tensors are made anew each time it is asked for, labels with them: there is no mask that
-could be kept, changed, and be wrong. An example of n tokens takes n - 1 places, since its last
-token is only a label; no label crosses from one example to the next. What is left is filled with
-the end token, which is harmless: its places have no labels, whatever token stands there.
+A sample's tensors, labels included, are made each time the sample is read; no mask is stored. An
+example of n tokens takes n - 1 places, since its last token is only a label, and no label crosses
+from one example to the next. The rest is filled with the end token, without labels.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import amount
-from torchtitan.data.builtin import SyntheticExamples
-from torchtitan.data.chat import ChatTemplate
-from torchtitan.data.chat_files import find_template
-from torchtitan.data.dataset import IGNORED
-from torchtitan.data.examples import Encoder, Example, check_is_lines, parse_example, read_examples
+from torchtitan.data.dataset import IGNORED, Dataset, tells_documents
 from torchtitan.data.files import find_files
-from torchtitan.data.packing import pack
 from torchtitan.data.prepare import cached
-from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.sampler import Permutation
 from torchtitan.data.source import check_heads, file_identity
 from torchtitan.data.split import Side
 from torchtitan.data.store import StoreWriter, TokenStore
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.sft.chat import ChatTemplate
+from torchtitan.sft.chat_files import find_template
+from torchtitan.sft.examples import Encoder, Example, check_is_lines, read_examples
+from torchtitan.sft.packing import pack
+from torchtitan.sft.synthetic import SyntheticExamples
 
 if TYPE_CHECKING:
+    from torchtitan.data.loader import Samples
     from torchtitan.data.settings import TrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -51,20 +50,6 @@ logger = logging.getLogger(__name__)
 FORMAT, ORDER = "examples 2", "1"
 WINDOW = 1 << 14
 EXAMPLES_AT_ONCE = 64
-
-
-class ExampleSource(Protocol):
-    """Examples that can be read again and again, always the same."""
-
-    @property
-    def name(self) -> str:
-        """Return what to call it in messages."""
-
-    def identity(self) -> list[str]:
-        """Return what changes when the examples may have changed."""
-
-    def examples(self) -> Iterator[Example]:
-        """Yield all examples in a fixed order."""
 
 
 class FileExamples:
@@ -79,7 +64,7 @@ class FileExamples:
         return [*map(file_identity, self._files)]
 
     def examples(self) -> Iterator[Example]:
-        """Yield the examples of each file, once it is known that none is binary."""
+        """Check that no file is binary, then yield the examples of each."""
         for file in self._files:
             check_is_lines(file)
         check_heads(self._files)
@@ -87,58 +72,33 @@ class FileExamples:
             yield from read_examples(file)
 
 
-class BuiltInExamples(SyntheticExamples):
-    """The generated ones."""
+class ExampleSource:
+    """Samples of one or more examples each.
 
-    def examples(self) -> Iterator[Example]:
-        """Yield them as if they were lines of a file."""
-        for number, value in enumerate(self.values(), start=1):
-            yield parse_example(value, where=f"{self.name} {number}")
-
-
-class ExampleDataset:
-    """All samples of a run in training order; `dataset[k]` is `{"tokens", "labels"}`, int64 [S].
-
-    With `tells_documents` there are `document_lengths` too, int64: the places of each example of
-    the sample, one after another, and those of the padding, if any, as one more document.
+    Each example counts as a document in `document_lengths`, and so does the padding.
 
     Args:
-        examples: numbers of the `Encoder`, a document an example.
-        samples: the examples of each sample.
-        seed: with the data it decides the order.
-        pad_id: the token of places that are left.
-        num_epochs: how often each sample comes; None never ends.
-        fingerprint: what samples and their order are made of, by name.
+        examples: numbers of the `Encoder`, a document per example.
+        samples: numbers of examples, a document per sample.
+        pad_id: the token that fills the rest of a sample.
     """
 
     def __init__(
-        self,
-        examples: TokenStore,
-        samples: TokenStore,
-        *,
-        seq_len: int,
-        seed: int,
-        pad_id: int,
-        num_epochs: int | None,
-        tells_documents: bool,
-        fingerprint: dict[str, str],
+        self, examples: TokenStore, samples: TokenStore, training: TrainingConfig, *, pad_id: int
     ) -> None:
-        self._examples, self._samples = examples, samples
-        self.stores = [examples]
-        self._seq_len, self._seed, self._pad_id = seq_len, seed, pad_id
-        self._tells_documents = tells_documents
-        self.num_samples = None if num_epochs is None else num_epochs * samples.num_documents
-        self.fingerprint = {**fingerprint, "seq_len": str(seq_len), "seed": str(seed)}
+        self.stores: Sequence[TokenStore] = [examples]
+        self._samples, self._seq_len, self._pad_id = samples, training.seq_len, pad_id
+        self._tells_documents = tells_documents(training)
+        self.num_samples = samples.num_documents
 
-    def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
-        epoch, index = divmod(k, self._samples.num_documents)
-        order = Permutation(self._samples.num_documents, seed=self._seed, epoch=epoch, source=0)
+    def __getitem__(self, i: int) -> Samples:
+        [examples] = self.stores
         tokens = torch.full((self._seq_len,), self._pad_id)
         labels = torch.full((self._seq_len,), IGNORED)
         lengths: list[int] = []
         begin = 0
-        for number in self._samples.document(order[index]):
-            row = self._examples.document(number)[: self._seq_len + 1]
+        for number in self._samples.document(i):
+            row = examples.document(number)[: self._seq_len + 1]
             row = torch.from_numpy(row.astype(np.int64))
             ids, due = row >> 1, (row & 1).bool()
             end = begin + len(row) - 1
@@ -152,10 +112,6 @@ class ExampleDataset:
             lengths.append(self._seq_len - begin)
         return {"tokens": tokens, "labels": labels, "document_lengths": torch.tensor(lengths)}
 
-    def sample_hash(self, k: int) -> str:
-        """Return 16 hexadecimal digits that tell sample k's tokens from others."""
-        return hash_tokens(self[k]["tokens"])
-
 
 def build_examples(
     training: TrainingConfig,
@@ -165,17 +121,17 @@ def build_examples(
     seed: int,
     held_out: bool = False,
     side: Side | None = None,
-) -> ExampleDataset:
-    """Return the samples that `[training]` describes; examples are tokenised unless that was done.
+) -> Dataset:
+    """Build the samples of examples that `[training]` describes, tokenised unless that was done.
 
     `held_out`: of generated examples the part that is never trained on. `side`: of all examples
-    those that are held out by their hash, or the others. Raises DataError for examples or a
-    template that are missing or wrong, and when none is usable.
+    those that are held out by their hash, or the others. Raises DataError if examples or template
+    are missing or wrong, or no example is usable.
     """
     template = find_template(
         training.chat_template, tokenizer=tokenizer, tokenizer_path=tokenizer_path
     )
-    source: ExampleSource = BuiltInExamples(held_out=held_out)
+    source: FileExamples | SyntheticExamples = SyntheticExamples(held_out=held_out)
     if training.dataset == "examples":
         source = FileExamples([f for entry in training.dataset_path for f in find_files(entry)])
     template_hash = _hash(template)
@@ -188,32 +144,29 @@ def build_examples(
     )
     content = examples.content_hash()
     divided = side.fingerprint() if side else {}
-    plan = Plan(training.seq_len, seed, training.packing, training.long_examples)
-    groups, planned = cached(
-        [FORMAT, ORDER, content, *plan, *divided.items()],
+    seq_len, packing, long_examples = training.seq_len, training.packing, training.long_examples
+    samples, planned = cached(
+        [FORMAT, ORDER, content, seq_len, seed, packing, long_examples, *divided.items()],
         what=f"the samples of {source.name}",
         cache=training.dataset_cache,
         vocab_size=examples.num_documents,
-        write=lambda writer: _plan(examples, plan, side, writer=writer),
+        write=lambda writer: _plan(examples, training, seed=seed, side=side, writer=writer),
     )
-    _report(found, planned, plan=plan)
-    return ExampleDataset(
-        examples,
-        groups,
-        seq_len=training.seq_len,
+    _report(found, planned, training)
+    return Dataset(
+        [ExampleSource(examples, samples, training, pad_id=tokenizer.eos_id)],
         seed=seed,
-        pad_id=tokenizer.eos_id,
         num_epochs=training.num_epochs,
-        tells_documents=training.document_attention == "within"
-        or training.document_positions == "restart",
         fingerprint={
             "data": content,
             "tokenizer": tokenizer.fingerprint,
             "chat template": template_hash,
-            "packing": training.packing,
-            "long examples": training.long_examples,
+            "packing": packing,
+            "long examples": long_examples,
             "order": f"{ORDER} of examples",
             **divided,
+            "seq_len": str(seq_len),
+            "seed": str(seed),
         },
     )
 
@@ -225,8 +178,10 @@ def _hash(template: ChatTemplate | None) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _encode(source: ExampleSource, encoder: Encoder, *, writer: StoreWriter) -> dict[str, Any]:
-    """Write the rows of all examples in which there is something to learn."""
+def _encode(
+    source: FileExamples | SyntheticExamples, encoder: Encoder, *, writer: StoreWriter
+) -> dict[str, Any]:
+    """Write the numbers of all examples in which there is something to learn."""
     num_skipped = 0
     examples = source.examples()
     while batch := [*islice(examples, EXAMPLES_AT_ONCE)]:
@@ -236,12 +191,12 @@ def _encode(source: ExampleSource, encoder: Encoder, *, writer: StoreWriter) -> 
             else:
                 writer.add(row, ends_document=True)
     if not writer.num_documents and not num_skipped:
-        raise DataError(f"data must hold examples, {source.name} has blank lines alone; add some")
+        raise DataError(f"data must hold examples, {source.name} has only blank lines; add some")
     if not writer.num_documents:
         raise DataError(
             f"there must be an example with an answer to learn, {source.name} has "
-            f"{amount(num_skipped, 'example')}, and no assistant's words or completion in any; "
-            f"if there are such, see what the {{% generation %}} marks of the chat template hold"
+            f"{amount(num_skipped, 'example')} without an assistant's words or a completion; if "
+            f"they have some, check what the chat template marks by {{% generation %}}"
         )
     return {
         "source": source.name,
@@ -251,21 +206,18 @@ def _encode(source: ExampleSource, encoder: Encoder, *, writer: StoreWriter) -> 
     }
 
 
-class Plan(NamedTuple):
-    """What decides which examples share a sample."""
-
-    seq_len: int
-    seed: int
-    packing: Literal["packed", "padded"]
-    long_examples: Literal["truncate", "skip"]
-
-
 def _plan(
-    examples: TokenStore, plan: Plan, side: Side | None, *, writer: StoreWriter
+    examples: TokenStore,
+    training: TrainingConfig,
+    *,
+    seed: int,
+    side: Side | None,
+    writer: StoreWriter,
 ) -> dict[str, Any]:
     """Write the numbers of the examples of each sample."""
-    # neighbours in a file are alike; this order is not that of the samples, source 0
-    order = Permutation(examples.num_documents, seed=plan.seed, epoch=0, source=1)
+    seq_len = training.seq_len
+    # shuffled, as neighbours in a file are alike; source 0 is the order of the samples
+    order = Permutation(examples.num_documents, seed=seed, epoch=0, source=1)
     counts: Counter[str] = Counter()
     numbers: list[int] = []
     lengths: list[int] = []
@@ -274,11 +226,11 @@ def _plan(
         if side is not None and not side.has(row):
             counts["other_side"] += 1
             continue
-        if len(row) > plan.seq_len + 1:
+        if len(row) > seq_len + 1:
             counts["too_long"] += 1
-            if plan.long_examples == "skip":
+            if training.long_examples == "skip":
                 continue
-            row = row[: plan.seq_len + 1]
+            row = row[: seq_len + 1]
         if not (num_due := int((row[1:] & 1).sum())):
             counts["answer_cut_off"] += 1
             continue
@@ -289,13 +241,14 @@ def _plan(
     if side is not None and not ours:
         raise side.refuse(needed="one example", found=f"none of {examples.num_documents}")
     if not numbers:
-        raise DataError(
-            f"there must be an example with an answer within training.seq_len = {plan.seq_len} "
-            f"tokens, found none in {amount(ours, 'example')}; raise training.seq_len"
+        rule = (
+            f"there must be an example with an answer in its first {seq_len} tokens, found "
+            f"none in {amount(ours, 'example')}; raise seq_len"
         )
+        raise DataError(Violation(("seq_len",), rule))
     groups: Iterable[list[int]] = ([place] for place in range(len(lengths)))
-    if plan.packing == "packed":
-        groups = pack(lengths, capacity=plan.seq_len, window=WINDOW)
+    if training.packing == "packed":
+        groups = pack(lengths, capacity=seq_len, window=WINDOW)
     for group in groups:
         writer.add(np.array([numbers[place] for place in group]), ends_document=True)
     return {
@@ -306,9 +259,9 @@ def _plan(
     }
 
 
-def _report(found: Mapping[str, Any], planned: Mapping[str, Any], *, plan: Plan) -> None:
-    """Say once what became of the examples."""
-    seq_len = plan.seq_len
+def _report(found: Mapping[str, Any], planned: Mapping[str, Any], training: TrainingConfig) -> None:
+    """Log what became of the examples."""
+    seq_len = training.seq_len
     capacity = planned["num_samples"] * seq_len
     logger.info(
         "%s: %d of %s in %s of %s, %.1f %% padding, loss on %.1f %%",
@@ -323,12 +276,12 @@ def _report(found: Mapping[str, Any], planned: Mapping[str, Any], *, plan: Plan)
     long, cut_off = planned.get("too_long", 0), planned.get("answer_cut_off", 0)
     if long or cut_off or found["without_answer"]:
         logger.warning(
-            "%s: longer than training.seq_len = %d: %s (long_examples: %s); left out: %s without "
+            "%s: longer than seq_len = %d: %s (long_examples: %s); left out: %s without "
             "an answer, and %d without one in the first %s",
             found["source"],
             seq_len,
             amount(long, "example"),
-            plan.long_examples,
+            training.long_examples,
             amount(found["without_answer"], "example"),
             cut_off,
             amount(seq_len, "token"),

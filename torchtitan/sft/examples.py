@@ -1,18 +1,17 @@
-"""Examples to learn from: a line of JSON each, checked; as tokens, and which of them to learn.
+"""Examples to fine-tune on: read from JSON lines, checked, and made tokens with or without loss.
 
-A line is a conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`, or a text and how it
-goes on, `{"prompt": ..., "completion": ...}`. The loss is due where the model has to write: the
+A line is a conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`, or a prompt with its
+completion, `{"prompt": ..., "completion": ...}`. The loss is on what the model has to write: the
 assistant's words and the token that ends its turn; the completion and the end-of-document token. An
-answer that is empty is not learnt, whichever way it is written, nor is one with `"weight": 0`.
+empty answer is not learnt, nor is one with `"weight": 0`.
 
-A conversation is tokenised as one text, as it is when the model is used, and a token is the
-assistant's if any character of it is. With templates that put a special token on both sides of an
-answer no token has characters of both. A prompt and its completion are tokenised apart: nothing
-divides them, and when the model is used it is given the tokens of the prompt alone.
+A conversation is tokenised as one text, as when the model is used, and a token is learnt if any of
+its characters is the assistant's. Templates with a special token on both sides of an answer have no
+token with characters of two turns. A prompt and its completion are tokenised separately: nothing
+stands between them, and in use the model gets only the tokens of the prompt.
 
-A special token in somebody's words would end a turn that is not over. What the messages say is
-therefore searched for such names, and they are errors; in prompts and completions, which no
-template writes, they are plain text.
+The name of a special token in a message would end a turn too early, so it is an error. In prompts
+and completions, which no template writes, it is plain text.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.base.errors import DataError
-from torchtitan.data.chat import BEGIN_MARK, END_MARK, ChatTemplate, Conversation, Message
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.data.files import kind_of
 from torchtitan.data.source import read_lines
 from torchtitan.data.text import any_of, check_characters, parse_line, type_name
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.sft.chat import BEGIN_MARK, END_MARK, ChatTemplate, Conversation, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 WEIGHTS = ("0", "1", "0.0", "1.0")
@@ -42,7 +41,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Continuation:
-    """A text and how it goes on."""
+    """A prompt with its completion."""
 
     prompt: str
     completion: str
@@ -54,29 +53,29 @@ Marked = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 
 
 def read_examples(file: Path) -> Iterator[Example]:
-    """Yield the examples of a JSON Lines file; raise DataError for what is none, with its place."""
+    """Yield the examples of a JSON Lines file; a DataError names the place of a wrong one."""
     check_is_lines(file)
     for line, where in read_lines(file):
         yield parse_example(parse_line(line, where=where), where=where)
 
 
 def check_is_lines(file: Path) -> None:
-    """Raise DataError for a file that is not JSON Lines, by its name."""
+    """Raise DataError for a file whose name is not of JSON Lines."""
     if kind_of(file) != "lines":
         raise DataError(
             f"examples must be JSON Lines (.jsonl, .ndjson, .json), got {file}; "
-            f'text is read with training.dataset = "files"'
+            f'text is read with dataset = "files"'
         )
 
 
 def parse_example(value: object, *, where: str) -> Example:
-    """Return the example that a line holds, or raise DataError. Other keys do not matter."""
+    """Return the example in a line, or raise DataError. Other keys are ignored."""
     keys = value.keys() if isinstance(value, dict) else set()
     if not isinstance(value, dict) or ("messages" in keys) == bool({"prompt", "completion"} & keys):
         got = f"keys {', '.join(map(repr, keys))}" if keys else "neither"
         if not isinstance(value, dict):
             got = type_name(value)
-        hint = '; text is read with training.dataset = "files"' if "text" in keys else ""
+        hint = '; text is read with dataset = "files"' if "text" in keys else ""
         raise DataError(f"{where} must be {SHAPES}, got {got}{hint}")
     for text in _strings(value):
         check_characters(text, where=where)
@@ -110,7 +109,7 @@ def _messages(messages: object, *, where: str) -> Sequence[Message]:
                 f"{where}: message {number} must have a content that is text, got {got}"
             )
         weight = message.get("weight")
-        # true is 1 to Python
+        # by repr: to Python true is 1
         if role == "assistant" and weight is not None and repr(weight) not in WEIGHTS:
             raise DataError(
                 f"{where}: the weight of message {number} must be 0 (not learnt) or 1, got "
@@ -124,7 +123,7 @@ def _are_objects(value: object) -> bool:
 
 
 def _strings(value: object) -> Iterator[str]:
-    """Yield all text in a value of JSON, keys too."""
+    """Yield all text in a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -137,23 +136,23 @@ def _strings(value: object) -> Iterator[str]:
 
 
 class Encoder:
-    """Make examples rows of numbers: twice the id of a token, plus one where the loss is due.
+    """Turns examples into numbers: twice the id of each token, plus one if it is learnt.
 
-    One number a token, so that a token store holds both. `num_without_end` counts conversations
-    whose template has marks that leave the end of the turn out.
+    So a token store holds both. `num_without_end` counts the conversations in which the marks of
+    the template leave out the end of the turn.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer, self._template = tokenizer, template
-        # the two marks are nobody's characters
+        # the marks too
         forbidden = [*tokenizer.special_tokens, BEGIN_MARK, END_MARK]
         self._forbidden = re.compile(any_of(forbidden))
         self.num_without_end = 0
 
     def encode(self, examples: Sequence[Example]) -> list[npt.NDArray[np.int64] | None]:
-        """Return each example's numbers, or None if there is nothing in it to be learnt.
+        """Return the numbers of each example, or None if there is nothing to learn in it.
 
-        Template and tokenizer may be in other processes: many at once cost less.
+        Template and tokenizer may run in other processes, so many at once cost less.
         """
         chats = [example for example in examples if isinstance(example, Conversation)]
         others = [example for example in examples if isinstance(example, Continuation)]
@@ -174,24 +173,25 @@ class Encoder:
             yield ids, np.arange(len(ids)) >= len(prompt)
 
     def ask(self, question: Conversation) -> list[int]:
-        """Return the tokens after which the model is to write the next answer."""
+        """Return the tokens after which the model writes the next answer."""
         template = self._checked(question)
         text = template.render(question, add_generation_prompt=True)
         return list(self._tokenizer.encode_special([text])[0].ids)
 
     def _checked(self, example: Conversation) -> ChatTemplate:
-        """Return the template, once it is found that there is one and that it divides the turns."""
+        """Return the template; raise DataError if there is none, or a message spells a token."""
         if self._template is None:
-            raise DataError(
-                f"{example.where} has messages, which need a chat template, but the tokenizer has "
-                f"none beside it (chat_template.jinja or tokenizer_config.json); "
-                f"set training.chat_template to a Jinja file"
+            rule = (
+                f"must name a Jinja file: {example.where} has messages, which need a chat "
+                f"template, and the tokenizer has none (chat_template.jinja or "
+                f"tokenizer_config.json beside it)"
             )
+            raise DataError(Violation(("chat_template",), rule))
         for text in _strings([*example.messages, *(example.tools or ())]):
             if found := self._forbidden.search(text):
                 raise DataError(
-                    f"{example.where}: no message may spell a special token, which would end a "
-                    f"turn or begin one, found {found[0]!r}; remove it, or write it in another way"
+                    f"{example.where}: no message may spell a special token, which could end its "
+                    f"turn, found {found[0]!r}; remove it, or write it differently"
                 )
         return self._template
 
@@ -205,9 +205,9 @@ class Encoder:
 
 
 def touched(ends: Sequence[int], *, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
-    """Tell which tokens have a character in one of the spans, given where each token ends.
+    """Return which tokens have a character in one of the spans, given where each token ends.
 
-    A token begins where the one before it ends; several that are one character's have all of it.
+    A token begins where the one before it ends; tokens that share a character each have all of it.
     """
     stops = np.array(ends, np.int64)
     starts = np.minimum(np.concatenate([[0], stops])[:-1], stops - 1)

@@ -1,11 +1,10 @@
 """Examples of different lengths put together into samples of equal length.
 
-One example a sample would fill most of a batch with padding. Cutting examples to fill samples, as
-is done with text, would tear answers from their questions. So whole examples are put together by
-best fit decreasing: from the longest to the shortest, each into the sample that it fills best.
-The number of samples is at most 11/9 of the fewest possible, and a little (Johnson, "Near-optimal
-bin packing algorithms", 1973); with as many short examples as data for fine-tuning has, next to
-nothing is left empty.
+One example per sample would fill most of a batch with padding. Cutting examples to fill samples, as
+with text, would separate answers from their questions. So whole examples are packed by best fit
+decreasing: from the longest to the shortest, each into the sample where it leaves the least room.
+This takes at most 11/9 of the fewest samples possible, plus a constant (Johnson, "Near-optimal bin
+packing algorithms", 1973). Data for fine-tuning have many short examples, so little stays empty.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from collections.abc import Iterator, Sequence
 def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
     """Return groups of places in `lengths`, each of at most `capacity` together.
 
-    All places come once. Equal lengths keep their order, so that the groups are a pure function of
-    the lengths.
+    Each place comes once. Equal lengths keep their order, so the groups depend only on the lengths.
     """
     assert all(0 < length <= capacity for length in lengths)
     groups: list[list[int]] = []
@@ -41,7 +39,7 @@ def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
 def pack(lengths: Sequence[int], *, capacity: int, window: int) -> Iterator[list[int]]:
     """Yield the groups of the first `window` lengths, then those of the next, and so on.
 
-    Examples stay near those that came with them, and a search is never over more than a window.
+    Examples stay near their neighbours, and a search is over at most a window.
     """
     for first in range(0, len(lengths), window):
         for group in best_fit(lengths[first : first + window], capacity=capacity):

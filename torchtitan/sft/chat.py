@@ -1,19 +1,19 @@
-"""Chat templates: a conversation as the text that the model is to read, and which of it is its own.
+"""Chat templates: a conversation as the text that a model reads, and which parts of it are learnt.
 
-A template is a Jinja program that comes with a model. It is somebody else's code, so it runs in
-Jinja's sandbox, which lets it neither reach Python's inside nor change what it is given, and this
-in a child process, whose time and memory are bounded (`foreign.py`). What it may use is what
-`transformers` gives it, so that the same text results.
+A template is a Jinja program that comes with a model. Strangers wrote it, so it runs in Jinja's
+sandbox, where it can neither reach Python's internals nor change its input, and that in a child
+process with bounded time and memory (`data/foreign.py`). It may use what `transformers` gives it,
+so the text is the same.
 
-What the assistant wrote is where the loss is due. A template may say so itself, by `{% generation
-%}` marks around it. Most do not; then it is told by prefixes. The text of the conversation up to an
-answer, ended by what asks for one, is what the model is given when it answers; so whatever the text
-with the answer has beyond that is what the model must write. This is right exactly where the one is
-the beginning of the other, and a template that writes earlier turns in another way once later ones
-follow (as some do that drop the reasoning of all answers but the last) is refused.
+The loss is on what the assistant wrote. A template may mark that by `{% generation %}` tags. Most
+do not; then prefixes tell. The text of the conversation before an answer, with the generation
+prompt, is what the model gets when it answers; whatever the text with the answer has beyond that is
+what the model must write. This holds only if the first text is a prefix of the second. A template
+that writes earlier turns differently once later ones follow (some drop the reasoning of all answers
+but the last) is refused.
 
-Not every answer is to be learnt: one that says nothing would teach only to end the turn, and one of
-weight 0, as in OpenAI's format, is there for what comes after it.
+Not every answer is learnt: an empty one would only teach to end the turn, and one of weight 0, as
+in OpenAI's format, is there for what comes after it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import amount
 from torchtitan.data.foreign import ForeignError, Limits, Loaded, Program
 from torchtitan.data.text import any_of
 
 Message = Mapping[str, Any]
 
-# noncharacters of Unicode, which stand in no text
+# noncharacters of Unicode: no text holds them
 BEGIN_MARK, END_MARK = "\ufdd0", "\ufdd1"
 
 
@@ -50,7 +50,7 @@ MAX_CHARS = 1 << 26
 
 
 class Conversation(NamedTuple):
-    """Messages in turn, the tools that they speak of, and file and line for messages of ours."""
+    """Messages, the tools that they refer to, and file and line for errors."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None
@@ -58,7 +58,7 @@ class Conversation(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The first messages of a conversation, and whether an answer is asked for behind them."""
+    """The first messages of a conversation; `asks`: then the generation prompt."""
 
     conversation: Conversation
     num_messages: int
@@ -66,19 +66,19 @@ class _Part(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, and from where to where in it the parts reach that are learnt."""
+    """A conversation as text, and begin and end of each part that is learnt."""
 
     text: str
     spans: list[tuple[int, int]]
 
 
 class GenerationMarks(Extension):
-    """`{% generation %}` to `{% endgeneration %}`: a mark before and one behind what is inside."""
+    """`{% generation %}` to `{% endgeneration %}`: a mark before and after what is inside."""
 
-    tags = {"generation"}  # noqa: RUF012, Jinja's way to say it
+    tags = {"generation"}  # noqa: RUF012, Jinja's protocol
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Take the tag and all up to its end."""
+        """Parse from the tag to its end."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return [_written(BEGIN_MARK, line), *body, _written(END_MARK, line)]
@@ -89,7 +89,7 @@ def _written(text: str, line: int) -> nodes.Node:
 
 
 class LoudUndefined(Undefined):
-    """A name without a value: it may be asked for, as Jinja's own, but writing it is an error."""
+    """A name without a value: a template may test it, but writing it is an error."""
 
     def __str__(self) -> NoReturn:
         self._fail_with_undefined_error()
@@ -121,31 +121,33 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def load_template(source: bytes) -> Loaded:
-    """Return what renders a template, given its variables, and whether it has generation marks."""
+    """Return what renders a template, and whether it has generation marks."""
     environment, text = _environment(), source.decode()
     try:
         tree = environment.parse(text)
         template = environment.from_string(text)
     except TemplateSyntaxError as error:
-        raise ValueError(f"line {error.lineno} is not: {error.message}") from error
+        raise ValueError(f"line {error.lineno}: {error.message}") from error
 
     def render(variables: Mapping[str, Any]) -> str:
         written = template.render(variables)
         if len(written) > MAX_CHARS:
-            raise ValueError(f"it writes {len(written)} characters, at most {MAX_CHARS} are taken")
-        written.encode()  # half a character, which a template can spell, is an error
+            raise ValueError(
+                f"it writes {len(written)} characters, at most {MAX_CHARS} are allowed"
+            )
+        written.encode()  # half of a surrogate pair is an error
         return written
 
     return render, any(data.data == BEGIN_MARK for data in tree.find_all(nodes.TemplateData))
 
 
 class ChatTemplate:
-    """A template, found to be well-formed.
+    """A template that is well-formed.
 
     Args:
         source: the Jinja text.
-        origin: where it was found, for messages.
-        variables: texts of the special tokens that have a role: bos_token, eos_token ...
+        origin: where it comes from, for messages.
+        variables: the special tokens by role: bos_token, eos_token ...
         special: the names of all special tokens.
         trusted: it came with this package.
     """
@@ -164,24 +166,22 @@ class ChatTemplate:
                 f"{__name__}:load_template", source.encode(), limits=LIMITS, trusted=trusted
             )
         except ForeignError as error:
-            raise DataError(
-                f"the chat template {origin} must be valid Jinja, {error}; mend it, or set "
-                f"training.chat_template to another"
-            ) from error
+            rule = f"{origin} must be valid Jinja, {error}; mend it, or name another"
+            raise DataError(Violation(("chat_template",), rule)) from error
         self.source, self.origin, self.variables = source, origin, dict(variables)
         self._special = re.compile(rf"\s*(?:{any_of(special)})")
         self._ending = re.compile(rf"(?:{any_of(special)})(?=\s*\Z)")
 
     def render(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
-        """Return the text, as the model is to read it; raise DataError for what goes wrong."""
+        """Return the text that the model reads; raise DataError if the template fails."""
         part = _Part(conversation, len(conversation.messages), add_generation_prompt)
         (marked,) = self._run([part])
         return marked.replace(BEGIN_MARK, "").replace(END_MARK, "")
 
     def end_of_turn(self) -> str | None:
-        """Return the special token that the template writes behind an answer; None: it writes none.
+        """Return the special token that the template writes after an answer; None: it writes none.
 
-        Raises DataError where it fails on a question and an answer.
+        Raises DataError if it fails on a question and an answer.
         """
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
         text = self.render(Conversation(turns, None, "to find the token that ends an answer"))
@@ -189,12 +189,12 @@ class ChatTemplate:
         return found[0].strip() if found else None
 
     def conversations(self, conversations: Sequence[Conversation]) -> list[Rendered]:
-        """Return their texts and what of each is to be learnt; raise DataError if that is unclear.
+        """Return their texts and the parts to learn; raise DataError if these are unclear.
 
-        Parts end with the special token that ends the turn. White space behind it, which some
-        templates write, is nothing that the model will be asked for. Many at once cost less.
+        A part ends with the special token that ends the turn, without the white space that some
+        templates write after it. Many at once cost less.
         """
-        # the whole, and before each answer to be learnt what asks for it, and the text with it
+        # the whole; for each answer to learn, the text that asks for it, and the text with it
         parts = [
             [
                 _Part(conversation, len(conversation.messages), False),
@@ -231,10 +231,10 @@ class ChatTemplate:
             if number < len(messages):
                 asked = f"the answer of message {number + asks} {'begins' if asks else 'ends'}"
                 raise DataError(
-                    f"{where}: to tell where {asked}, the first {amount(number, 'message')} "
-                    f"must be rendered alone, and there the chat template {self.origin} fails: "
-                    f"{error}; put a message before it that the template needs, or {MARKS} around "
-                    f"the assistant's part in the template"
+                    f"{where}: to find where {asked}, the first {amount(number, 'message')} "
+                    f"must be rendered alone, but there the chat template {self.origin} fails: "
+                    f"{error}; put the message that the template needs before it, or put {MARKS} "
+                    f"around the assistant's part in the template"
                 ) from error
             raise DataError(
                 f"{where}: the chat template {self.origin} fails: {error}; "
@@ -242,7 +242,7 @@ class ChatTemplate:
             ) from error
 
     def _divide(self, conversation: Conversation, texts: Sequence[str]) -> Rendered:
-        """Return a conversation, given the texts of its parts."""
+        """Return text and parts to learn of a conversation, given the texts of its parts."""
         messages, _, where = conversation
         whole, *texts = texts
         if self._program.about:
@@ -255,9 +255,9 @@ class ChatTemplate:
                 plain = self.render(conversation._replace(messages=messages[:i])) if i else ""
                 why = _difference(plain, given, answered)
                 raise DataError(
-                    f"{where}: it cannot be told where the answer of message {i + 1} begins and "
-                    f"ends in the text of the chat template {self.origin}, {why} put {MARKS} "
-                    f"around the assistant's part in the template"
+                    f"{where}: cannot find where the answer of message {i + 1} begins and ends in "
+                    f"the text of the chat template {self.origin}, {why} put {MARKS} around the "
+                    f"assistant's part in the template"
                 )
             ending = self._ending.search(answered, len(given))
             spans.append((len(given), ending.end() if ending else len(answered)))
@@ -266,21 +266,21 @@ class ChatTemplate:
     def _due(
         self, spans: list[tuple[int, int]], messages: Sequence[Message], *, where: str
     ) -> list[tuple[int, int]]:
-        """Return those of the marked parts that are to be learnt."""
+        """Return the marked parts that are to be learnt."""
         due = [is_due(message) for message in messages if message["role"] == "assistant"]
         if not all(due):
             if len(due) != len(spans):
                 raise DataError(
-                    f"{where}: an answer that is empty or has weight 0 is not learnt, but it "
-                    f"cannot be told which part is its own, for the chat template {self.origin} "
-                    f"marks {amount(len(spans), 'part')} for {amount(len(due), 'answer')}; put "
-                    f"one pair of {MARKS} around each answer"
+                    f"{where}: cannot find the part of an answer that is empty or has weight 0, "
+                    f"which is not learnt: the chat template {self.origin} marks "
+                    f"{amount(len(spans), 'part')} for {amount(len(due), 'answer')}; put one pair "
+                    f"of {MARKS} around each answer"
                 )
             spans = [span for span, learnt in zip(spans, due, strict=True) if learnt]
         return [(start, stop) for start, stop in spans if start < stop]
 
     def leaves_out_end(self, rendered: Rendered) -> bool:
-        """Tell whether an answer's special token at the end stands behind the template's mark."""
+        """Return whether the token that ends an answer is outside the template's marks."""
         return any(
             self._special.match(rendered.text, stop) and not self._ending.search(part)
             for start, stop in rendered.spans
@@ -289,24 +289,24 @@ class ChatTemplate:
 
 
 def is_due(message: Message) -> bool:
-    """Tell whether a message is an answer that is to be learnt."""
+    """Return whether a message is an answer to learn."""
     says = any(message.get(key) for key in SAYS)
     return message["role"] == "assistant" and says and message.get("weight") != 0
 
 
 def _difference(plain: str, given: str, answered: str) -> str:
-    """Say why the text that asks for an answer is not the beginning of the text with it.
+    """Say why the text that asks for an answer is not a prefix of the text with it.
 
-    `plain` is the text before the answer, `given` the same with what asks for one.
+    `plain` is the text before the answer, `given` the same with the generation prompt.
     """
     pairs = enumerate(zip(given, answered, strict=False))
     common = next((i for i, (one, other) in pairs if one != other), len(answered))
     if common < len(given) and given.startswith(plain) and common >= len(plain):
         return (
-            f"whose generation prompt writes {given[common:]!r}, with which the text of the "
-            f"answer does not begin; let it begin so, or"
+            f"whose generation prompt writes {given[common:]!r}, but the text of the answer does "
+            f"not begin with that; let it begin so, or"
         )
-    return "which writes earlier messages in another way once later ones follow;"
+    return "which writes earlier messages differently once later ones follow;"
 
 
 def _unmarked(text: str) -> Rendered:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.data.chats import CHAT, write_lines, write_tokenizer
+from tests.sft.chats import CHAT, write_lines, write_tokenizer
 from torchtitan.base.errors import DataError
-from torchtitan.data.chat_files import find_template
-from torchtitan.data.examples import Continuation, Conversation, Encoder, read_examples, touched
 from torchtitan.data.text import encode_around
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
+from torchtitan.sft.chat_files import find_template
+from torchtitan.sft.examples import Continuation, Conversation, Encoder, read_examples, touched
 
 BYTE = ByteTokenizer()
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from torchtitan.data.packing import best_fit, pack
+from torchtitan.sft.packing import best_fit, pack
 
 DISTRIBUTIONS = {
     "uniform": lambda draw: 1 + int(draw() * 1024),

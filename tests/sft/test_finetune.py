@@ -13,14 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.data.chats import CHAT, CHATML, write_lines, write_tokenizer
 from tests.data.helpers import loader_of, rows, training
 from tests.models.reference import TINY, random_decoder
+from tests.sft.chats import CHAT, CHATML, write_lines, write_tokenizer
 from torchtitan.base.errors import DataError
-from torchtitan.data.finetune import ExampleDataset, build_examples
+from torchtitan.data.dataset import Dataset
 from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 from torchtitan.models.documents import Documents
+from torchtitan.sft.finetune import build_examples
+from torchtitan.sft.synthetic import SyntheticExamples
 
 EOS = 257
 SEQ_LEN = 24
@@ -48,7 +50,7 @@ def rows_of(values: list[Any]) -> list[Row]:
 
 def examples_of(
     tmp_path: Path, values: list[Any] | None = None, *, seed: int = 0, **settings: Any
-) -> ExampleDataset:
+) -> Dataset:
     """A byte-tokenised data set."""
     if "dataset_path" not in settings:
         lines = values_of() if values is None else values
@@ -208,7 +210,7 @@ def test_long_examples_are_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixt
         }
     )
     assert "3 of 5 examples in 3 samples of 24 tokens" in caplog.text
-    assert "longer than training.seq_len = 24: 3 examples (long_examples: truncate)" in caplog.text
+    assert "longer than seq_len = 24: 3 examples (long_examples: truncate)" in caplog.text
     assert "left out: 1 example without an answer, and 1 without one in the first 24" in caplog.text
 
 
@@ -217,7 +219,7 @@ def test_long_examples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFix
         dataset = examples_of(tmp_path, LONG, num_epochs=1, long_examples="skip")
     assert dataset.num_samples == 1
     assert "1 of 5 examples in 1 sample of" in caplog.text
-    assert "longer than training.seq_len = 24: 3 examples (long_examples: skip)" in caplog.text
+    assert "longer than seq_len = 24: 3 examples (long_examples: skip)" in caplog.text
 
 
 def test_a_store_is_no_file_of_examples(tmp_path: Path) -> None:
@@ -228,10 +230,10 @@ def test_a_store_is_no_file_of_examples(tmp_path: Path) -> None:
 
 
 def test_no_example_is_left(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a.jsonl has 1 example, and no assistant's words or"):
+    with pytest.raises(DataError, match=r"a.jsonl has 1 example without an assistant's words or"):
         examples_of(tmp_path, [{"prompt": "a", "completion": ""}])
     with pytest.raises(
-        DataError, match=r"within training.seq_len = 24 tokens, found none in 1 example"
+        DataError, match=r"^seq_len: .* first 24 tokens, found none in 1 example; raise seq_len"
     ):
         examples_of(tmp_path, [{"prompt": "a" * 99, "completion": "b"}])
     with pytest.raises(DataError, match="no file matches"):
@@ -319,7 +321,24 @@ def test_built_in_examples(tmp_path: Path, packing: str) -> None:
     assert any("What follows" not in text for text in texts) or packing == "packed"
 
 
+def test_generated_examples_are_held_out(tmp_path: Path) -> None:
+    trained, held_out = ([*SyntheticExamples(held_out=h).values()] for h in (False, True))
+    assert (len(trained), len(held_out)) == (1000, 100)
+    assert not [value for value in held_out if value in trained]
+    assert {len(value) for value in held_out} == {1, 2}  # chats, and prompts with completions
+    prints = set()
+    for held_out in (False, True):
+        job = training(tmp_path, dataset="synthetic_examples", seq_len=256, num_epochs=1)
+        dataset = build_examples(
+            job, tokenizer=ByteTokenizer(), tokenizer_path="byte", seed=0, held_out=held_out
+        )
+        assert dataset.num_samples is not None
+        assert dataset.num_samples > 500 or held_out
+        prints.add(dataset.fingerprint["data"])
+    assert len(prints) == 2
+
+
 def test_blank_lines_are_no_examples(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n \n")
-    with pytest.raises(DataError, match=r"must hold examples, .*a\.jsonl has blank lines alone"):
+    with pytest.raises(DataError, match=r"must hold examples, .*a\.jsonl has only blank lines"):
         examples_of(tmp_path, dataset_path=[str(tmp_path / "a.jsonl")])
