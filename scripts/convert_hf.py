@@ -34,7 +34,7 @@ from torchtitan.base.errors import CheckpointError, UserError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.hf_convert import to_dcp
 from torchtitan.checkpoint.hf_write import export
-from torchtitan.config.load import load_config
+from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
 
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from tests.data.chats import CHATML, write_tokenizer
 from torchtitan.assemble.hf import describe_export, warn_of_other_tokenizer
-from torchtitan.config.load import load_config
+from torchtitan.job import load_config
 
 
 @pytest.mark.parametrize("has_own_file", [False, True])

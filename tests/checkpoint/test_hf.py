@@ -28,7 +28,7 @@ from torchtitan.checkpoint.hf_convert import find_flavor, to_dcp
 from torchtitan.checkpoint.hf_folder import DTYPES, open_folder
 from torchtitan.checkpoint.hf_read import read_weights
 from torchtitan.checkpoint.hf_write import HFExport, export
-from torchtitan.config.load import load_config
+from torchtitan.job import load_config
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.settings import ModelConfig, RopeScalingConfig

@@ -15,7 +15,7 @@ from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint.hf import their_name
 from torchtitan.checkpoint.hf_read import read_weights
 from torchtitan.checkpoint.pt_file import map_file, open_file
-from torchtitan.config.load import load_config
+from torchtitan.job import load_config
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.spec import DecoderConfig

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.load import load_config
-from torchtitan.job import Config
+from torchtitan.job import Config, load_config
 
 
 class Jobs:

@@ -9,7 +9,8 @@ import pytest
 from tests.config.jobs import Jobs, mistakes_of
 from torchtitan.config.fields import fields, sections, values_of
 from torchtitan.config.layers import literal
-from torchtitan.config.load import load_config, to_toml
+from torchtitan.config.toml_files import to_toml
+from torchtitan.job import Config, load_config
 
 
 @pytest.mark.parametrize(
@@ -207,9 +208,9 @@ def test_help_describes_every_key(
     output = capsys.readouterr().out
     assert "\x1b" not in output  # not a terminal
     flat = re.sub(r"\s+", " ", output)
-    for path, cls in sections().items():
+    for path, cls in sections(Config).items():
         assert f"[{'.'.join(path)}]: {cls.__doc__}" in flat
-    for path, facts in fields().items():
+    for path, facts in fields(Config).items():
         assert facts.help, path
         default = "not set" if facts.default is None else literal(facts.default)
         entry = f"{facts.help} ({facts.type_text}; default: {default})"

@@ -10,8 +10,8 @@ import pytest
 from tests.config.jobs import Jobs, mistakes_of
 from torchtitan.config.fields import FieldFacts, fields, sections, values_of
 from torchtitan.config.layers import Path, literal
-from torchtitan.config.load import load_config, to_toml
-from torchtitan.job import Config
+from torchtitan.config.toml_files import to_toml
+from torchtitan.job import Config, load_config
 
 
 def test_no_file_means_defaults() -> None:
@@ -193,7 +193,7 @@ def random_value(path: Path, facts: FieldFacts, rng: random.Random) -> object:
 def random_config(seed: int) -> Config:
     """Some job that keeps the rules across keys and asks for nothing unbuilt."""
     rng = random.Random(seed)
-    values = {path: random_value(path, facts, rng) for path, facts in fields().items()}
+    values = {path: random_value(path, facts, rng) for path, facts in fields(Config).items()}
     paths = values["training", "dataset_path"]
     assert isinstance(paths, tuple)
     num_workers = values["training", "dataloader", "num_workers"]
@@ -253,11 +253,11 @@ def random_config(seed: int) -> Config:
     for axis in ("tensor", "pipeline", "context"):
         values["parallelism", f"{axis}_parallel_degree"] = 1
     parts: dict[Path, dict[str, object]] = {(): {}}
-    parts |= {path: {} for path in sections()}
+    parts |= {path: {} for path in sections(Config)}
     for path, value in values.items():
         parts[path[:-1]][path[-1]] = value
-    for path in sorted(sections(), key=len, reverse=True):
-        parts[path[:-1]][path[-1]] = sections()[path](**parts[path])
+    for path in sorted(sections(Config), key=len, reverse=True):
+        parts[path[:-1]][path[-1]] = sections(Config)[path](**parts[path])
     return Config(**parts[()])  # type: ignore[arg-type]
 
 
@@ -285,4 +285,4 @@ def test_resolved_toml_names_every_key_but_those_not_set() -> None:
         assert (f"\n{path[-1]} = " in text) or value is None
     assert "config_file" not in text
     # what is left out must come back by itself
-    assert all(facts.default is None for facts in fields().values() if facts.optional)
+    assert all(facts.default is None for facts in fields(Config).values() if facts.optional)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.load import load_config
+from torchtitan.job import load_config
 
 HF = ["--checkpoint.enable", "--checkpoint.last_save_in_hf"]
 

@@ -12,7 +12,8 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from tests.config.jobs import Jobs
 from torchtitan.config.__main__ import main
-from torchtitan.config.load import load_config, to_toml
+from torchtitan.config.toml_files import to_toml
+from torchtitan.job import load_config
 
 ULYSSES = "--parallelism.context_parallel_rotate_method=ulysses"
 FLOAT8 = ("--model.converters=float8", "--quantize.linear.float8.recipe_name=rowwise")

@@ -17,7 +17,7 @@ from torchtitan.assemble.hf import describe_export
 from torchtitan.assemble.layout import find_layout
 from torchtitan.assemble.writer import Source, _build
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.load import load_config
+from torchtitan.job import load_config
 from torchtitan.models.contract import Counts, check_contract, count
 from torchtitan.models.decoder import Block, Decoder, TiedOutput
 from torchtitan.models.families import MODELS

@@ -17,7 +17,7 @@ from torchtitan.assemble.trained import find_trained
 from torchtitan.base.device import device_name
 from torchtitan.base.errors import ConfigError, Mistakes, did_you_mean
 from torchtitan.checkpoint.hf import find_misnamed
-from torchtitan.config.load import to_toml
+from torchtitan.config.toml_files import to_toml
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.job import Config
 from torchtitan.mesh.dims import ParallelDims, resolve_dims

@@ -42,12 +42,12 @@ from torchtitan.checkpoint.start import (
 )
 from torchtitan.checkpoint.state import RunState
 from torchtitan.checkpoint.storage import find_steps
-from torchtitan.config.load import to_toml
-from torchtitan.config.trajectory import Job, trajectory_differences
+from torchtitan.config.toml_files import to_toml
 from torchtitan.job import Config
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.faults import Pulse
 from torchtitan.mesh.process_group import job_store
+from torchtitan.trajectory import Job, trajectory_differences
 
 logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.toml"

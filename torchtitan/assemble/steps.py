@@ -10,7 +10,7 @@ from torchtitan.assemble.resume import CONFIG_FILE
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.hf import ADAPTER_CONFIG
-from torchtitan.config.trajectory import Job
+from torchtitan.trajectory import Job
 
 
 def find_step(path: Path, *, verify: bool, group: dist.ProcessGroup | None = None) -> Path:

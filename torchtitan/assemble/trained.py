@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.start import Start
-from torchtitan.config.trajectory import Job
 from torchtitan.job import Config
 from torchtitan.lora.settings import LoRAConfig
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.lora import apply_lora, is_factor, linear_names
 from torchtitan.models.trained import Trained, check_pattern
 from torchtitan.optim.settings import OptimizerConfig
+from torchtitan.trajectory import Job
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ from torchtitan.checkpoint.hf import CONFIG
 from torchtitan.checkpoint.hf_config import architecture_of, family_of, read_config
 from torchtitan.checkpoint.hf_folder import open_folder
 from torchtitan.checkpoint.hf_read import read_weights
-from torchtitan.config.trajectory import Job
 from torchtitan.data.chat import ChatTemplate
 from torchtitan.data.chat_files import find_template
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
@@ -40,6 +39,7 @@ from torchtitan.models.lora import apply_lora
 from torchtitan.models.spec import DecoderConfig, ModelSpec
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.tensor import apply_tensor_parallel, find_misfit, find_unplanned
+from torchtitan.trajectory import Job
 
 DTYPES = ("float32", "bfloat16", "float16")
 
