@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.config.jobs import Jobs
+from tests.config.jobs import THEIRS, Jobs
+from tests.config.jobs import loaded as load
 from tests.config.keys import KEYS_0_1, KEYS_0_2
-from torchtitan.config.cli import read_command_line
 from torchtitan.config.fields import fields, values_of
-from torchtitan.config.layers import Path, flatten, literal, section, spell
-from torchtitan.config.load import Loaded, build
-from torchtitan.config.toml_files import parse
-from torchtitan.job import Config, torchtitans_keys
+from torchtitan.config.layers import Path, literal, section, spell
+from torchtitan.config.load import Loaded
+from torchtitan.job import Config
 
 ALL: list[tuple[Path, object]] = [
     ((*section.split("."), key), default)
@@ -19,7 +18,6 @@ ALL: list[tuple[Path, object]] = [
     for section, keys in table.items()
     for key, default in keys.items()
 ]
-THEIRS = torchtitans_keys()
 DEFAULTS = values_of(Config())
 
 # Old defaults that mean something else here: refused, built with another default of our own, or
@@ -38,17 +36,6 @@ OTHER_DEFAULTS = {
 }
 # Nothing ever depended on these.
 WITHOUT_EFFECT = {"job.use_for_integration_test"}
-
-
-def load(text: str = "", *options: str, base: str = "") -> Loaded[Config]:
-    """Build from texts as from files."""
-    layers = [
-        flatten(parse(one, origin=name), origin=name)
-        for name, one in (("base.toml", base), ("job.toml", text))
-    ]
-    given, stray = read_command_line(options, tree=Config, renamed=THEIRS.renamed)
-    assert not stray
-    return build(Config, [*layers, given], foreign=THEIRS)
 
 
 def changed(loaded: Loaded[Config]) -> dict[str, object]:
@@ -311,7 +298,7 @@ def test_a_file_of_another_model_says_so_and_nothing_else(name: str) -> None:
         ("--checkpoint.no-enable", "write --checkpoint.enable false"),
         ("--checkpoint.no_enable", "write --checkpoint.enable false"),
         ("--training.local-batch-size=4", "did you mean --training.local_batch_size?"),
-        ("--float8.moe_fqns=experts", "valid are enable_fsdp_float8_all_gather, "),
+        ("--float8.xyzzy=1", "valid are enable_fsdp_float8_all_gather, "),
     ],
 )
 def test_options_as_torchtitan_takes_them(option: str, answer: str) -> None:

@@ -77,7 +77,7 @@ def print_help(tree: type) -> None:
             if key[:-1] == path:
                 group.add_argument(
                     spell(key, origin=COMMAND_LINE),
-                    nargs={bool: "?", tuple: "*"}.get(facts.kind),
+                    nargs="?" if facts.kind is bool else "*" if facts.kind is tuple else None,
                     metavar=METAVARS[facts.item],
                     help=facts.text.replace("%", "%%"),
                 )

@@ -64,7 +64,7 @@ class FieldFacts:
         default = "not set" if self.default is None else literal(self.default)
         parts = [self.type_text, f"default: {default}"]
         for need in self.needs:
-            of = " and ".join(map(literal, need.of))
+            of = " or ".join(map(literal, need.of))
             parts.append(f"{of} needs {need.text}".lstrip())
         return f"{self.help} ({'; '.join(parts)})"
 
@@ -74,19 +74,16 @@ class FieldFacts:
         return self.optional or self.kind is tuple
 
 
-@functools.cache
 def sections(tree: type) -> Mapping[Path, type]:
     """Every section of the tree, nested ones included; the whole, (), is not among them."""
-    return {path: value for path, value in _walk(tree, ()) if isinstance(value, type)}
+    return _laid_out(tree)[0]
 
 
-@functools.cache
 def fields(tree: type) -> Mapping[Path, FieldFacts]:
     """Every key of the tree."""
-    return {path: value for path, value in _walk(tree, ()) if isinstance(value, FieldFacts)}
+    return _laid_out(tree)[1]
 
 
-@functools.cache
 def file_key(tree: type) -> Path | None:
     """Return the key that names the file to read, if the tree has one."""
     found = (path for path, facts in fields(tree).items() if JobFile in map(type, facts.declared))
@@ -109,6 +106,15 @@ def section_fields(cls: type) -> Mapping[str, FieldInfo]:
     return found
 
 
+@functools.cache
+def _laid_out(tree: type) -> tuple[Mapping[Path, type], Mapping[Path, FieldFacts]]:
+    found = list(_walk(tree, ()))
+    return (
+        {path: value for path, value in found if isinstance(value, type)},
+        {path: value for path, value in found if isinstance(value, FieldFacts)},
+    )
+
+
 def _walk(cls: type, prefix: Path) -> Iterator[tuple[Path, type | FieldFacts]]:
     for name, info in section_fields(cls).items():
         path = (*prefix, name)
@@ -120,22 +126,26 @@ def _walk(cls: type, prefix: Path) -> Iterator[tuple[Path, type | FieldFacts]]:
 
 
 def _facts(info: FieldInfo) -> FieldFacts:
-    annotation, said, optional = info.annotation, list(info.metadata), False
-    if typing.get_origin(annotation) in (typing.Union, UnionType):
-        (annotation,) = (arg for arg in typing.get_args(annotation) if arg is not NoneType)
-        optional = True
-    annotation, said = _unwrap(annotation, said=said)
-    depth = 0
-    while typing.get_origin(annotation) is tuple:
-        depth += 1
-        annotation, said = _unwrap(typing.get_args(annotation)[0], said=said)
-    choices: tuple[str, ...] = ()
-    if typing.get_origin(annotation) is typing.Literal:
-        choices, annotation = typing.get_args(annotation), str
-    item = typing.cast(type, annotation)
+    said: list[object] = list(info.metadata)
+    annotation: typing.Any = info.annotation
+    depth, optional, choices = 0, False, ()
+    while (origin := typing.get_origin(annotation)) is not None:
+        first, *others = typing.get_args(annotation)
+        if origin is typing.Annotated:
+            for one in others:  # a Field() inside holds a list of limits of its own
+                said += one.metadata if isinstance(one, FieldInfo) else [one]
+        elif origin in (typing.Union, UnionType):
+            assert others == [NoneType]
+            optional = True
+        elif origin is typing.Literal:
+            choices, first = (first, *others), str
+        else:
+            assert origin is tuple
+            depth += 1
+        annotation = first
     return FieldFacts(
-        kind=tuple if depth else item,
-        item=item,
+        kind=tuple if depth else annotation,
+        item=annotation,
         nested=depth > 1,
         choices=choices,
         bounds=_bounds(said),
@@ -144,16 +154,6 @@ def _facts(info: FieldInfo) -> FieldFacts:
         help=" ".join((info.description or "").split()),
         declared=tuple(one for one in said if isinstance(one, (Needs, InsteadOf, JobFile))),
     )
-
-
-def _unwrap(annotation: typing.Any, *, said: list[object]) -> tuple[typing.Any, list[object]]:
-    """Take an Annotated type apart; a Field() inside holds a list of limits of its own."""
-    if typing.get_origin(annotation) is not typing.Annotated:
-        return annotation, said
-    bare, *inner = typing.get_args(annotation)
-    for one in inner:
-        said = [*said, *(one.metadata if isinstance(one, FieldInfo) else [one])]
-    return bare, said
 
 
 def _bounds(said: list[object]) -> str:

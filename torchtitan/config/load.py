@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 from torchtitan.base.errors import ConfigError, Violation, did_you_mean
 from torchtitan.config.cli import read_command_line
 from torchtitan.config.fields import (
+    FieldFacts,
     fields,
     file_key,
     section_fields,
@@ -125,15 +126,14 @@ def build(
         layer, noted, wrong = foreign.translate(raw)
         notices += noted
         mistakes += wrong
-        for one, other in _alternatives(tree):
-            if one in layer and layer[one].value is not None:
-                merged.pop(other, None)
+        for pair in _alternatives(tree):
+            for one, other in (pair, pair[::-1]):
+                if one in layer and layer[one].value is not None:
+                    merged.pop(other, None)
         merged |= layer
     if other_job := foreign.other_job(merged):
         return Loaded(tree(), merged, [other_job], [], None)
-    valid, wrong = _without_unreadable(merged, tree=tree)
-    mistakes += wrong
-    valid, noted, wrong = foreign.without_theirs(valid, tree=tree)
+    valid, noted, wrong = foreign.without_theirs(merged, tree=tree)
     notices += noted
     mistakes += wrong
     valid, wrong = Names(tree, theirs=foreign.names).without_unknown(valid)
@@ -172,7 +172,7 @@ def violations(config: object) -> Iterator[Violation]:
                 if need.is_notice:  # what has no effect needs nothing else
                     break
     for one, other in _alternatives(tree):
-        if fields(tree)[one].instead_of and None not in (values[one], values[other]):
+        if None not in (values[one], values[other]):
             yield Violation(
                 (".".join(one), ".".join(other)),
                 f"is another way to say {other[-1]}, which is {literal(values[other])}; remove one",
@@ -185,13 +185,12 @@ def violations(config: object) -> Iterator[Violation]:
 
 
 def _alternatives(tree: type) -> list[tuple[Path, Path]]:
-    """Return pairs of keys that say one thing in two ways, in both orders."""
-    pairs = [
+    """Return the pairs of keys that say one thing in two ways."""
+    return [
         (path, (*path[:-1], facts.instead_of))
         for path, facts in fields(tree).items()
         if facts.instead_of
     ]
-    return [*pairs, *((other, one) for one, other in pairs)]
 
 
 def _misplaced(layers: Sequence[Layer], *, tree: type) -> list[str]:
@@ -205,18 +204,10 @@ def _misplaced(layers: Sequence[Layer], *, tree: type) -> list[str]:
     ]
 
 
-def _without_unreadable(settings: Layer, *, tree: type) -> tuple[Layer, list[str]]:
-    found = {path: _problem(path, setting, tree=tree) for path, setting in settings.items()}
-    kept = {path: setting for path, setting in settings.items() if not found[path]}
-    return kept, [
-        f"{settings[path].where()}: {problem}" for path, problem in found.items() if problem
-    ]
-
-
-def _problem(path: Path, setting: Setting, *, tree: type) -> str:
+def _problem(setting: Setting, facts: FieldFacts) -> str:
     """Say what no setting may be: what torch and the system cannot take comes to no message."""
-    value, facts = setting.value, fields(tree).get(path)
-    is_count = facts is not None and facts.item is int and "<" not in facts.bounds
+    value = setting.value
+    is_count = facts.item is int and "<" not in facts.bounds
     if is_count and isinstance(value, int) and abs(value) > LARGEST:
         return f"must be at most {LARGEST}"
     texts = value if isinstance(value, list) else [value]
@@ -238,13 +229,17 @@ def _section(cls: type, *, settings: Layer, prefix: Path) -> tuple[Any, dict[Pat
             values[name], inner = _section(info.annotation, settings=settings, prefix=path)
             wrong |= inner
         elif path in settings:
-            values[name] = settings[path].value
+            if problem := _problem(settings[path], fields(cls)[(name,)]):
+                wrong[path] = problem
+            else:
+                values[name] = settings[path].value
     try:
         return cls(**values), wrong
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             name = str(detail["loc"][0])
-            wrong[(*prefix, name)] = _rule(detail, choices=fields(cls)[(name,)].choices)
+            path = (*prefix, name)
+            wrong[path] = _rule(detail, choices=fields(cls)[(name,)].choices)
             values.pop(name, None)
     return cls(**values), wrong
 

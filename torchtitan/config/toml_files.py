@@ -76,8 +76,9 @@ def parse(text: str, *, origin: str) -> dict[str, object]:
 def to_toml(config: object) -> str:
     """Write resolved settings; loading them gives an equal tree but for the file's name."""
     tables: dict[str, Any] = {}
+    left_out = file_key(type(config))
     for path, value in values_of(config).items():
-        if value is None or path == file_key(type(config)):
+        if value is None or path == left_out:
             continue
         table = tables
         for name in path[:-1]:
