@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.config.jobs import Jobs, mistakes_of
+from tests.config.jobs import Jobs, loaded, mistakes_of
+from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.config.fields import FieldFacts, fields, sections, values_of
 from torchtitan.config.layers import Path, literal
 from torchtitan.config.toml_files import to_toml
@@ -56,6 +57,26 @@ def test_a_mistake_names_the_file_that_holds_it(jobs: Jobs) -> None:
     assert found == [
         'shared/base.toml: [training] steps = "ten": must be an integer',
         "job.toml: [training] seq_len = 0: must be greater than 0",
+    ]
+
+
+def test_a_mistake_that_a_room_finds_later_is_told_with_its_origin() -> None:
+    job = loaded("[training]\nsteps = 7", "--optimizer.lr=0.5")
+    found = [
+        Violation(("steps",), "must be even; try 8").within("training"),
+        Violation(("optimizer.lr",), "must be lower"),
+        Violation(("model.name", "training.steps"), "does not fit"),
+        Violation(("model.name",), "must be another"),
+        "of something else",
+    ]
+    with pytest.raises(ConfigError) as caught, job.wording():
+        raise ConfigError(found)
+    assert caught.value.mistakes == [
+        "job.toml: [training] steps = 7: must be even; try 8",
+        "command line: --optimizer.lr 0.5: must be lower",
+        "job.toml: [training] steps = 7: does not fit",
+        "default: [model] name: must be another",
+        "of something else",
     ]
 
 
@@ -129,7 +150,7 @@ def test_endless_numbers_and_brackets_are_malformed(jobs: Jobs) -> None:
     assert mistake.startswith("job.toml: tables must not be nested more deeply")
     option = "9" * 5000
     [mistake] = jobs.mistakes(f"[activation_checkpoint]\nselective_ac_option = '{option}'")
-    assert 'must be op or a positive integer' in mistake
+    assert "must be op or a positive integer" in mistake
 
 
 def test_a_file_that_is_not_utf8_names_the_byte(jobs: Jobs) -> None:
@@ -264,9 +285,9 @@ def random_config(seed: int) -> Config:
 @pytest.mark.parametrize("seed", range(60))
 def test_resolved_toml_loads_to_an_equal_config(jobs: Jobs, seed: int) -> None:
     config = random_config(seed)
-    loaded = jobs.load(to_toml(config))
-    assert replace(loaded, job=replace(loaded.job, config_file=None)) == config
-    assert to_toml(loaded) == to_toml(config)
+    again = jobs.load(to_toml(config))
+    assert replace(again, job=replace(again.job, config_file=None)) == config
+    assert to_toml(again) == to_toml(config)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -390,6 +390,10 @@ INSIDE = [
     # of adapters and float8
     f'{HF}[lora]\nrank = 2\nalpha = 8.0\nsave = "adapter"',
     f"{FLOAT8}[training]\nlocal_batch_size = 2\nseq_len = 40",
+    f"{FLOAT8}[training]\nlocal_batch_size = 1\nseq_len = 40\n"
+    "[quantize.linear.float8]\nemulate = true",
+    # as in torchtitan's files
+    '[quantize.linear.float8]\nfilter_fqns = ["output"]',
     # no profile needs no room for one
     "[profiling]\nprofile_freq = 1",
 ]
