@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config.fields import fields
-from torchtitan.config.layers import Layer, Path, Setting, literal, same, spell
+from torchtitan.config.layers import Findings, Layer, Path, Setting, literal, same, spell
 from torchtitan.config.toml_files import parse
 
 OFF: tuple[object, ...] = (None, False, [], (), 1, "none")
@@ -65,14 +65,13 @@ class Foreign:
         """Tell whether only the other program would have written this."""
         return path in self.renamed or path in self.keys or bool(self.refused_value(path, setting))
 
-    def translate(self, layer: Layer) -> tuple[Layer, list[str], list[str]]:
-        """Rename the old keys of one layer; return it with notices and mistakes.
+    def translate(self, layer: Layer, found: Findings) -> Layer:
+        """Rename the old keys of one layer.
 
         Layers are translated before they are merged: an override in today's spelling wins over a
         base file in the old one, and only one place naming both with different values is wrong.
         """
         result: Layer = {}
-        notices, mistakes = [], []
         for path, setting in layer.items():
             today = self.renamed.get(path)
             if any(same(setting.value, value) for value in self.nobodys_choice.get(path, ())):
@@ -82,15 +81,17 @@ class Foreign:
                 continue
             other, name = layer.get(today), spell(today, origin=setting.origin)
             if other is not None and not same(other.value, setting.value):
-                mistakes.append(
+                found.mistakes.append(
                     f"{setting.where()}: is the old name of {name}, which is given as well, with "
                     f"another value ({other.given}); remove the old line"
                 )
                 continue
             old = spell(path, origin=setting.origin)
-            notices.append(f"{setting.origin}: {old} is {self.name}'s name; here it is {name}")
+            found.notices.append(
+                f"{setting.origin}: {old} is {self.name}'s name; here it is {name}"
+            )
             result.setdefault(today, setting)
-        return result, notices, mistakes
+        return result
 
     def other_job(self, settings: Layer) -> str | None:
         """Say that a job is of a kind that is not built: no other line can be mended then."""
@@ -101,10 +102,9 @@ class Foreign:
                 return f"{where}: {instead}; nothing else of this job was checked"
         return None
 
-    def without_theirs(self, settings: Layer, *, tree: type) -> tuple[Layer, list[str], list[str]]:
-        """Drop what asks for nothing, refuse what asks for a feature; with notices and mistakes."""
+    def without_theirs(self, settings: Layer, found: Findings, *, tree: type) -> Layer:
+        """Drop what asks for nothing, refuse what asks for a feature that is not built."""
         kept: Layer = {}
-        mistakes: list[str] = []
         without_effect: dict[tuple[Path, str], list[str]] = defaultdict(list)
         for path, setting in settings.items():
             reason, accepted = self._refusal(path, setting)
@@ -116,15 +116,15 @@ class Foreign:
             if reason and is_off:
                 without_effect[self.switches[path], reason].append(setting.where())
             elif reason:
-                mistakes.append(f"{setting.where()}: {reason}{accepted}")
+                found.mistakes.append(f"{setting.where()}: {reason}{accepted}")
             elif path not in self.keys:
                 kept[path] = setting
-        notices = [
+        found.notices += [
             f"{'; '.join(places)}: {'has' if len(places) == 1 else 'have'} no effect, "
             f"{'.'.join(switch)} is off ({reason})"
             for (switch, reason), places in without_effect.items()
         ]
-        return kept, notices, mistakes
+        return kept
 
     def refused_value(self, path: Path, setting: Setting) -> str | None:
         """Say what to do instead of a value of theirs of a key of ours."""

@@ -31,7 +31,7 @@ from torchtitan.config.fields import (
     values_of,
 )
 from torchtitan.config.foreign import Foreign
-from torchtitan.config.layers import COMMAND_LINE, Layer, Path, Setting, literal, spell
+from torchtitan.config.layers import COMMAND_LINE, Findings, Layer, Path, Setting, literal, spell
 from torchtitan.config.names import Names
 from torchtitan.config.toml_files import parse, read_layers
 
@@ -119,13 +119,11 @@ def build(
 
     Without `check_rules` the rules across fields are left out: for when a file could not be read.
     """
+    found = Findings()
     merged: Layer = {}
-    notices: list[str] = []
-    mistakes = _misplaced(layers, tree=tree)
     for raw in layers:
-        layer, noted, wrong = foreign.translate(raw)
-        notices += noted
-        mistakes += wrong
+        _check_place(raw, found, tree=tree)
+        layer = foreign.translate(raw, found)
         for pair in _alternatives(tree):
             for one, other in (pair, pair[::-1]):
                 if one in layer and layer[one].value is not None:
@@ -133,29 +131,24 @@ def build(
         merged |= layer
     if other_job := foreign.other_job(merged):
         return Loaded(tree(), merged, [other_job], [], None)
-    valid, noted, wrong = foreign.without_theirs(merged, tree=tree)
-    notices += noted
-    mistakes += wrong
-    valid, wrong = Names(tree, theirs=foreign.names).without_unknown(valid)
-    mistakes += wrong
+    valid = foreign.without_theirs(merged, found, tree=tree)
+    valid = Names(tree, theirs=foreign.names).without_unknown(valid, found)
     # `none` on the command line resets: the default is right again
     valid = {path: setting for path, setting in valid.items() if setting.value is not None}
-    config, wrong_values = _section(tree, settings=valid, prefix=())
-    mistakes += [f"{valid[path].where()}: {rule}" for path, rule in wrong_values.items()]
+    config = _section(tree, (), settings=valid, found=found)
     if check_rules:
-        reset = {path for path, setting in merged.items() if setting.value is None}
-        refused = merged.keys() - reset - valid.keys() | wrong_values.keys()
+        given = {path for path, setting in merged.items() if setting.value is not None}
         for violation in violations(config):
-            if not _depends_on_refused(violation, refused=refused, tree=tree):
-                found = notices if violation.is_notice else mistakes
-                found.append(_word(violation, given=valid))
+            if not _depends_on_refused(violation, refused=given - valid.keys(), tree=tree):
+                said = found.notices if violation.is_notice else found.mistakes
+                said.append(_word(violation, given=valid))
     theirs = (
         setting.origin
         for layer in layers
         for path, setting in layer.items()
         if setting.origin != COMMAND_LINE and foreign.holds(path, setting)
     )
-    return Loaded(config, merged, mistakes, notices, next(theirs, None))
+    return Loaded(config, merged, found.mistakes, found.notices, next(theirs, None))
 
 
 def violations(config: object) -> Iterator[Violation]:
@@ -193,15 +186,14 @@ def _alternatives(tree: type) -> list[tuple[Path, Path]]:
     ]
 
 
-def _misplaced(layers: Sequence[Layer], *, tree: type) -> list[str]:
+def _check_place(layer: Layer, found: Findings, *, tree: type) -> None:
     """Refuse the one key that a file cannot hold, before the command line's hides it."""
-    given = [layer[key] for layer in layers for key in [file_key(tree)] if key in layer]
-    return [
-        f"{setting.where()}: is for the command line only; to build on another file "
-        'write base = "other.toml" at the top'
-        for setting in given
-        if setting.origin != COMMAND_LINE
-    ]
+    setting = layer.get(file_key(tree) or ())
+    if setting is not None and setting.origin != COMMAND_LINE:
+        found.mistakes.append(
+            f"{setting.where()}: is for the command line only; to build on another file "
+            'write base = "other.toml" at the top'
+        )
 
 
 def _problem(setting: Setting, facts: FieldFacts) -> str:
@@ -216,32 +208,29 @@ def _problem(setting: Setting, facts: FieldFacts) -> str:
     return setting.problem
 
 
-def _section(cls: type, *, settings: Layer, prefix: Path) -> tuple[Any, dict[Path, str]]:
-    """Build one section from its settings, those that pydantic refuses left at their defaults.
-
-    Returns the section, and what is wrong with each key that was refused.
-    """
+def _section(cls: type, prefix: Path, *, settings: Layer, found: Findings) -> Any:
+    """Build one section; what is refused is taken out of the settings and stays at its default."""
     values: dict[str, Any] = {}
-    wrong: dict[Path, str] = {}
+    wrong: dict[str, str] = {}
     for name, info in section_fields(cls).items():
         path = (*prefix, name)
         if isinstance(info.annotation, type) and is_dataclass(info.annotation):
-            values[name], inner = _section(info.annotation, settings=settings, prefix=path)
-            wrong |= inner
+            values[name] = _section(info.annotation, path, settings=settings, found=found)
         elif path in settings:
-            if problem := _problem(settings[path], fields(cls)[(name,)]):
-                wrong[path] = problem
-            else:
-                values[name] = settings[path].value
+            values[name] = settings[path].value
+            wrong[name] = _problem(settings[path], fields(cls)[(name,)])
     try:
-        return cls(**values), wrong
+        section = cls(**{name: value for name, value in values.items() if not wrong.get(name)})
     except ValidationError as error:
+        section = None
         for detail in error.errors(include_url=False):
             name = str(detail["loc"][0])
-            path = (*prefix, name)
-            wrong[path] = _rule(detail, choices=fields(cls)[(name,)].choices)
-            values.pop(name, None)
-    return cls(**values), wrong
+            wrong[name] = _rule(detail, choices=fields(cls)[(name,)].choices)
+    for name, rule in wrong.items():
+        if rule:
+            found.mistakes.append(f"{settings.pop((*prefix, name)).where()}: {rule}")
+            values.pop(name)
+    return cls(**values) if section is None else section
 
 
 def _rule(detail: ErrorDetails, *, choices: Sequence[str]) -> str:

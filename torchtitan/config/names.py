@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Collection
 
 from torchtitan.config.fields import fields, sections
-from torchtitan.config.layers import COMMAND_LINE, Layer, Path, Setting, section, spell
+from torchtitan.config.layers import COMMAND_LINE, Findings, Layer, Path, Setting, section, spell
 
 
 class Names:
@@ -24,7 +24,7 @@ class Names:
         keys = (*self._fields, *theirs)
         self._sections = {path[:end] for path in keys for end in range(1, len(path))}
 
-    def without_unknown(self, settings: Layer) -> tuple[Layer, list[str]]:
+    def without_unknown(self, settings: Layer, found: Findings) -> Layer:
         """Keep what the tree has; each unknown key, and each unknown section once, is a mistake."""
         kept: Layer = {}
         mistakes: dict[str, None] = {}  # an ordered set: a section's keys share one message
@@ -33,7 +33,8 @@ class Names:
                 kept[path] = setting
             elif path not in self._sections or setting.value != {}:
                 mistakes[self._unknown(path, setting)] = None
-        return kept, list(mistakes)
+        found.mistakes += mistakes
+        return kept
 
     def _unknown(self, path: Path, setting: Setting) -> str:
         origin, parent = setting.origin, path[:-1]
