@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.config.jobs import Jobs
+from tests.config.jobs import Jobs, loaded
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.fields import fields, sections
 from torchtitan.config.toml_files import to_toml
@@ -149,6 +149,12 @@ def test_what_earlier_versions_stored_keeps_its_meaning(jobs: Jobs, family: str)
     ]
     old = ["--model.flavor=small", "--lr_scheduler.decay_end=last_step"]
     assert trajectory_differences(Job.stored(stored), Job(config=jobs.load(job, *old))) == []
+
+
+def test_stored_settings_are_not_held_to_rules_that_are_newer() -> None:
+    old = "[validation.dataloader]\npersistent_workers = true\n"
+    assert loaded(old).mistakes
+    assert Job.stored(old).config.validation.dataloader.persistent_workers
 
 
 def test_stored_settings_that_cannot_be_read_are_an_error() -> None:

@@ -117,7 +117,8 @@ def build(
 ) -> Loaded[T]:
     """Merge the layers, the last one wins, and check everything.
 
-    Without `check_rules` the rules across fields are left out: for when a file could not be read.
+    Without `check_rules` the rules across fields are left out: for when a file could not be read,
+    and for settings that an earlier version has checked.
     """
     found = Findings()
     merged: Layer = {}
