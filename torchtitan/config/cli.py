@@ -11,10 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from torchtitan.base.errors import ConfigError
 from torchtitan.config.fields import FieldFacts, fields, file_key, sections
 from torchtitan.config.layers import COMMAND_LINE, Layer, Path, Setting, section, spell
-from torchtitan.config.toml_files import parse
+from torchtitan.config.toml_files import read_value
 
 USAGE = "python -m torchtitan.train --job.config_file FILE [--section.key VALUE ...]"
 ABOUT = (
@@ -104,16 +103,11 @@ def _value(word: str, *, facts: FieldFacts | None) -> object:
     """Read a word as the TOML value it is, or as a bare string where text is due."""
     if word.lower() == "none" and (facts is None or facts.unset_by_none):
         return None
-    try:
-        table = parse(f"value = {word}", origin=COMMAND_LINE)
-    except ConfigError:
-        return word
-    value = table["value"]
-    if facts is not None and facts.item is str:
-        # selective_ac_option = 2 means the text "2"; only quotes and lists are TOML's here
-        is_toml = isinstance(value, (str, list) if facts.kind is tuple else str)
-        return value if is_toml else word
-    return value if len(table) == 1 else word
+    value = read_value(word)
+    # selective_ac_option = 2 means the text "2"; only quotes and lists are TOML's there
+    is_text = facts is not None and facts.item is str
+    takes_list = facts is not None and facts.kind is tuple
+    return word if is_text and not isinstance(value, (str, list) if takes_list else str) else value
 
 
 def _remedy(word: str, tree: type) -> str:

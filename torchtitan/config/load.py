@@ -33,7 +33,7 @@ from torchtitan.config.fields import (
 from torchtitan.config.foreign import Foreign
 from torchtitan.config.layers import COMMAND_LINE, Findings, Layer, Path, Setting, literal, spell
 from torchtitan.config.names import Names
-from torchtitan.config.toml_files import parse, read_layers
+from torchtitan.config.toml_files import read_layers, read_value
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -218,20 +218,20 @@ def _section(cls: type, prefix: Path, *, settings: Layer, found: Findings) -> An
         if isinstance(info.annotation, type) and is_dataclass(info.annotation):
             values[name] = _section(info.annotation, path, settings=settings, found=found)
         elif path in settings:
-            values[name] = settings[path].value
-            wrong[name] = _problem(settings[path], fields(cls)[(name,)])
+            if problem := _problem(settings[path], fields(cls)[(name,)]):
+                wrong[name] = problem
+            else:
+                values[name] = settings[path].value
     try:
-        section = cls(**{name: value for name, value in values.items() if not wrong.get(name)})
+        section = cls(**values)
     except ValidationError as error:
-        section = None
         for detail in error.errors(include_url=False):
             name = str(detail["loc"][0])
             wrong[name] = _rule(detail, choices=fields(cls)[(name,)].choices)
+        section = cls(**{name: value for name, value in values.items() if name not in wrong})
     for name, rule in wrong.items():
-        if rule:
-            found.mistakes.append(f"{settings.pop((*prefix, name)).where()}: {rule}")
-            values.pop(name)
-    return cls(**values) if section is None else section
+        found.mistakes.append(f"{settings.pop((*prefix, name)).where()}: {rule}")
+    return section
 
 
 def _rule(detail: ErrorDetails, *, choices: Sequence[str]) -> str:
@@ -243,24 +243,11 @@ def _rule(detail: ErrorDetails, *, choices: Sequence[str]) -> str:
         rule = f"item {int(detail['loc'][1]) + 1} {rule}, got {literal(value)}"
     if detail["type"] == "literal_error":
         return rule + did_you_mean(str(value), choices)
-    if detail["type"] == "string_type":
-        return f'{rule}; write "{literal(value)}" in quotes' if _is_plain(value) else rule
-    if isinstance(value, str) and detail["type"] in RULES and _is_plain(_read(value)):
-        return f"{rule}; write {value.lower()} without quotes"
+    if detail["type"] == "string_type" and isinstance(value, (int, float)):
+        return f'{rule}; write "{literal(value)}" in quotes'
+    if isinstance(value, str) and isinstance(read_value(value.lower()), (int, float)):
+        return f"{rule}; write {value.lower()} without quotes" if detail["type"] in RULES else rule
     return rule
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, (int, float))
-
-
-def _read(text: str) -> object:
-    """Return the value that a string would be as a bare TOML value, if it would be one."""
-    try:
-        table = parse(f"value = {text.lower()}", origin="")
-    except ConfigError:
-        return None
-    return table["value"] if len(table) == 1 else None
 
 
 def _depends_on_refused(violation: Violation, *, refused: set[Path], tree: type) -> bool:

@@ -73,6 +73,15 @@ def parse(text: str, *, origin: str) -> dict[str, object]:
         raise ConfigError(f"{origin}, line {number}: not valid TOML: {error}: {shown!r}") from error
 
 
+def read_value(text: str) -> object:
+    """Return the TOML value that a text is, or the text itself where it is none."""
+    try:
+        table = parse(f"value = {text}", origin=COMMAND_LINE)
+    except ConfigError:
+        return text
+    return table["value"] if len(table) == 1 else text
+
+
 def to_toml(config: object) -> str:
     """Write resolved settings; loading them gives an equal tree but for the file's name."""
     tables: dict[str, Any] = {}
