@@ -22,7 +22,7 @@ ABOUT = (
     "true, several words make a list, and none takes an optional setting back."
 )
 METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}
-OPTION = re.compile(r"--[\w.-]+(=|$)|-[^\d.\s]\S*$")
+OPTION = re.compile(r"--[\w.-]+(=|\Z)|-[^\d.\s]\S*\Z")
 
 
 def read_command_line(
@@ -47,7 +47,7 @@ def read_command_line(
         path = tuple(name.split("."))
         facts = fields(tree).get(renamed.get(path, path))
         given = [value] if has_value else []
-        takes_all = path in renamed or facts is None or facts.kind is tuple
+        takes_all = facts is None or facts.kind is tuple
         while words and not OPTION.match(words[0]) and not has_value and (takes_all or not given):
             given.append(words.pop(0))
         layer[path] = _setting(path, words=given, facts=facts)
