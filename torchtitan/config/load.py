@@ -153,7 +153,7 @@ def build(
 
 
 def violations(config: object) -> Iterator[Violation]:
-    """Check what fields need of each other, and the rules of each section and of the whole."""
+    """Yield the unmet needs of fields, and what the rules of each section and of the tree find."""
     tree = type(config)
     values = values_of(config)
     for path, facts in fields(tree).items():
@@ -198,7 +198,7 @@ def _check_place(layer: Layer, found: Findings, *, tree: type) -> None:
 
 
 def _problem(setting: Setting, facts: FieldFacts) -> str:
-    """Say what no setting may be: what torch and the system cannot take comes to no message."""
+    """Say what is wrong with a value of any type: unreadable, too large, or with a NUL in it."""
     value = setting.value
     is_count = facts.item is int and "<" not in facts.bounds
     if is_count and isinstance(value, int) and abs(value) > LARGEST:
