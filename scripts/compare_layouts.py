@@ -42,7 +42,7 @@ from scripts.layouts.launch import Outcome, launch, settings_of_all
 from scripts.layouts.report import Verdict, show_steps, show_table, write_json
 from scripts.layouts.words import Layout, fit_local_batch, option_key, parse_layout
 from torchtitan.base.errors import ConfigError, UserError
-from torchtitan.config.load import load_config
+from torchtitan.job import load_config
 
 SET_HERE = ("training.steps", "training.max_norm", "training.global_batch_size")
 SET_HERE_SECTIONS = ("job.", "metrics.", "checkpoint.")

@@ -31,10 +31,10 @@ from torchtitan.assemble.generator import find_run_step
 from torchtitan.assemble.hf import describe_export
 from torchtitan.base.errors import CheckpointError, UserError
 from torchtitan.checkpoint import storage
-from torchtitan.config.load import load_config
 from torchtitan.generate.generator import DTYPES
 from torchtitan.hf.convert import to_dcp
 from torchtitan.hf.write import export
+from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
 
 

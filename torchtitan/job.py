@@ -1,34 +1,49 @@
 """The settings of a whole job: one frozen dataclass for each TOML section, each in its room.
 
 Names and meanings follow torchtitan 0.2 wherever they are the same. The docstring under a field is
-its documentation: `--help` prints it. Types are strict: 2.5 is not a batch size.
+its documentation: `--help` prints it. Types are strict: 2.5 is not a batch size. What ties settings
+together stands where it can: on the field (`Needs`), in the section's `violations`, and only where
+sections of several rooms are tied to each other, here. What needs the number of ranks or the
+model's sizes is checked at assembly.
 """
 
 from __future__ import annotations
 
+import logging
+import pathlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import Annotated
+
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from torchtitan.base.errors import Violation
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.config.types import STRICT, Seed, Text
-from torchtitan.data.settings import TrainingConfig, ValidationConfig
+from torchtitan.config.foreign import Foreign, read_foreign
+from torchtitan.config.load import Loaded, load
+from torchtitan.config.needs import JobFile, Needs
+from torchtitan.config.types import STRICT, InnerFile, Seed, Text
+from torchtitan.data.settings import READS_FILES, TrainingConfig, ValidationConfig
 from torchtitan.lora.settings import LoRAConfig
 from torchtitan.mesh.settings import CommConfig, ParallelismConfig
 from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
 from torchtitan.models.settings import ModelConfig
 from torchtitan.optim.settings import LRSchedulerConfig, OptimizerConfig
 from torchtitan.parallel.settings import (
+    MULTIPLE,
     ActivationCheckpointConfig,
     CompileConfig,
     QuantizeConfig,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class JobConfig:
     """The job as a whole: where its settings come from and where its output goes."""
 
-    config_file: Text | None = None
+    config_file: Annotated[Text | None, JobFile()] = None
     """TOML file to read; without one every setting has its default. Command line only."""
     dump_folder: Text = "./outputs"
     """Folder that receives everything the run writes: config, metrics, logs, checkpoints."""
@@ -36,7 +51,7 @@ class JobConfig:
     """Free text, shown in the log and sent to W&B as the run's name."""
     print_config: bool = False
     """Log the resolved settings at start."""
-    save_config_file: Text | None = None
+    save_config_file: InnerFile | None = None
     """Also write the resolved settings to this path, relative to dump_folder."""
 
 
@@ -48,7 +63,7 @@ class DebugConfig:
     """Seed of the initial weights, the order of the data and every random generator."""
     deterministic: bool = False
     """Refuse operators that are not reproducible bit for bit."""
-    deterministic_warn_only: bool = False
+    deterministic_warn_only: Annotated[bool, Needs("deterministic", True, is_notice=True)] = False
     """Warn of such operators instead."""
     log_sample_hashes: bool = False
     """Write step, number and hash of every sample drawn to samples/rank_N.jsonl."""
@@ -76,3 +91,178 @@ class Config:
     quantize: QuantizeConfig = Field(default_factory=QuantizeConfig)
     comm: CommConfig = Field(default_factory=CommConfig)
     debug: DebugConfig = Field(default_factory=DebugConfig)
+
+    def violations(self) -> Iterator[Violation]:
+        """Check what ties sections to each other."""
+        yield from self._schedule()
+        yield from self._batches()
+        yield from self._float8_tokens()
+        if self.validation.enable:
+            yield from self._validation_data()
+        option = self.activation_checkpoint.selective_ac_option
+        by_operator = self.activation_checkpoint.mode == "selective" and option == "op"
+        if self.compile.enable and by_operator:
+            yield Violation(
+                ("activation_checkpoint.selective_ac_option", "compile.enable"),
+                "chooses operators one by one, and a compiled block is one operator; write "
+                '"2" for every second block, or compile.enable = false',
+            )
+
+    def _schedule(self) -> Iterator[Violation]:
+        schedule, steps, peak = self.lr_scheduler, self.training.steps, self.optimizer.lr
+        total, decays_to_zero = schedule.total_steps, schedule.min_lr_factor == 0
+        decays = schedule.decay_ratio is None or schedule.decay_ratio > 0
+        if total is not None and total < steps and decays and decays_to_zero:
+            yield Violation(
+                ("lr_scheduler.total_steps", "training.steps", "lr_scheduler.min_lr_factor"),
+                f"must be at least training.steps ({steps}), got {total}: the learning rate would "
+                "be 0 from there on; raise it, or set min_lr_factor",
+            )
+        num_warmup = schedule.num_warmup_steps(total or steps)
+        if num_warmup > steps:
+            yield Violation(
+                ("lr_scheduler.warmup_ratio", "lr_scheduler.warmup_steps", "training.steps"),
+                f"the warmup takes {num_warmup} steps and the run {steps}, so the learning rate "
+                f"ends at {peak * steps / num_warmup:.3g} and never reaches optimizer.lr = "
+                f"{peak:g}; lower warmup_steps, or write warmup_ratio = 0.1",
+                is_notice=True,
+            )
+
+    def _batches(self) -> Iterator[Violation]:
+        """Check that sequences and batches can be cut as the layout asks."""
+        parallelism, training, validation = self.parallelism, self.training, self.validation
+        if wrong := parallelism.microbatch_violation(training.local_batch_size):
+            yield wrong
+        lengths = {"training.seq_len": training.seq_len}
+        if validation.enable and validation.seq_len is not None:
+            lengths["validation.seq_len"] = validation.seq_len
+        for key, seq_len in lengths.items():
+            if wrong := parallelism.sequence_violation(seq_len, key=key):
+                yield wrong
+        size = validation.local_batch_size
+        microbatch = parallelism.microbatch_size(training.local_batch_size)
+        is_cut = validation.enable and parallelism.pipeline_parallel_degree > 1
+        if is_cut and size is not None and size % microbatch:
+            yield Violation(
+                (
+                    "validation.local_batch_size",
+                    "parallelism.pipeline_parallel_degree",
+                    "parallelism.pipeline_parallel_microbatch_size",
+                    "parallelism.pipeline_parallel_num_microbatches",
+                ),
+                f"must be a multiple of the {microbatch} samples of a pipeline's microbatch, got "
+                f"{size}; try {max(size // microbatch, 1) * microbatch}",
+            )
+
+    def _float8_tokens(self) -> Iterator[Violation]:
+        """Check what the gradient of a weight adds up over: the tokens of a product."""
+        training, cp = self.training, self.parallelism.context_parallel_degree
+        num_tokens = training.local_batch_size * training.seq_len // cp
+        multiplies = self.model.converters and not self.quantize.linear.float8.emulate
+        if multiplies and num_tokens % MULTIPLE:
+            yield Violation(
+                (
+                    "model.converters",
+                    "training.local_batch_size",
+                    "training.seq_len",
+                    "parallelism.context_parallel_degree",
+                ),
+                f"needs a number of tokens per rank that is a multiple of {MULTIPLE}, got "
+                f"{num_tokens} (local_batch_size x seq_len / context_parallel_degree); try seq_len "
+                f"= {max(training.seq_len // (MULTIPLE * cp), 1) * MULTIPLE * cp}",
+            )
+
+    def _validation_data(self) -> Iterator[Violation]:
+        validation, default = self.validation, self.training.dataset
+        kind, files = validation.dataset or default, validation.dataset_path
+        keys = ("validation.dataset", "validation.dataset_path", "validation.enable")
+        ties = (*keys, "training.dataset")
+        if validation.split is not None:
+            return
+        if kind == default == "python_stdlib":
+            yield Violation(
+                ties,
+                'needs data of its own: training reads all of "python_stdlib"; hold out a part of '
+                'it with validation.split = 0.05 and no dataset, or write "files" with '
+                "dataset_path",
+            )
+        elif kind in READS_FILES and not files:
+            yield Violation(
+                ties,
+                f'"{kind}" needs validation.dataset_path, the files to read; or hold out a part of '
+                "the training's documents with validation.split = 0.05 and no dataset",
+            )
+        elif kind not in READS_FILES and files:
+            yield Violation(
+                (keys[1], keys[0], "training.dataset"),
+                f'needs dataset = "files" or "examples", got "{kind}"; set that, or remove this',
+            )
+
+
+def load_job(argv: Sequence[str]) -> Loaded[Config]:
+    """Read the file that --job.config_file names, apply the other options, check everything.
+
+    Raises ConfigError with every mistake of files and command line; prints the help and raises
+    SystemExit(0) on --help. Old spellings are logged as warnings.
+    """
+    loaded = load(Config, argv, foreign=torchtitans_keys())
+    if loaded.foreign_file is not None:
+        given = {".".join(path) for path in loaded.given}
+        for meaning in other_meanings(given, loaded.config):
+            file = loaded.foreign_file
+            logger.warning("%s: written for torchtitan 0.2, where %s", file, meaning)
+    return loaded
+
+
+def load_config(argv: Sequence[str]) -> Config:
+    """Do as `load_job`, for who needs the settings alone."""
+    return load_job(argv).config
+
+
+def torchtitans_keys() -> Foreign:
+    """Return what is known of files for torchtitan 0.1 and 0.2."""
+    return read_foreign(pathlib.Path(__file__).with_name("torchtitan_0_2.toml"), name="torchtitan")
+
+
+def other_meanings(given: Collection[str], config: Config) -> Iterator[str]:
+    """Say what would be another training in torchtitan, of a job with a file written for that.
+
+    `given`: the keys that the job names, in today's spelling.
+    """
+    checkpoint, validation, schedule = config.checkpoint, config.validation, config.lr_scheduler
+    if config.optimizer.weight_decay and "optimizer.no_decay_params" not in given:
+        yield (
+            "norms and biases are decayed; here they are not; to decay them write [optimizer] "
+            "no_decay_params = []"
+        )
+    total = schedule.total_steps or config.training.steps
+    if schedule.num_warmup_steps(total) > total:
+        yield (
+            f"a warmup is cut to the length of the schedule; here it is not; to do the same write "
+            f"[lr_scheduler] warmup_steps = {total}"
+        )
+    if "model.tokenizer_path" not in given:
+        yield (
+            'the default tokenizer is a file of its tests; here it is "bpe_2048", with other ids; '
+            "to choose one write [model] tokenizer_path"
+        )
+    if "training.dataset" not in given:
+        yield 'the default data are "c4_test"; here they are "python_stdlib"'
+    if "training.mixed_precision_param" not in given:
+        yield (
+            "layers compute in bfloat16 by default; here only where the device multiplies it by "
+            'itself; to be sure write [training] mixed_precision_param = "bfloat16"'
+        )
+    if "debug.seed" not in given:
+        yield "each start draws another seed; here it is 0; to choose one write [debug] seed"
+    if checkpoint.enable and "checkpoint.last_save_model_only" not in given:
+        yield (
+            "the last checkpoint is of weights alone by default; here it is a full one; for the "
+            "weights beside it write [checkpoint] last_save_model_only = true"
+        )
+    keys = {f"validation.{key}" for key in ("dataset", "local_batch_size", "seq_len")}
+    if validation.enable and not keys <= set(given):
+        yield (
+            "validation reads c4_validation in batches of 8 x 2048 tokens by default; here its "
+            "dataset, local_batch_size and seq_len are those of [training]"
+        )

@@ -46,8 +46,7 @@ from torchtitan.base.log import (
     shown_ranks,
     use_color,
 )
-from torchtitan.config.load import load_config
-from torchtitan.job import Config
+from torchtitan.job import Config, load_job
 from torchtitan.mesh.faults import PeerError
 from torchtitan.mesh.process_group import (
     await_reports,
@@ -94,7 +93,8 @@ def run_job(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack) -> None:
     undo.enter_context(keep_logging())
     log = partial(init_logging, rank=launch.rank, world_size=launch.world_size, log_rank=log_rank)
     log(folder=None, color=False)  # the settings, which name the folder, may give notices already
-    config = load_config(argv)
+    job = load_job(argv)
+    config = job.config
     stop.end_after(config.checkpoint.save_before_seconds)
     folder = Path(config.job.dump_folder)
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
@@ -102,7 +102,8 @@ def run_job(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack) -> None:
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
     undo.callback(end_process_group)  # not before: a group that the process has already is not ours
     started = time.monotonic()
-    run = assemble(config, launch=launch, color=color, undo=undo)
+    with job.wording():
+        run = assemble(config, launch=launch, color=color, undo=undo)
     bar = ProgressBar(
         done_steps=run.progress.step,
         total_steps=run.training.steps,

@@ -34,12 +34,12 @@ from scripts.benchmarks.pairs import (
     check_close,
     timed,
 )
-from torchtitan.config.load import load_config
 from torchtitan.data.dataset import Dataset, build_dataset
 from torchtitan.data.loader import Loader
 from torchtitan.data.sampler import Mixture, Permutation
 from torchtitan.data.store import TokenStore, open_writer
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.job import load_config
 
 SUMMARY = "tokens a second through the loader, against plain numpy"
 WORKERS = (0, 2)

@@ -25,7 +25,7 @@ from scripts.benchmarks.ranks import run_ranks
 from scripts.benchmarks.turns import CLOCKS, TOLERANCES, peak_gib, read_clocks, spent_since
 from torchtitan.assemble import assemble, find_model
 from torchtitan.base.device import device_name
-from torchtitan.config.load import load_config
+from torchtitan.job import load_config
 from torchtitan.mesh.process_group import Launch
 from torchtitan.models.settings import ModelConfig
 from torchtitan.optim.clip import clip_gradients, global_norm

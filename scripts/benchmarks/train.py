@@ -46,7 +46,7 @@ from scripts.benchmarks.turns import (
 )
 from torchtitan.assemble import find_model
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.load import load_config
+from torchtitan.job import load_config
 from torchtitan.models.settings import ModelConfig
 
 SUMMARY = "a training step, against a loop without a trainer and transformers"

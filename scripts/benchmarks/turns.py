@@ -34,7 +34,7 @@ from torchtitan.assemble.data import build_loader
 from torchtitan.assemble.layout import find_layout
 from torchtitan.base.device import device_name, local_device, peak_flops, timed_peak
 from torchtitan.checkpoint.state import Progress
-from torchtitan.config.load import load_config
+from torchtitan.job import load_config
 from torchtitan.mesh.dims import build_mesh
 from torchtitan.mesh.process_group import Launch
 from torchtitan.metrics.sinks import Row

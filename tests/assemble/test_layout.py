@@ -16,7 +16,7 @@ from torchtitan.assemble.data import build_loader
 from torchtitan.assemble.layout import find_layout, log_job
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.state import Progress
-from torchtitan.config.load import load_config
+from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from torchtitan.models.spec import DecoderConfig

@@ -12,8 +12,9 @@ import torch
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint.source import Selection, find_step
 from torchtitan.checkpoint.start import COMES_TO, Intention, Whose
-from torchtitan.config.load import load_config, to_toml
-from torchtitan.config.trajectory import Job
+from torchtitan.config.toml_files import to_toml
+from torchtitan.job import load_config
+from torchtitan.trajectory import Job
 
 
 def test_every_case_is_decided() -> None:

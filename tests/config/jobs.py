@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.load import load_config
-from torchtitan.job import Config
+from torchtitan.config.cli import read_command_line
+from torchtitan.config.layers import flatten
+from torchtitan.config.load import Loaded, build
+from torchtitan.config.toml_files import parse
+from torchtitan.job import Config, load_config, torchtitans_keys
+
+THEIRS = torchtitans_keys()
 
 
 class Jobs:
@@ -34,10 +39,22 @@ class Jobs:
         return mistakes_of(lambda: self.load(text, *options))
 
 
+def loaded(text: str = "", *options: str, base: str = "") -> Loaded[Config]:
+    """Build from texts as from job.toml on top of base.toml, with mistakes and notices."""
+    layers = [
+        flatten(parse(one, origin=name), origin=name)
+        for name, one in (("base.toml", base), ("job.toml", text))
+    ]
+    given, stray = read_command_line(options, tree=Config, renamed=THEIRS.renamed)
+    assert not stray
+    return build(Config, [*layers, given], foreign=THEIRS)
+
+
 def mistakes_of(load: Callable[[], object]) -> list[str]:
     """Return what is wrong, one message for each mistake."""
     with pytest.raises(ConfigError) as caught:
         load()
-    assert all("\n" not in mistake for mistake in caught.value.mistakes)
-    assert str(caught.value) == "\n".join(caught.value.mistakes)
-    return caught.value.mistakes
+    mistakes = list(map(str, caught.value.mistakes))
+    assert all("\n" not in mistake for mistake in mistakes)
+    assert str(caught.value) == "\n".join(mistakes)
+    return mistakes

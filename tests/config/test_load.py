@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.config.jobs import Jobs, mistakes_of
+from tests.config.jobs import Jobs, loaded, mistakes_of
+from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.config.fields import FieldFacts, fields, sections, values_of
 from torchtitan.config.layers import Path, literal
-from torchtitan.config.load import load_config, to_toml
-from torchtitan.job import Config
+from torchtitan.config.toml_files import to_toml
+from torchtitan.job import Config, load_config
 
 
 def test_no_file_means_defaults() -> None:
@@ -56,6 +57,26 @@ def test_a_mistake_names_the_file_that_holds_it(jobs: Jobs) -> None:
     assert found == [
         'shared/base.toml: [training] steps = "ten": must be an integer',
         "job.toml: [training] seq_len = 0: must be greater than 0",
+    ]
+
+
+def test_a_mistake_that_a_room_finds_later_is_told_with_its_origin() -> None:
+    job = loaded("[training]\nsteps = 7", "--optimizer.lr=0.5")
+    found = [
+        Violation(("steps",), "must be even; try 8").within("training"),
+        Violation(("optimizer.lr",), "must be lower"),
+        Violation(("model.name", "training.steps"), "does not fit"),
+        Violation(("model.name",), "must be another"),
+        "of something else",
+    ]
+    with pytest.raises(ConfigError) as caught, job.wording():
+        raise ConfigError(found)
+    assert caught.value.mistakes == [
+        "job.toml: [training] steps = 7: must be even; try 8",
+        "command line: --optimizer.lr 0.5: must be lower",
+        "job.toml: [training] steps = 7: does not fit",
+        "default: [model] name: must be another",
+        "of something else",
     ]
 
 
@@ -129,7 +150,7 @@ def test_endless_numbers_and_brackets_are_malformed(jobs: Jobs) -> None:
     assert mistake.startswith("job.toml: tables must not be nested more deeply")
     option = "9" * 5000
     [mistake] = jobs.mistakes(f"[activation_checkpoint]\nselective_ac_option = '{option}'")
-    assert 'must be "op" or a positive integer' in mistake
+    assert "must be op or a positive integer" in mistake
 
 
 def test_a_file_that_is_not_utf8_names_the_byte(jobs: Jobs) -> None:
@@ -193,7 +214,7 @@ def random_value(path: Path, facts: FieldFacts, rng: random.Random) -> object:
 def random_config(seed: int) -> Config:
     """Some job that keeps the rules across keys and asks for nothing unbuilt."""
     rng = random.Random(seed)
-    values = {path: random_value(path, facts, rng) for path, facts in fields().items()}
+    values = {path: random_value(path, facts, rng) for path, facts in fields(Config).items()}
     paths = values["training", "dataset_path"]
     assert isinstance(paths, tuple)
     num_workers = values["training", "dataloader", "num_workers"]
@@ -253,20 +274,20 @@ def random_config(seed: int) -> Config:
     for axis in ("tensor", "pipeline", "context"):
         values["parallelism", f"{axis}_parallel_degree"] = 1
     parts: dict[Path, dict[str, object]] = {(): {}}
-    parts |= {path: {} for path in sections()}
+    parts |= {path: {} for path in sections(Config)}
     for path, value in values.items():
         parts[path[:-1]][path[-1]] = value
-    for path in sorted(sections(), key=len, reverse=True):
-        parts[path[:-1]][path[-1]] = sections()[path](**parts[path])
+    for path in sorted(sections(Config), key=len, reverse=True):
+        parts[path[:-1]][path[-1]] = sections(Config)[path](**parts[path])
     return Config(**parts[()])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_resolved_toml_loads_to_an_equal_config(jobs: Jobs, seed: int) -> None:
     config = random_config(seed)
-    loaded = jobs.load(to_toml(config))
-    assert replace(loaded, job=replace(loaded.job, config_file=None)) == config
-    assert to_toml(loaded) == to_toml(config)
+    again = jobs.load(to_toml(config))
+    assert replace(again, job=replace(again.job, config_file=None)) == config
+    assert to_toml(again) == to_toml(config)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -285,4 +306,4 @@ def test_resolved_toml_names_every_key_but_those_not_set() -> None:
         assert (f"\n{path[-1]} = " in text) or value is None
     assert "config_file" not in text
     # what is left out must come back by itself
-    assert all(facts.default is None for facts in fields().values() if facts.optional)
+    assert all(facts.default is None for facts in fields(Config).values() if facts.optional)

@@ -12,7 +12,8 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from tests.config.jobs import Jobs
 from torchtitan.config.__main__ import main
-from torchtitan.config.load import load_config, to_toml
+from torchtitan.config.toml_files import to_toml
+from torchtitan.job import load_config
 
 ULYSSES = "--parallelism.context_parallel_rotate_method=ulysses"
 FLOAT8 = ("--model.converters=float8", "--quantize.linear.float8.recipe_name=rowwise")
@@ -85,6 +86,7 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
+        (["--parallelism.fsdp_reshard_after_forward=0"], ["command line: ", "positive integer"]),
         (["--model.name=lama3"], ["[model] name", "'lama3'", "did you mean 'llama3'?"]),
         (["--model.flavor=8b"], ["[model] flavor", "'8b'", "did you mean '8B'?"]),
         (["--world_size=0"], ["--world_size", "1 or more", "'0'"]),
@@ -97,7 +99,10 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
             ["--world_size=4", "--parallelism.data_parallel_shard_degree=2"],
             ["got 2 (", "for 4 ranks"],
         ),
-        (["--parallelism.tensor_parallel_degree=3"], ["num_heads 8", "split by 1, 2, 4"]),
+        (
+            ["--parallelism.tensor_parallel_degree=3", "--training.seq_len=36"],
+            ["num_heads 8", "split by 1, 2, 4"],
+        ),
         (["--parallelism.context_parallel_degree=8", ULYSSES], ["4 key/value heads"]),
         (["--parallelism.pipeline_parallel_degree=9"], ["9 stages", "to at most 8"]),
         (["--parallelism.pipeline_parallel_degree=8"], ["microbatch", "got 4"]),
@@ -117,8 +122,10 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (
             [
                 "--parallelism.tensor_parallel_degree=3",
+                "--training.seq_len=36",
                 "--parallelism.pipeline_parallel_degree=9",
-                "--parallelism.fsdp_reshard_after_forward=0",
+                "--parallelism.fsdp_reshard_after_forward=4",
+                "--world_size=27",
             ],
             ["num_heads", "9 stages", "fsdp_reshard_after_forward"],
         ),

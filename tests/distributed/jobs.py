@@ -22,7 +22,7 @@ from torchtitan.assemble import assemble
 from torchtitan.assemble import run as assembling
 from torchtitan.base.errors import UserError
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
-from torchtitan.config.load import load_config
+from torchtitan.job import load_config
 from torchtitan.mesh.process_group import Launch
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.families import MODELS

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan.config.load import load_config
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 

@@ -26,9 +26,9 @@ from tests.distributed.test_intentions import Beginning, begin
 from tests.distributed.test_layouts import assert_same_training
 from tests.distributed.test_parts import resized
 from torchtitan.assemble import run
-from torchtitan.config.load import load_config
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.optim import clip, loss

@@ -22,8 +22,8 @@ from tests.distributed.test_resume import exact
 from torchtitan import validate
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.checkpoint.storage import read_manifest
-from torchtitan.config.load import load_config
 from torchtitan.data.validation import WholeBatches
+from torchtitan.job import load_config
 from torchtitan.mesh.stop import StopRequest
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.documents import Documents

@@ -12,7 +12,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
 from torchtitan.assemble import find_model
-from torchtitan.config.load import load_config
+from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
 
 TINY8 = jobs.TINY.replace('"tiny"', '"tiny8"')

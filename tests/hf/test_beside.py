@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from tests.sft.chats import CHATML, write_tokenizer
 from torchtitan.assemble.hf import describe_export
-from torchtitan.config.load import load_config
 from torchtitan.hf.beside import warn_of_other_tokenizer
+from torchtitan.job import load_config
 
 
 @pytest.mark.parametrize("has_own_file", [False, True])

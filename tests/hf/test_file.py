@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.models.reference import VARIANTS, random_decoder, reference_of
-from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.config.load import load_config
+from torchtitan.base.errors import CheckpointError
 from torchtitan.hf.file import map_file, open_file
 from torchtitan.hf.names import Names
 from torchtitan.models.decoder import Decoder
@@ -124,15 +123,3 @@ def test_whatever_damaged_bytes_come_to_is_a_typed_error(tmp_path: Path) -> None
         except CheckpointError as error:
             kinds.add(type(error.__cause__))
     assert KeyError in kinds
-
-
-def test_settings_that_ask_for_more_than_a_file_has_are_refused() -> None:
-    job = ["--checkpoint.enable", "--checkpoint.initial_load_path=a.pt"]
-    for option, said in (
-        ("--checkpoint.initial_load_in_hf", "is for a folder"),
-        ("--checkpoint.initial_load_model_only=false", "is a file of weights alone"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            load_config([*job, option])
-    with pytest.raises(ConfigError, match="adds rows to the weights of an initial_load_path"):
-        load_config([job[0], "--checkpoint.grow_vocab"])

@@ -23,7 +23,6 @@ from torchtitan.assemble.hf import chosen_rotation
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.rows import runs, to_their_rows
 from torchtitan.checkpoint.source import Selection
-from torchtitan.config.load import load_config
 from torchtitan.hf import write
 from torchtitan.hf.config import sizes_of
 from torchtitan.hf.convert import find_flavor, to_dcp
@@ -31,6 +30,7 @@ from torchtitan.hf.folder import open_folder
 from torchtitan.hf.names import Names
 from torchtitan.hf.read import DTYPES
 from torchtitan.hf.write import HFExport, export
+from torchtitan.job import load_config
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import Llama3Scaling

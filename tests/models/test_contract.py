@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models.own_family import in_models, load_family, write_family
 from torchtitan.assemble.layout import find_layout
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.load import load_config
+from torchtitan.job import load_config
 from torchtitan.models.contract import Counts, check_contract, count
 from torchtitan.models.decoder import Block, Decoder, TiedOutput
 from torchtitan.models.families import MODELS

@@ -12,11 +12,11 @@ from tests.distributed.rank_pool import RankPool
 from tests.parallel.test_context_attention import Watch
 from torchtitan.assemble.layout import find_layout
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.load import load_config
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.loader import Loader
 from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
 from torchtitan.data.tokenizer import ByteTokenizer
+from torchtitan.job import load_config
 from torchtitan.mesh.dims import build_mesh, resolve_dims
 from torchtitan.mesh.settings import Balancer, ParallelismConfig
 from torchtitan.models.attention import causal_attention

@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.config.jobs import mistakes_of
 from tests.distributed import jobs as training_jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.load import load_config
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
@@ -27,7 +25,6 @@ from torchtitan.parallel.settings import Float8Config
 TINY = replace(MODELS["llama3"].flavors["tiny"], vocab_size=272)
 EMULATED = Float8Config(emulate=True)
 E4M3_MAX = 448.0
-ODD = ("--training.seq_len=31", "--training.local_batch_size=1")
 
 
 def built(settings: Float8Config | None = None, *, tied: bool = False) -> Decoder:
@@ -114,39 +111,6 @@ def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[float8\]'"):
         check_float8(EMULATED, device_type="cpu")
-
-
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        ("[training]\nmixed_precision_param = 'float32'", "computes in bfloat16 between"),
-        ("[training]\ndtype = 'bfloat16'", "keeps float32 weights"),
-        ("[parallelism]\ntensor_parallel_degree = 2", "for tensor_parallel_degree above 1"),
-        ("[parallelism]\npipeline_parallel_degree = 2", "for pipeline_parallel_degree above 1"),
-        ("[lora]\nrank = 4", "converts whole layers"),
-        ("[training]\nseq_len = 20\nlocal_batch_size = 2", "got 40 at once on a rank"),
-    ],
-)
-def test_what_it_does_not_go_with(text: str, rule: str, tmp_path: Path) -> None:
-    path = tmp_path / "job.toml"
-    path.write_text(f"{text}\n[model]\nconverters = ['float8']")
-    [mistake] = mistakes_of(lambda: load_config([f"--job.config_file={path}"]))
-    assert rule in mistake
-
-
-def test_emulated_it_takes_any_number_of_tokens() -> None:
-    load_config(["--model.converters=float8", "--quantize.linear.float8.emulate", *ODD])
-
-
-def test_what_asks_for_float8_without_it_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    for option in ("emulate=true", "recipe_name=rowwise"):
-        load_config([f"--quantize.linear.float8.{option}"])
-        [notice] = caplog.messages
-        assert f"--quantize.linear.float8.{option.split('=')[0]} " in notice
-        assert "no effect" in notice
-        assert "write converters = " in notice
-        caplog.clear()
-    load_config(["--quantize.linear.float8.filter_fqns=output"])  # as in torchtitan's files
 
 
 def test_sharded_and_alone_it_trains_alike(ranks: RankPool, tmp_path: Path) -> None:

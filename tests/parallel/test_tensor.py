@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.models.fake_group import fake_group
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.decoder import Decoder
@@ -192,20 +192,18 @@ def test_costs_are_those_of_the_documentation(tp: int) -> None:
     assert counts == {"all_reduce": 4}
 
 
-def refused(config: DecoderConfig, *, tp: int, seq_len: int = 64, sequence: bool = True) -> str:
-    settings = ParallelismConfig(tensor_parallel_degree=tp, enable_sequence_parallel=sequence)
+def refused(config: DecoderConfig, *, tp: int) -> str:
     with pytest.raises(ConfigError) as caught:
-        check(config, settings, seq_len=seq_len)
+        check(config, ParallelismConfig(tensor_parallel_degree=tp))
     return str(caught.value)
 
 
-def check(config: DecoderConfig, settings: ParallelismConfig, *, seq_len: int) -> None:
-    model, plan = LLAMA3.build_meta(config), LLAMA3.tensor_plan
-    check_tensor_parallel(model, plan=plan, parallelism=settings, seq_len=seq_len)
+def check(config: DecoderConfig, settings: ParallelismConfig) -> None:
+    check_tensor_parallel(LLAMA3.build_meta(config), plan=LLAMA3.tensor_plan, parallelism=settings)
 
 
 def test_sizes_that_the_degree_does_not_divide_are_named_with_the_degrees_that_fit() -> None:
-    message = refused(TINY8, tp=3, seq_len=63)
+    message = refused(TINY8, tp=3)
     assert "got 3 for num_heads 8, num_kv_heads 4; this model" in message
     assert "can be split by 1, 2, 4;" in message
     # fewer key/value heads than ranks
@@ -216,13 +214,18 @@ def test_sizes_that_the_degree_does_not_divide_are_named_with_the_degrees_that_f
 
 
 def test_a_sequence_that_the_degree_does_not_divide() -> None:
-    message = refused(TINY8, tp=4, seq_len=66)
-    assert "[training] seq_len: must be a multiple of 4" in message
-    assert "got 66; try 64, or set parallelism.enable_sequence_parallel = false" in message
-    assert "try 4," in refused(TINY8, tp=4, seq_len=3)
+    def violation(seq_len: int, *, sequence: bool = True) -> Violation | None:
+        settings = ParallelismConfig(tensor_parallel_degree=4, enable_sequence_parallel=sequence)
+        return settings.sequence_violation(seq_len, key="training.seq_len")
+
+    message = str(violation(66))
+    assert "[training] seq_len: " in message
+    assert "got 66; try 64" in message
+    assert "try 4" in str(violation(3))
+    assert violation(64) is None
+    assert violation(33, sequence=False) is None
 
 
 def test_what_fits_is_accepted() -> None:
-    for tp, seq_len, sequence in ((1, 33, True), (4, 64, True), (4, 33, False)):
-        settings = ParallelismConfig(tensor_parallel_degree=tp, enable_sequence_parallel=sequence)
-        check(TINY8, settings, seq_len=seq_len)
+    for tp in (1, 4):
+        check(TINY8, ParallelismConfig(tensor_parallel_degree=tp))

@@ -21,7 +21,7 @@ from scripts.benchmarks.pairs import Comparison, DisagreementError, alternate, c
 from scripts.benchmarks.trace import top_operations
 from scripts.benchmarks.turns import check_losses
 from tests.models.reference import TINY, random_decoder
-from torchtitan.config.load import load_config
+from torchtitan.job import load_config
 from torchtitan.models.rope_scaling import Llama3Scaling
 from torchtitan.models.spec import DecoderConfig
 

@@ -26,7 +26,7 @@ from scripts.layouts.words import fit_local_batch, parse_layout
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.load import load_config
+from torchtitan.job import load_config
 from torchtitan.parallel.batch import Batch
 from torchtitan.trainer import Trainer
 

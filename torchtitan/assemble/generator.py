@@ -15,7 +15,6 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.checkpoint.source import Step, find_step, is_plain_dcp
 from torchtitan.checkpoint.storage import read_manifest
-from torchtitan.config.trajectory import Job
 from torchtitan.generate.generator import DTYPES, Generator, Pretrained, build_generator
 from torchtitan.hf.beside import end_tokens, stop_ids, tokenizer_file
 from torchtitan.hf.config import architecture_of, family_of, read_config
@@ -25,6 +24,7 @@ from torchtitan.job import Config
 from torchtitan.lora.export import CONFIG as ADAPTER_CONFIG
 from torchtitan.lora.layer import apply_lora
 from torchtitan.models.families import MODELS
+from torchtitan.trajectory import Job
 
 
 def open_generator(

@@ -16,7 +16,7 @@ import torch
 from torchtitan.assemble.trained import find_trained
 from torchtitan.base.device import device_name
 from torchtitan.base.errors import ConfigError, Mistakes, Violation, did_you_mean
-from torchtitan.config.load import to_toml
+from torchtitan.config.toml_files import to_toml
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.hf.names import Names
 from torchtitan.job import Config
@@ -114,12 +114,10 @@ def check_family(config: Config, *, spec: ModelSpec, model: LanguageModel) -> No
     Raises:
         ConfigError: It cannot be split or cut as asked, or has no files of Hugging Face.
     """
-    training, parallelism, checkpoint = config.training, config.parallelism, config.checkpoint
+    parallelism, checkpoint = config.parallelism, config.checkpoint
     mistakes = Mistakes()
     mistakes.of(
-        lambda: check_tensor_parallel(
-            model, plan=spec.tensor_plan, parallelism=parallelism, seq_len=training.seq_len
-        )
+        lambda: check_tensor_parallel(model, plan=spec.tensor_plan, parallelism=parallelism)
     )
     mistakes.of(lambda: check_attention(model, parallelism=parallelism))
     if (float8 := find_float8(config)) is not None:

@@ -39,8 +39,7 @@ from torchtitan.checkpoint.start import (
 )
 from torchtitan.checkpoint.state import VOCABULARY, RunState
 from torchtitan.checkpoint.storage import find_steps
-from torchtitan.config.load import to_toml
-from torchtitan.config.trajectory import Job, trajectory_differences
+from torchtitan.config.toml_files import to_toml
 from torchtitan.hf.beside import warn_of_other_tokenizer
 from torchtitan.hf.file import open_file
 from torchtitan.hf.folder import is_hf_folder, open_folder
@@ -53,6 +52,7 @@ from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.faults import Pulse
 from torchtitan.mesh.process_group import job_store
 from torchtitan.parallel.layout import Layout
+from torchtitan.trajectory import Job, trajectory_differences
 
 logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.toml"

@@ -12,7 +12,6 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.source import Step
 from torchtitan.checkpoint.start import Start
-from torchtitan.config.trajectory import Job
 from torchtitan.job import Config
 from torchtitan.lora.build import Adapt, build_adapt
 from torchtitan.lora.layer import ADAPTERS, is_adapter
@@ -20,6 +19,7 @@ from torchtitan.lora.settings import LoRAConfig
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.trained import Trained, check_pattern
 from torchtitan.optim.settings import OptimizerConfig
+from torchtitan.trajectory import Job
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
-from torchtitan.config.load import load_config, to_toml
-from torchtitan.job import Config
+from torchtitan.config.toml_files import to_toml
+from torchtitan.job import Config, load_job
 
 logger = logging.getLogger(__name__)
 HELP = (
@@ -33,14 +33,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         mistakes = Mistakes()
         world_size = mistakes.of(lambda: _read_world_size(given))
-        config = mistakes.of(lambda: load_config(words))
+        job = mistakes.of(lambda: load_job(words))
         mistakes.report()
-        assert config is not None
-        check_job(config, world_size=world_size)
+        assert job is not None
+        with job.wording():
+            check_job(job.config, world_size=world_size)
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    sys.stdout.write(to_toml(config))
+    sys.stdout.write(to_toml(job.config))
     return 0
 
 

@@ -1,7 +1,8 @@
-"""What the schema says of each key, by path: type, choices, bounds, default, documentation.
+"""What a tree of settings says of each key, by path: type, bounds, default, documentation, needs.
 
-pydantic keeps all of it for its own checks; here it is laid out flat for the command line, for
-`--help`, and for the search of the nearest valid name, so that none of them repeats the schema.
+A tree is a frozen pydantic dataclass whose fields are values or such dataclasses again, its
+sections. pydantic keeps all of it for its own checks; here it is laid out flat for the command
+line, for `--help`, and for the search of the nearest valid name, so that none repeats the tree.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from types import NoneType, UnionType
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from torchtitan.config.layers import Path
-from torchtitan.job import Config
+from torchtitan.config.layers import Path, literal
+from torchtitan.config.needs import InsteadOf, JobFile, Needs
 
 LIMITS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
 
 
 @dataclass(frozen=True)
 class FieldFacts:
-    """One key of the schema."""
+    """One key of the tree."""
 
     kind: type
     """str, int, float, bool or tuple (of strings or floats)."""
@@ -36,16 +37,36 @@ class FieldFacts:
     optional: bool
     default: object
     help: str
+    declared: tuple[object, ...]
+    """Needs, InsteadOf and JobFile."""
+
+    @property
+    def needs(self) -> list[Needs]:
+        """What it needs of other settings."""
+        return [said for said in self.declared if isinstance(said, Needs)]
+
+    @property
+    def instead_of(self) -> str | None:
+        """The sibling that says the same in another way."""
+        return next((said.key for said in self.declared if isinstance(said, InsteadOf)), None)
 
     @property
     def type_text(self) -> str:
         """Name the type and its limits, as `int > 0` or `list of str`."""
-        if self.choices:
-            return " | ".join(self.choices)
-        name = self.item.__name__
+        name = " | ".join(self.choices) or self.item.__name__
         if self.kind is tuple:
             name = f"list of {'lists of ' if self.nested else ''}{name}"
         return f"{name} {self.bounds}".rstrip()
+
+    @property
+    def text(self) -> str:
+        """Describe the key as --help does: meaning, type, default and needs."""
+        default = "not set" if self.default is None else literal(self.default)
+        parts = [self.type_text, f"default: {default}"]
+        for need in self.needs:
+            of = " or ".join(map(literal, need.of))
+            parts.append(f"{of} needs {need.text}".lstrip())
+        return f"{self.help} ({'; '.join(parts)})"
 
     @property
     def unset_by_none(self) -> bool:
@@ -53,27 +74,45 @@ class FieldFacts:
         return self.optional or self.kind is tuple
 
 
-@functools.cache
-def sections() -> Mapping[Path, type]:
-    """Every section of the schema, nested ones included; the whole, (), is not among them."""
-    return {path: value for path, value in _walk(Config, ()) if isinstance(value, type)}
+def sections(tree: type) -> Mapping[Path, type]:
+    """Every section of the tree, nested ones included; the whole, (), is not among them."""
+    return _laid_out(tree)[0]
 
 
-@functools.cache
-def fields() -> Mapping[Path, FieldFacts]:
-    """Every key of the schema."""
-    return {path: value for path, value in _walk(Config, ()) if isinstance(value, FieldFacts)}
+def fields(tree: type) -> Mapping[Path, FieldFacts]:
+    """Every key of the tree."""
+    return _laid_out(tree)[1]
 
 
-def values_of(config: Config) -> dict[Path, object]:
-    """Lay the values of a job out flat."""
-    return {path: functools.reduce(getattr, path, config) for path in fields()}
+def file_key(tree: type) -> Path | None:
+    """Return the key that names the file to read, if the tree has one."""
+    found = (path for path, facts in fields(tree).items() if JobFile in map(type, facts.declared))
+    return next(found, None)
+
+
+def value_at(config: object, path: Path) -> typing.Any:
+    """Return the section or value that stands at a path."""
+    return functools.reduce(getattr, path, config)
+
+
+def values_of(config: object) -> dict[Path, object]:
+    """Lay the values of a tree out flat."""
+    return {path: value_at(config, path) for path in fields(type(config))}
 
 
 def section_fields(cls: type) -> Mapping[str, FieldInfo]:
     """Return pydantic's description of one section's keys."""
     found: Mapping[str, FieldInfo] = cls.__pydantic_fields__  # type: ignore[attr-defined]
     return found
+
+
+@functools.cache
+def _laid_out(tree: type) -> tuple[Mapping[Path, type], Mapping[Path, FieldFacts]]:
+    found = list(_walk(tree, ()))
+    return (
+        {path: value for path, value in found if isinstance(value, type)},
+        {path: value for path, value in found if isinstance(value, FieldFacts)},
+    )
 
 
 def _walk(cls: type, prefix: Path) -> Iterator[tuple[Path, type | FieldFacts]]:
@@ -87,48 +126,41 @@ def _walk(cls: type, prefix: Path) -> Iterator[tuple[Path, type | FieldFacts]]:
 
 
 def _facts(info: FieldInfo) -> FieldFacts:
-    annotation, limits, optional = info.annotation, list(info.metadata), False
-    if typing.get_origin(annotation) in (typing.Union, UnionType):
-        (annotation,) = (arg for arg in typing.get_args(annotation) if arg is not NoneType)
-        optional = True
-    annotation, limits = _unwrap(annotation, limits=limits)
-    kind = item = annotation
-    choices: tuple[str, ...] = ()
-    nested = False
-    if typing.get_origin(annotation) is typing.Literal:
-        choices, kind, item = typing.get_args(annotation), str, str
-    elif typing.get_origin(annotation) is tuple:
-        kind = tuple
-        item, limits = _unwrap(typing.get_args(annotation)[0], limits=limits)
-        if nested := typing.get_origin(item) is tuple:
-            item, limits = _unwrap(typing.get_args(item)[0], limits=limits)
+    said: list[object] = list(info.metadata)
+    annotation: typing.Any = info.annotation
+    depth, optional, choices = 0, False, ()
+    while (origin := typing.get_origin(annotation)) is not None:
+        first, *others = typing.get_args(annotation)
+        if origin is typing.Annotated:
+            for one in others:  # a Field() inside holds a list of limits of its own
+                said += one.metadata if isinstance(one, FieldInfo) else [one]
+        elif origin in (typing.Union, UnionType):
+            assert others == [NoneType]
+            optional = True
+        elif origin is typing.Literal:
+            choices, first = (first, *others), str
+        else:
+            assert origin is tuple
+            depth += 1
+        annotation = first
     return FieldFacts(
-        kind=typing.cast(type, kind),
-        item=typing.cast(type, item),
-        nested=nested,
+        kind=tuple if depth else annotation,
+        item=annotation,
+        nested=depth > 1,
         choices=choices,
-        bounds=_bounds(limits),
+        bounds=_bounds(said),
         optional=optional,
         default=info.default,
         help=" ".join((info.description or "").split()),
+        declared=tuple(one for one in said if isinstance(one, (Needs, InsteadOf, JobFile))),
     )
 
 
-def _unwrap(annotation: typing.Any, *, limits: list[object]) -> tuple[typing.Any, list[object]]:
-    """Take an Annotated type apart; a Field() inside holds a list of limits of its own."""
-    if typing.get_origin(annotation) is not typing.Annotated:
-        return annotation, limits
-    bare, *inner = typing.get_args(annotation)
-    for limit in inner:
-        limits = [*limits, *(limit.metadata if isinstance(limit, FieldInfo) else [limit])]
-    return bare, limits
-
-
-def _bounds(limits: list[object]) -> str:
+def _bounds(said: list[object]) -> str:
     """Write the numeric limits, `> 0` and the like."""
     found = [
         f"{sign} {getattr(limit, name)}"
-        for limit in limits
+        for limit in said
         for cls, name, sign in LIMITS
         if isinstance(limit, cls)
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Path = tuple[str, ...]
 
@@ -38,6 +38,14 @@ class Setting:
 
 
 Layer = dict[Path, Setting]
+
+
+@dataclass
+class Findings:
+    """What is said of a job's settings, as one stage after the other finds it."""
+
+    mistakes: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
 
 def spell(path: Path, *, origin: str) -> str:

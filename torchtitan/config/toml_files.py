@@ -1,4 +1,4 @@
-"""Read a TOML file and those that it inherits from.
+"""Read a TOML file and those that it inherits from, and write one.
 
 `base = "other.toml"` at the top of a file, relative to that file, reads the other one first. One
 base and not a list: a chain has one order, so that nobody has to guess which of two files wins.
@@ -13,16 +13,18 @@ import os
 import pathlib
 import re
 import sys
+from typing import Any
+
+import tomli_w
 
 from torchtitan.base.errors import ConfigError
+from torchtitan.config.fields import file_key, values_of
 from torchtitan.config.layers import COMMAND_LINE, NUM_SHOWN, Layer, Setting, flatten, literal
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
-
-CONFIG_FILE = ("job", "config_file")
 
 
 def read_layers(file: Setting) -> list[Layer]:
@@ -69,6 +71,29 @@ def parse(text: str, *, origin: str) -> dict[str, object]:
         if len(shown) > NUM_SHOWN:
             shown = shown[:NUM_SHOWN] + " ..."
         raise ConfigError(f"{origin}, line {number}: not valid TOML: {error}: {shown!r}") from error
+
+
+def read_value(text: str) -> object:
+    """Return the TOML value that a text is, or the text itself where it is none."""
+    try:
+        table = parse(f"value = {text}", origin=COMMAND_LINE)
+    except ConfigError:
+        return text
+    return table["value"] if len(table) == 1 else text
+
+
+def to_toml(config: object) -> str:
+    """Write resolved settings; loading them gives an equal tree but for the file's name."""
+    tables: dict[str, Any] = {}
+    left_out = file_key(type(config))
+    for path, value in values_of(config).items():
+        if value is None or path == left_out:
+            continue
+        table = tables
+        for name in path[:-1]:
+            table = table.setdefault(name, {})
+        table[path[-1]] = list(value) if isinstance(value, tuple) else value
+    return tomli_w.dumps(tables)
 
 
 def _base_of(base: object, *, origin: str) -> Setting | None:

@@ -1,10 +1,14 @@
-"""The types of settings: a range of numbers, a list that may be written as one value."""
+"""The types of settings: a range of numbers, a list that may be written as one value, a path."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from collections.abc import Callable
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+
+from torchtitan.base.errors import did_you_mean
 
 STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -33,9 +37,46 @@ def _in_lists(value: object) -> object:
     return tuple(tuple(item.split(",")) if isinstance(item, str) else item for item in value)
 
 
+def named_or_number(*names: str) -> AfterValidator:
+    """Allow one of the names, or a positive integer in digits."""
+
+    def check(value: str) -> str:
+        is_number = value.isascii() and value.isdecimal() and 0 < len(value.lstrip("0")) < 10
+        if value in names or is_number:
+            return value
+        raise ValueError(
+            f"must be {', '.join(names)} or a positive integer in quotes, as "
+            f'"2"{did_you_mean(value, names)}'
+        )
+
+    return AfterValidator(check)
+
+
+def _inside(what: str) -> Callable[[str], str]:
+    def check(value: str) -> str:
+        parts = os.path.normpath(value).split(os.sep)
+        if os.path.isabs(value) or parts[0] == ".." or (what == "file" and parts == ["."]):
+            raise ValueError(
+                f"must be a {what} inside job.dump_folder; write a name alone, and choose the "
+                "place by job.dump_folder"
+            )
+        return value
+
+    return check
+
+
+def _minus_one_or_more(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError("must be -1 or at least 1")
+    return value
+
+
 Text = Annotated[str, Field(min_length=1)]
 NumberOrText = Annotated[Text, BeforeValidator(_number_as_text)]
+InnerFolder = Annotated[Text, AfterValidator(_inside("folder"))]
+InnerFile = Annotated[Text, AfterValidator(_inside("file"))]
 Degree = Annotated[int, Field(ge=1)]
+MinusOneOrMore = Annotated[int, AfterValidator(_minus_one_or_more)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Share = Annotated[float, Field(gt=0.0, lt=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -44,6 +85,11 @@ AboveOne = Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
 FinitePositive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 FiniteNonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Strings = Annotated[tuple[Text, ...], Field(strict=False), BeforeValidator(_in_a_list)]
+Converters = Annotated[
+    tuple[Literal["float8", "quantize.linear.float8"], ...],
+    Field(strict=False),
+    BeforeValidator(_in_a_list),
+]
 Weights = Annotated[
     tuple[FinitePositive, ...], Field(strict=False), BeforeValidator(_number_in_a_list)
 ]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.types import STRICT, Share, Strings, Text, Weights
+from torchtitan.base.errors import Violation
+from torchtitan.config.needs import GIVEN, AtLeast, Needs
+from torchtitan.config.types import STRICT, MinusOneOrMore, Share, Strings, Text, Weights
+
+WORKERS = Needs("num_workers", AtLeast(1))
+READS_FILES = ("files", "examples")
+OF_EXAMPLES = Needs("dataset", ("examples", "synthetic_examples"))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -16,13 +23,12 @@ class DataLoaderConfig:
 
     num_workers: NonNegativeInt = 0
     """Processes that read ahead on each rank; 0 reads in the trainer itself."""
-    persistent_workers: bool = False
-    """For torchtitan's files: here the workers live as long as the run, whatever is said (needs
-    num_workers > 0)."""
+    persistent_workers: Annotated[bool, WORKERS] = False
+    """For torchtitan's files: here the workers live as long as the run, whatever is said."""
     pin_memory: bool = False
     """Read into page-locked memory for faster copies to the GPU (CUDA only)."""
-    prefetch_factor: PositiveInt | None = None
-    """Batches that each worker reads ahead (needs num_workers > 0)."""
+    prefetch_factor: Annotated[PositiveInt | None, WORKERS] = None
+    """Batches that each worker reads ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -35,7 +41,7 @@ class TrainingConfig:
     """Tokens of a sample."""
     local_batch_size: PositiveInt = 8
     """Samples of one forward pass on one data-parallel rank."""
-    global_batch_size: int = -1
+    global_batch_size: MinusOneOrMore = -1
     """Samples of one optimizer step over all ranks; a multiple of local_batch_size times the
     data-parallel degree, the rest is gradient accumulation. -1: no accumulation."""
     max_norm: PositiveFloat = 1.0
@@ -45,27 +51,40 @@ class TrainingConfig:
     alone, and no label crosses a document's end."""
     document_positions: Literal["continue", "restart"] = "continue"
     """Positions count on through a sample, or restart at 0 with each document in it."""
-    dataset: Literal[
-        "python_stdlib", "synthetic", "synthetic_masked", "files", "examples", "synthetic_examples"
+    dataset: Annotated[
+        Literal[
+            "python_stdlib",
+            "synthetic",
+            "synthetic_masked",
+            "files",
+            "examples",
+            "synthetic_examples",
+        ],
+        Needs("dataset_path", GIVEN, "name the files to read", of=READS_FILES),
     ] = "python_stdlib"
     """python_stdlib: sources of this Python's library; synthetic: generated text; synthetic_masked:
     the same with a random number of labels a sample masked, for tests; files: what dataset_path
     names; examples: chats, or prompts and completions, of dataset_path, to fine-tune on;
     synthetic_examples: generated ones."""
-    dataset_path: Strings = ()
+    dataset_path: Annotated[Strings, Needs("dataset", READS_FILES)] = ()
     """Text (.txt, .md, .py ...), JSONL (.jsonl) or token-store (.bin/.idx) files; globs allowed,
     .gz and .zst too."""
-    dataset_weights: Weights = ()
+    dataset_weights: Annotated[Weights, Needs("dataset", "files")] = ()
     """One weight for each dataset_path: samples are drawn from them in this proportion. Empty: one
     source."""
     dataset_text_key: str = "text"
     """Key of a JSONL object that holds the text."""
-    chat_template: Text | None = None
+    chat_template: Annotated[Text | None, OF_EXAMPLES] = None
     """Jinja file that makes text of the messages of examples; if not given, the template that came
     with the tokenizer."""
-    packing: Literal["packed", "padded"] = "padded"
-    """padded: a sample is one example; packed: as many as it holds (examples only)."""
-    long_examples: Literal["truncate", "skip"] = "truncate"
+    packing: Annotated[
+        Literal["packed", "padded"],
+        OF_EXAMPLES,
+        Needs("document_attention", "within"),
+    ] = "padded"
+    """padded: a sample is one example; packed: as many as it holds, kept apart by
+    document_attention."""
+    long_examples: Annotated[Literal["truncate", "skip"], OF_EXAMPLES] = "truncate"
     """What becomes of an example longer than seq_len: its beginning is kept, or it is left out."""
     dataset_cache: Text = "~/.cache/torchtitan"
     """Folder for tokenised data, kept under a fingerprint of the files and the tokenizer."""
@@ -88,6 +107,22 @@ class TrainingConfig:
     sizes call for."""
     gc_freq: PositiveInt = 50
     """Collect Python garbage every this many steps, on all ranks at once, and never in between."""
+
+    def violations(self) -> Iterator[Violation]:
+        """Check the weights and the batch."""
+        num_paths, num_weights = len(self.dataset_path), len(self.dataset_weights)
+        if num_weights and self.dataset == "files" and num_weights != num_paths:
+            yield Violation(
+                ("dataset_weights", "dataset_path"),
+                f"must hold one weight for each dataset_path, got {num_weights} for {num_paths}",
+            )
+        whole, local = self.global_batch_size, self.local_batch_size
+        if whole != -1 and whole % local:
+            yield Violation(
+                ("global_batch_size", "local_batch_size"),
+                f"must be -1 or a multiple of local_batch_size ({local}), got {whole}; "
+                f"try {max(whole // local, 1) * local}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -120,7 +155,16 @@ class ValidationConfig:
     """Tokens of a sample; training's if not given."""
     freq: PositiveInt = 10
     """Validate every this many steps; the first and the last step are always validated."""
-    steps: int = -1
+    steps: MinusOneOrMore = -1
     """Batches of one validation, always the same; -1: all samples, each once."""
     dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
     """Workers and prefetch, started anew for each validation."""
+
+    def violations(self) -> Iterator[Violation]:
+        """Check that a part of the training's data is not named beside other data."""
+        if self.split is not None and (self.dataset or self.dataset_path):
+            yield Violation(
+                ("split", "dataset", "dataset_path"),
+                "holds out documents of the training's data, and cannot be given together with "
+                "dataset or dataset_path; remove either",
+            )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt
 from pydantic.dataclasses import dataclass
 
+from torchtitan.config.needs import AtLeast, Needs
 from torchtitan.config.types import STRICT, FinitePositive, Strings
 
 
@@ -16,10 +17,17 @@ class LoRAConfig:
 
     rank: NonNegativeInt = 0
     """Rank of the adapters; 0: none, and all of the model is trained."""
-    alpha: FinitePositive = 16.0
+    alpha: Annotated[FinitePositive, Needs("rank", AtLeast(1))] = 16.0
     """What an adapter adds is scaled by alpha / rank."""
-    modules: Strings = ("layers.*.attention.w*", "layers.*.feed_forward.w*")
+    modules: Annotated[Strings, Needs("rank", AtLeast(1))] = (
+        "layers.*.attention.w*",
+        "layers.*.feed_forward.w*",
+    )
     """Linear layers (shell patterns) that get an adapter."""
-    save: Literal["merged", "adapter"] = "merged"
+    save: Annotated[
+        Literal["merged", "adapter"],
+        Needs("rank", AtLeast(1)),
+        Needs("checkpoint.last_save_in_hf", True),
+    ] = "merged"
     """What checkpoint.last_save_in_hf writes: the whole model with the adapters merged into its
     matrices, or only the adapters, as PEFT reads them."""

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.types import STRICT, Degree, ListsOfNames, NumberOrText, Text
+from torchtitan.base.errors import Violation
+from torchtitan.config.types import (
+    STRICT,
+    Degree,
+    ListsOfNames,
+    MinusOneOrMore,
+    NumberOrText,
+    Text,
+    named_or_number,
+)
 
 Balancer = Literal["headtail", "balanced", "none"]
 CHUNKS_A_RANK: Mapping[Balancer, int] = {"headtail": 2, "balanced": 8, "none": 1}
 """How finely a sequence is cut for its ranks: eight chunks leave a choice."""
+CUTS_SEQUENCES = (
+    "context_parallel_degree",
+    "context_parallel_load_balancer",
+    "tensor_parallel_degree",
+    "enable_sequence_parallel",
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -21,10 +37,12 @@ class ParallelismConfig:
 
     data_parallel_replicate_degree: Degree = 1
     """Copies of the (sharded) model; gradients are all-reduced across them (DDP, HSDP)."""
-    data_parallel_shard_degree: int = -1
+    data_parallel_shard_degree: MinusOneOrMore = -1
     """Ranks over which weights, gradients and optimizer state are sharded (FSDP2); -1: all ranks
     left over."""
-    fsdp_reshard_after_forward: NumberOrText = "default"
+    fsdp_reshard_after_forward: Annotated[
+        NumberOrText, named_or_number("default", "always", "never")
+    ] = "default"
     """Free the gathered weights after forward (always) or keep them for backward (never); default:
     always but for the last block, never under pipeline parallelism. A number: as default, but so
     many ranks keep the weights together, for backward to gather them from near by; 1 is never, all
@@ -80,18 +98,85 @@ class ParallelismConfig:
     that all work alike; balanced: eight chunks, chosen for each sequence so that all work alike
     whatever its documents (not for ulysses, which needs no balance); none: one contiguous chunk."""
 
+    def violations(self) -> Iterator[Violation]:
+        """Check the stages of a pipeline, and the balance of context parallelism."""
+        layers = self.pipeline_parallel_layers_per_stage
+        staged = self.pipeline_parallel_degree > 1 and layers is not None
+        if staged and self.module_fqns_per_model_part:
+            yield Violation(
+                ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"),
+                f"lists the stages, but pipeline_parallel_layers_per_stage = {layers} asks for "
+                "others; remove one",
+            )
+        balancer = self.context_parallel_load_balancer
+        is_ulysses = self.context_parallel_rotate_method == "ulysses"
+        if self.context_parallel_degree > 1 and is_ulysses and balancer == "balanced":
+            yield Violation(
+                ("context_parallel_load_balancer", "context_parallel_rotate_method"),
+                'is for "ring" and "allgather": under "ulysses" every rank attends over the whole '
+                'sequence with its own heads, so all work alike; write "headtail" or "none"',
+            )
+
     def microbatch_size(self, local_batch_size: int) -> int:
-        """Return the samples of a microbatch of the pipeline."""
-        if self.pipeline_parallel_num_microbatches is not None:
-            return local_batch_size // self.pipeline_parallel_num_microbatches
-        return self.pipeline_parallel_microbatch_size
+        """Return the samples of a pipeline's microbatch."""
+        number = self.pipeline_parallel_num_microbatches
+        if number is None:
+            return self.pipeline_parallel_microbatch_size
+        return max(1, local_batch_size // number)
 
+    def microbatch_violation(self, local_batch_size: int) -> Violation | None:
+        """Say what is wrong with the microbatches of training.local_batch_size, if anything is."""
+        size = self.pipeline_parallel_microbatch_size
+        number = self.pipeline_parallel_num_microbatches
+        if self.pipeline_parallel_degree == 1:
+            return None
+        prefix = "parallelism.pipeline_parallel"
+        ties = ("training.local_batch_size", f"{prefix}_degree")
+        keys = (f"{prefix}_num_microbatches", f"{prefix}_microbatch_size")
+        if number is None and local_batch_size % size:
+            return Violation(
+                (keys[1], *ties),
+                f"must divide local_batch_size ({local_batch_size}), got {size}; try "
+                f"local_batch_size = {local_batch_size // size * size or size}, or set "
+                "pipeline_parallel_num_microbatches",
+            )
+        if number is not None and size not in (1, local_batch_size // number):
+            return Violation(
+                (*keys, *ties),
+                f"is another way to say pipeline_parallel_microbatch_size, but both are given: "
+                f"{number} microbatches of local_batch_size {local_batch_size}, and size {size}; "
+                "remove one of them",
+            )
+        if number is not None and local_batch_size % number:
+            fits = [str(n) for n in range(1, local_batch_size + 1) if local_batch_size % n == 0]
+            return Violation(
+                (keys[0], *ties),
+                f"must divide local_batch_size ({local_batch_size}), got {number}; try "
+                f"{', '.join(fits)}",
+            )
+        return None
 
-def sequence_multiple(settings: ParallelismConfig) -> int:
-    """Return what the length of a sequence must be a multiple of, to be split over its ranks."""
-    cp, tp = settings.context_parallel_degree, settings.tensor_parallel_degree
-    chunks = cp * CHUNKS_A_RANK[settings.context_parallel_load_balancer] if cp > 1 else 1
-    return chunks * (tp if settings.enable_sequence_parallel else 1)
+    def sequence_violation(self, seq_len: int, *, key: str) -> Violation | None:
+        """Say what a sequence that is cut for several ranks must be a multiple of, if it is not.
+
+        `key`: the path of the setting that gives its length.
+        """
+        cp, tp = self.context_parallel_degree, self.tensor_parallel_degree
+        balancer, factors = self.context_parallel_load_balancer, {}
+        if cp > 1:
+            factors["context_parallel_degree"] = cp
+            factors[f"chunks per rank under {balancer}"] = CHUNKS_A_RANK[balancer]
+        if tp > 1 and self.enable_sequence_parallel:
+            factors["tensor_parallel_degree under sequence parallelism"] = tp
+        multiple = prod(factors.values())
+        if seq_len % multiple == 0:
+            return None
+        product = " x ".join(f"{n} {name}" for name, n in factors.items() if n > 1)
+        return Violation(
+            (key, *(f"parallelism.{tie}" for tie in CUTS_SEQUENCES)),
+            f"seq_len must be a multiple of {multiple} ({product}), got {seq_len}; "
+            f"try {max(seq_len // multiple, 1) * multiple}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from torchtitan.base.errors import Violation
 from torchtitan.config.types import STRICT, Text
 
 
@@ -40,3 +43,13 @@ class ProfilingConfig:
     """Steps that a trace holds: the last ones of each profile_freq."""
     profiler_warmup: NonNegativeInt = 3
     """Steps before these with the profiler on already, so that its start-up is not recorded."""
+
+    def violations(self) -> Iterator[Violation]:
+        """Check that a trace has room for its warmup."""
+        needed = self.profiler_warmup + self.profiler_active
+        if self.enable_profiling and self.profile_freq < needed:
+            yield Violation(
+                ("profile_freq", "profiler_warmup", "profiler_active", "enable_profiling"),
+                f"must be at least profiler_warmup + profiler_active ({self.profiler_warmup} + "
+                f"{self.profiler_active}), got {self.profile_freq}; try {needed}",
+            )

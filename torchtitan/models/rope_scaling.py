@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from torchtitan.base.errors import ConfigError, Violation
@@ -70,6 +70,15 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 SCALINGS: Mapping[str, type[RopeScaling]] = {
     scaling.type: scaling for scaling in (LinearScaling, Llama3Scaling, YarnScaling)
 }
+
+
+def reading(setting: str) -> tuple[str, ...]:
+    """Return the ways of stretching that read a setting."""
+    return tuple(
+        name
+        for name, scaling in SCALINGS.items()
+        if setting in {field.name for field in fields(scaling)}
+    )
 
 
 def build_scaling(name: str, given: Mapping[str, float | None]) -> RopeScaling | None:

@@ -1,58 +1,52 @@
 """The settings of the model: the sections [model] and [model.rope_scaling].
 
-Each type of scaling reads some of the keys (`READ`). A key that the type does not read
-is refused, not ignored, so none has a default here: the defaults are those of the type.
+Each type of scaling reads some of the keys. A key that the type does not read is refused, not
+ignored, which is why none has a default here: the defaults are those of the type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, fields
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.types import STRICT, AboveOne, AtLeastOne, FinitePositive, Strings, Text
-from torchtitan.models.rope_scaling import SCALINGS
+from torchtitan.config.needs import GIVEN, Needs
+from torchtitan.config.types import STRICT, AboveOne, AtLeastOne, Converters, FinitePositive, Text
+from torchtitan.models.rope_scaling import reading
+
+STRETCHED = reading("factor")
+BY_WAVELENGTH = reading("original_max_position")
+LLAMA3, YARN = reading("low_freq_factor"), reading("beta_fast")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RopeScalingConfig:
     """The stretch of the rotary wavelengths, for contexts longer than those of pretraining."""
 
-    type: Literal["flavor", "none", "linear", "llama3", "yarn"] = "flavor"
+    type: Annotated[
+        Literal["flavor", "none", "linear", "llama3", "yarn"],
+        Needs("factor", GIVEN, "set it", of=STRETCHED),
+        Needs("original_max_position", GIVEN, "set it", of=BY_WAVELENGTH),
+    ] = "flavor"
     """flavor: as model.flavor has it; none: no stretch; linear: all alike (position interpolation);
     llama3: long wavelengths alone, as Llama 3.1; yarn: the same by YaRN's rule, and sharper
     attention."""
-    factor: AtLeastOne | None = None
-    """Long wavelengths grow by this factor: the new context length over the one of pretraining
-    (linear, llama3, yarn)."""
-    original_max_position: PositiveInt | None = None
-    """Context length of pretraining, in tokens (llama3, yarn)."""
-    low_freq_factor: FinitePositive | None = None
-    """Wavelengths with fewer turns than this in original_max_position grow in full; 1 if not given
-    (llama3)."""
-    high_freq_factor: FinitePositive | None = None
-    """Wavelengths with more turns than this stay; 4 if not given (llama3)."""
-    beta_fast: FinitePositive | None = None
-    """Wavelengths with more turns than this in original_max_position stay; 32 if not given
-    (yarn)."""
-    beta_slow: FinitePositive | None = None
-    """Wavelengths with fewer turns than this grow in full; 1 if not given (yarn)."""
-    attention_factor: FinitePositive | None = None
-    """Queries and keys are multiplied by this; 0.1 ln(factor) + 1 if not given (yarn)."""
-
-
-READ: Mapping[str, tuple[str, ...]] = {"flavor": (), "none": ()} | {
-    name: tuple(field.name for field in fields(scaling)) for name, scaling in SCALINGS.items()
-}
-"""Keys that a type reads."""
-NEEDED: Mapping[str, tuple[str, ...]] = {"flavor": (), "none": ()} | {
-    name: tuple(field.name for field in fields(scaling) if field.default is MISSING)
-    for name, scaling in SCALINGS.items()
-}
-"""Keys that a type cannot do without."""
+    factor: Annotated[AtLeastOne | None, Needs("type", STRETCHED)] = None
+    """Long wavelengths grow by this factor: the new context length over the one of pretraining."""
+    original_max_position: Annotated[PositiveInt | None, Needs("type", BY_WAVELENGTH)] = None
+    """Context length of pretraining, in tokens."""
+    low_freq_factor: Annotated[FinitePositive | None, Needs("type", LLAMA3)] = None
+    """Wavelengths with fewer turns than this in original_max_position grow in full; 1 if not
+    given."""
+    high_freq_factor: Annotated[FinitePositive | None, Needs("type", LLAMA3)] = None
+    """Wavelengths with more turns than this stay; 4 if not given."""
+    beta_fast: Annotated[FinitePositive | None, Needs("type", YARN)] = None
+    """Wavelengths with more turns than this in original_max_position stay; 32 if not given."""
+    beta_slow: Annotated[FinitePositive | None, Needs("type", YARN)] = None
+    """Wavelengths with fewer turns than this grow in full; 1 if not given."""
+    attention_factor: Annotated[FinitePositive | None, Needs("type", YARN)] = None
+    """Queries and keys are multiplied by this; 0.1 ln(factor) + 1 if not given."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -66,7 +60,14 @@ class ModelConfig:
     tokenizer_path: Text = "bpe_2048"
     """Built-in name (bpe_2048, byte), tiktoken file (Llama 3's tokenizer.model), or tokenizer.json
     or its folder."""
-    converters: Strings = ()
+    converters: Annotated[
+        Converters,
+        Needs("training.mixed_precision_param", ("bfloat16", "auto")),
+        Needs("training.dtype", "float32"),
+        Needs("lora.rank", 0),
+        Needs("parallelism.tensor_parallel_degree", 1),
+        Needs("parallelism.pipeline_parallel_degree", 1),
+    ] = ()
     """What layers are converted to before they are trained: "float8", as [quantize.linear.float8]
     says; empty: nothing."""
     vocab_size: PositiveInt | None = None

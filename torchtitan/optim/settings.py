@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from torchtitan.config.needs import InsteadOf, Needs
 from torchtitan.config.types import (
     STRICT,
     Decay,
@@ -31,8 +32,8 @@ class OptimizerConfig:
     """Decay of the second moment (Adam, AdamW)."""
     eps: FinitePositive = 1e-8
     """Added to the denominator (Adam, AdamW)."""
-    momentum: Decay = 0.0
-    """Momentum (SGD)."""
+    momentum: Annotated[Decay, Needs("name", "SGD", "use beta1, or remove this")] = 0.0
+    """Momentum."""
     weight_decay: FiniteNonNegative = 0.1
     """Weight decay of every parameter that no_decay_params does not match."""
     no_decay_params: Strings = ("*norm*", "*.bias")
@@ -54,7 +55,7 @@ class LRSchedulerConfig:
     warmup_steps: NonNegativeInt | None = None
     """Steps over which the rate grows linearly from near 0 to optimizer.lr; 200 if warmup_ratio is
     not given either."""
-    warmup_ratio: Fraction | None = None
+    warmup_ratio: Annotated[Fraction | None, InsteadOf("warmup_steps")] = None
     """The same as a part of total_steps, in place of warmup_steps."""
     total_steps: PositiveInt | None = None
     """Length of the schedule; training.steps if not given. Pin it to be free to change

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.types import STRICT, Fraction, Strings, Text
+from torchtitan.config.needs import GIVEN, Needs
+from torchtitan.config.types import STRICT, Fraction, Strings, Text, named_or_number
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.settings import ModelConfig
+
+KEEPS_A_BUDGET = ("inductor", "aot_eager_decomp_partition")
+"""Compilers that choose what to recompute; the second makes no code, and is for tests."""
+BUDGET = ("memory_budget",)
+BUDGET_REMEDY = "or write mode = full or selective"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ActivationCheckpointConfig:
     """Which activations are recomputed in backward instead of kept."""
 
-    mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
+    mode: Annotated[
+        Literal["none", "full", "selective", "memory_budget"],
+        Needs("compile.enable", True, BUDGET_REMEDY, of=BUDGET),
+        Needs("compile.backend", KEEPS_A_BUDGET, BUDGET_REMEDY, of=BUDGET),
+        # torch 2.13 weighs all that a graph takes, and knows no weight for a mesh
+        Needs("parallelism.tensor_parallel_degree", 1, BUDGET_REMEDY, of=BUDGET),
+    ] = "selective"
     """none: keep all; full: recompute every block; selective: what selective_ac_option says;
-    memory_budget: the compiler chooses what of a block to recompute (needs compile.enable)."""
-    selective_ac_option: str = "2"
+    memory_budget: the compiler chooses what of a block to recompute."""
+    selective_ac_option: Annotated[str, named_or_number("op")] = "2"
     """A number n in quotes: recompute every n-th block; op: recompute every block but for attention
     and every second matrix product, whose outputs are kept."""
-    memory_budget: Fraction = 0.5
-    """Of mode = memory_budget, the part that may be kept of what a compiled block keeps by itself:
+    memory_budget: Annotated[Fraction, Needs("mode", BUDGET, is_notice=True)] = 0.5
+    """The part that may be kept of what a compiled block keeps by itself:
     1 recomputes nothing, 0 keeps a block's input, and that of attention which is not compiled."""
 
 
@@ -38,8 +50,9 @@ class CompileConfig:
     """Compiler: inductor; to look for faults aot_eager or eager, which make no code."""
 
 
-FLOAT8 = ("float8", "quantize.linear.float8")
-"""What model.converters may hold; the second is torchtitan 0.2's name."""
+FLOAT8_NOTICE = Needs(
+    "model.converters", GIVEN, 'write converters = ["float8"], or remove the line', is_notice=True
+)
 MULTIPLE = 16
 """Float8 products are of sizes that divide by this."""
 
@@ -48,12 +61,14 @@ MULTIPLE = 16
 class Float8Config:
     """How the linear layers of blocks compute in float8; read with model.converters = float8."""
 
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    recipe_name: Annotated[
+        Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None, FLOAT8_NOTICE
+    ] = None
     """One scale a tensor (tensorwise, the default), one a row (rowwise), or that with the gradients
     of weights in bfloat16 (rowwise_with_gw_hp)."""
     filter_fqns: Strings = ()
     """Layers whose name holds one of these stay in bfloat16; the output head always does."""
-    emulate: bool = False
+    emulate: Annotated[bool, FLOAT8_NOTICE] = False
     """Round to float8 and multiply in bfloat16, on any device: slow, for tests."""
 
 

@@ -41,7 +41,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchtitan.base.errors import ConfigError, Violation
-from torchtitan.mesh.settings import ParallelismConfig, sequence_multiple
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.spec import DecoderConfig, TensorRole
@@ -60,7 +60,6 @@ def check_tensor_parallel(
     *,
     plan: Mapping[str, TensorRole],
     parallelism: ParallelismConfig,
-    seq_len: int,
 ) -> None:
     """Check that the plan covers a whole model, and that the degree divides its sizes.
 
@@ -81,17 +80,9 @@ def check_tensor_parallel(
         )
     elif uneven := _find_uneven(model, plan=plan, tp=tp):
         rules.append(f"must divide everything that is split, got {tp} for {uneven}")
-    key = "parallelism.tensor_parallel_degree"
-    mistakes = [Violation((key,), rule) for rule in rules]
-    if seq_len % (multiple := sequence_multiple(parallelism)):
-        rule = (
-            f"must be a multiple of {multiple} under sequence parallelism (tensor_parallel_degree "
-            f"{tp}), got {seq_len}; try {max(seq_len // multiple, 1) * multiple}, or set "
-            f"parallelism.enable_sequence_parallel = false"
-        )
-        mistakes.append(Violation(("training.seq_len", key), rule))
-    if mistakes:
-        raise ConfigError(mistakes)
+    if rules:
+        key = "parallelism.tensor_parallel_degree"
+        raise ConfigError([Violation((key,), rule) for rule in rules])
 
 
 def find_unplanned(model: nn.Module, *, plan: Mapping[str, TensorRole]) -> str:

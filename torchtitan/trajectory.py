@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.build import build, checked
-from torchtitan.config.compat import as_meant_then
 from torchtitan.config.fields import values_of
-from torchtitan.config.layers import Path, flatten, literal
+from torchtitan.config.layers import Layer, Path, Setting, flatten, literal
+from torchtitan.config.load import build
 from torchtitan.config.toml_files import parse
-from torchtitan.job import Config
+from torchtitan.job import Config, torchtitans_keys
 
 _ROUNDING = "changes the order of additions alone: the same training to rounding"
 
@@ -76,8 +75,10 @@ class Job:
         """Read back what `to_toml` once wrote, with the meaning that it had then; raise ConfigError
         if that is not possible. `file` is named in the message."""
         try:
-            layer = as_meant_then(flatten(parse(toml, origin=str(file)), origin=str(file)))
-            return cls(config=checked(build([layer])), dp=dp)
+            layer = _as_meant_then(flatten(parse(toml, origin=str(file)), origin=str(file)))
+            # the version that stored them has checked them by its own rules
+            loaded = build(Config, [layer], foreign=torchtitans_keys(), check_rules=False)
+            return cls(config=loaded.checked(), dp=dp)
         except ConfigError as error:
             raise ConfigError(
                 f"{error}; restore {file}, or use the version that wrote it"
@@ -101,6 +102,20 @@ class Job:
         if training.global_batch_size != -1:
             return training.global_batch_size
         return None if self.dp is None else training.local_batch_size * self.dp
+
+
+def _as_meant_then(stored: Layer) -> Layer:
+    """Give stored settings the meaning that they had in the version that stored them.
+
+    A version stores every setting it has. One without decay_end let the decay end at the last step,
+    and its debugmodel is `small` today.
+    """
+    if DECAY_END in stored:
+        return stored
+    meant = stored | {DECAY_END: Setting("last_step", "stored settings", DECAY_END, '"last_step"')}
+    if FLAVOR in stored and stored[FLAVOR].value == "debugmodel":
+        meant[FLAVOR] = replace(stored[FLAVOR], value="small", given='"small"')
+    return meant
 
 
 PLACES_OF_DATA = {

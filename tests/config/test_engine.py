@@ -1,0 +1,134 @@
+"""The engine over a tree that is not ours, with the keys of a program that is not torchtitan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from tests.config.jobs import Jobs, mistakes_of
+from torchtitan.base.errors import Violation
+from torchtitan.config.fields import fields, file_key, sections
+from torchtitan.config.foreign import Foreign, read_foreign
+from torchtitan.config.load import Loaded, load
+from torchtitan.config.needs import GIVEN, AtLeast, InsteadOf, JobFile, Needs
+from torchtitan.config.toml_files import to_toml
+from torchtitan.config.types import STRICT, Strings
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Oven:
+    """Heat."""
+
+    degrees: PositiveInt = 200
+    """In Celsius."""
+    fan: Annotated[bool, Needs("degrees", AtLeast(100), is_notice=True)] = False
+    """Blow."""
+    steam: Annotated[float | None, Needs("cake.fillings", GIVEN), Needs("fan", False)] = None
+    """Litres."""
+
+    def violations(self) -> Iterator[Violation]:
+        """Check the heat."""
+        if self.degrees > 300:
+            yield Violation(("degrees",), "burns; try 300")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Cake:
+    """What is baked."""
+
+    recipe: Annotated[str | None, JobFile()] = None
+    """File to read."""
+    minutes: PositiveInt = 60
+    """Time."""
+    hours: Annotated[float | None, InsteadOf("minutes")] = None
+    """The same."""
+    fillings: Strings = ()
+    """Inside."""
+    oven: Oven = Field(default_factory=Oven)
+    """Heat."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Kitchen:
+    """All."""
+
+    cake: Cake = Field(default_factory=Cake)
+
+    def violations(self) -> Iterator[Violation]:
+        """Check the whole."""
+        if self.cake.minutes > self.cake.oven.degrees:
+            yield Violation(("cake.minutes", "cake.oven.degrees"), "dries; try less")
+
+
+TABLE = """
+[renamed]
+"cake.time" = "cake.minutes"
+[nobodys_choice]
+"cake.time" = [0]
+[switches]
+"cake.candles" = "cake.oven.fan"
+[features.decoration]
+instead = "decorate it yourself"
+keys."cake.candles" = [0]
+values."cake.fillings" = ["marzipan"]
+"""
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Foreign:
+    file = tmp_path / "theirs.toml"
+    file.write_text(TABLE)
+    return read_foreign(file, name="bakery")
+
+
+def baked(jobs: Jobs, theirs: Foreign, text: str, *options: str) -> Loaded[Kitchen]:
+    return load(Kitchen, ["--cake.recipe", jobs.write(text), *options], foreign=theirs)
+
+
+def test_any_tree_is_laid_out() -> None:
+    assert list(sections(Kitchen)) == [("cake",), ("cake", "oven")]
+    assert file_key(Kitchen) == ("cake", "recipe")
+    steam = fields(Kitchen)["cake", "oven", "steam"]
+    text = "Litres. (float; default: not set; needs cake.fillings; needs fan = false)"
+    assert (steam.kind, steam.optional, steam.text) == (float, True, text)
+
+
+def test_any_tree_is_read_and_written(jobs: Jobs, theirs: Foreign) -> None:
+    job = baked(jobs, theirs, "[cake]\nfillings = 'jam'\n[cake.oven]\nsteam = 1", "--cake.time=5")
+    cake = job.config.cake
+    assert (cake.fillings, cake.oven.steam, cake.minutes) == (("jam",), 1.0, 5)
+    assert baked(jobs, theirs, to_toml(job.config)).config == job.config
+    assert [notice.split(": ")[0] for notice in job.notices] == ["command line"]
+    assert baked(jobs, theirs, "[cake]\ntime = 0").config.cake.minutes == 60
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "remedy"),
+    [
+        ("[cake.oven]\nsteam = 1.0", "[cake.oven] steam", "needs cake.fillings"),
+        ("[cake.oven]\ndegrees = 301", "[cake.oven] degrees", "try 300"),
+        ("[cake]\nminutes = 201", "[cake] minutes", "try less"),
+        ("[cake]\nminutes = 6\nhours = 0.1", "[cake] hours", "remove one"),
+        ("[cake]\nfillings = 'marzipan'", "[cake] fillings", "decorate it yourself"),
+        ("[cake.oven]\nfan = true\n[cake]\ncandles = 3", "[cake] candles", "only 0 is accepted"),
+        ("[cake]\nfilings = 'jam'", "[cake] filings", "did you mean [cake] fillings?"),
+        ("[cake]\nminutes = 'x'", "[cake] minutes", "must be an integer"),
+    ],
+)
+def test_mistakes(jobs: Jobs, theirs: Foreign, text: str, key: str, remedy: str) -> None:
+    [mistake] = mistakes_of(lambda: baked(jobs, theirs, text))
+    assert mistake.startswith(f"job.toml: {key} = ")
+    assert remedy in mistake
+
+
+def test_what_has_no_effect_is_told_of_and_needs_nothing_else(jobs: Jobs, theirs: Foreign) -> None:
+    text = "[cake.oven]\nfan = true\ndegrees = 90\n[cake]\nminutes = 9"
+    [notice] = baked(jobs, theirs, text).notices
+    assert notice.startswith("job.toml: [cake.oven] fan = true: has no effect")
+    [notice] = baked(jobs, theirs, "[cake]\ncandles = 3").notices
+    assert "cake.oven.fan is off" in notice
