@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -78,10 +78,8 @@ def open_file(
                 dtype=_NAMES.get(tensor.dtype, str(tensor.dtype)),
                 head_dim=rotary if theirs or rope == "halves" else None,
             )
-        if architecture.tie_embeddings and OUTPUT in found and EMBEDDING in found:
-            head, embedding = (tensors[found[n].name] for n in (OUTPUT, EMBEDDING))
-            if torch.equal(head, embedding):
-                del found[OUTPUT]  # saved twice, as a model of Hugging Face says its own names
+        if architecture.tie_embeddings and _holds_embedding_twice(tensors, found):
+            del found[OUTPUT]
         check_fit(path, found, spec=spec, architecture=architecture, selection=selection)
         logger.info("%s has no sizes but shapes: the others are those of model.flavor", path)
         return found
@@ -99,6 +97,16 @@ def open_file(
         group=group,
         open_tensor=open_tensor,
     )
+
+
+def _holds_embedding_twice(
+    tensors: Mapping[str, Tensor], found: Mapping[str, StoredTensor]
+) -> bool:
+    """Tell whether the head of a tied model was saved too, as Hugging Face models list it."""
+    if OUTPUT not in found or EMBEDDING not in found:
+        return False
+    head, embedding = (tensors[found[name].name] for name in (OUTPUT, EMBEDDING))
+    return torch.equal(head, embedding)
 
 
 def _check_order(path: Path, name: str, *, rope: str, theirs: bool, spec: ModelSpec) -> None:
