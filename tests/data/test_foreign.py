@@ -18,9 +18,10 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from tests.sft.chats import CHAT, CHATML, write_tokenizer
 from torchtitan.base.errors import DataError
-from torchtitan.data import chat, foreign, tokenizer_hf
+from torchtitan.data import foreign, tokenizer_hf
 from torchtitan.data.foreign import ForeignError, Limits, Loaded, Program
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.sft import chat
 from torchtitan.sft.chat import ChatTemplate, Conversation
 from torchtitan.sft.examples import Encoder
 
