@@ -178,7 +178,7 @@ BINARIES = {
     "text".encode("utf-32"): "is UTF-32; .*iconv -f utf-32",
     "text é".encode("utf-16-le"): "is UTF-16LE; .*iconv -f utf-16le",
     b"version https://git-lfs.github.com/spec/v1\noid": "pointer of Git LFS.*git lfs pull",
-    b"some\0text": r"no zero bytes, .* at byte offset 4, .*tr -d",
+    b"some\0text": r"no zero bytes, .* at byte offset 4; .*tr -d",
 }
 
 

@@ -219,14 +219,14 @@ def test_too_few_documents(tmp_path: Path, side: Side) -> None:
     change = "raise" if side.held_out else "lower"
     with pytest.raises(
         DataError,
-        match=rf"^split: must .* at least seq_len \+ 1 = 17 tokens of .*book\.txt, 0\.3 leaves "
+        match=rf"^split: must .* at least seq_len \+ 1 = 17 tokens of .*book\.txt, 0\.3 gives "
         rf"0 in 0 of 1 documents; {change} it, or add documents",
     ):
         build(job_of(tmp_path / "cache", paths), side)
     lines = write_lines(tmp_path / "one.jsonl", [{"prompt": "ab", "completion": "c"}])
     sides = [Side(fraction, held_out=side.held_out) for fraction in (1e-9, 1 - 1e-9)]
     with pytest.raises(
-        DataError, match=rf"^split: .* at least one example, .* leaves none of 1; {change} it"
+        DataError, match=rf"^split: .* at least one example, .* gives none of 1; {change} it"
     ):
         examples_of(tmp_path / "cache", lines, side=sides[not side.held_out])
     examples_of(tmp_path / "cache", lines, side=sides[side.held_out])

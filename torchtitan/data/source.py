@@ -80,12 +80,10 @@ class Corpus(Protocol):
 
 
 @dataclass(frozen=True)
-class FileCorpus:
-    """Text and JSON Lines files, in the order given; `setting` is what errors call `text_key`."""
+class Files:
+    """Files in the order given."""
 
     files: tuple[Path, ...]
-    text_key: str
-    setting: str = "dataset_text_key"
 
     @property
     def name(self) -> str:
@@ -98,8 +96,20 @@ class FileCorpus:
         return sum(file.stat().st_size for file in self.files)
 
     def identity(self) -> list[str]:
+        """Return path, size and times of each file."""
+        return [*map(file_identity, self.files)]
+
+
+@dataclass(frozen=True)
+class FileCorpus(Files):
+    """Text and JSON Lines files; `setting` is what errors call `text_key`."""
+
+    text_key: str
+    setting: str = "dataset_text_key"
+
+    def identity(self) -> list[str]:
         """Return path, size and times of each file, and the key of the text."""
-        return [*map(file_identity, self.files), self.text_key]
+        return [*super().identity(), self.text_key]
 
     def pieces(self, advance: Advance) -> Iterator[Piece]:
         """Check that no file is binary, then yield the text of each."""

@@ -62,7 +62,7 @@ class Side:
         """Return the error for data in which this side has less than a sample."""
         verb, change = ("hold out", "raise") if self.held_out else ("leave to train on", "lower")
         rule = (
-            f"must {verb} at least {needed}, {self.fraction} leaves {found}; {change} it, or add "
+            f"must {verb} at least {needed}, {self.fraction} gives {found}; {change} it, or add "
             f"documents (a text file is one, and each line of JSONL; copies of one go together), "
             f"or remove split and name other files in validation.dataset_path"
         )

@@ -18,7 +18,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from torchtitan.data.dataset import IGNORED, Dataset, tells_documents
 from torchtitan.data.files import find_files
 from torchtitan.data.prepare import cached
 from torchtitan.data.sampler import Permutation
-from torchtitan.data.source import check_heads, file_identity
+from torchtitan.data.source import Files, check_heads
 from torchtitan.data.split import Side
 from torchtitan.data.store import StoreWriter, TokenStore
 from torchtitan.data.tokenizer import Tokenizer
@@ -52,23 +51,15 @@ WINDOW = 1 << 14
 EXAMPLES_AT_ONCE = 64
 
 
-class FileExamples:
-    """The examples of JSON Lines files, in the order given."""
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._files = files
-        self.name = str(files[0]) if len(files) == 1 else f"{len(files)} files"
-
-    def identity(self) -> list[str]:
-        """Return path, size and times of each file."""
-        return [*map(file_identity, self._files)]
+class FileExamples(Files):
+    """The examples of JSON Lines files."""
 
     def examples(self) -> Iterator[Example]:
         """Check that no file is binary, then yield the examples of each."""
-        for file in self._files:
+        for file in self.files:
             check_is_lines(file)
-        check_heads(self._files)
-        for file in self._files:
+        check_heads(self.files)
+        for file in self.files:
             yield from read_examples(file)
 
 
@@ -133,7 +124,9 @@ def build_examples(
     )
     source: FileExamples | SyntheticExamples = SyntheticExamples(held_out=held_out)
     if training.dataset == "examples":
-        source = FileExamples([f for entry in training.dataset_path for f in find_files(entry)])
+        source = FileExamples(
+            tuple(f for entry in training.dataset_path for f in find_files(entry))
+        )
     template_hash = _hash(template)
     examples, found = cached(
         [FORMAT, tokenizer.fingerprint, template_hash, source.name, source.identity()],
