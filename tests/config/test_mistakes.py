@@ -4,75 +4,67 @@ from __future__ import annotations
 
 import pytest
 
-from tests.config.jobs import Jobs
+from tests.config.jobs import Jobs, loaded
 from torchtitan.job import Config
 
 # --- names -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "place", "remedy"),
     [
-        (
-            "[optimizer]\nlrr = 1.0",
-            "[optimizer] lrr = 1.0: [optimizer] has no key 'lrr'; did you mean [optimizer] lr?",
-        ),
-        (
-            "[model]\nsteps = 5",
-            "[model] steps = 5: [model] has no key 'steps'; did you mean [training] steps?",
-        ),
+        ("[optimizer]\nlrr = 1.0", "[optimizer] lrr = 1.0", "did you mean [optimizer] lr?"),
+        ("[model]\nsteps = 5", "[model] steps = 5", "did you mean [training] steps?"),
         (
             "[training]\nnum_workers = 5",
-            "[training] num_workers = 5: [training] has no key 'num_workers'; "
+            "[training] num_workers = 5",
             "did you mean [training.dataloader] num_workers?",
         ),
         (
             "[trainning]\nsteps = 5\nseq_len = 5",
-            "there is no section [trainning]; did you mean [training]?",
+            "there is no section [trainning]",
+            "did you mean [training]?",
         ),
-        ("[trainning]", "there is no section [trainning]; did you mean [training]?"),
+        ("[trainning]", "there is no section [trainning]", "did you mean [training]?"),
         (
             "[training.dataloadr]\nnum_workers = 5",
-            "there is no section [training.dataloadr]; did you mean [training.dataloader]?",
+            "there is no section [training.dataloadr]",
+            "did you mean [training.dataloader]?",
         ),
-        ("steps = 5", "steps = 5: stands in no section; did you mean [training] steps?"),
-        (
-            "training = 5",
-            "training = 5: [training] is a section, not a key; write [training] key ...",
-        ),
-        (
-            "[[training]]\nsteps = 5",
-            "training = [{steps = 5}]: [training] is a section, not a key; "
-            "write [training] key ...",
-        ),
+        ("steps = 5", "steps = 5", "did you mean [training] steps?"),
+        ("training = 5", "training = 5", "write [training] key ..."),
+        ("[[training]]\nsteps = 5", "training = [{steps = 5}]", "write [training] key ..."),
         (
             "[training.steps]\nx = 5",
-            "[training.steps] x = 5: [training] steps is a value, not a table",
+            "[training.steps] x = 5",
+            "[training] steps is a value, not a table",
         ),
         (
             "[profiling]\nprofile_frequency = 5",
-            "[profiling] profile_frequency = 5: [profiling] has no key 'profile_frequency'; "
+            "[profiling] profile_frequency = 5",
             "did you mean [profiling] profile_freq?",
         ),
         (
             "[debug]\nxyzzy = 1",
-            "[debug] xyzzy = 1: [debug] has no key 'xyzzy'; "
+            "[debug] xyzzy = 1",
             "valid are seed, deterministic, deterministic_warn_only, log_sample_hashes",
         ),
         (
             "[job]\nconfig_file = 'x'",
-            '[job] config_file = "x": is for the command line only; to build on another file '
-            'write base = "other.toml" at the top',
+            '[job] config_file = "x"',
+            'to build on another file write base = "other.toml" at the top',
         ),
     ],
 )
-def test_wrong_names(jobs: Jobs, text: str, message: str) -> None:
-    assert jobs.mistakes(text) == [f"job.toml: {message}"]
+def test_wrong_names(text: str, place: str, remedy: str) -> None:
+    [mistake] = loaded(text).mistakes
+    assert mistake.startswith(f"job.toml: {place}")
+    assert mistake.endswith(remedy)
 
 
 @pytest.mark.parametrize("text", ["[training]", "[quantize]", "[quantize.linear]", "[profiling]"])
-def test_empty_known_tables_load(jobs: Jobs, text: str) -> None:
-    assert jobs.load(text).training == Config().training
+def test_empty_known_tables_load(text: str) -> None:
+    assert loaded(text).checked() == Config()
 
 
 # --- values ------------------------------------------------------------------------------------
@@ -124,8 +116,8 @@ def test_empty_known_tables_load(jobs: Jobs, text: str) -> None:
         ("debug", "seed = 9223372036854775808", "must be less than 9223372036854775808"),
     ],
 )
-def test_wrong_values(jobs: Jobs, section: str, line: str, rule: str) -> None:
-    [mistake] = jobs.mistakes(f"[{section}]\n{line}")
+def test_wrong_values(section: str, line: str, rule: str) -> None:
+    [mistake] = loaded(f"[{section}]\n{line}").mistakes
     assert mistake.startswith(f"job.toml: [{section}] {line}: ")
     assert mistake.endswith(rule)
 
