@@ -159,7 +159,7 @@ def test_what_is_not_as_the_contract_has_it_is_told(
     change(model)
     with pytest.raises(ConfigError) as error:
         check_contract(model, spec=family.SPEC)
-    assert all(part in str(error.value) for part in [*parts, "docs/models.md"]), error.value
+    assert all(part in str(error.value) for part in [*parts, "docs/extend.md"]), error.value
 
 
 def test_a_plain_module_is_told_what_it_must_be() -> None:

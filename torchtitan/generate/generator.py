@@ -106,7 +106,7 @@ def _split(found: Pretrained, *, mesh: DeviceMesh | None) -> LanguageModel:
     if "cache" not in inspect.signature(model.forward).parameters:
         raise ConfigError(
             f"to generate text a model must take a cache of keys and values, and the forward of "
-            f"{spec.name} has no argument `cache`; docs/models.md says what it is"
+            f"{spec.name} has no argument `cache`; docs/extend.md says what it is"
         )
     if mesh is None:
         return model

@@ -6,7 +6,7 @@ trainer calls. `Attends` is the base class of attention, by which context parall
 FLOPs. Counting the module is right for every family, where a formula of the sizes is right for one;
 on the meta device it takes no memory.
 
-docs/models.md has a family written by this contract, which the tests train.
+docs/extend.md has a family written by this contract, which the tests train.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def check_contract(model: nn.Module, *, spec: ModelSpec) -> None:
             f"its HFFormat must give each parameter one tensor of its own, with a star for the "
             f"layer in both names or in neither, got {', '.join(shared)}"
         )
-    rules = [f"'{spec.name}': {m}; docs/models.md says what a model needs" for m in mistakes]
+    rules = [f"'{spec.name}': {m}; docs/extend.md says what a model needs" for m in mistakes]
     if rules:
         raise ConfigError([Violation(("model.name",), rule) for rule in rules])
 
