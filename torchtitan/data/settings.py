@@ -64,8 +64,8 @@ class TrainingConfig:
     ] = "python_stdlib"
     """python_stdlib: sources of this Python's library; synthetic: generated text; synthetic_masked:
     the same with a random number of labels per sample masked, to compare layouts with; files:
-    what dataset_path names; examples: chats, or prompts and completions, of dataset_path, to fine-tune on;
-    synthetic_examples: generated ones."""
+    what dataset_path names; examples: chats, or prompts and completions, of dataset_path, to
+    fine-tune on; synthetic_examples: generated ones."""
     dataset_path: Annotated[Strings, Needs("dataset", READS_FILES)] = ()
     """Text (.txt, .md, .py ...), JSONL (.jsonl) or token-store (.bin/.idx) files; globs allowed,
     .gz and .zst too."""
