@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -9,6 +11,7 @@ from tests.models.reference import VARIANTS, public_model, random_decoder, refer
 from torchtitan.models.contract import count
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import Llama3Scaling
+from torchtitan.models.settings import NEEDED, READ, RopeScalingConfig
 from torchtitan.models.spec import DecoderConfig
 
 FLAVORS = [(name, flavor) for name, spec in MODELS.items() for flavor in spec.flavors]
@@ -90,3 +93,12 @@ def test_flops_are_those_of_forward_and_backward(variant):
 def test_sizes_that_do_not_fit_together_are_refused():
     with pytest.raises(AssertionError):
         DecoderConfig(dim=32, num_layers=1, num_heads=4, num_kv_heads=3, hidden_dim=8, vocab_size=8)
+
+
+def test_the_settings_of_the_rotation_are_those_that_its_types_read() -> None:
+    settings = {field.name: field for field in dataclasses.fields(RopeScalingConfig)}
+    assert settings.keys() == {"type"}.union(*READ.values())
+    assert all(field.default is None for name, field in settings.items() if name != "type")
+    assert all(set(NEEDED[name]) <= set(READ[name]) for name in READ)
+    for name in READ:
+        assert RopeScalingConfig(type=name).type == name  # type: ignore[arg-type]
