@@ -27,7 +27,7 @@ from torchtitan.checkpoint.source import ALL, Selection
 from torchtitan.checkpoint.state import EMBEDDING, OUTPUT
 from torchtitan.hf.folder import NO_WEIGHT
 from torchtitan.hf.names import Names
-from torchtitan.hf.read import DTYPES, HFWeights, StoredTensor, check_fit
+from torchtitan.hf.read import DTYPES, HFWeights, Open, StoredTensor, check_fit
 from torchtitan.models.spec import DecoderConfig, ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -84,18 +84,12 @@ def open_file(
         logger.info("%s has no sizes but shapes: the others are those of model.flavor", path)
         return found
 
-    mapped = cache(partial(map_file, path))  # when a tensor is read: DCP tells all ranks of errors
-
-    @contextmanager
-    def open_tensor(path: Path, stored: StoredTensor) -> Iterator[Any]:
-        yield mapped()[stored.name]
-
     return HFWeights(
         path=path,
         tensors=on_first_rank(survey, group=group),
         selection=selection,
         group=group,
-        open_tensor=open_tensor,
+        open_tensor=_opener(path),
     )
 
 
@@ -107,6 +101,16 @@ def _holds_embedding_twice(
         return False
     head, embedding = (tensors[found[name].name] for name in (OUTPUT, EMBEDDING))
     return torch.equal(head, embedding)
+
+
+def _opener(file: Path) -> Open:
+    mapped = cache(partial(map_file, file))  # when a tensor is read: DCP tells all ranks of errors
+
+    @contextmanager
+    def open_tensor(path: Path, stored: StoredTensor) -> Iterator[Any]:
+        yield mapped()[stored.name]
+
+    return open_tensor
 
 
 def _check_order(path: Path, name: str, *, rope: str, theirs: bool, spec: ModelSpec) -> None:
