@@ -243,13 +243,15 @@ def test_the_same_model(
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options(what, data), *where.arguments]
     job += [jobs.UNSAVED, f"--training.local_batch_size={where.local_batch_size(how)}"]
     job += [word for name in how.split(", ") if name for word in HOW[name]]
-    results = ranks.run(pj.train, job, evaluating=True, sizes=sizes, world=where.world)
+    evaluating = "compiled" not in how  # that would compile once more
+    results = ranks.run(pj.train, job, evaluating=evaluating, sizes=sizes, world=where.world)
     if what == "bfloat16":
         losses = [row["loss"] for row in results[0].rows]
         assert losses == pytest.approx([row["loss"] for row in reference.rows], rel=1e-3)
         return
     pj.assert_same_training(results, reference)
-    pj.assert_same_evaluation(results, reference, cp=where.degrees.get("cp", 1))
+    if evaluating:
+        pj.assert_same_evaluation(results, reference, cp=where.degrees.get("cp", 1))
 
 
 @pytest.mark.parametrize(
