@@ -18,7 +18,7 @@ from tests.distributed.rank_pool import RankPool
 QWEN3 = TINY8.replace("[model]", '[model]\nname = "qwen3"')
 TP2 = "--parallelism.tensor_parallel_degree=2"
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "fsdp 2, tp 2, compiled": (4, (TP2, "--compile.enable", "--compile.backend=aot_eager")),
+    "tp 2, compiled": (2, (TP2, "--compile.enable", "--compile.backend=aot_eager")),
     "pp 2, tp 2, recomputed": (
         4,
         (
