@@ -69,7 +69,7 @@ class Trained(jobs.Result):
 def strong_attention() -> Iterator[None]:
     """Let the weights of attention start ten times as large as they should.
 
-    At the real size it is so even at first, and adds so little, that a wrong position, or layers
+    At the real size it is so even at first, and adds so little, that a wrong position, and layers
     in the wrong order, are lost in rounding.
     """
     correct = llama3.initial
