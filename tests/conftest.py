@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 
 from tests import warm_python as warm
 from tests.distributed.rank_pool import RankPool, start_server
+
+# a process that compiles starts a pool of others otherwise: each imports torch for a graph or two
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)

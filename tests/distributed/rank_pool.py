@@ -23,7 +23,7 @@ from typing import Any
 JOBS_OF_A_RANK = 30
 """New ranks are started after so many jobs: torch's caches of DTensor layouts hold on to process
 groups, and each has threads that wake a hundred times a second."""
-PRELOADED = ["torchtitan.train"]
+PRELOADED = ["torchtitan.train", "tests.distributed.pipeline_jobs"]
 """What ranks have imported when they start: they are forks of a server that has it."""
 
 

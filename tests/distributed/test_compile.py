@@ -75,13 +75,10 @@ def train(
     """Train on this rank; `strict`: a second code for a later layer is an error. `tied`: with the
     embedding as output head."""
     import torch._dynamo
-    import torch._inductor.config
     from torch._dynamo.utils import counters
 
     if code is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(code)
-        # two graphs in all: a pool of compilers costs more than it saves
-        torch._inductor.config.compile_threads = 1
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=strict):

@@ -247,7 +247,7 @@ def masked_labels_count_in_the_validation() -> AbstractContextManager[None]:
 
 def train_counting_all(job: list[str]) -> jobs.Result:
     with masked_labels_count_in_the_validation():
-        return jobs.train(job)
+        return by_sample.train(job)
 
 
 def test_a_validation_that_ignores_the_mask_is_seen(

@@ -18,8 +18,15 @@ from tests.distributed.rank_pool import RankPool
 QWEN3 = TINY8.replace("[model]", '[model]\nname = "qwen3"')
 TP2 = "--parallelism.tensor_parallel_degree=2"
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "fsdp 2, tp 2, compiled": (4, (TP2, "--compile.enable", "--compile.backend=aot_eager")),
-    "pp 2, tp 2, recomputed": (4, (*pipeline("1F1B"), TP2, "--activation_checkpoint.mode=full")),
+    "tp 2, compiled": (2, (TP2, "--compile.enable", "--compile.backend=aot_eager")),
+    "pp 2, tp 2, recomputed": (
+        4,
+        (
+            *pipeline("1F1B", pipeline_parallel_microbatch_size=2),
+            TP2,
+            "--activation_checkpoint.mode=full",
+        ),
+    ),
     "cp 2, recomputed by operator": (
         2,
         (

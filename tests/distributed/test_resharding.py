@@ -26,7 +26,7 @@ BATCH = ("--training.local_batch_size=1", "--training.global_batch_size=12")
 
 
 @pytest.mark.parametrize("source", LAYOUTS)
-def test_every_layout_loads_every_other(
+def test_every_layout_loads_another(
     source: str, cache: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     job = [*jobs.write_job(tmp_path, cache=cache), *BATCH]
@@ -36,13 +36,11 @@ def test_every_layout_loads_every_other(
     assert all(saved.model[n].equal(t) for n, t in trained.final.items())
     assert any(t.any() for n, t in saved.optimizer.items() if n.endswith(".exp_avg"))
     targets = list(LAYOUTS)
-    # each layout is loaded from two others: enough for every one as source and as target
-    for step in (1, 3):
-        target = targets[(targets.index(source) + step) % len(targets)]
-        world, overrides = LAYOUTS[target]
-        for loaded in ranks.run(begin, [*job, *overrides], world=world):
-            assert loaded.model.keys() == saved.model.keys()
-            assert loaded.optimizer.keys() == saved.optimizer.keys()
-            assert all(loaded.model[n].equal(saved.model[n]) for n in saved.model), target
-            assert all(loaded.optimizer[n].equal(t) for n, t in saved.optimizer.items()), target
-            assert (loaded.step, loaded.position) == (1, 12)
+    # each layout is loaded by one other: every one is source and target
+    world, overrides = LAYOUTS[targets[(targets.index(source) + 1) % len(targets)]]
+    for loaded in ranks.run(begin, [*job, *overrides], world=world):
+        assert loaded.model.keys() == saved.model.keys()
+        assert loaded.optimizer.keys() == saved.optimizer.keys()
+        assert all(loaded.model[n].equal(saved.model[n]) for n in saved.model)
+        assert all(loaded.optimizer[n].equal(t) for n, t in saved.optimizer.items())
+        assert (loaded.step, loaded.position) == (1, 12)

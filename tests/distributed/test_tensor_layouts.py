@@ -23,7 +23,6 @@ from tests.distributed.conftest import OneDevice
 from tests.distributed.jobs import refusal
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import Beginning, begin
-from tests.distributed.test_layouts import assert_same_training
 from tests.distributed.test_parts import resized
 from torchtitan.assemble import run
 from torchtitan.data.dataset import build_dataset
@@ -197,7 +196,6 @@ def test_a_planted_bug_is_seen(
 
 
 RESHARDING: dict[str, tuple[int, tuple[str, ...]]] = {
-    "fsdp 2, tp 2": LAYOUTS["fsdp 2, tp 2"],
     "one device": (1, ()),
     "tp 4": LAYOUTS["tp 4"],
     "fsdp 3, tp 2": LAYOUTS["fsdp 3, tp 2"],
@@ -229,19 +227,6 @@ def test_a_checkpoint_loads_into_another_layout(
     world, overrides = RESHARDING[targets[(targets.index(source) + 1) % len(targets)]]
     for loaded in ranks.run(resized, begin, SIZES, [*job, *overrides, one], world=world):
         assert_equal(loaded, saved)
-
-
-def test_training_goes_on_in_another_layout_and_back(
-    ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
-) -> None:
-    job = jobs.write_job(tmp_path, cache=cache)
-    parts = [("fsdp 2, tp 2", 1), ("one device", 2), ("tp 4", 3), ("fsdp 2, tp 2", 4)]
-    for layout, steps in parts:
-        world, overrides = RESHARDING[layout]
-        part = [*job, *overrides, f"--training.steps={steps}"]
-        result = ranks.run(resized, jobs.train, SIZES, part, world=world)[0]
-    reference = on_one_device(train, STEPS, toml=jobs.TINY, sizes=SIZES)
-    assert_same_training(result, reference)
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(

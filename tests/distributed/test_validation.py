@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.data.test_split import is_held_out
 from tests.distributed import jobs
-from tests.distributed.pipeline_jobs import TINY8, pipeline
+from tests.distributed.pipeline_jobs import FOUR_LAYERS, TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_resume import exact
 from torchtitan import validate
@@ -72,14 +72,20 @@ def validated(folder: Path, toml: str = TINY8, **names: Any) -> list[str]:
     ]
 
 
+def train(job: list[str]) -> jobs.Result:
+    with jobs.changed_flavor(job, "tiny8", FOUR_LAYERS):
+        return jobs.train(job)
+
+
 def by_hand(job: list[str], weights: dict[str, Tensor]) -> float:
     """The loss in float64, a sample at a time."""
-    [run] = [jobs.start(job)]
+    with jobs.changed_flavor(job, "tiny8", FOUR_LAYERS):
+        run = jobs.start(job)
+        model = MODELS["llama3"].build(MODELS["llama3"].flavors["tiny8"])
     assert run.validator is not None
     batches = run.validator._loader.dataset
     assert isinstance(batches, WholeBatches)
     assert batches.num_drawn == NUM_SAMPLES
-    model = MODELS["llama3"].build(MODELS["llama3"].flavors["tiny8"])
     model.load_state_dict(weights)
     model.double()
     loss, num_labels = 0.0, 0
@@ -102,7 +108,7 @@ class Reference:
 def reference(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Reference:
     """One device, and what its last weights make of the data in float64."""
     job = validated(tmp_path_factory.mktemp("one"), cache=cache)
-    [result] = ranks.run(jobs.train, job, world=1)
+    [result] = ranks.run(train, job, world=1)
     other = [*job, "--checkpoint.enable=false", "--checkpoint.folder=none"]
     [final] = ranks.run(by_hand, other, result.final, world=1)
     return Reference([row["validation_loss"] for row in result.rows], final)
@@ -119,7 +125,7 @@ def test_the_same_figure_in_any_layout(
 ) -> None:
     world, arguments = LAYOUTS[layout]
     job = [*validated(tmp_path, cache=cache), *arguments, "--metrics.save_for_all_ranks"]
-    ranks.run(jobs.train, job, world=world)
+    ranks.run(train, job, world=world)
     for name in ("metrics.jsonl", *(f"metrics.rank_{rank}.jsonl" for rank in range(1, world))):
         lines = (tmp_path / "run" / name).read_text().splitlines()
         losses = [json.loads(line)["validation_loss"] for line in lines]
@@ -154,7 +160,7 @@ def draw_too(correct: HeadLoss) -> HeadLoss:
 
 def train_noisily(job: list[str]) -> tuple[jobs.Result, list[bool]]:
     """Train with such a loss; tell of each part of the model whether it is left as one to train."""
-    with jobs.other_loss(draw_too):
+    with jobs.other_loss(draw_too), jobs.changed_flavor(job, "tiny8", FOUR_LAYERS):
         run = jobs.start(job)
     trainer = Trainer(run)
     trainer.train()

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models.reference import VARIANTS, public_model, random_decoder, reference_config
 from torchtitan.models.contract import count
 from torchtitan.models.families import MODELS
-from torchtitan.models.rope_scaling import Llama3Scaling
-from torchtitan.models.settings import NEEDED, READ, RopeScalingConfig
+from torchtitan.models.rope_scaling import SCALINGS, Llama3Scaling, reading
+from torchtitan.models.settings import RopeScalingConfig
 from torchtitan.models.spec import DecoderConfig
 
 FLAVORS = [(name, flavor) for name, spec in MODELS.items() for flavor in spec.flavors]
@@ -95,10 +95,11 @@ def test_sizes_that_do_not_fit_together_are_refused():
         DecoderConfig(dim=32, num_layers=1, num_heads=4, num_kv_heads=3, hidden_dim=8, vocab_size=8)
 
 
-def test_the_settings_of_the_rotation_are_those_that_its_types_read() -> None:
+def test_the_settings_of_the_rotation_are_those_that_its_ways_read() -> None:
     settings = {field.name: field for field in dataclasses.fields(RopeScalingConfig)}
-    assert settings.keys() == {"type"}.union(*READ.values())
+    read = {field.name for way in SCALINGS.values() for field in dataclasses.fields(way)}
+    assert settings.keys() == {"type"} | read
     assert all(field.default is None for name, field in settings.items() if name != "type")
-    assert all(set(NEEDED[name]) <= set(READ[name]) for name in READ)
-    for name in READ:
+    for name in SCALINGS:
         assert RopeScalingConfig(type=name).type == name  # type: ignore[arg-type]
+    assert (reading("factor"), reading("beta_fast")) == (("linear", "llama3", "yarn"), ("yarn",))

@@ -12,8 +12,9 @@ import torch
 from torch.profiler import record_function
 
 from tests.distributed import jobs
-from tests.distributed.pipeline_jobs import TINY8, pipeline
+from tests.distributed.pipeline_jobs import FOUR_LAYERS, TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_parts import resized
 from torchtitan.base.errors import ConfigError
 from torchtitan.parallel.pipeline.ranges import record_actions
 from torchtitan.parallel.pipeline.schedules import SCHEDULES, compute_table
@@ -77,7 +78,7 @@ def test_a_run_does_what_its_table_says(
         *pipeline(name),
         *(f"--profiling.{setting}" for setting in profiled),
     ]
-    ranks.run(jobs.train, job, world=2)
+    ranks.run(resized, jobs.train, FOUR_LAYERS, job, "tiny8", world=2)
     folder = tmp_path / "run"
     run = read_run(folder, step=3)
     per_rank = 2 if SCHEDULES[name].multi_stage else 1
