@@ -87,8 +87,8 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
     ("options", "parts"),
     [
         (["--parallelism.fsdp_reshard_after_forward=0"], ["command line: ", "positive integer"]),
-        (["--model.name=lama3"], ["[model] name", "'lama3'", "did you mean 'llama3'?"]),
-        (["--model.flavor=8b"], ["[model] flavor", "'8b'", "did you mean '8B'?"]),
+        (["--model.name=lama3"], ["--model.name", "'lama3'", "did you mean 'llama3'?"]),
+        (["--model.flavor=8b"], ["--model.flavor", "'8b'", "did you mean '8B'?"]),
         (["--world_size=0"], ["--world_size", "1 or more", "'0'"]),
         (["--world_size", "9" * 5000], ["--world_size", "'9999"]),
         (["--world_size=-2"], ["--world_size", "'-2'"]),
@@ -108,15 +108,21 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["--parallelism.pipeline_parallel_degree=8"], ["microbatch", "got 4"]),
         (
             ["--training.global_batch_size=12", "--parallelism.data_parallel_replicate_degree=2"],
-            ["[training] global_batch_size", "4 x 2 = 8, got 12"],
+            ["--training.global_batch_size", "4 x 2 = 8, got 12"],
         ),
         (["--world_size=2", "--training.global_batch_size=12"], ["4 x 2 = 8, got 12"]),
         (["--parallelism.fsdp_reshard_after_forward=3", "--world_size=8"], ["the 8 ranks", "2, 4"]),
-        (["--optimizer.frozen_params=layer.*"], ["frozen_params 'layer.*'", "near are"]),
-        (["--optimizer.no_decay_params=*nrom*"], ["no_decay_params '*nrom*'", "near are"]),
+        (
+            ["--optimizer.frozen_params=layer.*"],
+            ["--optimizer.frozen_params", "'layer.*'", "near are"],
+        ),
+        (
+            ["--optimizer.no_decay_params=*nrom*"],
+            ["--optimizer.no_decay_params", "'*nrom*'", "near are"],
+        ),
         (["--model.tokenizer_path=bpe_2048"], ["2048 ids, the model 264"]),
-        (["--lora.rank=2", "--lora.modules=*.wx"], ["[lora] modules: '*.wx'"]),
-        ([*FLOAT8, "--quantize.linear.float8.filter_fqns=outptu"], ['holds "outptu"']),
+        (["--lora.rank=2", "--lora.modules=*.wx"], ["--lora.modules", "'*.wx'"]),
+        ([*FLOAT8, "--quantize.linear.float8.filter_fqns=outptu"], ["filter_fqns", '"outptu"']),
         (["--compile.enable", "--compile.backend=induktor"], ["did you mean 'inductor'?"]),
         (["--parallelism.pipeline_parallel_schedule=zb"], ["did you mean 'ZBVZeroBubble'?"]),
         (

@@ -340,7 +340,7 @@ INSIDE = [
     "[parallelism]\ndata_parallel_shard_degree = 1",
     "[parallelism]\nfsdp_reshard_after_forward = 8",
     '[parallelism]\nfsdp_reshard_after_forward = "8"\ncontext_parallel_degree = 2',
-    "[checkpoint]\nload_step = 0\nload_only = true\nenable = true",
+    "[checkpoint]\nload_step = 0\nenable = true",
     "[debug]\ndeterministic_warn_only = true\ndeterministic = true",
     '[checkpoint]\nenable = true\nmode = "continue"\nexclude_from_loading = ["dataloader"]',
     '[checkpoint]\nenable = true\ninitial_load_path = "x"\nexclude_from_loading = "output.*"',

@@ -162,12 +162,13 @@ class ParallelismConfig:
         `key`: the path of the setting that gives its length.
         """
         cp, tp = self.context_parallel_degree, self.tensor_parallel_degree
-        balancer, factors = self.context_parallel_load_balancer, {}
+        balancer, factors, otherwise = self.context_parallel_load_balancer, {}, ""
         if cp > 1:
             factors["context_parallel_degree"] = cp
             factors[f"chunks per rank under {balancer}"] = CHUNKS_A_RANK[balancer]
         if tp > 1 and self.enable_sequence_parallel:
             factors["tensor_parallel_degree under sequence parallelism"] = tp
+            otherwise = ", or set parallelism.enable_sequence_parallel = false"
         multiple = prod(factors.values())
         if seq_len % multiple == 0:
             return None
@@ -175,7 +176,7 @@ class ParallelismConfig:
         return Violation(
             (key, *(f"parallelism.{tie}" for tie in CUTS_SEQUENCES)),
             f"seq_len must be a multiple of {multiple} ({product}), got {seq_len}; "
-            f"try {max(seq_len // multiple, 1) * multiple}",
+            f"try {max(seq_len // multiple, 1) * multiple}{otherwise}",
         )
 
 
