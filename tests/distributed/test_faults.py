@@ -187,7 +187,8 @@ def test_data_that_fill_no_batch_are_refused(ranks: RankPool, tmp_path: Path) ->
     (tmp_path / "epochs.toml").write_text(EPOCHS.format(folder=tmp_path))
     job[0] = f"--job.config_file={tmp_path / 'epochs.toml'}"
     [message] = ranks.run(jobs.failure, job, world=1)
-    assert "2 epochs of it hold 6 samples of 32 tokens, the batch 8" in message
+    assert "[training] global_batch_size" in message
+    assert "8 samples of 32 tokens, got 6 samples in 2 epochs; add data, or lower" in message
 
 
 def stopped_into_a_bad_step(job: list[str]) -> str:

@@ -104,7 +104,7 @@ def test_a_tied_embedding_is_gathered_once_with_the_last_norm() -> None:
     [
         ("3", 4, "try 2, or write"),
         ("8", 4, "try 2, or"),
-        ("0", 8, "try 2, 4, or"),
+        ("3", 8, "try 2, 4, or"),
         ("3", 2, "got 3; write"),
     ],
 )
