@@ -141,7 +141,7 @@ class Trainer:
                 logged = progress.step % run.log_freq == 0 or progress.step == 1 or finished
                 logged = logged or validates
                 if logged or self._is_save_due(last=finished):
-                    agreement.check_last_norm()
+                    agreement.check_pending_norm()
                 if logged:
                     self._report(figures, validates=validates)
                 if self._save(last=finished) and not finished:
@@ -151,7 +151,7 @@ class Trainer:
                     run.profiler.step(progress.step)
                 if progress.step % run.training.gc_freq == 0:
                     collect()
-            agreement.check_last_norm()
+            agreement.check_pending_norm()
         return None if finished else agreement.stopped
 
     def _is_validation_due(self, *, last: bool) -> bool:
@@ -196,13 +196,14 @@ class Trainer:
         divisor = agreement.sum_valid(num_valid).clamp(min=1)
 
         loss_sum = run.execution.forward_backward(batches, divisor=divisor)
-        agreement.check_last_norm()  # of the step before, while the device works on this one
+        agreement.check_pending_norm()  # of the step before, while the device works on this one
         grad_norm = global_norm(self._parameters, loss=loss_sum)
         agreement.add_norm(grad_norm, loss=loss_sum, step=step)
-        # the same on all ranks, also on those that have nothing to train
+        # this condition must come out alike on every rank, also on one that trains nothing: the
+        # check may raise
         offloads = run.training.enable_cpu_offload
         if offloads or not skips_by_itself(run.optimizer, device=run.device):
-            agreement.check_last_norm()  # of this step
+            agreement.check_pending_norm()  # of this step
         clip_gradients(self._parameters, norm=grad_norm, max_norm=run.training.max_norm)
         take_step(run.optimizer, norm=grad_norm)
         run.execution.after_update()

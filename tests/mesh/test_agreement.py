@@ -60,8 +60,8 @@ def test_a_norm_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(agreement, "raise_if_nonfinite", note)
     found = Agreement(StopRequest(), save_failed=lambda: False, equal_ranks=1, device=CPU)
-    found.check_last_norm()
+    found.check_pending_norm()
     found.add_norm(torch.tensor(2.0), loss=torch.tensor(1.0), step=7)
-    found.check_last_norm()
-    found.check_last_norm()
+    found.check_pending_norm()
+    found.check_pending_norm()
     assert checked == [(2.0, 7)]

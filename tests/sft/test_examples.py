@@ -110,12 +110,12 @@ def test_hugging_face_tokenizers_divide_at_special_tokens_only_when_asked(tmp_pa
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{", r"must be one JSON object: this one ends after '{'; .*jq -c \."),
-        ("[", r"must be .*: this one ends after '\['; .*jq -c '\.\[\]'"),
+        ("{", r"must be one JSON object: the line ends after '{'; .*jq -c \."),
+        ("[", r"must be .*: the line ends after '\['; .*jq -c '\.\[\]'"),
         ("[1]", r"must be one JSON object: it is an array; .*jq -c '\.\[\]'"),
         ("5", r"must be either {\"messages\".* or {\"prompt\".*, got a number, 5"),
         ("{}", r"must be .*, got neither"),
-        ('{"text": "a"}', r"must be .*, got keys 'text'; .*training\.dataset = \"files\""),
+        ('{"text": "a"}', r"must be .*, got keys 'text'; .*dataset = \"files\""),
         ('{"prompt": "a", "completion": "b", "completion": "c"}', r"must be .* 'completion' more"),
         ('{"messages": [], "prompt": "a"}', r"must be .*, got keys 'messages', 'prompt'"),
         ('{"messages": []}', r"messages must be a list of objects, got \[\]"),

@@ -1,7 +1,7 @@
 """Everything the trainer holds, straight down.
 
-    mesh -> data -> model (meta) -> parallelize -> initial weights -> optimizer + schedule
-         -> checkpoint -> metrics
+    layout -> checkpoint to start from -> mesh -> data -> model (meta) -> parallelize -> initial
+    weights -> validation -> optimizer -> load -> metrics -> schedule
 
 A mistake in a setting or a file fails here, before the first long work.
 """

@@ -100,7 +100,8 @@ class CheckpointManager:
     def save_if_due(
         self, *, last: bool, now: bool = False, validation_loss: float | None = None
     ) -> bool:
-        """Save where the cadence, the end of the run or `now` asks for it; tell whether it did.
+        """Save where the cadence, the end of the run or `now` asks for it; tell whether a save was
+        made or, if asynchronous, begun.
 
         `validation_loss` is that of the present weights, where it was measured.
 

@@ -107,7 +107,7 @@ def _restore_rest(
     state: RunState, start: Start, *, taken: Collection[str], group: dist.ProcessGroup
 ) -> None:
     """Load what lies beside the weights in a step of ours."""
-    step = start.source.path
+    folder = start.source.path
     if "optimizer" in taken:
         patterns = Selection(exclude=start.exclude)
 
@@ -116,14 +116,14 @@ def _restore_rest(
 
         tensors = optimizer_tensors(state.model, state.optimizer)
         wanted = {name: tensor for name, tensor in tensors.items() if not leaves_out(name)}
-        storage.read_tensors(step, "optimizer", into=wanted, group=group, leaves_out=leaves_out)
+        storage.read_tensors(folder, "optimizer", into=wanted, group=group, leaves_out=leaves_out)
     if "dataloader" in taken:
         _restore_position(state, start, group=group)
     if "train_state" in taken:
-        _restore_train_state(state, step, group=group)
+        _restore_train_state(state, folder, group=group)
     if start.intention == "continue" and "lr_scheduler" in taken:
-        old = storage.on_first_rank(lambda: storage.read_state(step, "lr_scheduler"), group=group)
-        _report_schedule(step, old, state.schedule, step=state.progress.step)
+        old = storage.on_first_rank(lambda: storage.read_state(folder, "lr_scheduler"), group=group)
+        _report_schedule(folder, old, state.schedule, step=state.progress.step)
 
 
 def _restore_position(state: RunState, start: Start, *, group: dist.ProcessGroup) -> None:

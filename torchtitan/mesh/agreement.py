@@ -6,7 +6,7 @@ and all ranks read the same sums at the end of that step.
 
 Whether the gradient norm is finite is known to all ranks alike too, but reading it at once would
 make the host wait for the device. So the norm of a step is checked while the device works on the
-next one; whoever needs to know before asks for it (`check_last_norm`).
+next one; whoever needs to know before asks for it (`check_pending_norm`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Agreement:
         """Take a step's gradient norm, the same on all ranks, and this rank's loss, to check."""
         self._unchecked = HostCopy(norm.reshape(1)), loss, step
 
-    def check_last_norm(self) -> None:
+    def check_pending_norm(self) -> None:
         """Check the last norm, if that was not done yet.
 
         Raises:

@@ -175,7 +175,7 @@ class ParallelismConfig:
         product = " x ".join(f"{n} {name}" for name, n in factors.items() if n > 1)
         return Violation(
             (key, *(f"parallelism.{tie}" for tie in CUTS_SEQUENCES)),
-            f"seq_len must be a multiple of {multiple} ({product}), got {seq_len}; "
+            f"must be a multiple of {multiple} ({product}), got {seq_len}; "
             f"try {max(seq_len // multiple, 1) * multiple}{otherwise}",
         )
 

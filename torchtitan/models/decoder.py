@@ -1,4 +1,4 @@
-"""The decoder-only transformer: one plain module, without a word about parallelism.
+"""The decoder-only transformer: one plain module that calls nothing parallel.
 
 Parameter names are torchtitan's, so that checkpoints interchange. Every parallel layout is applied
 to this module from outside. So it holds no buffers (nothing to move, cast or re-create after meta

@@ -182,7 +182,8 @@ class _Norm(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            # each rank's gradient is that of its tokens or heads alone; FSDP makes it their sum
+            # each rank's gradient is that of its own tokens or heads, Partial over tp: FSDP2 sums
+            # it to the parameter's Replicate before its own reduction
             copied = DTensor.from_local(parameter, device_mesh, [Replicate()], run_check=False)
             module.register_parameter(name, nn.Parameter(copied))
         module.register_forward_pre_hook(
