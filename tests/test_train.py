@@ -99,8 +99,8 @@ def test_a_pipeline_shows_its_loss_on_every_rank_wherever_the_last_stage_is(
         (["--job.config_file=nowhere.toml"], "there is no file nowhere.toml"),
         (["--training.stepz=3"], "did you mean --training.steps?"),
         (["--parallelism.data_parallel_shard_degree=4"], "start NGPU=4 ranks"),
-        (["--model.tokenizer_path=bpe_2048"], "model.tokenizer_path has 2048 ids, the model 263"),
-        (["--model.flavor=9B"], "[model] flavor: must be one of tiny, tiny8, narrow"),
+        (["--model.tokenizer_path=bpe_2048"], "--model.tokenizer_path bpe_2048: "),
+        (["--model.flavor=9B"], "--model.flavor 9B: must be one of tiny, tiny8, narrow"),
         (["--training.dataset=files", "--training.dataset_path=no/*.txt"], "no/*.txt"),
         (["--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree"),
         (["--job.dump_folder=/proc/nowhere"], "/proc/nowhere"),
@@ -120,7 +120,7 @@ def test_a_mistake_that_every_rank_meets_is_said_once(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     for arguments, message in (
         (["--training.stepz=3"], "has no key 'stepz'"),
-        (["--training.global_batch_size=6"], "global_batch_size must be a multiple"),
+        (["--training.global_batch_size=6"], "must be a multiple of local_batch_size"),
     ):
         done = train(*job, *arguments, ranks=2)
         assert done.returncode == 2, done.stderr
@@ -261,7 +261,7 @@ train.train_and_leave(sys.argv[1:])
 @pytest.mark.parametrize(
     ("argument", "code", "message", "late"),
     [
-        ("--training.global_batch_size=6", 2, "global_batch_size must be a multiple", True),
+        ("--training.global_batch_size=6", 2, "must be a multiple of local_batch_size", True),
         ("--optimizer.lr=1e30", 3, "must have a finite loss and gradient norm", True),
         ("--checkpoint.save_before_seconds=1", 4, "by its deadline", True),
         ("--checkpoint.save_before_seconds=1", 4, "by its deadline", False),
