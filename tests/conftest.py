@@ -16,6 +16,11 @@ from tests.distributed.rank_pool import RankPool, start_server
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the pages of commands: the longest tests, for which nobody should wait alone."""
+    items.sort(key=lambda item: "test_commands_run" not in item.nodeid)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def server_of_ranks(request: pytest.FixtureRequest) -> None:
     if any("ranks" in item.fixturenames for item in request.session.items):

@@ -128,6 +128,9 @@ def test_going_back_takes_a_new_folder_and_leaves_the_old_one_as_it_was(
         assert [row["loss"] for row in result.rows] == [row["loss"] for row in through.rows[2:]]
         assert result.state_hash == through.state_hash
         assert ranks.run(first_step, back, world=1) == [6]  # its own steps come first
+        # not in its own folder either
+        [message] = ranks.run(jobs.refusal, [*back, "--checkpoint.load_step=4"], world=1)
+        assert "checkpoint.load_step must be the newest step" in message
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-2", "step-4", "step-6"]
     [message] = ranks.run(
         jobs.refusal,
@@ -158,16 +161,19 @@ def test_a_job_that_names_its_newest_step_is_started_again_by_its_own_command(
 
 
 def test_damaged_newer_steps_come_before_none_of_ours(ranks: RankPool, tmp_path: Path) -> None:
-    """They are passed over at each start, replace nothing that is kept, and are saved over."""
+    """They are passed over, and set aside by the first save, also if it is of a later step."""
     job = [*jobs.write_job(tmp_path), "--checkpoint.keep_latest_k=1"]
     kept = [*job, "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"]
     [through] = ranks.run(jobs.train, [*kept, "--training.steps=6"], world=1)
     folder = tmp_path / "run" / "checkpoint"
     (folder / "step-4" / "manifest.json").unlink()
     (folder / "step-6" / "model" / ".metadata").unlink()
-    ranks.run(jobs.train, [*job, "--training.steps=3"], world=1)
-    assert steps(tmp_path) == [3, 6]
-    assert ranks.run(first_step, job, world=1) == [3]
+    ranks.run(jobs.train, [*kept, "--training.steps=5", "--checkpoint.interval=5"], world=1)
+    assert steps(tmp_path) == [2, 5]
+    assert (folder / ".step-4.aside" / "model").is_dir()
+    assert (folder / ".step-6.aside" / "manifest.json").is_file()
+    # whole again one day, they are still of a course that was left
+    assert ranks.run(first_step, job, world=1) == [5]
     [result] = ranks.run(jobs.train, [*job, "--training.steps=6"], world=1)
     assert result.state_hash == through.state_hash
     assert steps(tmp_path) == [6]

@@ -51,7 +51,6 @@ BROKEN = [
         for section, key in (
             ("parallelism", "data_parallel_shard_degree"),
             ("training", "global_batch_size"),
-            ("validation", "steps"),
         )
         for value in (0, -2)
     ),
@@ -61,6 +60,14 @@ BROKEN = [
     *(
         (f"[validation]\nsplit = {value}", "[validation] split", rule)
         for value, rule in (("0", "greater than 0"), ("1.0", "less than 1"), ("nan", "less"))
+    ),
+    *(
+        (
+            f'{ON}dataset = "synthetic"\nsteps = {value}',
+            "[validation] steps",
+            "must be -1 or at least 1",
+        )
+        for value in (0, -2)
     ),
     # what a field needs
     ('[training]\ndataset = "files"', "[training] dataset", "needs dataset_path"),
@@ -495,3 +502,25 @@ def test_what_is_switched_off_loads_with_a_notice(text: str, switch: str) -> Non
     header, *_, line = text.split("\n")
     assert notice.startswith(f"job.toml: {header} {line}: has no effect: ")
     assert switch in notice
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (
+            "[training]\nseq_len = 2047\n[parallelism]\ntensor_parallel_degree = 2\n"
+            "enable_async_tensor_parallel = false",
+            "[training] seq_len",
+        ),
+        (f'{SAVES}create_seed_checkpoint = false\nmode = "finetune"', "[checkpoint] mode"),
+        (f'{SAVES}load_only = false\nmode = "finetune"', "[checkpoint] mode"),
+    ],
+)
+def test_a_key_that_asks_for_nothing_silences_no_rule(text: str, key: str) -> None:
+    [mistake] = loaded(text).mistakes
+    assert f"job.toml: {key} = " in mistake
+
+
+def test_a_setting_that_earlier_versions_had_is_not_taken_for_torchtitans() -> None:
+    found = loaded("[checkpoint]\nload_only = false\n[validation]\nsteps = 0")
+    assert (found.mistakes, found.notices, found.foreign_file) == ([], [], None)

@@ -72,7 +72,7 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
     log_job(config, layout=layout, device=device, precision=precision)
     mesh = build_mesh(layout.dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
-    run = build_run(
+    return build_run(
         config,
         layout=layout,
         mesh=mesh,
@@ -81,8 +81,6 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
         group=group,
         color=color,
     )
-    run.execution.after_update()  # a checkpoint may have changed the weights
-    return run
 
 
 def build_run(
@@ -114,6 +112,7 @@ def build_run(
     checkpoints = build_checkpoints(
         config, dims=layout.dims, state=state, start=start, group=group, validation_data=data
     )
+    execution.after_update()  # a checkpoint may have changed the weights
     write_config(config)
     meter, sinks, profiler = build_reports(
         config, layout=layout, device=device, resume_step=progress.step, color=color

@@ -3,6 +3,7 @@
     .step-N.tmp       a draft; with a manifest it is complete, and only lacks its name
     step-N            a checkpoint
     .step-N.deleted   on its way out
+    .step-N.aside     passed over as damaged by a run that went on from an earlier step
 
 Each passes to the next by a rename, so that at every instant a folder is one of these. A process
 may be killed between any two lines: `finish_commits` does what it still had to do. What cannot be
@@ -74,7 +75,7 @@ def commit(target: Path) -> None:
         sync_folder(folder)
     trash = None
     if target.exists():  # saved by an earlier start that died right after, or by another setting
-        trash = target.rename(_name_in_the_trash(target))
+        trash = target.rename(_free_name(target, "deleted"))
     try:
         draft.rename(target)
     except OSError:
@@ -108,7 +109,7 @@ def delete(checkpoint: Path) -> None:
     What cannot be removed is warned of: the checkpoints that matter are there.
     """
     try:
-        trash = checkpoint.rename(_name_in_the_trash(checkpoint))
+        trash = checkpoint.rename(_free_name(checkpoint, "deleted"))
     except OSError as error:
         logger.warning("%s is older than what is kept, but stays: %s", checkpoint, error)
     else:
@@ -122,7 +123,14 @@ def _remove(path: Path) -> None:
         logger.warning("%s could not be removed, and is tried again later: %s", path, error)
 
 
-def _name_in_the_trash(checkpoint: Path) -> Path:
-    first = checkpoint.with_name(f".{checkpoint.name}.deleted")
+def set_aside_after(folder: Path, step: int, *, but: int) -> list[Path]:
+    """Take every checkpoint of a later step, whole or not, out of the row of steps, without
+    deleting it, `but` one; return the new names."""
+    later = [folder / f"step-{n}" for n, _ in list_steps(folder) if n > step and n != but]
+    return [checkpoint.rename(_free_name(checkpoint, "aside")) for checkpoint in later]
+
+
+def _free_name(checkpoint: Path, ending: str) -> Path:
+    first = checkpoint.with_name(f".{checkpoint.name}.{ending}")
     names = (first.with_name(f"{first.name}-{number}") for number in count(2))
     return first if not first.exists() else next(name for name in names if not name.exists())

@@ -87,6 +87,7 @@ class CheckpointManager:
         self._pulse = pulse
         self._export = export
         self._validation_data = validation_data
+        self._begun_at, self._is_first_save = state.progress.step, True
         self._in_background = settings.async_mode != "disabled"
         self._pending: Future[None] | None = None
         self._staging = Staging(pinned=settings.async_mode == PINNED)
@@ -160,7 +161,8 @@ class CheckpointManager:
         def is_there() -> bool:
             # whole if it is there; one of the other kind has a manifest, or lacks it
             has_manifest = (exported / storage.MANIFEST).is_file()
-            return exported.is_dir() and has_manifest == (self._export is None)
+            has_files = exported.is_dir() and any(exported.iterdir())
+            return has_files and has_manifest == (self._export is None)
 
         if storage.on_first_rank(is_there, group=self._group):
             return
@@ -199,8 +201,13 @@ class CheckpointManager:
         storage.on_first_rank(lambda: self._tidy(step), group=self._group)
 
     def _tidy(self, saved: int) -> None:
-        # later ones are damaged, or this run would have begun with them: they replace none of ours
-        steps = [step for step in storage.find_steps(self.folder) if step <= saved]
+        if self._is_first_save:
+            # damaged, or this run would have begun with them; readable again one day, none of them
+            # may come before a step of this run, or displace one
+            for aside in storage.set_aside_after(self.folder, self._begun_at, but=saved):
+                logger.warning("%s was passed over, and is set aside", aside)
+            self._is_first_save = False
+        steps = storage.find_steps(self.folder)
         best = self._find_best(steps)
         for step in steps_to_delete(steps, keep_latest=self._settings.keep_latest_k, best=best):
             storage.delete(self.folder / f"step-{step}")

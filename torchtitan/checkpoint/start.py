@@ -209,20 +209,20 @@ def _own_step(
     compared: Callable[[Path], Comparison],
     group: dist.ProcessGroup,
 ) -> Path | None:
-    """Return the newest whole step of the run's own folder, which is the one that `load_step` may
-    name there.
+    """Return the newest whole step of the run's own folder, the one that `load_step` may name
+    there; None: `load_step` is one of initial_load_path, or there is nothing.
 
-    A job that was killed is started again by the same command: newer steps that a job with the
-    same `load_step` saved are its own.
+    A job that was killed is started again by the same command: steps that a job with the same
+    `load_step` saved are its own.
     """
     wanted, verify = settings.load_step, settings.verify_on_load
     newest = newest_step(folder, verify=verify, group=group, finish=True)
-    if wanted == -1 or settings.initial_load_path is not None:
+    if wanted == -1 or (newest is None and settings.initial_load_path is not None):
+        return newest
+    if newest is not None and compared(newest).then.load_step == wanted:
         return newest
     steps = storage.on_first_rank(lambda: storage.find_steps(folder), group=group)
     is_earlier = newest is not None and wanted < int(newest.name.removeprefix("step-"))
-    if newest is not None and is_earlier and compared(newest).then.load_step == wanted:
-        return newest
     if wanted not in steps:
         raise CheckpointError(
             f"checkpoint.load_step {wanted} is not in {folder}; it holds {steps or 'no checkpoint'}"

@@ -40,6 +40,7 @@ from torchtitan.checkpoint.folders import (
     finish_commits,
     list_steps,
     make_draft,
+    set_aside_after,
     step_of,
 )
 from torchtitan.checkpoint.metadata import TensorReader, is_tensor, read_metadata
@@ -59,6 +60,7 @@ __all__ = [
     "read_manifest",
     "read_state",
     "read_tensors",
+    "set_aside_after",
     "stored_names",
     "summary",
     "verify",

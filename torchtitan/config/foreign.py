@@ -9,9 +9,11 @@ The table is a TOML file:
 
     [renamed]                       old key = today's
     [nobodys_choice]                key = values that a default wrote, dropped before renaming
-    [switches]                      key = the key without which it asks for nothing
+    [switches]                      key = the key without which it asks for nothing, or that key
+                                    and the value, one of a list, that alone switches it on
     [features.NAME]
     instead = "what to write instead"
+    was_ours = true                 where an earlier version of ours had the feature
     keys."section.key" = [values that ask for nothing]
     values."section.key" = [values of a key of ours that are not built]
     whole_job."section.key" = [the same, and nothing else of such a job is looked at]
@@ -49,12 +51,14 @@ class Foreign:
     name: str
     renamed: Mapping[Path, Path]
     nobodys_choice: Mapping[Path, list[object]]
-    switches: Mapping[Path, Path]
+    switches: Mapping[Path, tuple[Path, str | None]]
     keys: Mapping[Path, Unbuilt]
     """Keys without a feature, with the values that ask for nothing."""
     values: Mapping[Path, list[Unbuilt]]
     """Keys of ours, with values of theirs that are refused."""
     whole_job: Mapping[Path, list[Unbuilt]]
+    ours: Collection[Path]
+    """Those of `keys` that an earlier version of ours had."""
 
     @property
     def names(self) -> Collection[Path]:
@@ -63,7 +67,8 @@ class Foreign:
 
     def holds(self, path: Path, setting: Setting) -> bool:
         """Tell whether only the other program would have written this."""
-        return path in self.renamed or path in self.keys or bool(self.refused_value(path, setting))
+        is_key = path in self.renamed or (path in self.keys and path not in self.ours)
+        return is_key or bool(self.refused_value(path, setting))
 
     def translate(self, layer: Layer, found: Findings) -> Layer:
         """Rename the old keys of one layer.
@@ -114,7 +119,7 @@ class Foreign:
             if is_off and choices and isinstance(value, str) and value not in choices:
                 reason = f"{value} {reason or 'is none of ' + ', '.join(choices)}"
             if reason and is_off:
-                without_effect[self.switches[path], reason].append(setting.where())
+                without_effect[self.switches[path][0], reason].append(setting.where())
             elif reason:
                 found.mistakes.append(f"{setting.where()}: {reason}{accepted}")
             elif path not in self.keys:
@@ -145,13 +150,15 @@ class Foreign:
         return known.instead, f" ({only})"
 
     def _is_off(self, path: Path, *, settings: Layer, tree: type) -> bool:
-        switch = self.switches.get(path)
-        if switch is None:
+        if path not in self.switches:
             return False
+        switch, wanted = self.switches[path]
         facts = fields(tree).get(switch)
         value = settings[switch].value if switch in settings else None
         if value is None and facts is not None:
             value = facts.default
+        if wanted is not None:
+            return not (isinstance(value, (list, tuple)) and wanted in value) and value != wanted
         return any(same(value, off) for off in OFF)
 
 
@@ -168,9 +175,12 @@ def read_foreign(file: pathlib.Path, *, name: str) -> Foreign:
     keys: dict[Path, Unbuilt] = {}
     values: dict[Path, list[Unbuilt]] = defaultdict(list)
     whole_job: dict[Path, list[Unbuilt]] = defaultdict(list)
+    ours: set[Path] = set()
     for feature in table["features"].values():
         instead = feature["instead"]
         keys |= {_path(key): Unbuilt(v, instead) for key, v in feature.get("keys", {}).items()}
+        if feature.get("was_ours"):
+            ours |= {_path(key) for key in feature["keys"]}
         for kind, into in (("values", values), ("whole_job", whole_job)):
             for key, refused in feature.get(kind, {}).items():
                 into[_path(key)].append(Unbuilt(refused, instead))
@@ -178,11 +188,19 @@ def read_foreign(file: pathlib.Path, *, name: str) -> Foreign:
         name=name,
         renamed={_path(old): _path(new) for old, new in table["renamed"].items()},
         nobodys_choice={_path(key): found for key, found in table["nobodys_choice"].items()},
-        switches={_path(key): _path(switch) for key, switch in table["switches"].items()},
+        switches={_path(key): _switch(given) for key, given in table["switches"].items()},
         keys=keys,
         values=values,
         whole_job=whole_job,
+        ours=ours,
     )
+
+
+def _switch(given: str | list[str]) -> tuple[Path, str | None]:
+    if isinstance(given, str):
+        return _path(given), None
+    key, wanted = given
+    return _path(key), wanted
 
 
 def _path(dotted: str) -> Path:

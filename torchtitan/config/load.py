@@ -140,7 +140,8 @@ def build(
     if check_rules:
         given = {path for path, setting in merged.items() if setting.value is not None}
         for violation in violations(config):
-            if not _depends_on_refused(violation, refused=given - valid.keys(), tree=tree):
+            refused = given - valid.keys() - foreign.keys.keys()
+            if not _depends_on_refused(violation, refused=refused, tree=tree):
                 said = found.notices if violation.is_notice else found.mistakes
                 said.append(_word(violation, given=valid))
     theirs = (

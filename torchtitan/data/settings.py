@@ -155,13 +155,16 @@ class ValidationConfig:
     """Tokens of a sample; training's if not given."""
     freq: PositiveInt = 10
     """Validate every this many steps; the first and the last step are always validated."""
-    steps: MinusOneOrMore = -1
+    steps: int = -1
     """Batches of one validation, always the same; -1: all samples, each once."""
     dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
     """Workers and prefetch, started anew for each validation."""
 
     def violations(self) -> Iterator[Violation]:
-        """Check that a part of the training's data is not named beside other data."""
+        """Check the number of batches, and that a part of the training's data is not named beside
+        other data."""
+        if self.enable and self.steps < 1 and self.steps != -1:
+            yield Violation(("steps", "enable"), f"must be -1 or at least 1, got {self.steps}")
         if self.split is not None and (self.dataset or self.dataset_path):
             yield Violation(
                 ("split", "dataset", "dataset_path"),

@@ -168,6 +168,11 @@ def check_names(checkpoint: Path, stored: Collection[str], *, settings: HFExport
         CheckpointError: Says which it would not hold, or lack.
     """
     names = settings.names
+    if not names.format.names:
+        raise CheckpointError(
+            f"{checkpoint} is of a family without Hugging Face files: its ModelSpec has no hf; no "
+            f"folder was written"
+        )
     weights = [name for name in stored if not settings.is_adapters(name)]
     misnamed = names.find_misnamed(weights)
     if misnamed is not None:
