@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,16 @@ OneDevice = Callable[..., Any]
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for tokenised data, the same for all tests."""
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of 1 to 82 tokens, for samples of 64."""
+    draw = random.Random(0)
+    lines = ("".join(draw.choices("abcde ", k=draw.randint(0, 3) ** 4 + 1)) for _ in range(400))
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+    return path
 
 
 @pytest.fixture(scope="session")

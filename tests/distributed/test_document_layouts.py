@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -176,21 +174,11 @@ def test_as_if_each_document_were_alone(
 # --- planted bugs; what whole jobs train without them is in test_matrix.py
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 1 to 90 tokens, for samples of 64."""
-    draw = random.Random(0)
-    texts = ("".join(draw.choices("abcde ", k=draw.randint(0, 3) ** 4 + 1)) for _ in range(400))
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
-
-
 @pytest.fixture
-def arguments(data: Path) -> list[str]:
+def arguments(texts: Path) -> list[str]:
     return [
         "--training.dataset=files",
-        f"--training.dataset_path={data}",
+        f"--training.dataset_path={texts}",
         "--training.seq_len=64",
         "--training.document_attention=within",
         "--training.document_positions=restart",

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -208,18 +207,8 @@ def test_every_pair_has_its_row() -> None:
     ] == []
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 1 to 82 tokens, for samples of 64."""
-    draw = random.Random(0)
-    texts = ("".join(draw.choices("abcde ", k=draw.randint(0, 3) ** 4 + 1)) for _ in range(400))
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
-
-
-def options(what: str, data: Path) -> tuple[str, ...]:
-    files = ("--training.dataset=files", f"--training.dataset_path={data}")
+def options(what: str, texts: Path) -> tuple[str, ...]:
+    files = ("--training.dataset=files", f"--training.dataset_path={texts}")
     if what == "documents":
         return (*files, "--training.seq_len=64", *WHAT[what].arguments)
     return ("--training.seq_len=40", *WHAT[what].arguments)
@@ -235,13 +224,13 @@ def test_the_same_model(
     ranks: RankPool,
     tmp_path: Path,
     cache: Path,
-    data: Path,
+    texts: Path,
     on_one_device: OneDevice,
 ) -> None:
     layout, what, how = row
     where, sizes = WHERE[layout], sizes_of(what)
-    reference = on_one_device(pj.train, *options(what, data), evaluating=True, sizes=sizes)
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options(what, data), *where.arguments]
+    reference = on_one_device(pj.train, *options(what, texts), evaluating=True, sizes=sizes)
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options(what, texts), *where.arguments]
     job += [jobs.UNSAVED, f"--training.local_batch_size={where.local_batch_size(how)}"]
     job += [word for name in how.split(", ") if name for word in HOW[name]]
     evaluating = "compiled" not in how  # that would compile once more
@@ -259,21 +248,21 @@ def test_the_same_model(
     ("what", "count"), [("few", 9), ("all but a tied embedding", 33), ("adapter", 55)]
 )
 def test_what_is_frozen_stays_and_all_else_moves(
-    what: str, count: int, data: Path, on_one_device: OneDevice
+    what: str, count: int, texts: Path, on_one_device: OneDevice
 ) -> None:
-    result = on_one_device(pj.train, *options(what, data), evaluating=True, sizes=sizes_of(what))
+    result = on_one_device(pj.train, *options(what, texts), evaluating=True, sizes=sizes_of(what))
     for name, weights in result.final.items():
         assert torch.equal(weights, result.initial[name]) != (name in result.trained), name
     assert len(result.trained) == count
 
 
-def test_bfloat16_is_near_float32(data: Path, on_one_device: OneDevice) -> None:
+def test_bfloat16_is_near_float32(texts: Path, on_one_device: OneDevice) -> None:
     """Within its rounding, 2^-8, and no closer than that."""
     found = {
         what: [
             row["loss"]
             for row in on_one_device(
-                pj.train, *options(what, data), evaluating=True, sizes=SIZES
+                pj.train, *options(what, texts), evaluating=True, sizes=SIZES
             ).rows
         ]
         for what in ("all", "bfloat16")

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
@@ -27,7 +26,7 @@ from tests.distributed.pipeline_jobs import (
     pipeline,
 )
 from tests.distributed.rank_pool import RankPool
-from torchtitan.parallel import apply
+from tests.distributed.test_planted import gradients_are_averaged
 from torchtitan.parallel.pipeline import layout as pipeline_layout
 from torchtitan.parallel.pipeline import schedules
 from torchtitan.parallel.pipeline.tied import TiedEmbedding
@@ -140,16 +139,9 @@ def train_with(bug: str, job: list[str]) -> Trained:
     """Train with a planted bug."""
     with pytest.MonkeyPatch.context() as patch:
         if bug == "averaged":
-            correct = apply.apply_fsdp
-
-            def averaging(model: FSDPModule, **arguments: Any) -> None:
-                correct(model, **arguments)
-                for module in model.modules():
-                    if isinstance(module, FSDPModule):
-                        module.set_gradient_divide_factor(2.0)
-
-            patch.setattr(apply, "apply_fsdp", averaging)
-        elif bug == "scaled":
+            with gradients_are_averaged():
+                return pj.train(job)
+        if bug == "scaled":
             build = schedules._Schedule
 
             def scaling(*arguments: Any, **settings: Any) -> Any:

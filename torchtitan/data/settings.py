@@ -17,6 +17,11 @@ READS_FILES = ("files", "examples")
 OF_EXAMPLES = Needs("dataset", ("examples", "synthetic_examples"))
 
 
+DatasetKind = Literal[
+    "python_stdlib", "synthetic", "synthetic_masked", "files", "examples", "synthetic_examples"
+]
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataLoaderConfig:
     """How samples are read; no setting here changes which samples, or their order."""
@@ -52,14 +57,7 @@ class TrainingConfig:
     document_positions: Literal["continue", "restart"] = "continue"
     """Positions count on through a sample, or restart at 0 with each document in it."""
     dataset: Annotated[
-        Literal[
-            "python_stdlib",
-            "synthetic",
-            "synthetic_masked",
-            "files",
-            "examples",
-            "synthetic_examples",
-        ],
+        DatasetKind,
         Needs("dataset_path", GIVEN, "name the files to read", of=READS_FILES),
     ] = "python_stdlib"
     """python_stdlib: sources of this Python's library; synthetic: generated text; synthetic_masked:
@@ -131,17 +129,7 @@ class ValidationConfig:
 
     enable: bool = False
     """Measure the loss on held-out data; it changes no number of the training."""
-    dataset: (
-        Literal[
-            "python_stdlib",
-            "synthetic",
-            "synthetic_masked",
-            "files",
-            "examples",
-            "synthetic_examples",
-        ]
-        | None
-    ) = None
+    dataset: DatasetKind | None = None
     """Kind of data, as training.dataset, which it is if not given; of the generated ones a part
     that is never trained on."""
     dataset_path: Strings = ()
