@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from tests.models.reference import VARIANTS, random_decoder, reference_of
+from tests.models.reference import VARIANTS, family_name, random_decoder, reference_of
 from torchtitan.assemble import find_model
 from torchtitan.assemble.hf import chosen_rotation
 from torchtitan.base.errors import CheckpointError
@@ -51,11 +51,15 @@ NAMES = (
     "wide heads",
     "normed heads",
     "normed heads, tied",
+    "biased",
+    "biased, tied",
+    "window",
+    "window of one",
 )
 
 
 def family_of(config: DecoderConfig) -> ModelSpec:
-    return MODELS["qwen3" if config.qk_norm else "llama3"]
+    return MODELS[family_name(config)]
 
 
 def spec_of(config: DecoderConfig) -> ModelSpec:
