@@ -1,4 +1,4 @@
-"""The public Llama, Qwen2, Qwen3 and Mistral of `transformers` as oracles: the same weights in their layout."""
+"""The public models of `transformers` as oracles: the same weights in their layout."""
 
 from __future__ import annotations
 
