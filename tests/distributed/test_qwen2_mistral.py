@@ -28,6 +28,7 @@ BY_OPERATOR = (
 LAYOUTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "fsdp 2, compiled": ("qwen2", (), ("--training.local_batch_size=2", *COMPILED)),
     "tp 2": ("qwen2", (), (TP2,)),
+    "tp 2, adapters": ("qwen2", ("--lora.rank=4",), (TP2,)),
     "pp 2": ("qwen2", (), PP2),
     "fsdp 2, recomputed by operator": (
         "mistral",
