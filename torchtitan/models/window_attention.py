@@ -43,7 +43,7 @@ def window_attention(
         start, stop = stop, stop + q.shape[2]
         keys = slice(None), slice(None), slice(start - window + 1, stop)
         # the first query's window is keys 0 to W - 1 of these, each next one's lies one further
-        mask_ST = torch.ones(stop - start, stop - start + window - 1, dtype=torch.bool)
-        mask_ST = mask_ST.to(q.device).tril(window - 1).triu()
+        shape = stop - start, stop - start + window - 1
+        mask_ST = torch.ones(shape, dtype=torch.bool, device=q.device).tril(window - 1).triu()
         outs.append(fused_attention(q, k_BKTD[keys], v_BKTD[keys], mask_ST=mask_ST))
     return torch.cat(outs, dim=2)
