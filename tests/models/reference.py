@@ -10,7 +10,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedConfig,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -85,7 +85,7 @@ VARIANTS = {
     "window": dataclasses.replace(TINY, window=7),
     "window of one": dataclasses.replace(TINY, window=1, num_kv_heads=1),
 }
-PUBLIC: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+PUBLIC: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
     "llama3": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -119,13 +119,13 @@ def reference_of(model: Decoder) -> PreTrainedModel:
     return reference
 
 
-def public_model(config: PreTrainedConfig) -> PreTrainedModel:
+def public_model(config: PretrainedConfig) -> PreTrainedModel:
     """Build the public model of these sizes."""
     [model] = [model for kind, model in PUBLIC.values() if kind is type(config)]
     return model(config)
 
 
-def reference_config(config: DecoderConfig) -> PreTrainedConfig:
+def reference_config(config: DecoderConfig) -> PretrainedConfig:
     """Say the sizes in the words of the public model."""
     family, _ = PUBLIC[family_name(config)]
     windowed = {"sliding_window": config.window} if family is MistralConfig else {}
