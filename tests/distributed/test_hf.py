@@ -44,7 +44,8 @@ def job_from(folder: Path, source: Path, *options: str, flavor: str = "tiny") ->
 
 TP2 = "--parallelism.tensor_parallel_degree=2"
 PP2 = "--parallelism.pipeline_parallel_degree=2"
-QWEN3 = "--model.name=qwen3"
+NAME = "--model.name="
+QWEN2, QWEN3 = f"{NAME}qwen2", f"{NAME}qwen3"
 LAYOUTS = {
     "one device": (1, "tiny", {}, ()),
     # 32 rows of wq, heads of 8: shards of 11 rows cut them
@@ -54,13 +55,16 @@ LAYOUTS = {
     "pp 2": (2, "tiny8", TIED, (PP2,)),
     # norms of heads of 12: shards of 4 elements cut them
     "fsdp 3, qwen3": (3, "tiny", {}, (QWEN3, "--training.global_batch_size=-1")),
+    # biases of 32 elements, heads of 4: shards of 8 are of two heads
+    "fsdp 2, tp 2, qwen2": (4, "tiny8", {}, (QWEN2, TP2)),
     "fsdp 2, tp 2, qwen3": (4, "tiny8", {}, (QWEN3, TP2)),
     "pp 2, qwen3": (2, "tiny8", {"tie_embeddings": False}, (QWEN3, PP2)),
 }
 
 
 def family_of(options: tuple[str, ...]) -> str:
-    return "qwen3" if QWEN3 in options else "llama3"
+    named = (option.removeprefix(NAME) for option in options if option.startswith(NAME))
+    return next(named, "llama3")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -87,6 +91,7 @@ def test_every_layout_begins_with_these_weights_and_each_rank_reads_its_own_alon
     [
         (2, {}, ("--checkpoint.async_mode=async",)),
         (2, TIED, ("--checkpoint.last_save_model_only", TP2)),
+        (2, {}, (QWEN2, TP2)),
         (2, {}, (QWEN3, TP2)),
     ],
 )

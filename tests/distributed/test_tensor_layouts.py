@@ -98,6 +98,7 @@ GRADIENTS = [
         for layout in ("tp 2", "tp 4, stream copied, logits gathered", "fsdp 2, tp 2, accumulating")
         for family, sizes in (("llama3", SIZES), ("llama3", TIED), ("qwen3", QWEN3))
     ),
+    ("tp 2", "qwen2", SIZES),
     ("tp 4", "llama3", SIZES),
     ("hsdp 2x2, tp 2", "llama3", SIZES),
 ]

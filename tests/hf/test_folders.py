@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from tests.models.reference import VARIANTS, random_decoder, reference_of
+from tests.models.reference import VARIANTS, family_name, random_decoder, reference_of
 from torchtitan.assemble import find_model
 from torchtitan.assemble.hf import chosen_rotation
 from torchtitan.base.errors import CheckpointError
@@ -51,11 +51,15 @@ NAMES = (
     "wide heads",
     "normed heads",
     "normed heads, tied",
+    "biased",
+    "biased, tied",
+    "window",
+    "window of one",
 )
 
 
 def family_of(config: DecoderConfig) -> ModelSpec:
-    return MODELS["qwen3" if config.qk_norm else "llama3"]
+    return MODELS[family_name(config)]
 
 
 def spec_of(config: DecoderConfig) -> ModelSpec:
@@ -314,6 +318,102 @@ def test_what_does_not_fit_of_qwen3_is_named(
     change_config(**changes)(folder)
     with pytest.raises(CheckpointError) as error:
         imported(folder, config)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flavor", "sizes"),
+    {
+        "0.5B": (896, 4864, 24, 14, 2, 151_936, 1e-6),
+        "1.5B": (1536, 8960, 28, 12, 2, 151_936, 1e-6),
+        "3B": (2048, 11_008, 36, 16, 2, 151_936, 1e-6),
+        "7B": (3584, 18_944, 28, 28, 4, 152_064, 1e-6),
+        "14B": (5120, 13_824, 48, 40, 8, 152_064, 1e-5),
+        "14B-Instruct": (5120, 13_824, 48, 40, 8, 152_064, 1e-6),
+        "32B": (5120, 27_648, 64, 40, 8, 152_064, 1e-5),
+        "32B-Instruct": (5120, 27_648, 64, 40, 8, 152_064, 1e-6),
+        "72B": (8192, 29_568, 80, 64, 8, 152_064, 1e-5),
+        "72B-Instruct": (8192, 29_568, 80, 64, 8, 152_064, 1e-6),
+    }.items(),
+)
+def test_published_qwen2_find_their_flavor(
+    flavor: str, sizes: tuple[Any, ...], tmp_path: Path
+) -> None:
+    """By what the config.json of Qwen2.5 say: of a window that is not used."""
+    hidden, intermediate, layers, heads, kv_heads, vocabulary, eps = sizes
+    said = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": 131_072,
+        "max_window_layers": layers,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": eps,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131_072,
+        "tie_word_embeddings": vocabulary == 151_936,
+        "use_sliding_window": False,
+        "vocab_size": vocabulary,
+    }
+    for more in ({}, {"layer_types": ["full_attention"] * layers}, {"use_mrope": False}):
+        (tmp_path / "config.json").write_text(json.dumps({**said, **more}))
+        found = find_flavor(tmp_path, models=MODELS)
+        assert (found.spec.name, found.flavor, found.settings) == ("qwen2", flavor, ())
+
+
+@pytest.mark.parametrize(
+    ("flavor", "said"),
+    [
+        ("7B-v0.1", {"sliding_window": 4096, "rope_theta": 10000.0, "vocab_size": 32_000}),
+        ("7B-v0.1", {"rope_theta": 10000.0, "vocab_size": 32_000}),  # transformers' own value
+        ("7B", {"sliding_window": None, "rope_theta": 1000000.0, "vocab_size": 32_768}),
+    ],
+)
+def test_published_mistrals_find_their_flavor(
+    flavor: str, said: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {
+        "architectures": ["MistralForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **said}))
+    found = find_flavor(tmp_path, models=MODELS)
+    assert (found.spec.name, found.flavor, found.settings) == ("mistral", flavor, ())
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "said"),
+    [
+        ("biased", {"use_sliding_window": True}, "use_sliding_window = True, only False is"),
+        ("biased", {"layer_types": ["sliding_attention"]}, "layer_types = 'sliding_attention'"),
+        ("biased", {"mlp_bias": True}, "mlp_bias = True, only False is"),
+        ("biased", {"architectures": ["LlamaForCausalLM"]}, "must be of a Qwen2ForCausalLM"),
+        ("window", {"sliding_window": 8}, "sliding_window: 8 there, 7 in this job"),
+        ("window", {"sliding_window": None}, "sliding_window: None there, 7 in this job"),
+        ("window", {"sliding_window": "8"}, "'sliding_window' must be of type int, got '8'"),
+        ("window", {"sliding_window": 0}, "sliding_window: 0 there, 7 in this job"),
+        ("window", {"attention_bias": True}, "attention_bias = True, only False is"),
+        ("window", {"mlp_bias": True}, "mlp_bias = True, only False is"),
+    ],
+)
+def test_what_does_not_fit_of_qwen2_and_mistral_is_named(
+    variant: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    folder = theirs(tmp_path, VARIANTS[variant])
+    change_config(**changes)(folder)
+    with pytest.raises(CheckpointError) as error:
+        imported(folder, VARIANTS[variant])
     assert said in str(error.value)
 
 

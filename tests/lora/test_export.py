@@ -17,7 +17,7 @@ from scripts.convert_hf import to_hf
 from tests.distributed import jobs
 from tests.distributed.hf_jobs import start_again
 from tests.distributed.rank_pool import RankPool
-from tests.models.reference import VARIANTS, random_decoder, reference_of
+from tests.models.reference import VARIANTS, family_name, random_decoder, reference_of
 from torchtitan.assemble.generator import open_generator
 from torchtitan.base.errors import CheckpointError
 from torchtitan.hf.names import Names
@@ -30,12 +30,12 @@ from torchtitan.models.spec import ModelSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TOKENS = torch.arange(40).reshape(2, 20) * 7 % 263
-BOTH = pytest.mark.parametrize("variant", ["grouped", "normed heads, tied"])
+BOTH = pytest.mark.parametrize("variant", ["grouped", "normed heads, tied", "biased"])
 ALL = ("layers.*.attention.w*", "layers.1.feed_forward.w[12]")
 
 
 def family(variant: str) -> ModelSpec:
-    return MODELS["qwen3" if VARIANTS[variant].qk_norm else "llama3"]
+    return MODELS[family_name(VARIANTS[variant])]
 
 
 def adapted(variant: str) -> Decoder:

@@ -54,8 +54,9 @@ def test_it_starts_as_the_model_it_is_put_into_bit_for_bit() -> None:
     assert not torch.equal(a.wq.lora_a, a.wk.lora_a)
 
 
-def test_loss_and_gradients_are_those_of_the_product_added_to_the_weight() -> None:
-    model = adapted(random_decoder(VARIANTS["grouped"])).double()
+@pytest.mark.parametrize("variant", ["grouped", "biased"])
+def test_loss_and_gradients_are_those_of_the_product_added_to_the_weight(variant: str) -> None:
+    model = adapted(random_decoder(VARIANTS[variant])).double()
     torch.manual_seed(0)
     for name, p in model.named_parameters():
         if is_adapter(name):

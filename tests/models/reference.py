@@ -1,11 +1,22 @@
-"""The public Llama and Qwen3 of `transformers` as oracles: the same weights in their layout."""
+"""The public models of `transformers` as oracles: the same weights in their layout."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.rope_scaling import (
@@ -67,7 +78,26 @@ VARIANTS = {
     "normed heads, tied": dataclasses.replace(
         TINY, num_heads=3, num_kv_heads=1, qk_norm=True, own_head_dim=16, tie_embeddings=True
     ),
+    "biased": dataclasses.replace(TINY, qkv_bias=True),
+    "biased, tied": dataclasses.replace(
+        TINY, num_kv_heads=1, qkv_bias=True, tie_embeddings=True, rope_theta=10_000.0
+    ),
+    "window": dataclasses.replace(TINY, window=7),
+    "window of one": dataclasses.replace(TINY, window=1, num_kv_heads=1),
 }
+PUBLIC: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+    "llama3": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def family_name(config: DecoderConfig) -> str:
+    """Name the family that has what a model of these sizes has; Llama has nothing of its own."""
+    if config.window is not None:
+        return "mistral"
+    return "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama3"
 
 
 def random_decoder(config: DecoderConfig) -> Decoder:
@@ -80,7 +110,7 @@ def random_decoder(config: DecoderConfig) -> Decoder:
     return model
 
 
-def reference_of(model: Decoder) -> LlamaForCausalLM | Qwen3ForCausalLM:
+def reference_of(model: Decoder) -> PreTrainedModel:
     """Build the public model with the same weights, float32."""
     reference = public_model(reference_config(model.config)).eval()
     missing, unexpected = reference.load_state_dict(_translate(model), strict=False)
@@ -89,17 +119,18 @@ def reference_of(model: Decoder) -> LlamaForCausalLM | Qwen3ForCausalLM:
     return reference
 
 
-def public_model(config: LlamaConfig | Qwen3Config) -> LlamaForCausalLM | Qwen3ForCausalLM:
+def public_model(config: PretrainedConfig) -> PreTrainedModel:
     """Build the public model of these sizes."""
-    if isinstance(config, LlamaConfig):
-        return LlamaForCausalLM(config)
-    return Qwen3ForCausalLM(config)
+    [model] = [model for kind, model in PUBLIC.values() if kind is type(config)]
+    return model(config)
 
 
-def reference_config(config: DecoderConfig) -> LlamaConfig | Qwen3Config:
-    """Say the sizes in the words of the public model: heads are normed by Qwen3 alone."""
-    family = Qwen3Config if config.qk_norm else LlamaConfig
+def reference_config(config: DecoderConfig) -> PretrainedConfig:
+    """Say the sizes in the words of the public model."""
+    family, _ = PUBLIC[family_name(config)]
+    windowed = {"sliding_window": config.window} if family is MistralConfig else {}
     return family(
+        **windowed,
         vocab_size=config.vocab_size,
         hidden_size=config.dim,
         intermediate_size=config.hidden_dim,
@@ -133,10 +164,10 @@ def _translate(model: Decoder) -> dict[str, torch.Tensor]:
     for name, weight in model.state_dict().items():
         layer, _, rest = name.removeprefix("layers.").partition(".")
         prefix, key = (f"model.layers.{layer}.", rest) if name.startswith("layers.") else ("", name)
-        key = key.removesuffix(".weight")
+        key, _, kind = key.rpartition(".")
         if key in ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm"):
             # neighbouring channel pairs -> first half with second half, head by head
             head_dim = model.config.head_dim
             weight = weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-        translated[f"{prefix}{NAMES[key]}.weight"] = weight
+        translated[f"{prefix}{NAMES[key]}.{kind}"] = weight
     return translated

@@ -96,7 +96,6 @@ def test_what_each_token_multiplies_may_be_fewer_than_all() -> None:
             1,
             ["[checkpoint] initial_load_in_hf", "ModelSpec of parallel"],
         ),
-        (["--lora.rank=2", "--lora.modules=layers.*"], 1, ["[lora] modules", "layers.0.up"]),
     ],
 )
 def test_what_its_spec_lacks_is_refused(

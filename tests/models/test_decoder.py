@@ -69,9 +69,10 @@ def test_no_token_sees_a_later_one():
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 11])
+@pytest.mark.parametrize("variant", ["scaled", "biased", "window"])
 @torch.no_grad()
-def test_the_cache_changes_no_logit(prompt):
-    model = random_decoder(VARIANTS["scaled"])
+def test_the_cache_changes_no_logit(prompt, variant):
+    model = random_decoder(VARIANTS[variant])
     tokens = some_tokens(2, 20)
     cache = KVCache(model.config, max_lens=[20, 20])
     parts = [model(tokens[:, :prompt], cache=cache)]

@@ -63,6 +63,15 @@ def test_the_other_methods_need_no_heads() -> None:
     find_layout(load_config(arguments("ulysses", cp=1)), world_size=1)
 
 
+def test_a_window_is_kept_by_ulysses_alone() -> None:
+    for method in ("allgather", "ring", "alltoall"):
+        job = load_config(["--model.name=mistral", *arguments(method, cp=2)])
+        with pytest.raises(ConfigError, match=r"context_parallel_rotate_method.*must be \"ulysses"):
+            find_layout(job, world_size=2)
+        find_layout(load_config(["--model.name=mistral", *arguments(method, cp=1)]), world_size=1)
+    find_layout(load_config(["--model.name=mistral", *arguments("ulysses", cp=2)]), world_size=2)
+
+
 def test_one_rank_keeps_the_model_as_it_is(ranks: RankPool) -> None:
     assert ranks.run(attention_of_one, world=1) == [True]
 

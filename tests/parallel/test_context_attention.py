@@ -67,13 +67,23 @@ def results(
     return {"out": out.detach(), **{name: x for name, x in grads.items() if x is not None}}
 
 
-def in_float64(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+def in_float64(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents | None = None,
+    *,
+    window: int | None = None,
+) -> Tensor:
     """Attention by the textbook, with its matrix of scores and its mask."""
     repeat = q.shape[1] // k.shape[1]
     q, k, v = q.double(), k.double(), v.double()
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scores = q @ k.mT / q.shape[-1] ** 0.5
-    hidden = torch.ones_like(scores[:, :1], dtype=torch.bool).triu(1)
+    everything = torch.ones_like(scores[:, :1], dtype=torch.bool)
+    hidden = everything.triu(1)
+    if window is not None:
+        hidden |= everything.tril(-window)
     if documents is not None:
         lengths = [torch.tensor(row) for row in documents.lengths]
         number = torch.stack([torch.arange(len(n)).repeat_interleave(n) for n in lengths])

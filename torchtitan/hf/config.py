@@ -27,7 +27,7 @@ from torchtitan.hf.rope import (
     their_scaling,
 )
 from torchtitan.models.rope_scaling import YarnScaling
-from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec
+from torchtitan.models.spec import NO_HF_FILES, DecoderConfig, HFFormat, ModelSpec
 
 COUNTS = {
     "hidden_size": "dim",
@@ -41,6 +41,8 @@ COUNTS = {
 """Sizes that are whole numbers, and what they are called in `DecoderConfig`."""
 SEEN_IN_SHAPES = ("num_hidden_layers", "vocab_size", "tie_word_embeddings")
 """Sizes that say no more than names and shapes of the tensors do."""
+NULLABLE = ("sliding_window",)
+"""Counts for which null is a value of its own."""
 ROTATION = ("rope_theta", "rope_scaling")
 """Sizes that a job may set beside its flavor."""
 CARRIED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -50,8 +52,8 @@ LARGEST, MOST_LAYERS = 10**8, 10**4
 Sizes = dict[str, object]
 
 
-def sizes_of(architecture: DecoderConfig) -> Sizes:
-    """Return the sizes of a model by their names in config.json."""
+def sizes_of(architecture: DecoderConfig, format: HFFormat = NO_HF_FILES) -> Sizes:
+    """Return the sizes of a model by their names in config.json, with those that a family adds."""
     return {
         "hidden_size": architecture.dim,
         "intermediate_size": architecture.hidden_dim,
@@ -64,6 +66,7 @@ def sizes_of(architecture: DecoderConfig) -> Sizes:
         "tie_word_embeddings": architecture.tie_embeddings,
         "rope_theta": architecture.rope_theta,
         "rope_scaling": their_scaling(architecture.rope_scaling),
+        **{key: getattr(architecture, ours) for key, (ours, _) in format.more_counts.items()},
     }
 
 
@@ -74,13 +77,14 @@ def read_config(folder: Path) -> Content:
         CheckpointError: It is missing, or no JSON, or holds something else where a number belongs.
     """
     content = read_json(folder / CONFIG)
-    given = {key: value for key, value in content.items() if value is not None}
+    given = {k: value for k, value in content.items() if value is not None or k in NULLABLE}
     kinds = {
         **dict.fromkeys(COUNTS, int),
         "max_position_embeddings": int,
         "tie_word_embeddings": bool,
         "rope_parameters": dict,
         "rope_scaling": dict,
+        **{key: int for key in NULLABLE if given.get(key) is not None},
     }
     config = checked_kinds(Content(content.path, given), kinds=kinds)
     for key in ("rope_theta", "rms_norm_eps"):
@@ -88,8 +92,10 @@ def read_config(folder: Path) -> Content:
     return config
 
 
-def stored_sizes(config: Content) -> Sizes:
+def stored_sizes(config: Content, format: HFFormat = NO_HF_FILES) -> Sizes:
     """Return the sizes that a config.json says, those it leaves out as transformers fills them in.
+
+    `format` adds those of a family.
 
     Raises:
         CheckpointError: It lacks a size, or stretches the rotation in a way that is not built.
@@ -108,6 +114,7 @@ def stored_sizes(config: Content) -> Sizes:
         "tie_word_embeddings": config.get("tie_word_embeddings", False),
         "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
         "rope_scaling": their_scaling(stored_scaling(rope)),
+        **{key: config.get(key, unsaid) for key, (_, unsaid) in format.more_counts.items()},
     }
 
 
@@ -126,7 +133,7 @@ def check_config(
         CheckpointError: Names all that differs, and the flavor and settings that fit, if any do.
     """
     check_family(config, format=spec.hf)
-    stored, ours = stored_sizes(config), sizes_of(architecture)
+    stored, ours = stored_sizes(config, spec.hf), sizes_of(architecture, spec.hf)
     different = [k for k in ours if stored[k] != ours[k] and k not in seen_elsewhere]
     if not different:
         return
@@ -151,7 +158,7 @@ def _remedy(config: Content, *, spec: ModelSpec, different: list[str], rows: int
                 f"no flavor of {spec.name} has these sizes ({', '.join(spec.flavors)}): add one to "
                 f"torchtitan/models/{spec.name}.py"
             )
-        stored, named = stored_sizes(config), sizes_of(spec.flavors[best])
+        stored, named = stored_sizes(config, spec.hf), sizes_of(spec.flavors[best], spec.hf)
         settings = {name for name in beside if stored[name] != named[name]}
         flavor = [f'model.flavor = "{best}"']
     vocabulary = [f"model.vocab_size = {config['vocab_size']}"] if "vocab_size" in settings else []
@@ -179,11 +186,13 @@ def fitting_flavors(
     config: Content, *, spec: ModelSpec, passed_over: Collection[str] = ()
 ) -> list[str]:
     """Return the flavors of a family that have the sizes of a config.json, but for some."""
-    sizes = stored_sizes(config)
+    sizes = stored_sizes(config, spec.hf)
     return [
         name
         for name, flavor in spec.flavors.items()
-        if all(sizes[k] == ours or k in passed_over for k, ours in sizes_of(flavor).items())
+        if all(
+            sizes[k] == ours or k in passed_over for k, ours in sizes_of(flavor, spec.hf).items()
+        )
     ]
 
 
@@ -219,16 +228,18 @@ def architecture_of(config: Content, *, spec: ModelSpec) -> DecoderConfig:
     Raises:
         CheckpointError: The sizes make no model.
     """
-    sizes = stored_sizes(config)
+    sizes = stored_sizes(config, spec.hf)
     counts: dict[str, Any] = {ours: sizes[theirs] for theirs, ours in COUNTS.items()}
+    more: dict[str, Any] = {ours: sizes[key] for key, (ours, _) in spec.hf.more_counts.items()}
     num_heads, num_kv_heads = counts["num_heads"], counts["num_kv_heads"]
-    is_odd = min(counts.values()) < 1 or num_heads % num_kv_heads or counts["own_head_dim"] % 2
+    is_odd = any(n is not None and n < 1 for n in [*counts.values(), *more.values()])
+    is_odd = is_odd or num_heads % num_kv_heads or counts["own_head_dim"] % 2
     if is_odd or max(counts.values()) > LARGEST or counts["num_layers"] > MOST_LAYERS:
         raise CheckpointError(
             f"{config.path} must give counts of 1 and more, up to {MOST_LAYERS} of layers and "
             f"{LARGEST} of the others, a number of heads that its number of key/value heads "
             f"divides, and an even head_dim, got "
-            + ", ".join(f"{key} {str(sizes[key])[:20]}" for key in COUNTS)
+            + ", ".join(f"{key} {str(sizes[key])[:20]}" for key in [*COUNTS, *spec.hf.more_counts])
             + "; get it again"
         )
     others: dict[str, Any] = {
@@ -236,7 +247,7 @@ def architecture_of(config: Content, *, spec: ModelSpec) -> DecoderConfig:
         "tie_embeddings": sizes["tie_word_embeddings"],
     }
     any_size = next(iter(spec.flavors.values()))  # for what all sizes of the family share
-    return with_rotation(replace(any_size, **counts, **others), config)
+    return with_rotation(replace(any_size, **counts, **more, **others), config)
 
 
 def check_family(config: Content, *, format: HFFormat) -> None:
@@ -284,7 +295,7 @@ def new_config(
         "architectures": [format.architecture],
         "model_type": format.model_type,
         **{key: value for key, value in format.fixed.items() if value is not None},
-        **sizes_of(architecture),
+        **sizes_of(architecture, format),
         **carried,
         **context,
         "use_cache": True,

@@ -44,9 +44,9 @@ class LoRAExport:
         return is_adapter(name)
 
     def parts_of(self, weight: str) -> Sequence[str]:
-        """Return the names of A and B."""
-        module = weight.rpartition(".")[0]
-        return f"{module}.{DOWN}", f"{module}.{UP}"
+        """Return the names of A and B; a bias has none."""
+        module, _, last = weight.rpartition(".")
+        return (f"{module}.{DOWN}", f"{module}.{UP}") if last == "weight" else ()
 
     def merge(self, weight: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Return the weight with the scaled product added."""

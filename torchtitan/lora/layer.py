@@ -33,18 +33,17 @@ ADAPTERS = (f"*.{DOWN}", f"*.{UP}")
 
 
 class LoRALinear(nn.Linear, CastsWeights, SplitsItself):
-    """A linear layer without bias, and its adapter; it computes in the type of its input.
+    """A linear layer and its adapter; it computes in the type of its input.
 
     `low_rank` may be replaced by a function that knows how the adapter lies over ranks.
     """
 
     def __init__(self, linear: nn.Linear, *, rank: int, scale: float) -> None:
-        assert linear.bias is None, "layers with a bias are refused before"
         like = linear.weight
         super().__init__(
             linear.in_features, linear.out_features, bias=False, device="meta", dtype=like.dtype
         )
-        self.weight = like
+        self.weight, self.bias = like, linear.bias
         self.scale = scale
         self.lora_a = nn.Parameter(like.new_empty(rank, linear.in_features))
         self.lora_b = nn.Parameter(like.new_zeros(linear.out_features, rank))
@@ -53,7 +52,10 @@ class LoRALinear(nn.Linear, CastsWeights, SplitsItself):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's product plus the scaled one of the adapter."""
         a_RI, b_OR = self.lora_a.to(x.dtype), self.lora_b.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype)) + self.scale * self.low_rank(x, a_RI, b_OR)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias) + self.scale * self.low_rank(
+            x, a_RI, b_OR
+        )
 
     def parallel_style(self, role: TensorRole, *, stream: Placement) -> ParallelStyle:
         """Split the adapter along with the matrix beside it."""

@@ -43,22 +43,27 @@ def adapter_style(role: TensorRole, *, stream: Placement) -> ParallelStyle:
 
 class _Column(ColwiseParallel):
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        placements = {"weight": Shard(0), "lora_a": Replicate(), "lora_b": Shard(0)}
+        placements: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
+        placements |= {"lora_a": Replicate(), "lora_b": Shard(0)}
         _distribute(module, device_mesh, placements, result=Shard(-1))
 
 
 class _Row(RowwiseParallel):
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        placements = {"weight": Shard(1), "lora_a": Shard(1), "lora_b": Replicate()}
+        placements: dict[str, Placement] = {"weight": Shard(1), "bias": Replicate()}
+        placements |= {"lora_a": Shard(1), "lora_b": Replicate()}
         _distribute(module, device_mesh, placements, result=Partial())
 
 
 def _distribute(
     module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], *, result: Placement
 ) -> None:
+    own = dict(module.named_parameters(recurse=False))  # a bias only where there is one
     for name, placement in placements.items():
+        if name not in own:
+            continue
         # None: parameters are on the meta device, there is nothing to send
-        split = distribute_tensor(module.get_parameter(name), mesh, [placement], src_data_rank=None)
+        split = distribute_tensor(own[name], mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(split))
     module.low_rank = partial(_own_part, result=result)
 

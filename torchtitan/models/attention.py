@@ -14,16 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 
 import torch
 from torch import nn
 
 from torchtitan.models.contract import Attends
-from torchtitan.models.document_attention import attend_within
+from torchtitan.models.document_attention import attend_within, takes_lengths
 from torchtitan.models.documents import Documents
-from torchtitan.models.fused_attention import fused_attention
 from torchtitan.models.rope import Rope
 from torchtitan.models.spec import DecoderConfig
+from torchtitan.models.window_attention import window_attention
 
 
 class SequenceCache:
@@ -83,7 +84,12 @@ class KVCache:
 
 
 def attend_cached(
-    q_BHSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, *, cache: LayerCache
+    q_BHSD: torch.Tensor,
+    k_BKSD: torch.Tensor,
+    v_BKSD: torch.Tensor,
+    *,
+    cache: LayerCache,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Store the new keys and values, and attend to all so far, one sequence after another.
 
@@ -91,7 +97,9 @@ def attend_cached(
     products around it, where decoding spends its time, take the whole batch.
     """
     rows = zip(cache, q_BHSD.split(1), k_BKSD.split(1), v_BKSD.split(1), strict=True)
-    return torch.cat([causal_attention(q, *row.append(k, v)) for row, q, k, v in rows])
+    return torch.cat(
+        [causal_attention(q, *row.append(k, v), window=window) for row, q, k, v in rows]
+    )
 
 
 def causal_attention(
@@ -99,14 +107,21 @@ def causal_attention(
     k_BKSD: torch.Tensor,
     v_BKSD: torch.Tensor,
     documents: Documents | None = None,
+    *,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Attend from each query to the keys up to its own, or from one query to all keys.
 
-    With `documents` a query sees those of its own document alone.
+    With `documents` a query sees those of its own document alone, with a window the last `window`
+    of them.
     """
+    batch, _, num_queries, _ = q_BHSD.shape
+    is_cut = window is not None and num_queries > 1 and window < num_queries
+    if documents is None and is_cut and takes_lengths(q_BHSD):
+        documents = Documents(((num_queries,),) * batch)  # whole sequences
     if documents is not None:
-        return attend_within(q_BHSD, k_BKSD, v_BKSD, documents=documents)
-    return fused_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=q_BHSD.shape[2] > 1)
+        return attend_within(q_BHSD, k_BKSD, v_BKSD, documents=documents, window=window)
+    return window_attention(q_BHSD, k_BKSD, v_BKSD, window=window)
 
 
 class Attention(Attends):
@@ -121,15 +136,20 @@ class Attention(Attends):
         super().__init__()
         q_dim, kv_dim = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
         self.head_dim, self.width = config.head_dim, q_dim
-        self.wq = nn.Linear(config.dim, q_dim, bias=False)
-        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wq = nn.Linear(config.dim, q_dim, bias=config.qkv_bias)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=config.qkv_bias)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=config.qkv_bias)
         self.wo = nn.Linear(q_dim, config.dim, bias=False)
         self.q_norm, self.k_norm = (
             nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
             for _ in range(2)
         )
-        self.attend = causal_attention
+        self.window = config.window
+        self.attend = (
+            causal_attention
+            if config.window is None
+            else partial(causal_attention, window=config.window)
+        )
 
     def forward(
         self,
@@ -151,5 +171,5 @@ class Attention(Attends):
         if cache is None:
             out_BHSD = self.attend(q_BHSD, k, v, documents)
         else:
-            out_BHSD = attend_cached(q_BHSD, k, v, cache=cache)
+            out_BHSD = attend_cached(q_BHSD, k, v, cache=cache, window=self.window)
         return self.wo(out_BHSD.transpose(1, 2).flatten(-2))

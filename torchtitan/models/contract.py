@@ -12,8 +12,9 @@ docs/extend.md has a family written by this contract, which the tests train.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +41,13 @@ class Attends(nn.Module):
     attend: Attend
     width: int
     """Channels of all query heads together, by which attention's FLOPs are counted."""
+    window: int | None = None
+    """Tokens that a token attends to, itself the last; None: all up to itself."""
+
+
+def has_window(model: nn.Module) -> bool:
+    """Tell whether tokens of `model` attend to a window of those before them."""
+    return any(m.window is not None for m in model.modules() if isinstance(m, Attends))
 
 
 class CastsWeights:
@@ -197,7 +205,9 @@ class Counts:
     num_head: int
     """Those of them that the output head multiplies by."""
     attention_width: int
-    """`Attends.width` of all layers together."""
+    """`Attends.width` of all layers together, but for those with a window."""
+    window_widths: Mapping[int, int] = field(default_factory=dict)
+    """The same of those with a window, by its tokens."""
 
     def flops_per_token(self, seq_len: int) -> int:
         """Return the FLOPs of training on one token, forward and backward: 6 N + 12 W S.
@@ -206,9 +216,10 @@ class Counts:
         multiply and an add are two. This is the convention of PaLM's appendix B (arXiv:2204.02311),
         the one by which MFU figures are compared: attention counts in full although the causal half
         is never computed, and neither recomputed activations nor norms, softmax and other
-        elementwise work count.
+        elementwise work count. Where a window is shorter than S, it takes the place of S.
         """
-        return 6 * self.num_multiplied + 12 * self.attention_width * seq_len
+        met = sum(w * min(window, seq_len) for window, w in self.window_widths.items())
+        return 6 * self.num_multiplied + 12 * (self.attention_width * seq_len + met)
 
 
 def count(model: LanguageModel) -> Counts:
@@ -225,10 +236,15 @@ def count(model: LanguageModel) -> Counts:
     }
     own = sum(p.numel() for p in model.output.parameters() if p.ndim > 1)
     head = own or model.tok_embeddings.weight.numel()
+    widths: Counter[int | None] = Counter()
+    for module in model.modules():
+        if isinstance(module, Attends):
+            widths[module.window] += module.width
     matrices = [p for p in model.parameters() if p.ndim > 1 and id(p) not in looked_up]
     return Counts(
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_multiplied=sum(p.numel() for p in matrices) - own + head,
         num_head=head,
-        attention_width=sum(m.width for m in model.modules() if isinstance(m, Attends)),
+        attention_width=widths.pop(None, 0),
+        window_widths={window: width for window, width in widths.items() if window is not None},
     )

@@ -18,22 +18,39 @@ from torch.nn.attention.varlen import varlen_attn
 
 from torchtitan.base.transfer import to_device
 from torchtitan.models.documents import Documents
-from torchtitan.models.fused_attention import HALF, fused_attention
+from torchtitan.models.fused_attention import HALF
+from torchtitan.models.window_attention import window_attention
 
 WIDTH_MULTIPLE = 8
 """Of a head, for flash attention on a GPU."""
 
 
 def attend_within(
-    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, documents: Documents
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    documents: Documents,
+    window: int | None = None,
 ) -> Tensor:
-    """Attend from each query to the keys of its own document up to its own."""
-    in_one_call = q_BHSD.dtype in HALF and q_BHSD.shape[-1] % WIDTH_MULTIPLE == 0
-    attend = all_at_once if q_BHSD.device.type == "cuda" and in_one_call else one_by_one
-    return attend(q_BHSD, k_BKSD, v_BKSD, documents)
+    """Attend from each query to the keys of its own document up to its own, `window` at most."""
+    attend = all_at_once if takes_lengths(q_BHSD) else one_by_one
+    return attend(q_BHSD, k_BKSD, v_BKSD, documents, window)
 
 
-def one_by_one(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, documents: Documents) -> Tensor:
+def takes_lengths(q_BHSD: Tensor) -> bool:
+    """Tell whether the kernel for sequences of different lengths, and windows, can run."""
+    fits = q_BHSD.dtype in HALF and q_BHSD.shape[-1] % WIDTH_MULTIPLE == 0
+    return q_BHSD.device.type == "cuda" and fits
+
+
+def one_by_one(
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    documents: Documents,
+    window: int | None = None,
+) -> Tensor:
     """Attend to each document by itself."""
     rows = []
     for lengths, *whole in zip(
@@ -43,14 +60,20 @@ def one_by_one(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, documents: Docume
         parts = zip(*(x.split(lengths, dim=2) for x in whole), strict=True)
         rows.append(
             torch.cat(
-                [fused_attention(q, k, v, is_causal=True) for q, k, v in parts],
+                [window_attention(q, k, v, window=window) for q, k, v in parts],
                 dim=2,
             )
         )
     return torch.cat(rows)
 
 
-def all_at_once(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, documents: Documents) -> Tensor:
+def all_at_once(
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    documents: Documents,
+    window: int | None = None,
+) -> Tensor:
     """Attend by flash attention's kernel for sequences of different lengths; not run yet."""
     grouped = {}
     if k_BKSD.shape[1] != q_BHSD.shape[1]:
@@ -61,9 +84,10 @@ def all_at_once(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, documents: Docum
             k_BKSD, v_BKSD = (x.repeat_interleave(group, dim=1) for x in (k_BKSD, v_BKSD))
     begins = documents.remember("begins", lambda: _begins(documents, q_BHSD.device))
     longest = max(max(row) for row in documents.lengths)
+    before = -1 if window is None else window - 1
     q_THD, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSD))
     out_THD: Tensor = varlen_attn(
-        q_THD, k, v, begins, begins, longest, longest, window_size=(-1, 0), **grouped
+        q_THD, k, v, begins, begins, longest, longest, window_size=(before, 0), **grouped
     )
     return out_THD.unflatten(0, (len(q_BHSD), -1)).transpose(1, 2)
 

@@ -17,12 +17,19 @@ from torch import Tensor
 HALF = (torch.bfloat16, torch.float16)
 
 
-def fused_attention(q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, is_causal: bool) -> Tensor:
-    """Attend from each query to all keys, or to those up to its own place."""
+def fused_attention(
+    q_BHSD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    *,
+    is_causal: bool = False,
+    mask_ST: Tensor | None = None,
+) -> Tensor:
+    """Attend from each query to all keys, to those up to its own place, or to those of a mask."""
     group = q_BHSD.shape[1] // k_BKTD.shape[1]
     if group > 1 and q_BHSD.device.type == "cuda" and q_BHSD.dtype not in HALF:
         k_BKTD, v_BKTD = (x.repeat_interleave(group, dim=1) for x in (k_BKTD, v_BKTD))
         group = 1
     return F.scaled_dot_product_attention(
-        q_BHSD, k_BKTD, v_BKTD, is_causal=is_causal, enable_gqa=group > 1
+        q_BHSD, k_BKTD, v_BKTD, attn_mask=mask_ST, is_causal=is_causal, enable_gqa=group > 1
     )

@@ -62,11 +62,16 @@ class DecoderConfig:
     """Width of one attention head; None: dim / num_heads."""
     qk_norm: bool = False
     """Each query and key is normed, head by head, before it is rotated."""
+    qkv_bias: bool = False
+    """The matrices that make queries, keys and values add a bias."""
+    window: int | None = None
+    """Tokens that a token attends to, itself the last of them; None: all up to itself."""
 
     def __post_init__(self) -> None:
         assert self.own_head_dim is not None or self.dim % self.num_heads == 0
         assert self.head_dim % 2 == 0
         assert self.num_heads % self.num_kv_heads == 0
+        assert self.window is None or self.window > 0
 
     @property
     def head_dim(self) -> int:
@@ -91,6 +96,9 @@ class HFFormat:
     """Keys of config.json that must have this value if they are there: `Decoder` knows no other."""
     each_layer: Mapping[str, object] = field(default_factory=dict)
     """The same for keys that hold a list, one value per layer."""
+    more_counts: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
+    """Counts, or null, that the family's config.json holds beyond Llama's: what `DecoderConfig`
+    calls each, and what transformers takes where it is left out."""
 
     def find_shared(self) -> list[str]:
         """Return the names in which `names` is not one to one; there must be none.

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from torchtitan.mesh.dims import Mesh
+from torchtitan.models.contract import has_window
 from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context.build import apply_context_parallel
@@ -54,7 +55,9 @@ def parallelize(model: nn.Module, *, mesh: Mesh, layout: Layout, settings: Secti
             model,
             backend=settings.compile.backend,
             memory_budget=budget if mode == "memory_budget" else 1.0,
-            opaque_attention=mesh.dims.cp > 1 or training.document_attention == "within",
+            opaque_attention=mesh.dims.cp > 1
+            or training.document_attention == "within"
+            or has_window(model),
             sequence_comes_async=mesh.dims.tp > 1,
         )
     apply_activation_checkpointing(model, mode=recomputed, option=option)

@@ -248,7 +248,13 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange_heads(
-    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, ranks: Ranks, documents: Documents | None
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    ranks: Ranks,
+    documents: Documents | None,
+    attend: Attend,
 ) -> Tensor:
     """Attend over the whole sequence with this rank's share of the heads."""
     degree, order = ranks.degree, ranks.layout.order()
@@ -260,7 +266,7 @@ def _exchange_heads(
     chunks = chunks.flatten(0, 1).unbind(0)
     whole = torch.cat([chunks[place] for place in order], dim=2)
     q, k, v = whole.split(sizes, dim=1)
-    out = causal_attention(q, k, v, documents)
+    out = attend(q, k, v, documents)
     # and all the way back
     pieces = out.unflatten(2, (len(order), -1)).unbind(2)
     held = [pieces[order.index(place)] for place in range(len(order))]
@@ -268,16 +274,19 @@ def _exchange_heads(
     return _Exchange.apply(given, ranks.group).movedim(0, 1).flatten(1, 2)
 
 
-def build_attention(method: Method, *, ranks: Ranks, whole: bool = False) -> Attend:
+def build_attention(
+    method: Method, *, ranks: Ranks, whole: bool = False, of_heads: Attend = causal_attention
+) -> Attend:
     """Return causal attention of this rank's queries to the keys and values of all ranks.
 
-    `whole`: a ring or gather runs as one operator; the operators inside are not seen.
+    `whole`: a ring or gather runs as one operator; the operators inside are not seen. `of_heads`:
+    what Ulysses runs, on all tokens and the heads that a rank then has.
     """
     transport: Callable[[Ranks], KVTransport] = Gather if method == "allgather" else Ring
 
     def attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         if method == "ulysses":
-            return _exchange_heads(q, k, v, ranks=ranks, documents=documents)
+            return _exchange_heads(q, k, v, ranks=ranks, documents=documents, attend=of_heads)
         return _Attention.apply(q, k, v, ranks, transport, documents, whole)
 
     return attention

@@ -14,7 +14,7 @@ from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.settings import ParallelismConfig
-from torchtitan.models.contract import Attends, LanguageModel
+from torchtitan.models.contract import Attends, LanguageModel, has_window
 from torchtitan.parallel.context.attention import Ranks, build_attention
 from torchtitan.parallel.context.layout import SequenceLayout, SequenceShard
 
@@ -23,8 +23,8 @@ def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> 
     """Check that the model's attention can be split over ranks.
 
     Raises:
-        ConfigError: A block has no `Attends`; or the ranks of Ulysses, times those of tensor
-            parallelism, do not divide the heads.
+        ConfigError: A block has no `Attends`; or a window, which Ulysses alone keeps; or the ranks
+            of Ulysses, times those of tensor parallelism, do not divide the heads.
     """
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     if cp == 1:
@@ -37,6 +37,13 @@ def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> 
             )
             raise ConfigError(Violation(("parallelism.context_parallel_degree",), rule))
     if parallelism.context_parallel_rotate_method != "ulysses":
+        if has_window(model):
+            rule = (
+                f'must be "ulysses" for a model that attends to a window of tokens, got '
+                f'"{parallelism.context_parallel_rotate_method}": the others attend to all tokens; '
+                "or set parallelism.context_parallel_degree = 1"
+            )
+            raise ConfigError(Violation(("parallelism.context_parallel_rotate_method",), rule))
         return
     architecture = model.config
     for what, count in (
@@ -84,9 +91,11 @@ def apply_context_parallel(
     if mesh.dims.cp == 1:
         return
     ranks = Ranks(group=mesh.data.get_group("cp"), layout=build_layout(parallelism))
-    attend = build_attention(
-        parallelism.context_parallel_rotate_method, ranks=ranks, whole=as_one_operator
-    )
     for module in model.modules():
         if isinstance(module, Attends):
-            module.attend = attend
+            module.attend = build_attention(
+                parallelism.context_parallel_rotate_method,
+                ranks=ranks,
+                whole=as_one_operator,
+                of_heads=module.attend,
+            )

@@ -1,0 +1,91 @@
+"""Windows of attention: against the textbook's mask in float64, and without its memory."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.test_document_attention import LENGTHS, tensors
+from tests.parallel.test_context_attention import Watch, error, in_float64, results
+from torchtitan.models import attention, document_attention, window_attention
+from torchtitan.models.attention import SequenceCache, attend_cached, causal_attention
+from torchtitan.models.documents import Documents
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_attention, "SMALLEST_BLOCK", 4)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+@pytest.mark.parametrize("window", [1, 2, 5, 26, 29])
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+def test_each_query_sees_its_window(
+    window: int, num_kv_heads: int, lengths: tuple[tuple[int, ...], ...] | None
+) -> None:
+    documents = None if lengths is None else Documents(lengths)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
+        given = tensors(dtype, num_kv_heads=num_kv_heads)
+        ours = results(partial(causal_attention, window=window), given, documents)
+        exact = results(partial(in_float64, window=window), [x.double() for x in given], documents)
+        for name in exact:
+            # of a window of one token the weights are 1, whatever queries and keys
+            if window == 1 and name in ("dq", "dk"):
+                assert float(ours[name].abs().max()) < tolerance
+            else:
+                assert error(ours[name], exact[name]) < tolerance, name
+
+
+@pytest.mark.parametrize("window", [30, 31, 4096])
+def test_a_window_of_the_sequence_changes_no_bit(window: int) -> None:
+    for documents in (None, Documents(LENGTHS)):
+        ours = results(partial(causal_attention, window=window), tensors(), documents)
+        plain = results(causal_attention, tensors(), documents)
+        assert all(torch.equal(ours[name], plain[name]) for name in plain)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("prompt", [1, 3, 12])
+def test_the_cache_ends_at_the_window(prompt: int) -> None:
+    q, k, v, _ = tensors()
+    cache = [SequenceCache(30) for _ in range(3)]
+    parts = [prompt, *[1] * (30 - prompt)]
+    given = zip(*(x.split(parts, dim=2) for x in (q, k, v)), strict=True)
+    outs = [attend_cached(*part, cache=cache, window=5) for part in given]
+    expected = causal_attention(q, k, v, window=5)
+    torch.testing.assert_close(torch.cat(outs, dim=2), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("lengths", [None, (4096,), (4000, 96)])
+def test_nothing_grows_with_the_square(lengths: tuple[int, ...] | None) -> None:
+    q = torch.randn(1, 2, 4096, 8, requires_grad=True)
+    k = torch.randn(1, 1, 4096, 8, requires_grad=True)
+    documents = None if lengths is None else Documents((lengths,))
+    with Watch() as watch:
+        causal_attention(q, k, k, documents, window=100).sum().backward()
+    assert 0 < watch.largest < 4096**2 / 64
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+def test_the_kernel_for_lengths_is_told_the_window(
+    lengths: tuple[tuple[int, ...], ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[list[int], int, tuple[int, int]]] = []
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, *rest: object, **options: object) -> Tensor:
+        begins, _, longest, _ = rest
+        told.append((begins.tolist(), longest, options["window_size"]))  # type: ignore
+        return q
+
+    monkeypatch.setattr(document_attention, "varlen_attn", varlen)
+    for module in (attention, document_attention):
+        monkeypatch.setattr(module, "takes_lengths", lambda q: True)
+    documents = None if lengths is None else Documents(lengths)
+    q, k, v, _ = tensors()
+    assert causal_attention(q, k, v, documents, window=5).shape == q.shape
+    whole = [0, 30, 60, 90] if lengths is None else [0, 7, 8, 30, 60, 61, 62, 90]
+    assert told == [(whole, 30, (4, 0))]

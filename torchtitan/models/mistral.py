@@ -1,0 +1,50 @@
+"""Mistral 7B: its sizes; a token attends to a window of those before it (arXiv:2310.06825).
+
+Everything else is Llama's, initial weights included. From version 0.2 on the window is gone: `7B`
+is version 0.3, `7B-v0.1` the first one. `tiny`, `tiny8` and `debugmodel` are our own, with windows
+that short sequences exceed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torchtitan.models import llama3
+from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec
+
+LARGE = DecoderConfig(
+    dim=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    hidden_dim=14_336,
+    vocab_size=32_768,
+    rope_theta=1_000_000.0,
+)
+FIRST = replace(LARGE, vocab_size=32_000, rope_theta=10_000.0, window=4096)
+
+FLAVORS = {
+    "tiny": replace(llama3.FLAVORS["tiny"], rope_theta=10_000.0, window=7),
+    "tiny8": replace(llama3.FLAVORS["tiny8"], rope_theta=10_000.0, window=7),
+    "debugmodel": replace(llama3.SMALL, num_kv_heads=4, rope_theta=10_000.0, window=64),
+    "7B-v0.1": FIRST,
+    "7B": LARGE,
+}
+
+HF = HFFormat(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    names=llama3.HF.names,
+    rotary=llama3.HF.rotary,
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    more_counts={"sliding_window": ("window", 4096)},
+)
+
+SPEC = ModelSpec(
+    name="mistral",
+    flavors=FLAVORS,
+    build=llama3.Llama3,
+    tensor_plan=llama3.TENSOR_PLAN,
+    stages=True,
+    hf=HF,
+)

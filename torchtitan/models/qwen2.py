@@ -1,0 +1,94 @@
+"""Qwen2 and Qwen2.5, dense: their sizes, and where they differ from Llama (arXiv:2412.15115).
+
+The matrices that make queries, keys and values have a bias. The sizes are Qwen2.5's; those of Qwen2
+of the same names are the same models. The larger ones have an epsilon of the norms of 1e-5 as they
+were pretrained, and of 1e-6 in what was published as Instruct: a flavor each. `tiny`, `tiny8` and
+`debugmodel` are our own; `tiny8` and `debugmodel` are tied, as the small ones of Qwen are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torchtitan.models import llama3
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.init import Constant, Init
+from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec
+
+LARGE = DecoderConfig(
+    dim=3584,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    hidden_dim=18_944,
+    vocab_size=152_064,
+    norm_eps=1e-6,
+    rope_theta=1_000_000.0,
+    qkv_bias=True,
+)
+TIED = replace(LARGE, vocab_size=151_936, num_kv_heads=2, tie_embeddings=True)
+"""What the sizes up to 3B share."""
+INSTRUCT = {
+    "14B": replace(LARGE, dim=5120, num_layers=48, num_heads=40, num_kv_heads=8, hidden_dim=13_824),
+    "32B": replace(LARGE, dim=5120, num_layers=64, num_heads=40, num_kv_heads=8, hidden_dim=27_648),
+    "72B": replace(LARGE, dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, hidden_dim=29_568),
+}
+
+FLAVORS = {
+    "tiny": replace(
+        LARGE, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96, vocab_size=263
+    ),
+    "tiny8": replace(
+        TIED, dim=32, num_layers=8, num_heads=8, num_kv_heads=4, hidden_dim=96, vocab_size=264
+    ),
+    "debugmodel": replace(
+        TIED, dim=256, num_layers=6, num_heads=16, num_kv_heads=4, hidden_dim=768, vocab_size=2048
+    ),
+    "0.5B": replace(TIED, dim=896, num_layers=24, num_heads=14, hidden_dim=4864),
+    "1.5B": replace(TIED, dim=1536, num_layers=28, num_heads=12, hidden_dim=8960),
+    "3B": replace(TIED, dim=2048, num_layers=36, num_heads=16, hidden_dim=11_008),
+    "7B": LARGE,
+    **{name: replace(config, norm_eps=1e-5) for name, config in INSTRUCT.items()},
+    **{f"{name}-Instruct": config for name, config in INSTRUCT.items()},
+}
+
+BIASES = {
+    "layers.*.attention.wq.bias": "model.layers.*.self_attn.q_proj.bias",
+    "layers.*.attention.wk.bias": "model.layers.*.self_attn.k_proj.bias",
+    "layers.*.attention.wv.bias": "model.layers.*.self_attn.v_proj.bias",
+}
+HF = HFFormat(
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    names={**llama3.HF.names, **BIASES},
+    rotary=llama3.HF.rotary | {"layers.*.attention.wq.bias", "layers.*.attention.wk.bias"},
+    # without use_sliding_window, sliding_window and max_window_layers say nothing
+    fixed={"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False},
+    each_layer={"layer_types": "full_attention"},
+)
+
+
+def initial(config: DecoderConfig, name: str) -> Init:
+    """Say how a parameter starts: as Llama's, biases at 0."""
+    match name.split("."):
+        case ["layers", _, "attention", "wq" | "wk" | "wv", "bias"]:
+            return Constant(0.0)
+    return llama3.initial(config, name)
+
+
+class Qwen2(Decoder):
+    """The decoder with Qwen2's initial weights."""
+
+    def initial(self, name: str) -> Init:
+        """Say how a parameter starts."""
+        return initial(self.config, name)
+
+
+SPEC = ModelSpec(
+    name="qwen2",
+    flavors=FLAVORS,
+    build=Qwen2,
+    tensor_plan=llama3.TENSOR_PLAN,
+    stages=True,
+    hf=HF,
+)
