@@ -12,13 +12,14 @@ from __future__ import annotations
 import logging
 import pathlib
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from torchtitan.base.errors import Violation
-from torchtitan.checkpoint.settings import CheckpointConfig
+from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
 from torchtitan.config.foreign import Foreign, read_foreign
 from torchtitan.config.load import Loaded, load
 from torchtitan.config.needs import JobFile, Needs
@@ -27,7 +28,7 @@ from torchtitan.data.settings import READS_FILES, TrainingConfig, ValidationConf
 from torchtitan.lora.settings import LoRAConfig
 from torchtitan.mesh.settings import CommConfig, ParallelismConfig
 from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
-from torchtitan.models.settings import ModelConfig
+from torchtitan.models.settings import HF, ModelSection
 from torchtitan.optim.settings import LRSchedulerConfig, OptimizerConfig
 from torchtitan.parallel.settings import (
     MULTIPLE,
@@ -76,7 +77,7 @@ class Config:
     job: JobConfig = Field(default_factory=JobConfig)
     profiling: ProfilingConfig = Field(default_factory=ProfilingConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
-    model: ModelConfig = Field(default_factory=ModelConfig)
+    model: ModelSection = Field(default_factory=ModelSection)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = Field(default_factory=LRSchedulerConfig)
     lora: LoRAConfig = Field(default_factory=LoRAConfig)
@@ -119,7 +120,7 @@ class Config:
                 "be 0 from there on; raise it, or set min_lr_factor",
             )
         num_warmup = schedule.num_warmup_steps(total or steps)
-        if num_warmup > steps:
+        if num_warmup > steps > 0:
             yield Violation(
                 ("lr_scheduler.warmup_ratio", "lr_scheduler.warmup_steps", "training.steps"),
                 f"the warmup takes {num_warmup} steps and the run {steps}, so the learning rate "
@@ -205,13 +206,33 @@ def load_job(argv: Sequence[str]) -> Loaded[Config]:
     Raises ConfigError with every mistake of files and command line; prints the help and raises
     SystemExit(0) on --help. Old spellings are logged as warnings.
     """
-    loaded = load(Config, argv, foreign=torchtitans_keys())
+    loaded = of_folder(load(Config, argv, foreign=torchtitans_keys()))
     if loaded.foreign_file is not None:
         given = {".".join(path) for path in loaded.given}
         for meaning in other_meanings(given, loaded.config):
             file = loaded.foreign_file
             logger.warning("%s: written for torchtitan 0.2, where %s", file, meaning)
     return loaded
+
+
+def of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
+    """Let a job that starts from a Hugging Face folder and names no flavor have its model.
+
+    The folder is read at assembly: by `resolve_model`.
+    """
+    config, given = loaded.config, {".".join(path) for path in loaded.given}
+    model, checkpoint = config.model, config.checkpoint
+    path = checkpoint.initial_load_path
+    if path is None or not checkpoint.initial_load_in_hf or path.endswith(WEIGHT_FILES):
+        return loaded
+    if "model.flavor" not in given:
+        model = replace(model, flavor=HF)
+    if model.flavor == HF and "model.name" not in given:
+        model = replace(model, name=HF)
+    has_tokenizer = (pathlib.Path(path) / "tokenizer.json").is_file()
+    if model.flavor == HF and has_tokenizer and "model.tokenizer_path" not in given:
+        model = replace(model, tokenizer_path=path)
+    return replace(loaded, config=replace(config, model=model))
 
 
 def load_config(argv: Sequence[str]) -> Config:

@@ -121,7 +121,7 @@ def run_job(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack) -> None:
             trainer.close()
     if reason is not None:
         raise StoppedError(tell_stop(trainer, reason=reason, saved=config.checkpoint.enable))
-    if trainer.last_row is None:
+    if trainer.last_row is None and run.training.steps > 0:
         logger.info(
             "Nothing to train: %s is at step %d of %d already; choose another job.dump_folder, or "
             "go on with --checkpoint.mode continue --training.steps N",

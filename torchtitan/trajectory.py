@@ -19,6 +19,8 @@ from torchtitan.config.load import build
 from torchtitan.config.toml_files import parse
 from torchtitan.job import Config, torchtitans_keys
 
+CONFIG_FILE = "config.toml"
+"""The resolved settings in a run's folder."""
 _ROUNDING = "changes the order of additions alone: the same training to rounding"
 
 # A section stands for all of its keys, but for those below.

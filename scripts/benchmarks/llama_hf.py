@@ -15,7 +15,7 @@ from torchtitan.hf.config import sizes_of
 from torchtitan.hf.names import Names
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
-from torchtitan.models.spec import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig
 
 
 def build_llama(model: Decoder) -> nn.Module:

@@ -19,7 +19,7 @@ from torchtitan.checkpoint.state import Progress
 from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
-from torchtitan.models.spec import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig
 
 FLAVORS = MODELS["llama3"].flavors
 STRETCH = ["factor=8.0", "original_max_position=64"]

@@ -16,7 +16,7 @@ from tests.distributed import jobs
 from torchtitan.checkpoint.state import optimizer_tensors
 from torchtitan.models import llama3
 from torchtitan.models.init import Init, Normal
-from torchtitan.models.spec import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig
 from torchtitan.optim import loss
 from torchtitan.parallel.batch import Batch
 from torchtitan.trainer import Run, Trainer

@@ -36,7 +36,7 @@ from torchtitan.parallel import tensor
 
 SIZES = {"dim": 16, "num_heads": 8, "num_kv_heads": 4, "hidden_dim": 40, "vocab_size": 268}
 TIED = {**SIZES, "tie_embeddings": True}
-QWEN3 = {**SIZES, "own_head_dim": 6}
+QWEN3 = {**SIZES, "head_dim": 6}
 STEPS = "--training.steps=4"
 TP2 = "--parallelism.tensor_parallel_degree=2"
 TP4 = "--parallelism.tensor_parallel_degree=4"

@@ -16,7 +16,7 @@ from torchtitan.hf.file import map_file, open_file
 from torchtitan.hf.names import Names
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
-from torchtitan.models.spec import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 GROUPED = VARIANTS["grouped"]

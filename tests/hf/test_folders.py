@@ -35,7 +35,8 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import Llama3Scaling
 from torchtitan.models.settings import ModelConfig, RopeScalingConfig
-from torchtitan.models.spec import DecoderConfig, ModelSpec
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import ModelSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LLAMA = MODELS["llama3"]

@@ -25,7 +25,7 @@ from torchtitan.models.rope_scaling import (
     RopeScaling,
     YarnScaling,
 )
-from torchtitan.models.spec import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig
 
 NAMES = {
     "tok_embeddings": "model.embed_tokens",
@@ -73,10 +73,10 @@ VARIANTS = {
         ),
     ),
     "tied": dataclasses.replace(TINY, tie_embeddings=True),
-    "wide heads": dataclasses.replace(TINY, own_head_dim=12),
-    "normed heads": dataclasses.replace(TINY, qk_norm=True, own_head_dim=12, norm_eps=1e-2),
+    "wide heads": dataclasses.replace(TINY, head_dim=12),
+    "normed heads": dataclasses.replace(TINY, qk_norm=True, head_dim=12, norm_eps=1e-2),
     "normed heads, tied": dataclasses.replace(
-        TINY, num_heads=3, num_kv_heads=1, qk_norm=True, own_head_dim=16, tie_embeddings=True
+        TINY, num_heads=3, num_kv_heads=1, qk_norm=True, head_dim=16, tie_embeddings=True
     ),
     "biased": dataclasses.replace(TINY, qkv_bias=True),
     "biased, tied": dataclasses.replace(
@@ -137,7 +137,7 @@ def reference_config(config: DecoderConfig) -> PretrainedConfig:
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        head_dim=config.head_width,
         rms_norm_eps=config.norm_eps,
         max_position_embeddings=131_072,
         rope_theta=config.rope_theta,
@@ -167,7 +167,7 @@ def _translate(model: Decoder) -> dict[str, torch.Tensor]:
         key, _, kind = key.rpartition(".")
         if key in ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm"):
             # neighbouring channel pairs -> first half with second half, head by head
-            head_dim = model.config.head_dim
+            head_dim = model.config.head_width
             weight = weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
         translated[f"{prefix}{NAMES[key]}.{kind}"] = weight
     return translated

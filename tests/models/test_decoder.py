@@ -21,7 +21,7 @@ def some_tokens(batch: int, length: int) -> torch.Tensor:
 def rope_of(config, length: int):
     return build_rope(
         torch.arange(length),
-        head_dim=config.head_dim,
+        head_dim=config.head_width,
         theta=config.rope_theta,
         scaling=config.rope_scaling,
     )

@@ -13,7 +13,7 @@ from tests.models.reference import TINY, random_decoder, reference_config
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope import build_rope, frequencies
 from torchtitan.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
-from torchtitan.models.spec import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig
 
 
 def test_rotation_is_that_of_complex_numbers_in_float64():
@@ -29,10 +29,10 @@ def test_rotation_is_that_of_complex_numbers_in_float64():
 
 def assert_equal_to_the_public_rotation(config: DecoderConfig) -> None:
     # two heads of the right width are enough: frequencies know nothing else
-    small = dataclasses.replace(config, dim=2 * config.head_dim, num_heads=2, num_kv_heads=2)
+    small = dataclasses.replace(config, dim=2 * config.head_width, num_heads=2, num_kv_heads=2)
     public = LlamaRotaryEmbedding(reference_config(small))
     freqs = frequencies(
-        config.head_dim,
+        config.head_width,
         theta=config.rope_theta,
         scaling=config.rope_scaling,
         device=torch.device("cpu"),
@@ -40,7 +40,7 @@ def assert_equal_to_the_public_rotation(config: DecoderConfig) -> None:
     torch.testing.assert_close(freqs.float(), public.inv_freq, rtol=2e-6, atol=0)
     start = build_rope(
         torch.tensor([0]),
-        head_dim=config.head_dim,
+        head_dim=config.head_width,
         theta=config.rope_theta,
         scaling=config.rope_scaling,
     )

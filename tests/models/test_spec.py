@@ -13,7 +13,7 @@ from torchtitan.models.contract import count
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import SCALINGS, Llama3Scaling, reading
 from torchtitan.models.settings import RopeScalingConfig
-from torchtitan.models.spec import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig
 
 FLAVORS = [(name, flavor) for name, spec in MODELS.items() for flavor in spec.flavors]
 # from the public checkpoints
@@ -75,7 +75,7 @@ def test_flavors_with_names_of_torchtitan_are_its_models(name, flavor):
     scaling = Llama3Scaling(factor=8.0, original_max_position=8192)
     family = {
         "llama3": {"rope_theta": 5e5, "rope_scaling": scaling, "norm_eps": 1e-5},
-        "qwen3": {"rope_theta": 1e6, "norm_eps": 1e-6, "own_head_dim": 128, "qk_norm": True},
+        "qwen3": {"rope_theta": 1e6, "norm_eps": 1e-6, "head_dim": 128, "qk_norm": True},
     }[name]
     assert config == DecoderConfig(
         dim=dim,

@@ -12,7 +12,8 @@ from torchtitan.models import llama3
 from torchtitan.models.attention import Attention
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Constant, Init, Normal
-from torchtitan.models.spec import DecoderConfig, ModelSpec
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import ModelSpec
 
 
 class Gated(nn.Module):

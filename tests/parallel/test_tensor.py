@@ -19,7 +19,7 @@ from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
-from torchtitan.models.spec import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.fsdp import Reshard, apply_fsdp
 from torchtitan.parallel.tensor import _matches, apply_tensor_parallel, check_tensor_parallel

@@ -23,7 +23,7 @@ from scripts.benchmarks.turns import check_losses
 from tests.models.reference import TINY, random_decoder
 from torchtitan.job import load_config
 from torchtitan.models.rope_scaling import Llama3Scaling
-from torchtitan.models.spec import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 

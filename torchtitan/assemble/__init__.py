@@ -2,7 +2,8 @@
 
 run.py      straight down, each part built by one call
 data.py     what a rank reads
-layout.py   which model, over which ranks, and what does not fit together
+model.py    which model: a flavor, own sizes, or a Hugging Face folder's
+layout.py   over which ranks, and what does not fit together
 resume.py   from which checkpoint, and what the next start will compare itself with
 generator.py  a model that generates text, from a run or from Hugging Face
 validation.py   what the run is measured on
@@ -10,8 +11,8 @@ validation.py   what the run is measured on
 
 from __future__ import annotations
 
-from torchtitan.assemble.layout import find_model
-from torchtitan.assemble.resume import CONFIG_FILE
+from torchtitan.assemble.model import find_model
 from torchtitan.assemble.run import assemble
+from torchtitan.trajectory import CONFIG_FILE
 
 __all__ = ["CONFIG_FILE", "assemble", "find_model"]

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.assemble.layout import find_model
-from torchtitan.assemble.resume import CONFIG_FILE
+from torchtitan.assemble.model import find_model
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.checkpoint.source import Step, find_step, is_plain_dcp
@@ -24,7 +23,7 @@ from torchtitan.job import Config
 from torchtitan.lora.export import CONFIG as ADAPTER_CONFIG
 from torchtitan.lora.layer import apply_lora
 from torchtitan.models.families import MODELS
-from torchtitan.trajectory import Job
+from torchtitan.trajectory import CONFIG_FILE, Job
 
 
 def open_generator(

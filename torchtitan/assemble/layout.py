@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import asdict, replace
 from functools import partial
 
 import torch
 
+from torchtitan.assemble.model import describe_model, find_model
 from torchtitan.assemble.trained import find_trained
 from torchtitan.base.device import device_name
-from torchtitan.base.errors import ConfigError, Mistakes, Violation, did_you_mean
+from torchtitan.base.errors import ConfigError, Mistakes, Violation
 from torchtitan.config.toml_files import to_toml
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.hf.names import Names
 from torchtitan.job import Config
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.models.contract import LanguageModel, check_contract, count
-from torchtitan.models.families import MODELS
-from torchtitan.models.rope_scaling import build_scaling, warn_of_positions
-from torchtitan.models.settings import ModelConfig
-from torchtitan.models.spec import DecoderConfig, ModelSpec
+from torchtitan.models.rope_scaling import warn_of_positions
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel.compile import check_backend, check_compile
 from torchtitan.parallel.context.build import check_attention
 from torchtitan.parallel.float8 import check_float8, find_converted, find_float8
@@ -159,35 +158,6 @@ def _check_stages(spec: ModelSpec, *, degree: int) -> None:
         raise ConfigError(Violation(("parallelism.pipeline_parallel_degree",), rule))
 
 
-def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
-    """Look up a model and its size, and set its rotary wavelengths.
-
-    Raises:
-        ConfigError: There is none of that name, it has no such size, or bounds are in disorder.
-    """
-    name, flavor = settings.name, settings.flavor
-    if name not in MODELS:
-        rule = f"must be one of {', '.join(MODELS)}, got '{name}'{did_you_mean(name, MODELS)}"
-        raise ConfigError(Violation(("model.name",), rule))
-    spec = MODELS[name]
-    if flavor not in spec.flavors:
-        rule = (
-            f"must be one of {', '.join(spec.flavors)} for {name}, got '{flavor}'"
-            f"{did_you_mean(flavor, spec.flavors)}"
-        )
-        raise ConfigError(Violation(("model.flavor", "model.name"), rule))
-    architecture = spec.flavors[flavor]
-    if settings.vocab_size is not None:
-        architecture = replace(architecture, vocab_size=settings.vocab_size)
-    if settings.rope_theta is not None:
-        architecture = replace(architecture, rope_theta=settings.rope_theta)
-    if settings.rope_scaling.type != "flavor":
-        given = asdict(settings.rope_scaling)
-        scaling = build_scaling(given.pop("type"), given)
-        architecture = replace(architecture, rope_scaling=scaling)
-    return spec, architecture
-
-
 def describe_sequences(config: Config, *, layout: Layout) -> list[str]:
     """Say how sequences are split over ranks, hold documents and are stretched, if at all."""
     training, parallelism = config.training, config.parallelism
@@ -216,7 +186,7 @@ def log_job(
     logger.info(
         "%s %s: %s parameters, %.3g FLOPs per token at seq_len %d",
         config.model.name,
-        config.model.flavor,
+        describe_model(config.model),
         f"{layout.counts.num_parameters:,}",
         layout.counts.flops_per_token(seq_len),
         seq_len,

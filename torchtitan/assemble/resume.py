@@ -52,10 +52,9 @@ from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.faults import Pulse
 from torchtitan.mesh.process_group import job_store
 from torchtitan.parallel.layout import Layout
-from torchtitan.trajectory import Job, trajectory_differences
+from torchtitan.trajectory import CONFIG_FILE, Job, trajectory_differences
 
 logger = logging.getLogger(__name__)
-CONFIG_FILE = "config.toml"
 
 
 def find_start(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from torchtitan.assemble.data import build_loader
 from torchtitan.assemble.layout import check_device, find_layout, log_job
+from torchtitan.assemble.model import resolve_model
 from torchtitan.assemble.precision import resolve_precision
 from torchtitan.assemble.resume import (
     build_checkpoints,
@@ -56,6 +57,7 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
     Raises:
         UserError: Degrees, sizes, files or a checkpoint do not fit this job.
     """
+    config = resolve_model(config)
     layout = find_layout(config, world_size=launch.world_size)
     check_device(config, device_type=device_type())
     config, precision = resolve_precision(config)

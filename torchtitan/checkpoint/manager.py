@@ -145,15 +145,15 @@ class CheckpointManager:
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
     def complete(self) -> None:
-        """Write the export of a run that is at its end already, where it is asked for and not
+        """Save a run that ends where it starts, and write the export that is asked for and not
         there: it failed, or was not asked for then.
 
         Raises:
             CheckpointError: It could not be written.
         """
         settings, step = self._settings, self._state.progress.step
-        is_asked_for = self._export is not None or settings.last_save_model_only
-        if not is_asked_for:
+        exports = self._export is not None or settings.last_save_model_only
+        if step > 0 and not exports:
             return
         saved = self.folder / f"step-{step}" / storage.MANIFEST
         exported = self.folder / EXPORT / f"step-{step}"
@@ -164,7 +164,7 @@ class CheckpointManager:
             has_files = exported.is_dir() and any(exported.iterdir())
             return has_files and has_manifest == (self._export is None)
 
-        if storage.on_first_rank(is_there, group=self._group):
+        if exports and storage.on_first_rank(is_there, group=self._group):
             return
         components = self._state.components()
         if not storage.on_first_rank(saved.is_file, group=self._group):

@@ -37,16 +37,18 @@ def main(argv: Sequence[str]) -> int:
         mistakes.report()
         assert job is not None
         with job.wording():
-            check_job(job.config, world_size=world_size)
+            config = check_job(job.config, world_size=world_size)
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    sys.stdout.write(to_toml(job.config))
+    sys.stdout.write(to_toml(config))
     return 0
 
 
-def check_job(config: Config, *, world_size: int | None) -> None:
+def check_job(config: Config, *, world_size: int | None) -> Config:
     """Check what the start of a job would, but for files and devices; log what is worth a remark.
+
+    Returns the settings with the model that they mean.
 
     `world_size`: None stands for the fewest ranks that the degrees allow. What holds for these
     holds for every number of ranks with which the job would start.
@@ -56,12 +58,14 @@ def check_job(config: Config, *, world_size: int | None) -> None:
     """
     # here: mistakes in the settings alone are told without the seconds that torch takes
     from torchtitan.assemble.layout import check_device, find_layout
+    from torchtitan.assemble.model import resolve_model
     from torchtitan.assemble.trained import warn_of_random_base
     from torchtitan.base.device import device_type
     from torchtitan.data.tokenizer import check_vocabulary, find_here
     from torchtitan.mesh.dims import fewest_ranks
     from torchtitan.models.rope_scaling import warn_of_positions
 
+    config = resolve_model(config)
     layout = find_layout(config, world_size=world_size or fewest_ranks(config.parallelism))
     tokenizer = find_here(config.model.tokenizer_path)
     if tokenizer is not None:
@@ -74,6 +78,7 @@ def check_job(config: Config, *, world_size: int | None) -> None:
     except ConfigError as error:
         for mistake in error.mistakes:
             logger.warning("On this machine the job would not start: %s", mistake)
+    return config
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], str | None]:

@@ -40,8 +40,8 @@ class DataLoaderConfig:
 class TrainingConfig:
     """Data, batch sizes, length and precision of the training."""
 
-    steps: PositiveInt = 10000
-    """Optimizer steps."""
+    steps: NonNegativeInt = 10000
+    """Optimizer steps; 0: none, what the job starts from is saved and exported."""
     seq_len: PositiveInt = 2048
     """Tokens of a sample."""
     local_batch_size: PositiveInt = 8

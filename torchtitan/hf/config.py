@@ -27,7 +27,8 @@ from torchtitan.hf.rope import (
     their_scaling,
 )
 from torchtitan.models.rope_scaling import YarnScaling
-from torchtitan.models.spec import NO_HF_FILES, DecoderConfig, HFFormat, ModelSpec
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import NO_HF_FILES, HFFormat, ModelSpec
 
 COUNTS = {
     "hidden_size": "dim",
@@ -35,7 +36,7 @@ COUNTS = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
     "num_key_value_heads": "num_kv_heads",
-    "head_dim": "own_head_dim",
+    "head_dim": "head_dim",
     "vocab_size": "vocab_size",
 }
 """Sizes that are whole numbers, and what they are called in `DecoderConfig`."""
@@ -60,7 +61,7 @@ def sizes_of(architecture: DecoderConfig, format: HFFormat = NO_HF_FILES) -> Siz
         "num_hidden_layers": architecture.num_layers,
         "num_attention_heads": architecture.num_heads,
         "num_key_value_heads": architecture.num_kv_heads,
-        "head_dim": architecture.head_dim,
+        "head_dim": architecture.head_width,
         "vocab_size": architecture.vocab_size,
         "rms_norm_eps": architecture.norm_eps,
         "tie_word_embeddings": architecture.tie_embeddings,
@@ -233,7 +234,7 @@ def architecture_of(config: Content, *, spec: ModelSpec) -> DecoderConfig:
     more: dict[str, Any] = {ours: sizes[key] for key, (ours, _) in spec.hf.more_counts.items()}
     num_heads, num_kv_heads = counts["num_heads"], counts["num_kv_heads"]
     is_odd = any(n is not None and n < 1 for n in [*counts.values(), *more.values()])
-    is_odd = is_odd or num_heads % num_kv_heads or counts["own_head_dim"] % 2
+    is_odd = is_odd or num_heads % num_kv_heads or counts["head_dim"] % 2
     if is_odd or max(counts.values()) > LARGEST or counts["num_layers"] > MOST_LAYERS:
         raise CheckpointError(
             f"{config.path} must give counts of 1 and more, up to {MOST_LAYERS} of layers and "

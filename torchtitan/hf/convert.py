@@ -28,7 +28,8 @@ from torchtitan.hf.config import (
     with_rotation,
 )
 from torchtitan.hf.folder import open_folder
-from torchtitan.models.spec import DecoderConfig, ModelSpec
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from torchtitan.checkpoint.state import EMBEDDING, OUTPUT
 from torchtitan.hf.folder import NO_WEIGHT
 from torchtitan.hf.names import Names
 from torchtitan.hf.read import DTYPES, HFWeights, Open, StoredTensor, check_fit
-from torchtitan.models.spec import DecoderConfig, ModelSpec
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

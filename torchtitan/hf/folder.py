@@ -31,7 +31,8 @@ from torchtitan.hf.config import (
 )
 from torchtitan.hf.names import CONFIG, INDEX, WEIGHTS, Names
 from torchtitan.hf.read import HFWeights, StoredTensor, check_fit
-from torchtitan.models.spec import DecoderConfig, ModelSpec
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 # a buffer that old versions of transformers saved; it follows from the sizes

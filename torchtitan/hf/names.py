@@ -10,7 +10,8 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from torchtitan.models.spec import DecoderConfig, HFFormat
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import HFFormat
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -42,7 +43,7 @@ class Names:
 
     def head_dim(self, ours: str) -> int | None:
         """Return the width of the heads whose rows lie in halves; None: they lie as ours."""
-        return self.architecture.head_dim if _starred(ours) in self.format.rotary else None
+        return self.architecture.head_width if _starred(ours) in self.format.rotary else None
 
     def find_misnamed(self, ours: Collection[str]) -> str | None:
         """Say which parameters have no name in the files, and which the model lacks.

@@ -34,7 +34,8 @@ from torchtitan.checkpoint.ranks import reason
 from torchtitan.checkpoint.rows import overlap
 from torchtitan.checkpoint.source import Selection
 from torchtitan.hf.names import Names
-from torchtitan.models.spec import DecoderConfig, ModelSpec
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import ModelSpec
 
 DTYPES = {
     "F64": torch.float64,

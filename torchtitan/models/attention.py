@@ -23,7 +23,7 @@ from torchtitan.models.contract import Attends
 from torchtitan.models.document_attention import attend_within, takes_lengths
 from torchtitan.models.documents import Documents
 from torchtitan.models.rope import Rope
-from torchtitan.models.spec import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.window_attention import window_attention
 
 
@@ -134,14 +134,14 @@ class Attention(Attends):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        q_dim, kv_dim = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-        self.head_dim, self.width = config.head_dim, q_dim
+        q_dim, kv_dim = (n * config.head_width for n in (config.num_heads, config.num_kv_heads))
+        self.head_dim, self.width = config.head_width, q_dim
         self.wq = nn.Linear(config.dim, q_dim, bias=config.qkv_bias)
         self.wk = nn.Linear(config.dim, kv_dim, bias=config.qkv_bias)
         self.wv = nn.Linear(config.dim, kv_dim, bias=config.qkv_bias)
         self.wo = nn.Linear(q_dim, config.dim, bias=False)
         self.q_norm, self.k_norm = (
-            nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+            nn.RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else None
             for _ in range(2)
         )
         self.window = config.window

@@ -23,7 +23,8 @@ from torch import nn
 from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.models.documents import Documents
 from torchtitan.models.init import Constant, Init, Normal
-from torchtitan.models.spec import DecoderConfig, ModelSpec
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torchtitan.models.decoder import Output, TiedOutput

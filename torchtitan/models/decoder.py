@@ -21,7 +21,7 @@ from torchtitan.models.attention import Attention, KVCache, LayerCache
 from torchtitan.models.contract import CastsWeights, LanguageModel
 from torchtitan.models.documents import Documents
 from torchtitan.models.rope import Rope, build_rope
-from torchtitan.models.spec import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig
 
 
 class FeedForward(nn.Module):
@@ -138,7 +138,7 @@ class Decoder(LanguageModel):
                 positions = positions + lengths_B[:, None]
         rope = build_rope(
             positions,
-            head_dim=self.config.head_dim,
+            head_dim=self.config.head_width,
             theta=self.config.rope_theta,
             scaling=self.config.rope_scaling,
         )

@@ -18,7 +18,8 @@ from dataclasses import replace
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Constant, Init, Normal
 from torchtitan.models.rope_scaling import Llama3Scaling
-from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec, TensorRole
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import HFFormat, ModelSpec, TensorRole
 
 LLAMA_31 = Llama3Scaling(factor=8.0, original_max_position=8192)
 LLAMA_32 = Llama3Scaling(factor=32.0, original_max_position=8192)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchtitan.models import llama3
-from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import HFFormat, ModelSpec
 
 LARGE = DecoderConfig(
     dim=4096,

@@ -13,7 +13,8 @@ from dataclasses import replace
 from torchtitan.models import llama3
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Constant, Init
-from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import HFFormat, ModelSpec
 
 LARGE = DecoderConfig(
     dim=3584,

@@ -13,7 +13,8 @@ from dataclasses import replace
 from torchtitan.models import llama3
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Constant, Init
-from torchtitan.models.spec import DecoderConfig, HFFormat, ModelSpec, TensorRole
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import HFFormat, ModelSpec, TensorRole
 
 LARGE = DecoderConfig(
     dim=4096,
@@ -24,7 +25,7 @@ LARGE = DecoderConfig(
     vocab_size=151_936,
     norm_eps=1e-6,
     rope_theta=1_000_000.0,
-    own_head_dim=128,
+    head_dim=128,
     qk_norm=True,
 )
 TIED = replace(LARGE, tie_embeddings=True)
@@ -39,7 +40,7 @@ FLAVORS = {
         num_kv_heads=2,
         hidden_dim=96,
         vocab_size=263,
-        own_head_dim=12,
+        head_dim=12,
     ),
     "tiny8": replace(
         TIED,
@@ -49,7 +50,7 @@ FLAVORS = {
         num_kv_heads=4,
         hidden_dim=96,
         vocab_size=264,
-        own_head_dim=6,
+        head_dim=6,
     ),
     "small": replace(
         LARGE,
@@ -59,7 +60,7 @@ FLAVORS = {
         num_kv_heads=4,
         hidden_dim=768,
         vocab_size=2048,
-        own_head_dim=64,
+        head_dim=64,
     ),
     "debugmodel": replace(
         TIED, dim=256, num_layers=8, num_heads=16, hidden_dim=3072, vocab_size=2048

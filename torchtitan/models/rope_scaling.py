@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torchtitan.base.errors import ConfigError, Violation
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class LinearScaling:
     """Position interpolation: all rotary wavelengths grow alike (arXiv:2306.15595)."""
 
-    type: ClassVar[str] = "linear"
+    type: ClassVar[Literal["linear"]] = "linear"
     factor: float
     """Wavelengths grow by this factor."""
 
@@ -31,7 +31,7 @@ class LinearScaling:
 class Llama3Scaling:
     """Llama 3.1's rule: long wavelengths grow, short ones stay."""
 
-    type: ClassVar[str] = "llama3"
+    type: ClassVar[Literal["llama3"]] = "llama3"
     factor: float
     """Wavelengths longer than original_max_position / low_freq_factor grow by this factor."""
     original_max_position: int
@@ -46,7 +46,7 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN: long wavelengths grow, short ones stay, attention is sharpened (arXiv:2309.00071)."""
 
-    type: ClassVar[str] = "yarn"
+    type: ClassVar[Literal["yarn"]] = "yarn"
     factor: float
     """Wavelengths of at most beta_slow turns within original_max_position grow by this factor."""
     original_max_position: int

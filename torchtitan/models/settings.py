@@ -1,19 +1,23 @@
 """The settings of the model: the sections [model] and [model.rope_scaling].
 
+The sizes of a model, `DecoderConfig`, are keys of [model] too, each in place of the flavor's.
+
 Each type of scaling reads some of the keys. A key that the type does not read is refused, not
 ignored, which is why none has a default here: the defaults are those of the type.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.needs import GIVEN, Needs
+from torchtitan.config.overrides import with_overrides
 from torchtitan.config.types import STRICT, AboveOne, AtLeastOne, Converters, FinitePositive, Text
 from torchtitan.models.rope_scaling import reading
+from torchtitan.models.sizes import DecoderConfig
 
 STRETCHED = reading("factor")
 BY_WAVELENGTH = reading("original_max_position")
@@ -56,7 +60,9 @@ class ModelConfig:
     name: Text = "llama3"
     """Model family: a key of torchtitan.models.families.MODELS."""
     flavor: Text = "debugmodel"
-    """Size within the family, e.g. debugmodel, small, 1B, 3B, 8B, 70B, 405B."""
+    """Size within the family, e.g. debugmodel, small, 1B, 3B, 8B, 70B, 405B; or "hf": family, sizes
+    and tokenizer are those of the Hugging Face folder in checkpoint.initial_load_path, which is
+    also meant if initial_load_in_hf is true and no flavor is given."""
     tokenizer_path: Text = "bpe_2048"
     """Built-in name (bpe_2048, byte), tiktoken file (Llama 3's tokenizer.model), or tokenizer.json
     or its folder."""
@@ -76,3 +82,12 @@ class ModelConfig:
     """Base of the rotary wavelengths; the flavor's if not given."""
     rope_scaling: RopeScalingConfig = Field(default_factory=RopeScalingConfig)
     """Stretch of the rotary wavelengths."""
+
+
+if TYPE_CHECKING:
+    ModelSection = ModelConfig
+else:
+    ModelSection = with_overrides(ModelConfig, of=DecoderConfig, remark="In place of the flavor's.")
+    """[model] with the sizes."""
+HF = "hf"
+"""The flavor, and the name, of a job whose model is that of a Hugging Face folder."""

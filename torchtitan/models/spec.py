@@ -1,6 +1,6 @@
-"""What the rest of the library knows of a model: its sizes, how to build it, how it is split.
+"""What the rest of the library knows of a model: how to build it, how it is split, its flavors.
 
-`DecoderConfig` is a plain description of sizes. `ModelSpec` is one entry of `MODELS`, a dictionary;
+`ModelSpec` is one entry of `MODELS`, a dictionary;
 a registry with decorators would hide where an entry comes from and depend on the order of imports.
 `contract.py` says what the module itself must be.
 
@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from torchtitan.models.rope_scaling import RopeScaling
+from torchtitan.models.sizes import DecoderConfig
 
 if TYPE_CHECKING:
     from torchtitan.models.contract import LanguageModel
@@ -32,51 +32,6 @@ gather: takes the whole sequence, for all the matrices in it. column: a matrix s
 its output. row: one split by rows of its input, whose parts of the result are summed. head: the
 matrix, or what multiplies by the embedding's, from the whole sequence to logits.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """Sizes of a decoder-only transformer with GQA, RoPE, SwiGLU and RMSNorm."""
-
-    dim: int
-    """Width of the residual stream."""
-    num_layers: int
-    """Transformer blocks."""
-    num_heads: int
-    """Query heads."""
-    num_kv_heads: int
-    """Key and value heads; each serves num_heads / num_kv_heads query heads."""
-    hidden_dim: int
-    """Width of the feed-forward layer."""
-    vocab_size: int
-    """Rows of the embedding and of the output head."""
-    norm_eps: float = 1e-5
-    """Added to the mean square in every RMSNorm."""
-    rope_theta: float = 500_000.0
-    """Base of the rotary wavelengths."""
-    rope_scaling: RopeScaling | None = None
-    """Stretch of the rotary wavelengths; None: as theta gives them."""
-    tie_embeddings: bool = False
-    """The output head is the embedding matrix: no parameter of its own."""
-    own_head_dim: int | None = None
-    """Width of one attention head; None: dim / num_heads."""
-    qk_norm: bool = False
-    """Each query and key is normed, head by head, before it is rotated."""
-    qkv_bias: bool = False
-    """The matrices that make queries, keys and values add a bias."""
-    window: int | None = None
-    """Tokens that a token attends to, itself the last of them; None: all up to itself."""
-
-    def __post_init__(self) -> None:
-        assert self.own_head_dim is not None or self.dim % self.num_heads == 0
-        assert self.head_dim % 2 == 0
-        assert self.num_heads % self.num_kv_heads == 0
-        assert self.window is None or self.window > 0
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.dim // self.num_heads if self.own_head_dim is None else self.own_head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +98,11 @@ class ModelSpec:
     """Its weights in the files of Hugging Face."""
     torchtitan_rope: RopeOrder = "interleaved"
     """The order of the rows of wq and wk in checkpoints of torchtitan 0.2, by the same names."""
+
+    @property
+    def of_family(self) -> dict[str, Any]:
+        """What all its flavors have in common and no job can change."""
+        return next(iter(self.flavors.values())).given(of_family=True)
 
     def build_meta(self, config: DecoderConfig) -> LanguageModel:
         """Build the module without memory for its parameters."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.models.contract import Counts, LanguageModel
-from torchtitan.models.spec import DecoderConfig, ModelSpec
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import ModelSpec
 from torchtitan.models.trained import Trained
 from torchtitan.parallel.fsdp import Reshard
 from torchtitan.parallel.pipeline.layout import PipelineLayout

@@ -44,7 +44,8 @@ from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.decoder import HeadLoss
-from torchtitan.models.spec import DecoderConfig, TensorRole
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import TensorRole
 
 
 class SplitsItself:

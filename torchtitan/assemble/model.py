@@ -1,0 +1,123 @@
+"""Which model a job names: a flavor, with sizes of its own, or a Hugging Face folder's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from torchtitan.base.errors import ConfigError, Violation, did_you_mean
+from torchtitan.config.overrides import given_overrides
+from torchtitan.hf.config import architecture_of, check_family, family_of, read_config
+from torchtitan.hf.names import CONFIG
+from torchtitan.job import Config
+from torchtitan.models.families import MODELS
+from torchtitan.models.rope_scaling import RopeScaling, build_scaling
+from torchtitan.models.settings import HF, ModelConfig, RopeScalingConfig
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import ModelSpec
+from torchtitan.trajectory import CONFIG_FILE, Job
+
+
+def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
+    """Look up a model and its flavor, and put the sizes that the job gives in their place.
+
+    Raises:
+        ConfigError: There is none of that name, it has no such flavor, or sizes do not fit.
+    """
+    spec = _find_spec(settings)
+    given = given_overrides(settings, of=DecoderConfig)
+    if settings.flavor == HF:
+        if missing := DecoderConfig.missing(given):
+            rule = (
+                f'"hf" means the model of checkpoint.initial_load_path with initial_load_in_hf = '
+                f"true, or sizes that are all given, and {', '.join(missing)} are not; name a "
+                f"folder of Hugging Face, or a flavor: {', '.join(spec.flavors)}"
+            )
+            raise ConfigError(Violation(("model.flavor", "checkpoint.initial_load_in_hf"), rule))
+        architecture = DecoderConfig(**given, **spec.of_family)
+    elif settings.flavor in spec.flavors:
+        architecture = replace(spec.flavors[settings.flavor], **given)
+    else:
+        flavors = (*spec.flavors, HF)
+        rule = (
+            f"must be one of {', '.join(flavors)} for {spec.name}, got '{settings.flavor}'"
+            f"{did_you_mean(settings.flavor, flavors)}"
+        )
+        raise ConfigError(Violation(("model.flavor", "model.name"), rule))
+    if settings.rope_scaling.type != "flavor":
+        values = asdict(settings.rope_scaling)
+        scaling = build_scaling(values.pop("type"), values)
+        architecture = replace(architecture, rope_scaling=scaling)
+    wrong = [*architecture.violations()]
+    if architecture.window is not None and not _has_windows(spec):
+        windowed = [other.name for other in MODELS.values() if _has_windows(other)]
+        rule = f"is no size of {spec.name}; remove it, or take {' or '.join(windowed)}"
+        wrong.append(Violation(("window", "name"), rule))
+    if wrong:
+        raise ConfigError([violation.within("model") for violation in wrong])
+    return spec, architecture
+
+
+def describe_model(settings: ModelConfig) -> str:
+    """Name the flavor, and the sizes that take the place of its own."""
+    given = given_overrides(settings, of=DecoderConfig)
+    sizes = ", ".join(f"{name} {value}" for name, value in given.items())
+    return f"{settings.flavor} ({sizes})" if sizes else settings.flavor
+
+
+def resolve_model(config: Config) -> Config:
+    """Give the settings of a job with the model of a Hugging Face folder its family and sizes.
+
+    They are stored with the run, which has no more need of the folder: where it is gone, they are
+    those of the run so far.
+
+    Raises:
+        UserError: The folder is not there, or of a model that is not built here.
+    """
+    model, run = config.model, Path(config.job.dump_folder) / CONFIG_FILE
+    sizes = given_overrides(model, of=DecoderConfig)
+    if (
+        model.flavor != HF
+        or not DecoderConfig.missing(sizes)
+        or not config.checkpoint.initial_load_in_hf
+    ):
+        return config
+    path = config.checkpoint.initial_load_path
+    assert path is not None, "initial_load_in_hf needs initial_load_path"
+    if not (Path(path) / CONFIG).is_file() and run.is_file():
+        then = Job.stored_in(run).config.model
+        found = given_overrides(then, of=DecoderConfig)
+        name, scaling = then.name, then.rope_scaling
+    else:
+        theirs = read_config(Path(path))
+        if model.name == HF:
+            spec = family_of(theirs, models=MODELS)
+        else:
+            spec = _find_spec(model)
+            check_family(theirs, format=spec.hf)
+        architecture = architecture_of(theirs, spec=spec)
+        name, found = spec.name, architecture.given(of_family=False)
+        scaling = _as_settings(architecture.rope_scaling)
+    if model.rope_scaling.type != "flavor":
+        scaling = model.rope_scaling
+    return replace(
+        config, model=replace(model, name=name, rope_scaling=scaling, **{**found, **sizes})
+    )
+
+
+def _find_spec(settings: ModelConfig) -> ModelSpec:
+    if (name := settings.name) in MODELS:
+        return MODELS[name]
+    rule = f"must be one of {', '.join(MODELS)}, got '{name}'{did_you_mean(name, MODELS)}"
+    raise ConfigError(Violation(("model.name",), rule))
+
+
+def _has_windows(spec: ModelSpec) -> bool:
+    """Tell whether sizes of the family may have windows: any, without files of Hugging Face."""
+    return not spec.hf.names or any(ours == "window" for ours, _ in spec.hf.more_counts.values())
+
+
+def _as_settings(scaling: RopeScaling | None) -> RopeScalingConfig:
+    if scaling is None:
+        return RopeScalingConfig(type="none")
+    return RopeScalingConfig(type=scaling.type, **asdict(scaling))

@@ -1,0 +1,95 @@
+"""The sizes of a decoder. A job may override each of them: they are keys of [model].
+
+No torch here: settings are read without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from torchtitan.base.errors import Violation
+from torchtitan.models.rope_scaling import RopeScaling
+
+OF_FAMILY = {"of_family": True}
+"""Marks what the family says and no job: another module, with other parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes of a decoder-only transformer with GQA, RoPE, SwiGLU and RMSNorm."""
+
+    dim: int
+    """Width of the residual stream."""
+    num_layers: int
+    """Transformer blocks."""
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key and value heads; each serves num_heads / num_kv_heads query heads."""
+    hidden_dim: int
+    """Width of the feed-forward layer."""
+    vocab_size: int
+    """Rows of the embedding and of the output head."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in every RMSNorm."""
+    rope_theta: float = 500_000.0
+    """Base of the rotary wavelengths."""
+    rope_scaling: RopeScaling | None = None
+    """Stretch of the rotary wavelengths; None: as theta gives them."""
+    tie_embeddings: bool = False
+    """The output head is the embedding matrix: no parameter of its own."""
+    head_dim: int | None = None
+    """Width of one attention head; dim / num_heads if there is none."""
+    qk_norm: bool = field(default=False, metadata=OF_FAMILY)
+    """Each query and key is normed, head by head, before it is rotated."""
+    qkv_bias: bool = field(default=False, metadata=OF_FAMILY)
+    """The matrices that make queries, keys and values add a bias."""
+    window: int | None = None
+    """Tokens that a token attends to, itself the last; all up to itself if there is none."""
+
+    def given(self, *, of_family: bool) -> dict[str, Any]:
+        """Return what is not None: that which the family says, or the sizes that a job may set."""
+        return {
+            one.name: value
+            for one in fields(self)
+            if one.metadata.get("of_family", False) == of_family
+            and one.name != "rope_scaling"
+            and (value := getattr(self, one.name)) is not None
+        }
+
+    @classmethod
+    def missing(cls, sizes: Mapping[str, Any]) -> list[str]:
+        """Return the sizes without a default that are not among these."""
+        return [one.name for one in fields(cls) if one.default is MISSING and one.name not in sizes]
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    def violations(self) -> Iterator[Violation]:
+        """Yield what keeps these sizes from being a model, by key, with what would fit."""
+        dim, heads, kv_heads = self.dim, self.num_heads, self.num_kv_heads
+        if self.head_dim is None and dim % heads:
+            below = dim // heads * heads
+            yield Violation(
+                ("dim", "num_heads"),
+                f"must be a multiple of num_heads, got {dim} and {heads}; write dim = "
+                f"{' or '.join(str(n) for n in (below, below + heads) if n)}, or set head_dim",
+            )
+        elif self.head_width % 2:
+            given = "" if self.head_dim is not None else f" (dim {dim} / num_heads {heads})"
+            yield Violation(
+                ("head_dim", "num_heads", "dim"),
+                f"must be even, since channels of a head turn in pairs, got "
+                f"{self.head_width}{given}; write head_dim = {self.head_width + 1}",
+            )
+        if heads % kv_heads:
+            fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+            yield Violation(
+                ("num_kv_heads", "num_heads"),
+                f"must divide num_heads, got {kv_heads} and {heads}; write num_kv_heads = "
+                f"{heads}, or one of {', '.join(fitting[:-1][-6:]) or heads}",
+            )
