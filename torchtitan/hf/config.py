@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,35 @@ from torchtitan.hf.rope import (
 from torchtitan.models.rope_scaling import YarnScaling
 from torchtitan.models.spec import NO_HF_FILES, DecoderConfig, HFFormat, ModelSpec
 
-COUNTS = {
-    "hidden_size": "dim",
-    "intermediate_size": "hidden_dim",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "own_head_dim",
-    "vocab_size": "vocab_size",
+NEEDED = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """One size of a model in config.json."""
+
+    ours: str
+    """What `DecoderConfig` calls it."""
+    kind: type = int
+    absent: object = NEEDED
+    """What transformers takes where it is left out."""
+
+
+SIZES: Mapping[str, Size] = {
+    "hidden_size": Size(ours="dim"),
+    "intermediate_size": Size(ours="hidden_dim"),
+    "num_hidden_layers": Size(ours="num_layers"),
+    "num_attention_heads": Size(ours="num_heads"),
+    "num_key_value_heads": Size(ours="num_kv_heads"),  # where left out: as many as heads
+    "head_dim": Size(ours="head_dim"),  # where left out: hidden_size / num_attention_heads
+    "vocab_size": Size(ours="vocab_size"),
+    "rms_norm_eps": Size(ours="norm_eps", kind=float, absent=1e-6),
+    "tie_word_embeddings": Size(ours="tie_embeddings", kind=bool, absent=False),
+    "rope_theta": Size(ours="rope_theta", kind=float, absent=10_000.0),
+    "rope_scaling": Size(ours="rope_scaling", kind=dict, absent=None),
 }
-"""Sizes that are whole numbers, and what they are called in `DecoderConfig`."""
+"""The sizes of every family by their names in config.json; `HFFormat.more_counts` has a family's
+own."""
 SEEN_IN_SHAPES = ("num_hidden_layers", "vocab_size", "tie_word_embeddings")
 """Sizes that say no more than names and shapes of the tensors do."""
 NULLABLE = ("sliding_window",)
@@ -49,25 +68,20 @@ CARRIED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token
 """What a model of Hugging Face keeps that our sizes know nothing of."""
 LARGEST, MOST_LAYERS = 10**8, 10**4
 """Of counts in a config.json: a model is built by it before any weight is looked at."""
-Sizes = dict[str, object]
+Sizes = dict[str, Any]
+"""By the names in config.json, and as they are written there."""
+
+
+def size_table(format: HFFormat) -> Mapping[str, Size]:
+    """Return the sizes that a family's config.json holds."""
+    more = {key: Size(ours=o, absent=unsaid) for key, (o, unsaid) in format.more_counts.items()}
+    return {**SIZES, **more}
 
 
 def sizes_of(architecture: DecoderConfig, format: HFFormat = NO_HF_FILES) -> Sizes:
-    """Return the sizes of a model by their names in config.json, with those that a family adds."""
-    return {
-        "hidden_size": architecture.dim,
-        "intermediate_size": architecture.hidden_dim,
-        "num_hidden_layers": architecture.num_layers,
-        "num_attention_heads": architecture.num_heads,
-        "num_key_value_heads": architecture.num_kv_heads,
-        "head_dim": architecture.head_dim,
-        "vocab_size": architecture.vocab_size,
-        "rms_norm_eps": architecture.norm_eps,
-        "tie_word_embeddings": architecture.tie_embeddings,
-        "rope_theta": architecture.rope_theta,
-        "rope_scaling": their_scaling(architecture.rope_scaling),
-        **{key: getattr(architecture, ours) for key, (ours, _) in format.more_counts.items()},
-    }
+    """Return the sizes of a model as its config.json says them."""
+    sizes = {key: getattr(architecture, size.ours) for key, size in size_table(format).items()}
+    return {**sizes, "rope_scaling": their_scaling(architecture.rope_scaling)}
 
 
 def read_config(folder: Path) -> Content:
@@ -79,16 +93,15 @@ def read_config(folder: Path) -> Content:
     content = read_json(folder / CONFIG)
     given = {k: value for k, value in content.items() if value is not None or k in NULLABLE}
     kinds = {
-        **dict.fromkeys(COUNTS, int),
+        **{key: size.kind for key, size in SIZES.items() if size.kind is not float},
         "max_position_embeddings": int,
-        "tie_word_embeddings": bool,
         "rope_parameters": dict,
-        "rope_scaling": dict,
         **{key: int for key in NULLABLE if given.get(key) is not None},
     }
     config = checked_kinds(Content(content.path, given), kinds=kinds)
-    for key in ("rope_theta", "rms_norm_eps"):
-        check_number(config, key)
+    for key, size in SIZES.items():
+        if size.kind is float:
+            check_number(config, key)
     return config
 
 
@@ -100,22 +113,14 @@ def stored_sizes(config: Content, format: HFFormat = NO_HF_FILES) -> Sizes:
     Raises:
         CheckpointError: It lacks a size, or stretches the rotation in a way that is not built.
     """
+    table, rope = size_table(format), rope_table(config)
     heads = config["num_attention_heads"]
-    rope = rope_table(config)
-    return {
-        "hidden_size": config["hidden_size"],
-        "intermediate_size": config["intermediate_size"],
-        "num_hidden_layers": config["num_hidden_layers"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": config.get("num_key_value_heads", heads),
-        "head_dim": config.get("head_dim", config["hidden_size"] // max(heads, 1)),
-        "vocab_size": config["vocab_size"],
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-        "tie_word_embeddings": config.get("tie_word_embeddings", False),
-        "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10_000.0)),
-        "rope_scaling": their_scaling(stored_scaling(rope)),
-        **{key: config.get(key, unsaid) for key, (_, unsaid) in format.more_counts.items()},
-    }
+    absent = {key: size.absent for key, size in table.items() if size.absent is not NEEDED}
+    absent |= {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // max(heads, 1)}
+    said = Content(config.path, {**absent, **config})
+    said["rope_theta"] = rope.get("rope_theta", said["rope_theta"])
+    said["rope_scaling"] = their_scaling(stored_scaling(rope))
+    return {key: said[key] for key in table}
 
 
 def check_config(
@@ -172,7 +177,6 @@ def rotation_settings(config: Content) -> list[str]:
     """Return the settings of a job that give it the rotation of a config.json."""
     sizes = stored_sizes(config)
     scaling = sizes["rope_scaling"] or {"rope_type": "none"}
-    assert isinstance(scaling, Mapping)
     return [
         f"model.rope_theta = {sizes['rope_theta']}",
         *(
@@ -194,15 +198,6 @@ def fitting_flavors(
             sizes[k] == ours or k in passed_over for k, ours in sizes_of(flavor, spec.hf).items()
         )
     ]
-
-
-def with_rotation(architecture: DecoderConfig, config: Content) -> DecoderConfig:
-    """Return the model with the rotation of a config.json in place of its own."""
-    theta = stored_sizes(config)["rope_theta"]
-    assert isinstance(theta, int | float)
-    return replace(
-        architecture, rope_theta=float(theta), rope_scaling=stored_scaling(rope_table(config))
-    )
 
 
 def family_of(config: Content, *, models: Mapping[str, ModelSpec]) -> ModelSpec:
@@ -228,26 +223,25 @@ def architecture_of(config: Content, *, spec: ModelSpec) -> DecoderConfig:
     Raises:
         CheckpointError: The sizes make no model.
     """
-    sizes = stored_sizes(config, spec.hf)
-    counts: dict[str, Any] = {ours: sizes[theirs] for theirs, ours in COUNTS.items()}
-    more: dict[str, Any] = {ours: sizes[key] for key, (ours, _) in spec.hf.more_counts.items()}
-    num_heads, num_kv_heads = counts["num_heads"], counts["num_kv_heads"]
-    is_odd = any(n is not None and n < 1 for n in [*counts.values(), *more.values()])
-    is_odd = is_odd or num_heads % num_kv_heads or counts["own_head_dim"] % 2
-    if is_odd or max(counts.values()) > LARGEST or counts["num_layers"] > MOST_LAYERS:
+    sizes, table = stored_sizes(config, spec.hf), size_table(spec.hf)
+    counts = {key: sizes[key] for key, size in table.items() if size.kind is int}
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    is_odd = any(n is not None and not 1 <= n <= LARGEST for n in counts.values())
+    is_odd = is_odd or heads % kv_heads or sizes["head_dim"] % 2
+    if is_odd or sizes["num_hidden_layers"] > MOST_LAYERS:
         raise CheckpointError(
             f"{config.path} must give counts of 1 and more, up to {MOST_LAYERS} of layers and "
             f"{LARGEST} of the others, a number of heads that its number of key/value heads "
             f"divides, and an even head_dim, got "
-            + ", ".join(f"{key} {str(sizes[key])[:20]}" for key in [*COUNTS, *spec.hf.more_counts])
+            + ", ".join(f"{key} {str(count)[:20]}" for key, count in counts.items())
             + "; get it again"
         )
-    others: dict[str, Any] = {
-        "norm_eps": sizes["rms_norm_eps"],
-        "tie_embeddings": sizes["tie_word_embeddings"],
-    }
+    ours = {size.ours: sizes[key] for key, size in table.items()}
+    ours["own_head_dim"] = ours.pop("head_dim")
+    ours["rope_theta"] = float(ours["rope_theta"])  # JSON may say 10000
+    ours["rope_scaling"] = stored_scaling(rope_table(config))
     any_size = next(iter(spec.flavors.values()))  # for what all sizes of the family share
-    return with_rotation(replace(any_size, **counts, **more, **others), config)
+    return replace(any_size, **ours)
 
 
 def check_family(config: Content, *, format: HFFormat) -> None:

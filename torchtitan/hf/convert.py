@@ -21,11 +21,11 @@ from torchtitan.checkpoint.state import MODEL_STATE
 from torchtitan.checkpoint.storage import STATE
 from torchtitan.hf.config import (
     ROTATION,
+    architecture_of,
     family_of,
     fitting_flavors,
     read_config,
     rotation_settings,
-    with_rotation,
 )
 from torchtitan.hf.folder import open_folder
 from torchtitan.models.spec import DecoderConfig, ModelSpec
@@ -51,10 +51,10 @@ def find_flavor(folder: Path, *, models: Mapping[str, ModelSpec]) -> Found:
     """
     config = read_config(folder)
     spec = family_of(config, models=models)
+    architecture = architecture_of(config, spec=spec)
     for flavor in fitting_flavors(config, spec=spec):
-        return Found(spec, flavor, spec.flavors[flavor], ())
+        return Found(spec, flavor, architecture, ())
     for flavor in fitting_flavors(config, spec=spec, passed_over=ROTATION):
-        architecture = with_rotation(spec.flavors[flavor], config)
         return Found(spec, flavor, architecture, tuple(rotation_settings(config)))
     raise CheckpointError(
         f"{config.path} must be of a model that is built here, got a {spec.hf.architecture} in "
