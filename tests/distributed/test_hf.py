@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from tests.distributed import hf_jobs, jobs
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
-from torchtitan.checkpoint.storage import verify
+from torchtitan.checkpoint.verify import verify
 from torchtitan.models import llama3
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS

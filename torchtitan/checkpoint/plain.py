@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.ranks import on_every_rank, union
+from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank, union
 from torchtitan.checkpoint.rows import HeadDim
 from torchtitan.checkpoint.source import Selection
 from torchtitan.checkpoint.staging import local_part
@@ -118,7 +118,7 @@ def row_order(
     Raises:
         CheckpointError: The folder names another order than the setting.
     """
-    said = storage.on_first_rank(lambda: _said_order(folder), group=group)
+    said = on_first_rank(lambda: _said_order(folder), group=group)
     if said is not None and setting not in ("auto", said):
         raise CheckpointError(
             f'checkpoint.initial_load_rope = "{setting}" is not what {folder} says of itself, '

@@ -34,38 +34,14 @@ from torchtitan.checkpoint.files import (
 from torchtitan.checkpoint.folders import (
     MANIFEST,
     commit,
-    delete,
     draft_of,
-    find_steps,
-    finish_commits,
-    list_steps,
     make_draft,
-    set_aside_after,
     step_of,
 )
 from torchtitan.checkpoint.metadata import TensorReader, is_tensor, read_metadata
 from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank, reason, union
 from torchtitan.checkpoint.rows import HeadDim
-from torchtitan.checkpoint.verify import newest_whole, summary, verify
 
-__all__ = [
-    "MANIFEST",
-    "Component",
-    "delete",
-    "find_steps",
-    "finish_commits",
-    "list_steps",
-    "newest_whole",
-    "on_first_rank",
-    "read_manifest",
-    "read_state",
-    "read_tensors",
-    "set_aside_after",
-    "stored_names",
-    "summary",
-    "verify",
-    "write",
-]
 logger = logging.getLogger(__name__)
 STATE = "state.json"
 Shape = tuple[int, ...]
