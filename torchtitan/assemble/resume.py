@@ -24,7 +24,7 @@ from torchtitan.checkpoint.files import Content
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.lock import lock_folder
 from torchtitan.checkpoint.manager import CheckpointManager, Export, check_staging
-from torchtitan.checkpoint.plain import PlainFolder, row_order
+from torchtitan.checkpoint.plain import PlainFolder, row_order, said_order
 from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.checkpoint.restore import restore
 from torchtitan.checkpoint.rows import HeadDim
@@ -160,8 +160,14 @@ def _find_halves(
 ) -> HeadDim:
     """Find the parameters whose rows lie in halves in a plain DCP folder."""
     logger.info("%s has no sizes but shapes: the others are those of model.flavor", path)
-    setting = config.checkpoint.initial_load_rope
-    if row_order(path, setting=setting, spec=layout.spec, group=group) == "interleaved":
+    order = row_order(
+        path,
+        said=on_first_rank(lambda: said_order(path), group=group),
+        setting=config.checkpoint.initial_load_rope,
+        spec=layout.spec,
+        may_assume=True,
+    )
+    if order == "interleaved":
         return lambda name: None
     names = Names(layout.spec.hf, layout.architecture)
     return lambda name: names.head_dim(weight_beside(name) or name)
