@@ -27,6 +27,7 @@ from torch import Tensor
 
 from torchtitan.base.errors import DataError, UserError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.metadata import METADATA, read_metadata
 from torchtitan.metrics.sinks import Row, read_rows
 
@@ -200,7 +201,7 @@ def compare_runs(a: Path, b: Path, *, folder: str, tolerance: float) -> Comparis
             raise DataError(f"each RUN must be a run's folder with a metrics.jsonl, got {run}")
         rows.append(read_rows(run / "metrics.jsonl"))
     found.compare_rows(*rows)
-    steps = [storage.find_steps(run / folder) for run in (a, b)]
+    steps = [find_steps(run / folder) for run in (a, b)]
     if not any(rows) and not set(steps[0]) & set(steps[1]):
         raise DataError(
             f"two runs must have rows or checkpoints to compare, {a} and {b} have neither; train "

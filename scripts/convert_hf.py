@@ -29,13 +29,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 from torchtitan.assemble import CONFIG_FILE
 from torchtitan.assemble.generator import find_run_step
 from torchtitan.assemble.hf import describe_export
+from torchtitan.assemble.model import describe
 from torchtitan.base.errors import CheckpointError, UserError
 from torchtitan.checkpoint import storage
+from torchtitan.config.fields import values_of
+from torchtitan.config.layers import literal
 from torchtitan.generate.generator import DTYPES
 from torchtitan.hf.convert import to_dcp
 from torchtitan.hf.write import export
 from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
+from torchtitan.models.settings import ModelSection
 
 
 def to_hf(
@@ -70,9 +74,11 @@ def from_hf(folder: Path, out: Path, *, dtype: str) -> str:
     with warnings.catch_warnings():
         # one process is what is meant here
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        found = to_dcp(folder, out, dtype=getattr(torch, dtype), models=MODELS)
-    line = f"{out}: {dtype} weights of a {found.spec.name} of model.flavor {found.flavor}"
-    return line + (f"; set {', '.join(found.settings)} with it" if found.settings else "")
+        spec, architecture = to_dcp(folder, out, dtype=getattr(torch, dtype), models=MODELS)
+    default, model = values_of(ModelSection()), values_of(describe(spec, architecture))
+    settings = {".".join(path): value for path, value in model.items() if value != default[path]}
+    lines = [f"model.{key} = {literal(value)}" for key, value in settings.items()]
+    return f"{out}: {dtype} weights; a job of them sets\n" + "\n".join(lines)
 
 
 def _check_absent(out: Path) -> None:

@@ -31,7 +31,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # works without being installed
 
-from torchtitan.checkpoint.storage import find_steps, summary, verify
+from torchtitan.checkpoint.folders import find_steps
+from torchtitan.checkpoint.verify import summary, verify
 
 TINY = """
 [model]

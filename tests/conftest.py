@@ -12,6 +12,9 @@ import pytest
 from tests import warm_python as warm
 from tests.distributed.rank_pool import RankPool, start_server
 
+# before torch is imported, here and in what tests start: two test processes share the cores, and
+# threads that wait for each other spin, for several times the work itself at these sizes
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a process that compiles starts a pool of others otherwise: each imports torch for a graph or two
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 

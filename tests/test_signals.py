@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.jobs import TINY, read_rows, write_job
-from torchtitan.checkpoint.storage import find_steps
+from torchtitan.checkpoint.folders import find_steps
 
 ROOT = Path(__file__).parent.parent
 LONG = TINY.replace("steps = 20", "steps = 1000000") + "async_mode = '{mode}'\n"

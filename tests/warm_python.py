@@ -13,6 +13,7 @@ The child's `sys.executable` is this Python too, so that ranks of a launcher are
 from __future__ import annotations
 
 import array
+import contextlib
 import gc
 import json
 import os
@@ -74,11 +75,13 @@ def serve(address: str) -> dict[str, Any]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that handle a command
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     while True:
         ready, _, _ = select.select([listener, 0], [], [])
+        with contextlib.suppress(ChildProcessError):  # none, or none that has ended
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
         if 0 in ready:
             os._exit(0)
         client, _ = listener.accept()
@@ -90,7 +93,6 @@ def serve(address: str) -> dict[str, Any]:
 
 def _handle(client: socket.socket) -> dict[str, Any]:
     """Fork the process that runs the command, and stay between it and the one who asked."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     size, ancillary, _, _ = client.recvmsg(8, socket.CMSG_SPACE(3 * array.array("i").itemsize))
     streams = array.array("i")
     streams.frombytes(ancillary[0][2])

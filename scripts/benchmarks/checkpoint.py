@@ -27,9 +27,11 @@ from torch import Tensor, nn
 
 from scripts.benchmarks.pairs import Comparison, Report, alternate, timed
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.manager import CheckpointManager, build_group
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.state import Progress, RunState
+from torchtitan.checkpoint.verify import verify
 from torchtitan.mesh.faults import Pulse
 
 SUMMARY = "save, load, and time the loop is blocked"
@@ -104,7 +106,7 @@ def _torch_save(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _verify_and_load(step: Path, into: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    mistakes = storage.verify(step, group=group)
+    mistakes = verify(step, group=group)
     assert not mistakes, mistakes
     storage.read_tensors(step, "model", into=into, group=group)
 
@@ -145,7 +147,7 @@ def _measure_blocked(
     def run() -> float:
         progress.step += 1
         seconds = timed(lambda: manager.save_if_due(last=False))
-        while storage.find_steps(folder) != [progress.step]:  # also the one before is gone
+        while find_steps(folder) != [progress.step]:  # also the one before is gone
             time.sleep(0.05)
         return seconds
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from scripts.compare_runs import StoredTensors
 from scripts.layouts.rank import GRADIENTS, NUM_STEPS, PIDS
-from torchtitan.checkpoint.storage import find_steps
+from torchtitan.checkpoint.folders import find_steps
 from torchtitan.metrics.sinks import Row, read_rows
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,8 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.storage import find_steps, verify
+from torchtitan.checkpoint.folders import find_steps
+from torchtitan.checkpoint.verify import verify
 from torchtitan.trainer import Trainer
 
 

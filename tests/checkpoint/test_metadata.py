@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.metadata import _misses, read_metadata
+from torchtitan.checkpoint.metadata import find_misses, read_metadata
 from torchtitan.checkpoint.storage import Component, read_tensors, write
 
 Kind = _MEM_FORMAT_ENCODING
@@ -311,7 +311,7 @@ def test_a_tensor_is_stored_whole_or_refused(change: Any, said: str, folder: Pat
 
 def test_pieces_need_not_be_a_grid(folder: Path) -> None:
     rewrite(folder, with_pieces(*BRICKS, ([0, 4], [2, 0]), shape=(2, 4)))
-    assert _misses(read_metadata(folder).state_dict_metadata["a"]) is None
+    assert find_misses(read_metadata(folder).state_dict_metadata["a"]) is None
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.checkpoint.source import Selection, find_step
+from torchtitan.checkpoint.source import Selection
 from torchtitan.checkpoint.start import COMES_TO, Intention, Whose
+from torchtitan.checkpoint.steps import find_step
 from torchtitan.config.toml_files import to_toml
 from torchtitan.job import load_config
 from torchtitan.trajectory import Job
@@ -43,9 +44,9 @@ def test_what_is_found_instead_of_a_step_is_said(path: str, found: str, tmp_path
     (tmp_path / "run" / "checkpoint").mkdir(parents=True)
     (tmp_path / "run" / "file").touch()
     with pytest.raises(CheckpointError, match=found):
-        find_step(tmp_path / path, subfolder="checkpoint", verify=True, group=None)
+        find_step(tmp_path / path, subfolder="checkpoint", verifies=True, group=None)
     with pytest.raises(CheckpointError, match="load_step 3 is not in"):
-        find_step(tmp_path / path, subfolder="checkpoint", load_step=3, verify=True, group=None)
+        find_step(tmp_path / path, subfolder="checkpoint", load_step=3, verifies=True, group=None)
 
 
 def test_settings_that_were_stored_with_load_only_still_load() -> None:

@@ -22,16 +22,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.files import write_sealed_json
-from torchtitan.checkpoint.storage import (
-    Component,
-    delete,
-    find_steps,
-    read_manifest,
-    read_state,
-    read_tensors,
-    verify,
-    write,
-)
+from torchtitan.checkpoint.folders import delete, find_steps
+from torchtitan.checkpoint.storage import Component, read_manifest, read_state, read_tensors, write
+from torchtitan.checkpoint.verify import verify
 
 
 def components(value: float = 1.0) -> dict[str, Component]:
@@ -249,7 +242,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.storage import Component, find_steps, verify, write
+from torchtitan.checkpoint.folders import find_steps
+from torchtitan.checkpoint.verify import verify
+from torchtitan.checkpoint.storage import Component, write
 
 folder = Path(sys.argv[1])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -17,15 +17,10 @@ import xxhash
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.files import FileRecord
-from torchtitan.checkpoint.storage import (
-    Component,
-    find_steps,
-    newest_whole,
-    read_manifest,
-    verify,
-    write,
-)
-from torchtitan.checkpoint.verify import _share
+from torchtitan.checkpoint.folders import find_steps
+from torchtitan.checkpoint.steps import newest_step
+from torchtitan.checkpoint.storage import Component, read_manifest, write
+from torchtitan.checkpoint.verify import _share, verify
 
 FILES = [
     "manifest.json",
@@ -148,7 +143,7 @@ def test_a_stray_file_does_no_harm_and_is_named(
     """As a file manager leaves it."""
     (folder / "step-9" / "model" / ".DS_Store").write_bytes(b"x")
     with caplog.at_level(logging.WARNING):
-        assert newest_whole(folder, group=None, verify=True) == 9
+        assert newest_step(folder, group=None, verifies=True) == folder / "step-9"
     [said] = [record.getMessage() for record in caplog.records]
     assert "step-9 holds files that do not belong to it: model/.DS_Store" in said
 
@@ -168,7 +163,7 @@ def test_one_that_the_disk_does_not_give_is_passed_over(
     (folder / ".step-12.tmp" / "manifest.json").write_text("")
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     with caplog.at_level(logging.WARNING):
-        assert newest_whole(folder, group=None, verify=True, finish=True) == 6
+        assert newest_step(folder, group=None, verifies=True, finish=True) == folder / "step-6"
     messages = [record.getMessage() for record in caplog.records]
     assert any(
         f"step-9 is damaged and is not used: it cannot be read: [Errno {code}]" in m
@@ -188,25 +183,25 @@ def test_each_file_is_hashed_by_one_rank_and_the_bytes_are_shared() -> None:
     assert [sum(r.size for r in share.values()) for share in shares] == [900, 900, 900]
 
 
-def find_together(folder: Path) -> int | None:
-    return newest_whole(folder, group=dist.group.WORLD, verify=True)
+def find_together(folder: Path) -> Path | None:
+    return newest_step(folder, group=dist.group.WORLD, verifies=True)
 
 
 @pytest.mark.parametrize("harm", [cut, remove, flip])
 @pytest.mark.parametrize("name", ["manifest.json", "model/__1_0.distcp"])
-def test_the_newest_whole_one_is_taken_by_all_ranks(
+def test_the_newest_step_one_is_taken_by_all_ranks(
     harm: Callable[[Path], str], name: str, folder: Path, ranks: RankPool
 ) -> None:
     harm(folder / "step-9" / name)
     harm(folder / "step-6" / name)
-    assert ranks.run(find_together, folder, world=2) == [3, 3]
+    assert ranks.run(find_together, folder, world=2) == [folder / "step-3"] * 2
 
 
 def test_what_is_not_used_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     flip(folder / "step-9" / "model" / "__0_0.distcp")
     remove(folder / "step-6" / "manifest.json")
     with caplog.at_level(logging.WARNING):
-        assert newest_whole(folder, group=None, verify=True) == 3
+        assert newest_step(folder, group=None, verifies=True) == folder / "step-3"
     nine, six = (record.getMessage() for record in caplog.records)
     assert "step-9 is damaged and is not used: model/__0_0.distcp is damaged" in nine
     assert "step-6 is damaged and is not used: manifest.json is missing" in six
@@ -214,31 +209,31 @@ def test_what_is_not_used_is_named(folder: Path, caplog: pytest.LogCaptureFixtur
 
 def test_without_checksums_the_newest_is_taken(folder: Path) -> None:
     flip(folder / "step-9" / "model" / "__0_0.distcp")
-    assert newest_whole(folder, group=None, verify=False) == 9
+    assert newest_step(folder, group=None, verifies=False) == folder / "step-9"
     remove(folder / "step-9" / "manifest.json")
-    assert newest_whole(folder, group=None, verify=False) == 6
+    assert newest_step(folder, group=None, verifies=False) == folder / "step-6"
 
 
 def test_no_checkpoint_is_none_and_no_whole_one_an_error(folder: Path, tmp_path: Path) -> None:
-    assert newest_whole(tmp_path / "nowhere", group=None, verify=True) is None
+    assert newest_step(tmp_path / "nowhere", group=None, verifies=True) is None
     for step in (3, 6, 9):
         flip(folder / f"step-{step}" / "model" / ".metadata")
     with pytest.raises(CheckpointError, match=r"none of the 3 checkpoints in .* is whole"):
-        newest_whole(folder, group=None, verify=True)
+        newest_step(folder, group=None, verifies=True)
 
 
 def test_a_complete_draft_gets_the_name_that_a_kill_kept_from_it(folder: Path) -> None:
     """Killed while replacing step 9: the old one is put aside, the new one not yet named."""
     (folder / "step-9").rename(folder / ".step-9.deleted")
     (folder / "step-6").rename(folder / ".step-9.tmp")
-    assert newest_whole(folder, group=None, verify=True, finish=True) == 9
+    assert newest_step(folder, group=None, verifies=True, finish=True) == folder / "step-9"
     assert sorted(p.name for p in folder.iterdir()) == ["step-3", "step-9"]
 
 
 def test_the_drafts_of_another_run_are_left_to_it(folder: Path) -> None:
     """It may be alive, right between the manifest and the rename."""
     (folder / "step-9").rename(folder / ".step-9.tmp")
-    assert newest_whole(folder, group=None, verify=True) == 6
+    assert newest_step(folder, group=None, verifies=True) == folder / "step-6"
     assert sorted(p.name for p in folder.iterdir()) == [".step-9.tmp", "step-3", "step-6"]
 
 
@@ -246,7 +241,7 @@ def test_the_drafts_of_another_run_are_left_to_it(folder: Path) -> None:
 def test_a_draft_that_is_not_complete_stays_one(harm: Callable[[Path], str], folder: Path) -> None:
     (folder / "step-9").rename(folder / ".step-9.tmp")
     harm(folder / ".step-9.tmp" / "manifest.json")
-    assert newest_whole(folder, group=None, verify=True, finish=True) == 6
+    assert newest_step(folder, group=None, verifies=True, finish=True) == folder / "step-6"
     assert find_steps(folder) == [3, 6]
 
 

@@ -16,7 +16,8 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.base.transfer import HostCopy
-from torchtitan.checkpoint.storage import find_steps, read_state
+from torchtitan.checkpoint.folders import find_steps
+from torchtitan.checkpoint.storage import read_state
 from torchtitan.mesh import agreement
 from torchtitan.mesh.stop import StopRequest
 from torchtitan.models.decoder import HeadLoss

@@ -1,4 +1,4 @@
-"""A folder of Hugging Face in sizes that no flavor has: named once, read, saved and written back."""
+"""Folders of Hugging Face in sizes that no flavor has: named once, read, saved, written back."""
 
 from __future__ import annotations
 
@@ -103,9 +103,7 @@ def job_of(folder: Path, source: Path, *options: str) -> list[str]:
     ("family", "layout"),
     [("llama", FSDP2), ("qwen2", TP2), ("qwen3", PP2), ("mistral", TP2), ("qwen2", PP2)],
 )
-def test_no_step_changes_nothing(
-    family: str, layout: str, ranks: RankPool, tmp_path: Path
-) -> None:
+def test_no_step_changes_nothing(family: str, layout: str, ranks: RankPool, tmp_path: Path) -> None:
     source = tmp_path / "theirs"
     expected = logits_of(theirs(source, FAMILIES[family]))
     ranks.run(train, job_of(tmp_path, source, layout, "--training.steps=0"), world=2)

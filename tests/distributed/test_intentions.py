@@ -14,9 +14,10 @@ from torch import Tensor
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.checkpoint.files import write_sealed_json
+from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.restore import schedule_table
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
-from torchtitan.checkpoint.storage import find_steps, read_manifest
+from torchtitan.checkpoint.storage import read_manifest
 from torchtitan.trainer import Trainer
 
 CONTINUE = "--checkpoint.mode=continue"

@@ -14,16 +14,21 @@ PROMPT = [5, 200, 17, 17, 3]
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_text_is_the_public_models_and_that_without_a_cache(variant):
     model = random_decoder(VARIANTS[variant])
+    sees_one = model.config.window == 1  # each token gives the next, and text soon repeats itself
     [ids] = generate(model, [PROMPT], max_new_tokens=40, temperature=0)
     expected = reference_of(model).generate(
-        torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False, pad_token_id=0
+        torch.tensor([PROMPT]),
+        max_new_tokens=40,
+        do_sample=False,
+        pad_token_id=0,
+        use_cache=not sees_one,  # the cache of transformers 5 gives other text there
     )
     assert PROMPT + ids == expected[0].tolist()
     uncached = list(PROMPT)
     for _ in range(40):
         uncached.append(int(model(torch.tensor([uncached]))[0, -1].argmax()))
     assert PROMPT + ids == uncached
-    assert len(set(ids)) > 5
+    assert len(set(ids)) > (3 if sees_one else 5)
 
 
 def test_a_seed_repeats_and_leaves_the_global_generator_alone():

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.storage import find_steps
+from torchtitan.checkpoint.folders import find_steps
 from torchtitan.mesh.faults import PeerError, Pulse
 from torchtitan.trainer import Trainer
 

@@ -70,12 +70,14 @@ def test_there_and_back(script: ModuleType, trained, ranks: RankPool, tmp_path, 
     assert (config["eos_token_id"], config["max_position_embeddings"]) == (1, 32)
 
     assert script.main(["from-hf", str(out), str(weights)]) == 0
-    line = f"{weights}: float32 weights of a llama3 of model.flavor tiny\n"
-    assert capsys.readouterr().out == line
+    line, *settings = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{weights}: float32 weights")
+    assert {'model.flavor = "hf"', "model.dim = 32", "model.norm_eps = 1e-05"} < {*settings}
     state = Decoder(MODELS["llama3"].flavors["tiny"]).state_dict()
     dcp.load(state, storage_reader=dcp.FileSystemReader(weights), no_dist=True)
     assert all(torch.equal(state[name], result.final[name]) for name in state)
-    job = [*jobs.write_job(tmp_path), f"--checkpoint.initial_load_path={weights}"]
+    sizes = [f"--{setting.replace(' = ', '=')}" for setting in settings]
+    job = [*jobs.write_job(tmp_path), f"--checkpoint.initial_load_path={weights}", *sizes]
     assert ranks.run(jobs.refusal, job, world=1) == ["no error"]
 
 

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.assemble.model import find_model
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.ranks import on_first_rank
-from torchtitan.checkpoint.source import Step, find_step, is_plain_dcp
+from torchtitan.checkpoint.source import Step
+from torchtitan.checkpoint.steps import find_step
 from torchtitan.checkpoint.storage import read_manifest
 from torchtitan.generate.generator import DTYPES, Generator, Pretrained, build_generator
 from torchtitan.hf.beside import end_tokens, stop_ids, tokenizer_file
@@ -114,8 +114,8 @@ def find_run_step(path: Path, *, verify: bool, group: dist.ProcessGroup | None =
     stored, subfolder = path / CONFIG_FILE, "checkpoint"
     if stored.is_file():
         subfolder = Job.stored_in(stored).config.checkpoint.folder
-    step = find_step(path, subfolder=subfolder, verify=verify, group=group)
-    if on_first_rank(lambda: is_plain_dcp(step), group=group):
+    step, is_ours = find_step(path, subfolder=subfolder, verifies=verify, group=group)
+    if not is_ours:
         raise CheckpointError(
             f"{step} holds weights without the settings of a run; name a step that this library "
             f"saved, or a folder of Hugging Face"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from torchtitan.base.errors import ConfigError, Violation, did_you_mean
 from torchtitan.config.overrides import given_overrides
@@ -11,8 +12,8 @@ from torchtitan.hf.config import architecture_of, check_family, family_of, read_
 from torchtitan.hf.names import CONFIG
 from torchtitan.job import Config
 from torchtitan.models.families import MODELS
-from torchtitan.models.rope_scaling import RopeScaling, build_scaling
-from torchtitan.models.settings import HF, ModelConfig, RopeScalingConfig
+from torchtitan.models.rope_scaling import build_scaling
+from torchtitan.models.settings import HF, ModelConfig, ModelSection, RopeScalingConfig
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 from torchtitan.trajectory import CONFIG_FILE, Job
@@ -85,9 +86,7 @@ def resolve_model(config: Config) -> Config:
     path = config.checkpoint.initial_load_path
     assert path is not None, "initial_load_in_hf needs initial_load_path"
     if not (Path(path) / CONFIG).is_file() and run.is_file():
-        then = Job.stored_in(run).config.model
-        found = given_overrides(then, of=DecoderConfig)
-        name, scaling = then.name, then.rope_scaling
+        found = Job.stored_in(run).config.model
     else:
         theirs = read_config(Path(path))
         if model.name == HF:
@@ -95,13 +94,21 @@ def resolve_model(config: Config) -> Config:
         else:
             spec = _find_spec(model)
             check_family(theirs, format=spec.hf)
-        architecture = architecture_of(theirs, spec=spec)
-        name, found = spec.name, architecture.given(of_family=False)
-        scaling = _as_settings(architecture.rope_scaling)
-    if model.rope_scaling.type != "flavor":
-        scaling = model.rope_scaling
-    return replace(
-        config, model=replace(model, name=name, rope_scaling=scaling, **{**found, **sizes})
+        found = describe(spec, architecture_of(theirs, spec=spec))
+    scaling = model.rope_scaling if model.rope_scaling.type != "flavor" else found.rope_scaling
+    sizes = {**given_overrides(found, of=DecoderConfig), **sizes}
+    return replace(config, model=replace(model, name=found.name, rope_scaling=scaling, **sizes))
+
+
+def describe(spec: ModelSpec, architecture: DecoderConfig) -> ModelConfig:
+    """Return the settings of a model, whether or not a flavor has its sizes."""
+    scaling = architecture.rope_scaling
+    rotation: dict[str, Any] = {} if scaling is None else asdict(scaling)
+    return ModelSection(
+        name=spec.name,
+        flavor=HF,
+        rope_scaling=RopeScalingConfig(type=scaling.type if scaling else "none", **rotation),
+        **architecture.given(of_family=False),
     )
 
 
@@ -115,9 +122,3 @@ def _find_spec(settings: ModelConfig) -> ModelSpec:
 def _has_windows(spec: ModelSpec) -> bool:
     """Tell whether sizes of the family may have windows: any, without files of Hugging Face."""
     return not spec.hf.names or any(ours == "window" for ours, _ in spec.hf.more_counts.values())
-
-
-def _as_settings(scaling: RopeScaling | None) -> RopeScalingConfig:
-    if scaling is None:
-        return RopeScalingConfig(type="none")
-    return RopeScalingConfig(type=scaling.type, **asdict(scaling))

@@ -21,14 +21,15 @@ from torchtitan.assemble.trained import check_scale, warn_of_random_base
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import CheckpointError, ConfigError, Violation
 from torchtitan.checkpoint.files import Content
+from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.lock import lock_folder
 from torchtitan.checkpoint.manager import CheckpointManager, Export, check_staging
-from torchtitan.checkpoint.plain import PlainFolder, row_order
+from torchtitan.checkpoint.plain import PlainFolder, row_order, said_order
 from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.checkpoint.restore import restore
 from torchtitan.checkpoint.rows import HeadDim
 from torchtitan.checkpoint.settings import WEIGHT_FILES
-from torchtitan.checkpoint.source import Selection, Step, WeightSource, find_step, is_plain_dcp
+from torchtitan.checkpoint.source import Selection, Step, WeightSource
 from torchtitan.checkpoint.start import (
     Comparison,
     Intention,
@@ -38,7 +39,7 @@ from torchtitan.checkpoint.start import (
     stored_layout,
 )
 from torchtitan.checkpoint.state import VOCABULARY, RunState
-from torchtitan.checkpoint.storage import find_steps
+from torchtitan.checkpoint.steps import find_step
 from torchtitan.config.toml_files import to_toml
 from torchtitan.hf.beside import warn_of_other_tokenizer
 from torchtitan.hf.file import open_file
@@ -135,14 +136,14 @@ def open_source(
             f"checkpoint.initial_load_path {path} is a folder of Hugging Face; to start from its "
             f"weights write checkpoint.initial_load_in_hf = true"
         )
-    step = find_step(
+    step, is_ours = find_step(
         path,
         subfolder=settings.folder,
         load_step=settings.load_step,
-        verify=settings.verify_on_load,
+        verifies=settings.verify_on_load,
         group=group,
     )
-    if on_first_rank(lambda: is_plain_dcp(step), group=group):
+    if not is_ours:
         halves = _find_halves(step, config=config, layout=layout, group=group)
         return PlainFolder(path=step, in_halves=halves, **how)
     if rope != "auto":
@@ -158,8 +159,14 @@ def _find_halves(
 ) -> HeadDim:
     """Find the parameters whose rows lie in halves in a plain DCP folder."""
     logger.info("%s has no sizes but shapes: the others are those of model.flavor", path)
-    setting = config.checkpoint.initial_load_rope
-    if row_order(path, setting=setting, spec=layout.spec, group=group) == "interleaved":
+    order = row_order(
+        path,
+        said=on_first_rank(lambda: said_order(path), group=group),
+        setting=config.checkpoint.initial_load_rope,
+        spec=layout.spec,
+        may_assume=True,
+    )
+    if order == "interleaved":
         return lambda name: None
     names = Names(layout.spec.hf, layout.architecture)
     return lambda name: names.head_dim(weight_beside(name) or name)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.checkpoint.source import Step
 from torchtitan.checkpoint.start import Start
 from torchtitan.job import Config
@@ -82,7 +83,7 @@ def check_scale(start: Start, *, lora: LoRAConfig, group: dist.ProcessGroup) -> 
     ]
     if not taken:
         return
-    manifest = storage.on_first_rank(lambda: storage.read_manifest(source.path), group=group)
+    manifest = on_first_rank(lambda: storage.read_manifest(source.path), group=group)
     alpha = Job.stored(manifest["config"], file=manifest.path).config.lora.alpha
     if alpha != lora.alpha:
         raise CheckpointError(

@@ -25,6 +25,8 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.folders import MANIFEST, delete, find_steps, set_aside_after
+from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.checkpoint.retention import describe_score, rank_steps, steps_to_delete
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.staging import Staging
@@ -155,19 +157,19 @@ class CheckpointManager:
         exports = self._export is not None or settings.last_save_model_only
         if step > 0 and not exports:
             return
-        saved = self.folder / f"step-{step}" / storage.MANIFEST
+        saved = self.folder / f"step-{step}" / MANIFEST
         exported = self.folder / EXPORT / f"step-{step}"
 
         def is_there() -> bool:
             # whole if it is there; one of the other kind has a manifest, or lacks it
-            has_manifest = (exported / storage.MANIFEST).is_file()
+            has_manifest = (exported / MANIFEST).is_file()
             has_files = exported.is_dir() and any(exported.iterdir())
             return has_files and has_manifest == (self._export is None)
 
-        if exports and storage.on_first_rank(is_there, group=self._group):
+        if exports and on_first_rank(is_there, group=self._group):
             return
         components = self._state.components()
-        if not storage.on_first_rank(saved.is_file, group=self._group):
+        if not on_first_rank(saved.is_file, group=self._group):
             self._start(partial(self._save, step, components, None))  # it came from another folder
             self.wait()
         self._start(partial(self._write_export, step, components))
@@ -198,19 +200,19 @@ class CheckpointManager:
         self, step: int, components: Mapping[str, Component], validation_loss: float | None
     ) -> None:
         self._write(self.folder, step, components, validation_loss)
-        storage.on_first_rank(lambda: self._tidy(step), group=self._group)
+        on_first_rank(lambda: self._tidy(step), group=self._group)
 
     def _tidy(self, saved: int) -> None:
         if self._is_first_save:
             # damaged, or this run would have begun with them; readable again one day, none of them
             # may come before a step of this run, or displace one
-            for aside in storage.set_aside_after(self.folder, self._begun_at, but=saved):
+            for aside in set_aside_after(self.folder, self._begun_at, but=saved):
                 logger.warning("%s was passed over, and is set aside", aside)
             self._is_first_save = False
-        steps = storage.find_steps(self.folder)
+        steps = find_steps(self.folder)
         best = self._find_best(steps)
         for step in steps_to_delete(steps, keep_latest=self._settings.keep_latest_k, best=best):
-            storage.delete(self.folder / f"step-{step}")
+            delete(self.folder / f"step-{step}")
 
     def _find_best(self, steps: list[int]) -> list[int]:
         """Return the steps of lowest validation loss that are to be kept, and say which is best."""

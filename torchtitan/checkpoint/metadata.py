@@ -1,18 +1,14 @@
-"""What a DCP folder says of its tensors, and the reading of them, piece by piece.
+"""What a DCP folder says of its tensors.
 
 DCP's `.metadata` tells name, shape and type of each tensor, and in which file each piece of it
 lies. It is read as plain data (`data_pickle.py`) and believed in nothing that can be checked: that
 the pieces lie in the folder, are what is said of them, and make up the whole tensor. The tensors
-themselves are read by torch.load(weights_only=True); DCP's entries of raw bytes, which are pickles
-again, are never read.
+themselves are read by `pieces.py`; DCP's entries of raw bytes, which are pickles again, are never
+read.
 """
 
 from __future__ import annotations
 
-import os
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 from math import prod
 from pathlib import Path
@@ -20,25 +16,18 @@ from pickle import STOP
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.base.log import amount
 from torchtitan.checkpoint.data_pickle import Place, load_records
 from torchtitan.checkpoint.files import check_is_file
 from torchtitan.checkpoint.ranks import reason
-from torchtitan.checkpoint.rows import Places, overlap
 
 METADATA = ".metadata"
 _MAX_IRREGULAR = 2000
@@ -118,7 +107,7 @@ def is_tensor(entry: Any) -> bool:
     return isinstance(entry, TensorStorageMetadata)
 
 
-def _misses(entry: TensorStorageMetadata) -> str | None:
+def find_misses(entry: TensorStorageMetadata) -> str | None:
     """Say what keeps the pieces of a tensor from making it up; None: nothing does."""
     pieces = [piece for piece in entry.chunks if 0 not in piece.sizes]
     there, total = sum(prod(piece.sizes) for piece in pieces), prod(entry.size)
@@ -151,128 +140,3 @@ def _overlaps(pieces: list[ChunkStorageMetadata]) -> bool:
         )
         for a, b in combinations(pieces, 2)
     )
-
-
-class TensorReader(dcp.FileSystemReader):
-    """Reads tensors, and tensors alone, from a DCP folder."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._metadata = read_metadata(folder)
-        self._in_halves: dict[str, tuple[int, list[ChunkStorageMetadata]]] = {}
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata, read once."""
-        if not isinstance(self._metadata.storage_meta, StorageMeta):
-            self._metadata.storage_meta = StorageMeta()
-        self._metadata.storage_meta.load_id = self.load_id
-        return self._metadata
-
-    def check_whole(self, names: Collection[str]) -> None:
-        """Refuse tensors of which a part is stored alone: the rest would stay as it is.
-
-        Raises:
-            CheckpointError: Names each, how much of it is there, and the likely reason.
-        """
-        entries = self._metadata.state_dict_metadata
-        found = {name: _misses(entries[name]) for name in names if is_tensor(entries.get(name))}
-        wrong = sorted(f"'{name}' {what}" for name, what in found.items() if what is not None)
-        if wrong:
-            raise CheckpointError(
-                f"{self.path} must hold every element of a tensor once, got "
-                f"{amount(len(wrong), 'tensor')} otherwise:\n  "
-                + "; ".join(wrong[:8])
-                + (" ..." if len(wrong) > 8 else "")
-                + "\nwhere a part is missing, likely one of several ranks saved its own part alone "
-                "(dcp.save with no_dist, or not called on all of them); save it again from all "
-                "ranks, or leave these out: checkpoint.exclude_from_loading"
-            )
-
-    def turn_halves(self, head_dims: Mapping[str, int]) -> None:
-        """Read the rows of these tensors as heads in halves, each of so many rows (`rows.py`)."""
-        entries = self._metadata.state_dict_metadata
-        for name, head_dim in head_dims.items():
-            entry = entries[name]
-            assert isinstance(entry, TensorStorageMetadata)
-            self._in_halves[name] = head_dim, entry.chunks
-            # to DCP one piece: which ones a rank needs follows from the order of rows
-            whole = ChunkStorageMetadata(torch.Size([0] * len(entry.size)), entry.size)
-            entries[name] = replace(entry, chunks=[whole])
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what `plan` asks for, file by file.
-
-        Raises:
-            CheckpointError: Names the file that is missing, damaged or refused.
-        """
-        by_file: dict[str, list[tuple[ReadItem, MetadataIndex, list[Places]]]] = defaultdict(list)
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                raise CheckpointError(f"'{item.storage_index.fqn}' is raw bytes, not a tensor")
-            for piece, places in self._pieces(item):
-                by_file[self.storage_data[piece].relative_path].append((item, piece, places))
-        for name, parts in by_file.items():
-            try:
-                self._read_file(Path(self.path) / name, parts, planner)
-            except Exception as error:  # damaged bytes can make reading fail in any way
-                raise CheckpointError(
-                    f"{Path(self.path) / name} cannot be read, nothing in it was run: "
-                    f"{reason(error)}; use another checkpoint"
-                ) from error
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _pieces(self, item: ReadItem) -> Iterator[tuple[MetadataIndex, list[Places]]]:
-        """Yield the pieces that a region comes from, and what of each goes where in the region."""
-        if item.storage_index.fqn not in self._in_halves:
-            region = zip(item.storage_offsets, item.lengths, strict=True)
-            yield item.storage_index, [((), tuple(slice(a, a + n) for a, n in region))]
-            return
-        head_dim, pieces = self._in_halves[item.storage_index.fqn]
-        for piece in pieces:
-            places = overlap(
-                item.storage_offsets,
-                item.lengths,
-                offsets=piece.offsets,
-                sizes=piece.sizes,
-                head_dim=head_dim,
-            )
-            if found := list(places):
-                yield MetadataIndex(item.storage_index.fqn, piece.offsets), found
-
-    def _read_file(
-        self,
-        file: Path,
-        parts: Sequence[tuple[ReadItem, MetadataIndex, list[Places]]],
-        planner: LoadPlanner,
-    ) -> None:
-        check_is_file(file)
-        with file.open("rb") as stream:
-            num_bytes = os.fstat(stream.fileno()).st_size
-            for item, index, places in parts:
-                place: Place = self.storage_data[index]
-                if min(place.offset, place.length) < 0 or place.offset + place.length > num_bytes:
-                    raise CheckpointError("it is cut short")
-                piece = torch.load(
-                    self._slice_file(stream, place), map_location="cpu", weights_only=True
-                )
-                self._check_stored(piece, index)
-                target = planner.resolve_tensor(item).detach()
-                for into, out_of in places:
-                    target[into].copy_(piece[out_of])
-                planner.commit_tensor(item, target)
-
-    def _check_stored(self, piece: Any, index: MetadataIndex) -> None:
-        """Refuse a piece of another type or shape than the metadata say: copying would cast it."""
-        entry = self._metadata.state_dict_metadata[index.fqn]
-        assert isinstance(entry, TensorStorageMetadata)
-        pieces = self._in_halves[index.fqn][1] if index.fqn in self._in_halves else entry.chunks
-        size = next(piece.sizes for piece in pieces if piece.offsets == index.offset)
-        said = f"{METADATA} says {entry.properties.dtype} {list(size)}"
-        if not isinstance(piece, Tensor) or piece.layout != torch.strided:
-            raise CheckpointError(f"'{index.fqn}' is no plain tensor there; {said}")
-        if piece.dtype != entry.properties.dtype or piece.shape != size:
-            raise CheckpointError(
-                f"'{index.fqn}' is {piece.dtype} {list(piece.shape)} there; {said}"
-            )

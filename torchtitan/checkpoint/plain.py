@@ -107,39 +107,50 @@ class PlainFolder:
 
 
 def row_order(
-    folder: Path,
+    place: Path,
     *,
+    said: RopeOrder | None,
     setting: Literal["auto", "interleaved", "halves"],
     spec: ModelSpec,
-    group: dist.ProcessGroup,
+    may_assume: bool,
 ) -> RopeOrder:
-    """Return in which order a plain DCP folder has the rows of wq and wk, and log why.
+    """Return in which order weights of another writer have the rows of wq and wk, and log why.
+
+    `said`: what the place says itself. `may_assume`: where nothing says it, that torchtitan 0.2
+    wrote them.
 
     Raises:
-        CheckpointError: The folder names another order than the setting.
+        CheckpointError: The place says another order than the setting, or neither says one.
     """
-    said = storage.on_first_rank(lambda: _said_order(folder), group=group)
     if said is not None and setting not in ("auto", said):
         raise CheckpointError(
-            f'checkpoint.initial_load_rope = "{setting}" is not what {folder} says of itself, '
+            f'checkpoint.initial_load_rope = "{setting}" is not what {place} says of itself, '
             f'"{said}"; remove it'
         )
     if said is not None or setting != "auto":
         order = said or cast(RopeOrder, setting)
-        logger.info("%s has the rows of wq and wk %s", folder, _IN_WORDS[order])
+        logger.info("%s has the rows of wq and wk %s", place, _IN_WORDS[order])
         return order
+    usual = spec.torchtitan_rope
+    if usual != "interleaved" and not may_assume:
+        raise CheckpointError(
+            f"{place} does not say how the rows of wq and wk lie: torchtitan 0.2 writes "
+            f"{spec.name} in {usual}, this library interleaved, by the same names; write "
+            f'checkpoint.initial_load_rope = "{usual}" or "interleaved"'
+        )
     logger.log(
-        logging.INFO if spec.torchtitan_rope == "interleaved" else logging.WARNING,
+        logging.INFO if usual == "interleaved" else logging.WARNING,
         "%s does not say how the rows of wq and wk lie: they are taken as torchtitan 0.2 writes "
         "%s, %s; if another writer made it, set checkpoint.initial_load_rope",
-        folder,
+        place,
         spec.name,
-        _IN_WORDS[spec.torchtitan_rope],
+        _IN_WORDS[usual],
     )
-    return spec.torchtitan_rope
+    return usual
 
 
-def _said_order(folder: Path) -> RopeOrder | None:
+def said_order(folder: Path) -> RopeOrder | None:
+    """Return the order of rows that a DCP folder of weights says it has, if it says one."""
     if not (folder / storage.STATE).is_file():
         return None
     said = storage.read_state(folder.parent, folder.name).get("rope")

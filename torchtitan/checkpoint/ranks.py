@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.base.errors import CheckpointError
 
@@ -29,6 +30,18 @@ def reason(error: BaseException) -> str:
         return "it ends too early" if isinstance(error, EOFError) else type(error).__name__
     line = f"{type(error).__name__}: {lines[0]}"
     return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."
+
+
+def reasons(error: CheckpointError | CheckpointException) -> str:
+    """Say which ranks failed and why, without the traceback that DCP adds."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    ranks: dict[str, list[str]] = {}
+    for rank, failure in error.failures.items():
+        ranks.setdefault(reason(failure[0]), []).append(str(rank))
+    return "; ".join(
+        f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {why}" for why, who in ranks.items()
+    )
 
 
 def on_first_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:

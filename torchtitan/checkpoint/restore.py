@@ -19,7 +19,8 @@ from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.base.log import amount
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import check_counts, checked_kinds
-from torchtitan.checkpoint.ranks import union
+from torchtitan.checkpoint.folders import MANIFEST
+from torchtitan.checkpoint.ranks import on_first_rank, union
 from torchtitan.checkpoint.source import Selection, Step
 from torchtitan.checkpoint.start import Intention, Start
 from torchtitan.checkpoint.state import (
@@ -62,7 +63,7 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
 
 
 def _check_components(step: Path, taken: Collection[str], *, group: dist.ProcessGroup) -> None:
-    manifest = storage.on_first_rank(lambda: storage.read_manifest(step), group=group)
+    manifest = on_first_rank(lambda: storage.read_manifest(step), group=group)
     missing = [name for name in taken if name not in manifest["components"]]
     if missing:
         there = ", ".join(map(str, manifest["components"])) or "nothing"
@@ -122,12 +123,12 @@ def _restore_rest(
     if "train_state" in taken:
         _restore_train_state(state, folder, group=group)
     if start.intention == "continue" and "lr_scheduler" in taken:
-        old = storage.on_first_rank(lambda: storage.read_state(folder, "lr_scheduler"), group=group)
+        old = on_first_rank(lambda: storage.read_state(folder, "lr_scheduler"), group=group)
         _report_schedule(folder, old, state.schedule, step=state.progress.step)
 
 
 def _restore_position(state: RunState, start: Start, *, group: dist.ProcessGroup) -> None:
-    stored = storage.on_first_rank(
+    stored = on_first_rank(
         lambda: checked_kinds(
             storage.read_state(start.source.path, "dataloader"),
             kinds={"position": int, "fingerprint": dict},
@@ -146,14 +147,14 @@ def _restore_position(state: RunState, start: Start, *, group: dist.ProcessGroup
 
 def _restore_train_state(state: RunState, source: Path, *, group: dist.ProcessGroup) -> None:
     kinds = {"step": int, "tokens_seen": int, "world_size": int}
-    train_state = storage.on_first_rank(
+    train_state = on_first_rank(
         lambda: checked_kinds(storage.read_state(source, "train_state"), kinds=kinds), group=group
     )
     check_counts(train_state, "step", "tokens_seen")
-    manifest = storage.on_first_rank(lambda: storage.read_manifest(source), group=group)
+    manifest = on_first_rank(lambda: storage.read_manifest(source), group=group)
     if (step := manifest["step"]) != train_state["step"]:
         raise CheckpointError(
-            f"{source} must hold one step, its {storage.MANIFEST} says {step} and its train_state "
+            f"{source} must hold one step, its {MANIFEST} says {step} and its train_state "
             f"{train_state['step']}; use another checkpoint"
         )
     state.progress.step = step

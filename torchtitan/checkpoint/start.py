@@ -24,8 +24,11 @@ import torch.distributed as dist
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import Content
+from torchtitan.checkpoint.folders import MANIFEST
+from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.checkpoint.source import Selection, Step, WeightSource, checked_step, newest_step
+from torchtitan.checkpoint.source import Selection, Step, WeightSource
+from torchtitan.checkpoint.steps import own_step
 from torchtitan.mesh.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
@@ -90,7 +93,7 @@ def stored_layout(manifest: Mapping[str, Any]) -> ParallelDims:
     known = {axis.name for axis in fields(ParallelDims)}
     if not known.issuperset(layout) or not all(type(n) is int for n in layout.values()):
         raise CheckpointError(
-            f"a {storage.MANIFEST} must give the layout by {', '.join(sorted(known))}, got "
+            f"a {MANIFEST} must give the layout by {', '.join(sorted(known))}, got "
             f"{layout}; use another checkpoint, or the version that wrote this one"
         )
     return ParallelDims(**layout)
@@ -111,9 +114,16 @@ def choose_start(
     """
 
     def compared(step: Path) -> Comparison:
-        return compare(storage.on_first_rank(lambda: storage.read_manifest(step), group=group))
+        return compare(on_first_rank(lambda: storage.read_manifest(step), group=group))
 
-    own = _own_step(settings, folder=folder, compared=compared, group=group)
+    own = own_step(
+        folder,
+        load_step=settings.load_step,
+        may_be_elsewhere=settings.initial_load_path is not None,
+        asked_for=lambda step: compared(step).then.load_step,
+        verifies=settings.verify_on_load,
+        group=group,
+    )
     if own is not None:
         if settings.initial_load_path is not None:
             logger.info(
@@ -132,7 +142,7 @@ def choose_start(
     intention = COMES_TO["other folder" if isinstance(source, Step) else "foreign", asked]
     if intention is None:
         raise CheckpointError(
-            f"{source.path} has no {storage.MANIFEST}: another trainer wrote it, and only its "
+            f"{source.path} has no {MANIFEST}: another trainer wrote it, and only its "
             f"weights can be taken; write checkpoint.initial_load_model_only = true, with mode "
             f'"finetune" or without a mode'
         )
@@ -200,39 +210,3 @@ def refuse_differences(
         + "\n  ".join(differences)
         + f"\n{ways}or choose another --job.dump_folder to begin a new run"
     )
-
-
-def _own_step(
-    settings: CheckpointConfig,
-    *,
-    folder: Path,
-    compared: Callable[[Path], Comparison],
-    group: dist.ProcessGroup,
-) -> Path | None:
-    """Return the newest whole step of the run's own folder, the one that `load_step` may name
-    there; None: `load_step` is one of initial_load_path, or there is nothing.
-
-    A job that was killed is started again by the same command: steps that a job with the same
-    `load_step` saved are its own.
-    """
-    wanted, verify = settings.load_step, settings.verify_on_load
-    newest = newest_step(folder, verify=verify, group=group, finish=True)
-    if wanted == -1 or (newest is None and settings.initial_load_path is not None):
-        return newest
-    if newest is not None and compared(newest).then.load_step == wanted:
-        return newest
-    steps = storage.on_first_rank(lambda: storage.find_steps(folder), group=group)
-    is_earlier = newest is not None and wanted < int(newest.name.removeprefix("step-"))
-    if wanted not in steps:
-        raise CheckpointError(
-            f"checkpoint.load_step {wanted} is not in {folder}; it holds {steps or 'no checkpoint'}"
-        )
-    if is_earlier:
-        raise CheckpointError(
-            f"checkpoint.load_step must be the newest step of {folder}, {newest}, got {wanted}: a "
-            f"run never goes back in its own folder. Go back in a new one: another "
-            f"--job.dump_folder, with --checkpoint.initial_load_path {folder} "
-            f"--checkpoint.initial_load_model_only false --checkpoint.load_step {wanted}"
-        )
-    named = folder / f"step-{wanted}"
-    return named if named == newest else checked_step(named, verify=verify, group=group)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,38 +34,15 @@ from torchtitan.checkpoint.files import (
 from torchtitan.checkpoint.folders import (
     MANIFEST,
     commit,
-    delete,
     draft_of,
-    find_steps,
-    finish_commits,
-    list_steps,
     make_draft,
-    set_aside_after,
     step_of,
 )
-from torchtitan.checkpoint.metadata import TensorReader, is_tensor, read_metadata
-from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank, reason, union
+from torchtitan.checkpoint.metadata import is_tensor, read_metadata
+from torchtitan.checkpoint.pieces import TensorReader, fill
+from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank, reasons, union
 from torchtitan.checkpoint.rows import HeadDim
-from torchtitan.checkpoint.verify import newest_whole, summary, verify
 
-__all__ = [
-    "MANIFEST",
-    "Component",
-    "delete",
-    "find_steps",
-    "finish_commits",
-    "list_steps",
-    "newest_whole",
-    "on_first_rank",
-    "read_manifest",
-    "read_state",
-    "read_tensors",
-    "set_aside_after",
-    "stored_names",
-    "summary",
-    "verify",
-    "write",
-]
 logger = logging.getLogger(__name__)
 STATE = "state.json"
 Shape = tuple[int, ...]
@@ -143,18 +120,6 @@ def _commit(
     commit(target)
 
 
-def reasons(error: CheckpointError | CheckpointException) -> str:
-    """Say which ranks failed and why, without the traceback that DCP adds."""
-    if isinstance(error, CheckpointError):
-        return str(error)
-    ranks: dict[str, list[str]] = {}
-    for rank, failure in error.failures.items():
-        ranks.setdefault(reason(failure[0]), []).append(str(rank))
-    return "; ".join(
-        f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {why}" for why, who in ranks.items()
-    )
-
-
 def _free_space(target: Path) -> str:
     folder = next(path for path in target.absolute().parents if path.is_dir())
     return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB are free there"
@@ -230,21 +195,15 @@ def read_tensors(
 
     def open_component() -> None:
         reader = TensorReader(folder)
-        stored = reader.read_metadata().state_dict_metadata
         reader.check_whole(into)
-        there = {name: _kind(entry) for name, entry in stored.items()}
+        there = {name: _kind(entry) for name, entry in reader.entries.items()}
         grown = check_match(folder, there, wanted, leaves_out=leaves_out, may_grow=may_grow)
-        for name, shape in grown.items():  # none of the other rows is stored
-            stored[name] = replace(stored[name], size=torch.Size(shape))
-        head_dims = {name: in_halves(name) for name in into}
-        reader.turn_halves({name: width for name, width in head_dims.items() if width is not None})
+        reader.grow(grown)
+        reader.turn_halves({name: in_halves(name) for name in into})
         readers.append(reader)
 
     on_every_rank(open_component, group=group)
-    try:
-        dcp.load(dict(into), storage_reader=readers[0], process_group=group, no_dist=group is None)
-    except CheckpointException as error:
-        raise CheckpointError(f"{folder}: {reasons(error)}") from error
+    fill(into, reader=readers[0], group=group)
 
 
 def _kind(entry: Any) -> tuple[Shape | None, str]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.files import FileRecord, hash_file, read_json, seal_is_whole
-from torchtitan.checkpoint.folders import MANIFEST, finish_commits, list_steps
+from torchtitan.checkpoint.folders import MANIFEST
 from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank
 
 logger = logging.getLogger(__name__)
@@ -33,53 +33,10 @@ def verify(checkpoint: Path, *, group: dist.ProcessGroup | None) -> list[str]:
     return sorted([*mistakes, *(mistake for each in found for mistake in each)])
 
 
-def newest_whole(
-    folder: Path, *, group: dist.ProcessGroup | None, verify: bool, finish: bool = False
-) -> int | None:
-    """Return the step of the newest whole checkpoint, the same on every rank; None if `folder`
-    has no checkpoint.
-
-    Each newer one that is damaged or partial is named in a warning. Without `verify` only the
-    presence of the manifest is looked at. `finish` gives complete drafts their name first: only for
-    the folder's own run, since in that of another they may be written at this moment.
-
-    Raises:
-        CheckpointError: There are checkpoints, and none of them is whole.
-    """
-    steps = on_first_rank(lambda: _find(folder, finish=finish), group=group)
-    for step, has_manifest in reversed(steps):
-        path = folder / f"step-{step}"
-        mistakes = _mistakes(path, group=group) if verify else _lacks(has_manifest)
-        if not mistakes:
-            return step
-        if group is None or dist.get_rank(group) == 0:
-            logger.warning("%s is damaged and is not used: %s", path, summary(mistakes))
-    if steps:
-        raise CheckpointError(
-            f"none of the {len(steps)} checkpoints in {folder} is whole, the newest is step "
-            f"{steps[-1][0]}; restore one from a copy, or move them away to start anew"
-        )
-    return None
-
-
 def summary(mistakes: list[str]) -> str:
     """Put what is wrong into one line."""
     more = f"; and {len(mistakes) - 5} more" if len(mistakes) > 5 else ""
     return "; ".join(mistakes[:5]) + more
-
-
-def _find(folder: Path, *, finish: bool) -> list[tuple[int, bool]]:
-    if finish:
-        finish_commits(folder)
-    return list_steps(folder)
-
-
-def _mistakes(checkpoint: Path, *, group: dist.ProcessGroup | None) -> list[str]:
-    return verify(checkpoint, group=group)
-
-
-def _lacks(has_manifest: bool) -> list[str]:
-    return [] if has_manifest else [f"{MANIFEST} is missing"]
 
 
 def _survey(checkpoint: Path) -> tuple[list[str], dict[str, FileRecord]]:

@@ -8,7 +8,6 @@ matrices and nothing else.
 from __future__ import annotations
 
 import inspect
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -81,10 +80,7 @@ def build_generator(
     if chats:
         template = find_template(found.chat_template, tokenizer=ids, tokenizer_path=path)
     model = _split(found, mesh=mesh).to_empty(device=device)
-    with warnings.catch_warnings():
-        # one process may be what is meant here
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        found.weights.read(dict(model.named_parameters()))
+    found.weights.read(dict(model.named_parameters()))
     return Generator(
         model=model.to(getattr(torch, dtype or found.dtype)),
         tokenizer=ids,

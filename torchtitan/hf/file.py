@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.files import check_is_file
+from torchtitan.checkpoint.plain import row_order
 from torchtitan.checkpoint.ranks import on_first_rank, reason
 from torchtitan.checkpoint.source import ALL, Selection
 from torchtitan.checkpoint.state import EMBEDDING, OUTPUT
@@ -29,7 +30,7 @@ from torchtitan.hf.folder import NO_WEIGHT
 from torchtitan.hf.names import Names
 from torchtitan.hf.read import DTYPES, HFWeights, Open, StoredTensor, check_fit
 from torchtitan.models.sizes import DecoderConfig
-from torchtitan.models.spec import ModelSpec
+from torchtitan.models.spec import ModelSpec, RopeOrder
 
 logger = logging.getLogger(__name__)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -57,6 +58,12 @@ def open_file(
 
     names = Names(spec.hf, architecture)
 
+    @cache
+    def order(theirs: bool) -> RopeOrder:
+        # a file may be of this library too, of whose folders each says its order
+        said: RopeOrder | None = "halves" if theirs else None
+        return row_order(path, said=said, setting=rope, spec=spec, may_assume=False)
+
     def survey() -> dict[str, StoredTensor]:
         tensors = map_file(path)
         found: dict[str, StoredTensor] = {}
@@ -71,13 +78,11 @@ def open_file(
                     f"and as '{name}'; save it by one kind of names alone"
                 )
             rotary = names.head_dim(ours)
-            if rotary is not None:
-                _check_order(path, name, rope=rope, theirs=theirs, spec=spec)
             found[ours] = StoredTensor(
                 name=name,
                 shape=tuple(tensor.shape),
                 dtype=_NAMES.get(tensor.dtype, str(tensor.dtype)),
-                head_dim=rotary if theirs or rope == "halves" else None,
+                head_dim=None if rotary is None or order(theirs) == "interleaved" else rotary,
             )
         if architecture.tie_embeddings and _holds_embedding_twice(tensors, found):
             del found[OUTPUT]
@@ -112,21 +117,6 @@ def _opener(file: Path) -> Open:
         yield mapped()[stored.name]
 
     return open_tensor
-
-
-def _check_order(path: Path, name: str, *, rope: str, theirs: bool, spec: ModelSpec) -> None:
-    """Refuse rows whose order can only be guessed, or is known to be another one."""
-    if theirs and rope == "interleaved":
-        raise CheckpointError(
-            f"checkpoint.initial_load_rope is for weights by this library's names, got "
-            f"\"{rope}\" for {path}, whose '{name}' is Hugging Face's, in halves; remove it"
-        )
-    if not theirs and rope == "auto" and spec.torchtitan_rope != "interleaved":
-        raise CheckpointError(
-            f"{path} does not say how the rows of '{name}' lie: torchtitan 0.2 writes {spec.name} "
-            f"in {spec.torchtitan_rope}, this library interleaved, by the same names; write "
-            f'checkpoint.initial_load_rope = "{spec.torchtitan_rope}" or "interleaved"'
-        )
 
 
 def is_beside(name: object) -> bool:

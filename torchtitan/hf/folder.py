@@ -17,11 +17,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import check_is_file, read_json
 from torchtitan.checkpoint.ranks import on_first_rank, reason
 from torchtitan.checkpoint.source import ALL, Selection
 from torchtitan.checkpoint.state import OUTPUT
+from torchtitan.checkpoint.verify import summary
 from torchtitan.hf.config import (
     SEEN_IN_SHAPES,
     check_config,
@@ -120,8 +120,7 @@ def _survey(path: Path, *, names: Names) -> dict[str, StoredTensor]:
     absent = [f"{name} in {file}" for name, file in sorted(places.items() - here)]
     if absent := [text for text in absent if not NO_WEIGHT.match(text)]:
         raise CheckpointError(
-            f"{path / INDEX} names what is not there: {storage.summary(absent)}; get the folder "
-            f"again"
+            f"{path / INDEX} names what is not there: {summary(absent)}; get the folder again"
         )
     return found
 

@@ -15,7 +15,6 @@ import json
 import logging
 import math
 import shutil
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,15 +22,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import HashingFile, write_json
 from torchtitan.checkpoint.folders import commit, draft_of
-from torchtitan.checkpoint.metadata import TensorReader
+from torchtitan.checkpoint.metadata import is_tensor
+from torchtitan.checkpoint.pieces import TensorReader, fill
 from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank
 from torchtitan.checkpoint.rows import to_their_rows
 from torchtitan.hf.config import new_config
@@ -132,9 +129,8 @@ def export(
 
     def check_and_plan() -> list[list[Planned]]:
         reader = TensorReader(checkpoint / "model")
-        stored = reader.read_metadata().state_dict_metadata
-        check_names(checkpoint, stored, settings=settings)
-        reader.check_whole(stored)
+        check_names(checkpoint, reader.entries, settings=settings)
+        reader.check_whole(reader.entries)
         return plan_files(reader, settings=settings)
 
     def prepare() -> None:
@@ -188,9 +184,8 @@ def plan_files(reader: TensorReader, *, settings: HFExport) -> list[list[Planned
     files: list[list[Planned]] = [[]]
     size = 0
     limit = math.inf if settings.adapter_alone else settings.max_file_bytes  # PEFT reads one file
-    stored = reader.read_metadata().state_dict_metadata
-    for ours, entry in sorted(stored.items(), key=lambda item: _in_order(item[0])):
-        assert storage.is_tensor(entry), f"{ours} is no parameter"
+    for ours, entry in sorted(reader.entries.items(), key=lambda item: _in_order(item[0])):
+        assert is_tensor(entry), f"{ours} is no parameter"
         if settings.is_adapters(ours) != settings.adapter_alone:
             continue
         tensor = Planned(
@@ -250,18 +245,12 @@ def _write_file(
 
 def _read(tensor: Planned, *, reader: TensorReader, settings: HFExport) -> Tensor:
     """Return a whole tensor in their order of rows, in its new type."""
-    stored = reader.read_metadata().state_dict_metadata
+    stored = reader.entries
     adapter, parts = settings.adapter, [tensor.ours]
     if adapter is not None and not adapter.owns(tensor.ours):
         parts += [name for name in adapter.parts_of(tensor.ours) if name in stored]
     weights = {name: _empty_like(stored[name]) for name in parts}
-    try:
-        with warnings.catch_warnings():
-            # this process alone is meant
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(weights, storage_reader=reader, no_dist=True)
-    except CheckpointException as error:  # no Exception: other ranks would not hear of it
-        raise CheckpointError(storage.reasons(error)) from error
+    fill(weights, reader=reader, group=None)
     weight, *changes = weights.values()
     if adapter is not None and changes:
         weight = adapter.merge(weight, changes)

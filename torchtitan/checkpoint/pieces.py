@@ -1,0 +1,205 @@
+"""Tensors read from disk piece by piece, by DCP's plan.
+
+Common loaders read the whole model on every rank, or on one that sends it around. Here DCP plans
+which piece of which tensor a rank needs in any layout, and the rank reads only those, so it never
+holds more of a file than one piece of one tensor. What the files are is the business of subclasses:
+DCP's own below, those by Hugging Face's names in `hf/read.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from torchtitan.base.errors import CheckpointError
+from torchtitan.base.log import amount
+from torchtitan.checkpoint.data_pickle import Place
+from torchtitan.checkpoint.files import check_is_file
+from torchtitan.checkpoint.metadata import METADATA, find_misses, is_tensor, read_metadata
+from torchtitan.checkpoint.ranks import reason, reasons
+from torchtitan.checkpoint.rows import Places, overlap
+
+
+class PieceReader(dcp.FileSystemReader):
+    """Gives DCP the pieces of the tensors that `metadata` describes; a subclass opens them."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+        self._in_halves: dict[str, tuple[int, list[ChunkStorageMetadata]]] = {}
+
+    def open_piece(self, index: MetadataIndex) -> AbstractContextManager[Any]:
+        """Open a piece: slices of the result are tensors."""
+        raise NotImplementedError
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        """What is stored, by name."""
+        return self._metadata.state_dict_metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata, read once."""
+        if not isinstance(self._metadata.storage_meta, StorageMeta):
+            self._metadata.storage_meta = StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def grow(self, shapes: Mapping[str, Collection[int]]) -> None:
+        """Give tensors the shapes of those to fill: rows behind the stored ones are not read."""
+        for name, shape in shapes.items():
+            self.entries[name] = replace(self.entries[name], size=torch.Size(shape))
+
+    def turn_halves(self, head_dims: Mapping[str, int | None]) -> None:
+        """Read the rows of these tensors as heads in halves, each of so many rows (`rows.py`);
+        None: they lie as ours."""
+        for name, head_dim in head_dims.items():
+            if head_dim is None:
+                continue
+            entry = self.entries[name]
+            assert isinstance(entry, TensorStorageMetadata)
+            self._in_halves[name] = head_dim, entry.chunks
+            # to DCP one piece: which ones a rank needs follows from the order of rows
+            whole = ChunkStorageMetadata(torch.Size([0] * len(entry.size)), entry.size)
+            self.entries[name] = replace(entry, chunks=[whole])
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what `plan` asks for.
+
+        Raises:
+            CheckpointError: Names the file that is missing, damaged or refused.
+        """
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                raise CheckpointError(f"'{item.storage_index.fqn}' is raw bytes, not a tensor")
+            target = planner.resolve_tensor(item).detach()
+            for index, places in self._pieces(item):
+                with self.open_piece(index) as piece:
+                    for into, out_of in places:
+                        target[into].copy_(piece[out_of])
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _pieces(self, item: ReadItem) -> Iterator[tuple[MetadataIndex, list[Places]]]:
+        """Yield the pieces that a region comes from, and what of each goes where in the region."""
+        if item.storage_index.fqn not in self._in_halves:
+            region = zip(item.storage_offsets, item.lengths, strict=True)
+            yield item.storage_index, [((), tuple(slice(a, a + n) for a, n in region))]
+            return
+        head_dim, pieces = self._in_halves[item.storage_index.fqn]
+        for piece in pieces:
+            places = overlap(
+                item.storage_offsets,
+                item.lengths,
+                offsets=piece.offsets,
+                sizes=piece.sizes,
+                head_dim=head_dim,
+            )
+            if found := list(places):
+                yield MetadataIndex(item.storage_index.fqn, piece.offsets), found
+
+    def stored_shape(self, index: MetadataIndex) -> torch.Size:
+        """Return the shape of a piece."""
+        halved = self._in_halves.get(index.fqn)
+        pieces = self.entries[index.fqn].chunks if halved is None else halved[1]
+        return next(piece.sizes for piece in pieces if piece.offsets == index.offset)
+
+
+class TensorReader(PieceReader):
+    """Reads tensors, and tensors alone, from a DCP folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, read_metadata(folder))
+
+    def check_whole(self, names: Collection[str]) -> None:
+        """Refuse tensors of which a part is stored alone: the rest would stay as it is.
+
+        Raises:
+            CheckpointError: Names each, how much of it is there, and the likely reason.
+        """
+        there = {name: self.entries[name] for name in names if is_tensor(self.entries.get(name))}
+        found = {name: find_misses(entry) for name, entry in there.items()}
+        wrong = sorted(f"'{name}' {what}" for name, what in found.items() if what is not None)
+        if wrong:
+            raise CheckpointError(
+                f"{self.path} must hold every element of a tensor once, got "
+                f"{amount(len(wrong), 'tensor')} otherwise:\n  "
+                + "; ".join(wrong[:8])
+                + (" ..." if len(wrong) > 8 else "")
+                + "\nwhere a part is missing, likely one of several ranks saved its own part alone "
+                "(dcp.save with no_dist, or not called on all of them); save it again from all "
+                "ranks, or leave these out: checkpoint.exclude_from_loading"
+            )
+
+    @contextmanager
+    def open_piece(self, index: MetadataIndex) -> Iterator[Tensor]:
+        """Read a piece, which has to be what the metadata say."""
+        place: Place = self.storage_data[index]
+        file = Path(self.path) / place.relative_path
+        try:
+            check_is_file(file)
+            with file.open("rb") as stream:
+                num_bytes = os.fstat(stream.fileno()).st_size
+                if min(place.offset, place.length) < 0 or place.offset + place.length > num_bytes:
+                    raise CheckpointError("it is cut short")
+                piece = torch.load(
+                    self._slice_file(stream, place), map_location="cpu", weights_only=True
+                )
+            self._check_stored(piece, index)
+            yield piece
+        except Exception as error:  # damaged bytes can make reading fail in any way
+            raise CheckpointError(
+                f"{file} cannot be read, nothing in it was run: {reason(error)}; use another "
+                f"checkpoint"
+            ) from error
+
+    def _check_stored(self, piece: Any, index: MetadataIndex) -> None:
+        """Refuse a piece of another type or shape than the metadata say: copying would cast it."""
+        dtype, shape = self.entries[index.fqn].properties.dtype, self.stored_shape(index)
+        said = f"{METADATA} says {dtype} {list(shape)}"
+        if not isinstance(piece, Tensor) or piece.layout != torch.strided:
+            raise CheckpointError(f"'{index.fqn}' is no plain tensor there; {said}")
+        if piece.dtype != dtype or piece.shape != shape:
+            raise CheckpointError(
+                f"'{index.fqn}' is {piece.dtype} {list(piece.shape)} there; {said}"
+            )
+
+
+def fill(
+    into: Mapping[str, Tensor], *, reader: PieceReader, group: dist.ProcessGroup | None
+) -> None:
+    """Fill tensors in place, each in its own type; the ranks of `group` together, None: this
+    process alone.
+
+    Raises:
+        CheckpointError: A file is missing, damaged or refused; says on which ranks.
+    """
+    alone = group is None
+    with warnings.catch_warnings():
+        if alone:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.load(dict(into), storage_reader=reader, process_group=group, no_dist=alone)
+        except CheckpointException as error:  # no Exception: other ranks would not hear of it
+            raise CheckpointError(f"{reader.path}: {reasons(error)}") from error
