@@ -47,7 +47,7 @@ FLOORS: Mapping[str, int] = {
 NARROW: Mapping[str, frozenset[str]] = {
     "config": frozenset({"base.errors"}),
     "models": frozenset({"base"}),
-    "settings": frozenset({"config", "base.errors", "models.rope_scaling"}),
+    "settings": frozenset({"config", "base.errors", "models.rope_scaling", "models.sizes"}),
 }
 # a room's section is plain data, which every other room may read
 SETTINGS = "settings"

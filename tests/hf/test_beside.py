@@ -43,6 +43,7 @@ def test_the_context_is_the_longest_the_weights_have_met(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": there}))
     job = ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--training.seq_len=32"]
+    job += ["--model.name=llama3", "--model.flavor=tiny"]
     config = load_config([*job, f"--checkpoint.initial_load_path={tmp_path}"])
     carried = describe_export(config, dtype=None).carried
     assert carried["max_position_embeddings"] == expected

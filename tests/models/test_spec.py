@@ -101,11 +101,6 @@ def test_flops_are_those_of_forward_and_backward(variant, monkeypatch):
     assert counter.get_total_flops() == tokens.numel() * count(model).flops_per_token(48)
 
 
-def test_sizes_that_do_not_fit_together_are_refused():
-    with pytest.raises(AssertionError):
-        DecoderConfig(dim=32, num_layers=1, num_heads=4, num_kv_heads=3, hidden_dim=8, vocab_size=8)
-
-
 def test_the_settings_of_the_rotation_are_those_that_its_ways_read() -> None:
     settings = {field.name: field for field in dataclasses.fields(RopeScalingConfig)}
     read = {field.name for way in SCALINGS.values() for field in dataclasses.fields(way)}

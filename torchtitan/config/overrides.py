@@ -55,7 +55,7 @@ def with_overrides(section: type[S], of: type[DataclassInstance], *, remark: str
     made = dataclass(frozen=True, kw_only=True, config=_NO_DOCSTRINGS)(plain_class)
     for name, info in section_fields(made).items():
         own = section_fields(section).get(name)
-        info.description = f"{docs[name]} {remark}" if own is None else own.description
+        info.description = f"{docs.get(name, '')} {remark}" if own is None else own.description
     return typing.cast(type[S], made)
 
 

@@ -76,20 +76,20 @@ class DecoderConfig:
             below = dim // heads * heads
             yield Violation(
                 ("dim", "num_heads"),
-                f"must be a multiple of num_heads, got {dim} and {heads}; write dim = "
+                f"dim must be a multiple of num_heads, got {dim} and {heads}; write dim = "
                 f"{' or '.join(str(n) for n in (below, below + heads) if n)}, or set head_dim",
             )
         elif self.head_width % 2:
             given = "" if self.head_dim is not None else f" (dim {dim} / num_heads {heads})"
             yield Violation(
                 ("head_dim", "num_heads", "dim"),
-                f"must be even, since channels of a head turn in pairs, got "
+                f"head_dim must be even, since channels turn in pairs, got "
                 f"{self.head_width}{given}; write head_dim = {self.head_width + 1}",
             )
         if heads % kv_heads:
             fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
             yield Violation(
                 ("num_kv_heads", "num_heads"),
-                f"must divide num_heads, got {kv_heads} and {heads}; write num_kv_heads = "
-                f"{heads}, or one of {', '.join(fitting[:-1][-6:]) or heads}",
+                f"num_kv_heads must divide num_heads, got {kv_heads} and {heads}; write "
+                f"num_kv_heads = {heads}, or one of {', '.join(fitting[:-1][-6:]) or heads}",
             )

@@ -1,0 +1,160 @@
+"""The model that a job names: a flavor, with sizes of its own, or a Hugging Face folder's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from torchtitan.assemble.layout import find_layout
+from torchtitan.assemble.model import describe, describe_model, find_model, resolve_model
+from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.config.toml_files import to_toml
+from torchtitan.hf.config import sizes_of
+from torchtitan.job import load_config
+from torchtitan.models.families import MODELS
+from torchtitan.models.rope_scaling import YarnScaling
+from torchtitan.models.settings import ModelConfig
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.trajectory import Job, trajectory_differences
+
+LLAMA = MODELS["llama3"]
+YARN = YarnScaling(factor=2.0, original_max_position=64)
+
+
+def model_of(*options: str) -> ModelConfig:
+    return load_config([f"--model.{option}" for option in options]).model
+
+
+def test_each_size_of_a_flavor_may_be_another_one() -> None:
+    given = ["dim=192", "num_layers=5", "num_heads=6", "num_kv_heads=3", "hidden_dim=500"]
+    given += ["norm_eps=1e-6", "tie_embeddings=true", "head_dim=30", "vocab_size=3000"]
+    settings = model_of("flavor=small", *given)
+    _, found = find_model(settings)
+    expected = DecoderConfig(
+        dim=192,
+        num_layers=5,
+        num_heads=6,
+        num_kv_heads=3,
+        hidden_dim=500,
+        norm_eps=1e-6,
+        tie_embeddings=True,
+        head_dim=30,
+        vocab_size=3000,
+    )
+    assert found == expected
+    said = describe_model(settings)
+    assert "dim 192" in said
+    assert "num_heads 6" in said
+    assert find_model(model_of("flavor=small"))[1] == LLAMA.flavors["small"]
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "remedy"),
+    [
+        (["dim=200", "num_heads=6", "num_kv_heads=6"], "model.dim", "write dim = 198 or 204"),
+        (["dim=4", "num_heads=6", "num_kv_heads=6"], "model.dim", "write dim = 6"),
+        (["dim=48"], "model.head_dim", "write head_dim = 4"),
+        (["head_dim=7"], "model.head_dim", "write head_dim = 8"),
+        (["num_heads=6", "dim=192"], "model.num_kv_heads", "one of 1, 2, 3"),
+        (["window=5"], "model.window", "take mistral"),
+        (["flavor=hf"], "model.flavor", "dim, num_layers, num_heads"),
+        (["flavor=hf", "dim=32", "vocab_size=8"], "model.flavor", "num_layers"),
+        (["flavor=smal"], "model.flavor", "did you mean 'small'"),
+        (["name=lama3"], "model.name", "did you mean 'llama3'"),
+    ],
+)
+def test_sizes_that_make_no_model_are_refused(options: list[str], key: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        find_model(model_of(*options))
+    [mistake] = error.value.mistakes
+    assert not isinstance(mistake, str)
+    assert mistake.keys[0] == key
+    assert remedy in mistake.rule
+
+
+def test_all_that_is_wrong_with_sizes_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        find_model(model_of("head_dim=7", "num_heads=6", "window=5"))
+    assert len(error.value.mistakes) == 3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_written_as_settings_are_the_same_model(name: str) -> None:
+    for flavor, config in MODELS[name].flavors.items():
+        wanted = dataclasses.replace(config, rope_scaling=YARN) if flavor == "tiny" else config
+        spec, found = find_model(describe(MODELS[name], wanted))
+        assert (spec.name, found) == (name, wanted)
+
+
+def folder_of(path: Path, *, name: str = "qwen2", **changes: object) -> Path:
+    spec = MODELS[name]
+    sizes = sizes_of(dataclasses.replace(spec.flavors["tiny"], num_layers=3), spec.hf)
+    said = {"architectures": [spec.hf.architecture], "model_type": spec.hf.model_type}
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**said, **sizes, **changes}))
+    return path
+
+
+def job_from(folder: Path, *options: str) -> list[str]:
+    return [
+        "--checkpoint.enable",
+        "--checkpoint.initial_load_in_hf",
+        f"--checkpoint.initial_load_path={folder}",
+        f"--job.dump_folder={folder.parent / 'run'}",
+        *options,
+    ]
+
+
+def test_a_folder_that_is_named_once_says_family_sizes_and_tokenizer(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "theirs")
+    (folder / "tokenizer.json").touch()
+    for options in ([], ["--model.flavor=hf"], ["--model.name=qwen2", "--model.flavor=hf"]):
+        config = resolve_model(load_config(job_from(folder, *options)))
+        assert (config.model.name, config.model.tokenizer_path) == ("qwen2", str(folder))
+        _, found = find_model(config.model)
+        assert (found.num_layers, found.qkv_bias, found.norm_eps) == (3, True, 1e-6)
+        assert resolve_model(config) == config
+    assert find_layout(config, world_size=1).architecture == found
+
+
+def test_what_a_job_gives_itself_is_kept(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "theirs")
+    options = ["--model.vocab_size=300", "--model.rope_theta=777", "--model.tokenizer_path=byte"]
+    options += ["--model.rope_scaling.type=linear", "--model.rope_scaling.factor=2"]
+    config = resolve_model(load_config(job_from(folder, *options)))
+    _, found = find_model(config.model)
+    assert (found.vocab_size, found.rope_theta, found.num_layers) == (300, 777.0, 3)
+    assert found.rope_scaling is not None
+    assert config.model.tokenizer_path == "byte"
+    named = load_config(job_from(folder, "--model.flavor=tiny", "--model.name=qwen2"))
+    assert resolve_model(named) == named
+
+
+def test_a_folder_of_another_family_than_named_is_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "theirs")
+    with pytest.raises(UserError, match="must be of a LlamaForCausalLM"):
+        resolve_model(load_config(job_from(folder, "--model.name=llama3")))
+    with pytest.raises(UserError, match="must be of a model that is built here"):
+        resolve_model(load_config(job_from(folder_of(folder, architectures=["GPT2LMHeadModel"]))))
+    with pytest.raises(UserError, match=r"config\.json"):
+        resolve_model(load_config(job_from(tmp_path / "nowhere")))
+
+
+def test_a_run_has_no_more_need_of_the_folder(tmp_path: Path) -> None:
+    """Its settings hold the sizes; a job with the folder's is the same training."""
+    folder = folder_of(tmp_path / "theirs")
+    job = job_from(folder)
+    config = resolve_model(load_config(job))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(to_toml(config))
+    (folder / "config.json").unlink()
+    again = resolve_model(load_config(job))
+    assert again == config
+    stored = Job.stored(to_toml(config))
+    assert trajectory_differences(stored, Job(config=again)) == []
+    deeper = dataclasses.replace(again, model=dataclasses.replace(again.model, num_layers=4))
+    [difference] = trajectory_differences(stored, Job(config=deeper))
+    assert difference.startswith("model.num_layers")

@@ -1,0 +1,63 @@
+"""Keys of a section that are the fields of a plain dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from pydantic import ValidationError
+from pydantic.dataclasses import dataclass
+
+from torchtitan.config.fields import fields
+from torchtitan.config.overrides import given_overrides, with_overrides
+from torchtitan.config.types import STRICT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    width: int
+    """Width of it."""
+    share: float = 0.5
+    """Share of it."""
+    is_odd: bool = False
+    own: int | None = None
+    """Own one."""
+    fixed: bool = dataclasses.field(default=False, metadata={"of_family": True})
+    """Nobody's to choose."""
+    name: str = ""
+    """No number."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class More(Sizes):
+    depth: int = 2
+    """Depth of it."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Section:
+    """A section."""
+
+    own: int | None = None
+    """The section's own."""
+
+
+def test_numbers_and_switches_become_keys_with_their_text() -> None:
+    facts = fields(with_overrides(Section, of=More, remark="Or not."))
+    assert {path[0] for path in facts} == {"own", "width", "share", "is_odd", "depth"}
+    assert facts["width",].help == "Width of it. Or not."
+    assert facts["own",].help == "The section's own."
+    assert facts["is_odd",].help == "Or not."
+    assert (facts["width",].type_text, facts["share",].type_text) == ("int > 0", "float > 0.0")
+    assert all(fact.default is None and fact.optional for fact in facts.values())
+
+
+def test_what_is_given_is_returned() -> None:
+    section = with_overrides(Section, of=More, remark="")(width=3, is_odd=False)  # type: ignore[call-arg]
+    assert given_overrides(section, of=More) == {"width": 3, "is_odd": False}
+
+
+@pytest.mark.parametrize("wrong", [{"width": 0}, {"width": 2.5}, {"share": -1.0}, {"fixed": True}])
+def test_values_are_strict(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        with_overrides(Section, of=More, remark="")(**wrong)
