@@ -19,9 +19,8 @@ from torchtitan.generate.generator import DTYPES, Generator, Pretrained, build_g
 from torchtitan.hf.beside import end_tokens, stop_ids, tokenizer_file
 from torchtitan.hf.config import architecture_of, family_of, read_config
 from torchtitan.hf.folder import open_folder
-from torchtitan.hf.names import CONFIG
+from torchtitan.hf.names import ADAPTER_CONFIG, CONFIG
 from torchtitan.job import Config
-from torchtitan.lora.export import CONFIG as ADAPTER_CONFIG
 from torchtitan.lora.layer import apply_lora
 from torchtitan.models.families import MODELS
 from torchtitan.trajectory import Job

@@ -169,8 +169,7 @@ def _find_halves(
     )
     if order == "interleaved":
         return lambda name: None
-    names = Names(layout.spec.hf, layout.architecture)
-    return lambda name: names.head_dim(weight_beside(name) or name)
+    return Names(layout.spec.hf, layout.architecture, weight_beside).head_dim
 
 
 def compare_jobs(manifest: Content, *, now: Job) -> Comparison:
