@@ -15,7 +15,7 @@ import torch
 
 from torchtitan.assemble.trained import find_trained
 from torchtitan.base.device import device_name
-from torchtitan.base.errors import ConfigError, Mistakes, Violation, did_you_mean
+from torchtitan.base.errors import ConfigError, Mistakes, did_you_mean
 from torchtitan.config.toml_files import to_toml
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.hf.names import Names
@@ -152,11 +152,11 @@ def check_hf(spec: ModelSpec, names: Collection[str], *, of: DecoderConfig, key:
 
 def _check_stages(spec: ModelSpec, *, degree: int) -> None:
     if degree > 1 and not spec.stages:
-        rule = (
+        raise ConfigError.at(
+            "parallelism.pipeline_parallel_degree",
             f"must be 1 for {spec.name}, got {degree}: it does not run in stages (its ModelSpec "
-            f"says stages = False)"
+            f"says stages = False)",
         )
-        raise ConfigError(Violation(("parallelism.pipeline_parallel_degree",), rule))
 
 
 def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
@@ -167,15 +167,17 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
     """
     name, flavor = settings.name, settings.flavor
     if name not in MODELS:
-        rule = f"must be one of {', '.join(MODELS)}, got '{name}'{did_you_mean(name, MODELS)}"
-        raise ConfigError(Violation(("model.name",), rule))
+        raise ConfigError.at(
+            "model.name",
+            f"must be one of {', '.join(MODELS)}, got '{name}'{did_you_mean(name, MODELS)}",
+        )
     spec = MODELS[name]
     if flavor not in spec.flavors:
-        rule = (
+        raise ConfigError.at(
+            ("model.flavor", "model.name"),
             f"must be one of {', '.join(spec.flavors)} for {name}, got '{flavor}'"
-            f"{did_you_mean(flavor, spec.flavors)}"
+            f"{did_you_mean(flavor, spec.flavors)}",
         )
-        raise ConfigError(Violation(("model.flavor", "model.name"), rule))
     architecture = spec.flavors[flavor]
     if settings.vocab_size is not None:
         architecture = replace(architecture, vocab_size=settings.vocab_size)

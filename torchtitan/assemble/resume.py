@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torchtitan.assemble.hf import chosen_rotation, describe_export
 from torchtitan.assemble.trained import check_scale, warn_of_random_base
 from torchtitan.base.device import device_type
-from torchtitan.base.errors import CheckpointError, ConfigError, Violation
+from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint.files import Content
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.lock import lock_folder
@@ -113,11 +113,9 @@ def open_source(
     path, rope = Path(settings.initial_load_path), settings.initial_load_rope
     is_file = path.suffix in WEIGHT_FILES
     if settings.load_step != -1 and (is_file or settings.initial_load_in_hf):
-        raise ConfigError(
-            Violation(
-                ("checkpoint.load_step", "checkpoint.initial_load_path"),
-                f"chooses among the steps of a run, got {path}, which has none; remove it",
-            )
+        raise ConfigError.at(
+            ("checkpoint.load_step", "checkpoint.initial_load_path"),
+            f"chooses among the steps of a run, got {path}, which has none; remove it",
         )
     selection = Selection(
         exclude=() if asked == "recover" else settings.exclude_from_loading,

@@ -30,7 +30,7 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 
-from torchtitan.base.errors import ConfigError, Violation, did_you_mean
+from torchtitan.base.errors import ConfigError, did_you_mean
 from torchtitan.models.contract import Attends
 from torchtitan.parallel.settings import CompileConfig
 
@@ -50,11 +50,11 @@ def check_backend(settings: CompileConfig, *, is_installed: bool) -> None:
     guess = did_you_mean(settings.backend, known)
     if settings.backend not in known and (is_installed or guess):
         others = ", ".join(sorted({*torch.compiler.list_backends()} - {INDUCTOR}))
-        rule = (
+        raise ConfigError.at(
+            "compile.backend",
             f"must be inductor, another one that is installed ({others}), or aot_eager or eager, "
-            f"which generate no code; got '{settings.backend}'{guess}"
+            f"which generate no code; got '{settings.backend}'{guess}",
         )
-        raise ConfigError(Violation(("compile.backend",), rule))
 
 
 def check_compile(settings: CompileConfig, *, device_type: str) -> None:
@@ -73,11 +73,11 @@ def check_compile(settings: CompileConfig, *, device_type: str) -> None:
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler as error:
-            rule = (
+            raise ConfigError.at(
+                "compile.enable",
                 "needs a C++ compiler on CPUs, and inductor finds none; install one (g++), or name "
-                "yours in the environment variable CXX, or write compile.enable = false"
-            )
-            raise ConfigError(Violation(("compile.enable",), rule)) from error
+                "yours in the environment variable CXX, or write compile.enable = false",
+            ) from error
 
 
 def apply_compile(
