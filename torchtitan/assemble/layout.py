@@ -28,7 +28,7 @@ from torchtitan.models.settings import ModelConfig
 from torchtitan.models.spec import DecoderConfig, ModelSpec
 from torchtitan.parallel.compile import check_backend, check_compile
 from torchtitan.parallel.context.build import check_attention
-from torchtitan.parallel.float8 import check_float8, find_converted, find_float8
+from torchtitan.parallel.float8 import check_float8, find_converted
 from torchtitan.parallel.fsdp import find_reshard
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline.layout import plan_pipeline
@@ -89,13 +89,14 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
         dims=dims,
         reshard=reshard,
         pipeline=pipeline,
+        float8=config.quantize.linear.float8 if config.model.converters else None,
         accumulation=accumulation,
         trained=trained,
         adapt=adapt,
     )
 
 
-def check_device(config: Config, *, device_type: str) -> None:
+def check_device(config: Config, *, layout: Layout, device_type: str) -> None:
     """Check that a machine with such devices has what the job computes with.
 
     Raises:
@@ -103,7 +104,7 @@ def check_device(config: Config, *, device_type: str) -> None:
     """
     mistakes = Mistakes()
     mistakes.of(lambda: check_compile(config.compile, device_type=device_type))
-    if (float8 := find_float8(config)) is not None:
+    if (float8 := layout.float8) is not None:
         mistakes.of(lambda: check_float8(float8, device_type=device_type))
     mistakes.report()
 
@@ -120,8 +121,8 @@ def check_family(config: Config, *, spec: ModelSpec, model: LanguageModel) -> No
         lambda: check_tensor_parallel(model, plan=spec.tensor_plan, parallelism=parallelism)
     )
     mistakes.of(lambda: check_attention(model, parallelism=parallelism))
-    if (float8 := find_float8(config)) is not None:
-        mistakes.of(lambda: find_converted(model, settings=float8))
+    if config.model.converters:
+        mistakes.of(lambda: find_converted(model, settings=config.quantize.linear.float8))
     mistakes.of(lambda: _check_stages(spec, degree=parallelism.pipeline_parallel_degree))
     names = [name for name, _ in model.named_parameters()]
     for key in ("initial_load_in_hf", "last_save_in_hf"):
@@ -235,7 +236,7 @@ def log_job(
     warn_of_positions(layout.architecture.rope_scaling, seq_len=seq_len)
     if sequences := describe_sequences(config, layout=layout):
         logger.info("Sequences: %s", "; ".join(sequences))
-    if (float8 := find_float8(config)) is not None:
+    if (float8 := layout.float8) is not None:
         logger.info(
             "Linear layers of blocks multiply in float8 (%s%s); MFU is still of bfloat16's peak",
             float8.recipe_name or "tensorwise",

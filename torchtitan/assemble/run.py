@@ -57,7 +57,7 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
         UserError: Degrees, sizes, files or a checkpoint do not fit this job.
     """
     layout = find_layout(config, world_size=launch.world_size)
-    check_device(config, device_type=device_type())
+    check_device(config, layout=layout, device_type=device_type())
     config, precision = resolve_precision(config)
     group = build_group() if config.checkpoint.enable else None
     start = find_start(config, layout=layout, group=group, undo=undo)
@@ -154,7 +154,15 @@ def build_model(
         recompute=in_flight > 1,
     )
     return build_model_and_execution(
-        layout, mesh=mesh, settings=config, device=device, seed=config.debug.seed, loss=loss
+        layout,
+        mesh=mesh,
+        training=config.training,
+        parallelism=config.parallelism,
+        recomputation=config.activation_checkpoint,
+        compilation=config.compile,
+        device=device,
+        seed=config.debug.seed,
+        loss=loss,
     )
 
 

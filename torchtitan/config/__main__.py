@@ -70,7 +70,7 @@ def check_job(config: Config, *, world_size: int | None) -> None:
     if config.checkpoint.initial_load_path is None:
         warn_of_random_base(config)
     try:
-        check_device(config, device_type=device_type())
+        check_device(config, layout=layout, device_type=device_type())
     except ConfigError as error:
         for mistake in error.mistakes:
             logger.warning("On this machine the job would not start: %s", mistake)

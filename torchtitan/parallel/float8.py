@@ -19,15 +19,10 @@ from torch import nn
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.models.decoder import Output
-from torchtitan.parallel.settings import MULTIPLE, Float8Config, Sections
+from torchtitan.parallel.settings import MULTIPLE, Float8Config
 
 SECTION = "quantize.linear.float8"
 FIRST_CAPABILITY = (8, 9)
-
-
-def find_float8(settings: Sections) -> Float8Config | None:
-    """Return how linear layers compute in float8; None: they do not."""
-    return settings.quantize.linear.float8 if settings.model.converters else None
 
 
 def load_torchao() -> Any:
