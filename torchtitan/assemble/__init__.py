@@ -2,7 +2,7 @@
 
 run.py      straight down, each part built by one call
 data.py     what a rank reads
-layout.py   which model, over which ranks, and what does not fit together
+find.py     which model, over which ranks, and what does not fit together
 resume.py   from which checkpoint, and what the next start will compare itself with
 generator.py  a model that generates text, from a run or from Hugging Face
 validation.py   what the run is measured on
@@ -10,7 +10,7 @@ validation.py   what the run is measured on
 
 from __future__ import annotations
 
-from torchtitan.assemble.layout import find_model
+from torchtitan.assemble.find import find_model
 from torchtitan.assemble.resume import CONFIG_FILE
 from torchtitan.assemble.run import assemble
 

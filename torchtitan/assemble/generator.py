@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.assemble.layout import find_model
+from torchtitan.assemble.find import find_model
 from torchtitan.assemble.resume import CONFIG_FILE
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.source import Step
@@ -50,13 +50,14 @@ def open_generator(
     # a folder of neither kind says so itself
     is_theirs = (path / CONFIG).is_file()
     found = _of_hugging_face(path, group) if is_theirs else _of_run(path, group, verify=verify)
+    tokenizer = tokenizer or found.tokenizer
+    file = tokenizer_file(tokenizer)
     found = replace(
         found,
-        tokenizer=tokenizer or found.tokenizer,
+        tokenizer=tokenizer,
         chat_template=chat_template or found.chat_template,
+        stop_ids=found.stop_ids | (frozenset() if file is None else stop_ids(file.parent)),
     )
-    if (file := tokenizer_file(found.tokenizer)) is not None:
-        found = replace(found, stop_ids=found.stop_ids | stop_ids(file.parent))
     return build_generator(found, device=device, mesh=mesh, chats=chats, dtype=dtype)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.assemble.layout import find_model
+from torchtitan.assemble.find import find_model
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hf.beside import carried_over, files_to_copy
 from torchtitan.hf.names import Names

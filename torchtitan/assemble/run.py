@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.assemble.data import build_loader
-from torchtitan.assemble.layout import check_device, find_layout, log_job
+from torchtitan.assemble.find import check_device, find_layout, log_job
 from torchtitan.assemble.precision import resolve_precision
 from torchtitan.assemble.resume import (
     build_checkpoints,

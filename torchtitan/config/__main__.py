@@ -55,7 +55,7 @@ def check_job(config: Config, *, world_size: int | None) -> None:
         UserError: Says all that does not fit together, or that a tokenizer is damaged.
     """
     # here: mistakes in the settings alone are told without the seconds that torch takes
-    from torchtitan.assemble.layout import check_device, find_layout
+    from torchtitan.assemble.find import check_device, find_layout
     from torchtitan.assemble.trained import warn_of_random_base
     from torchtitan.base.device import device_type
     from torchtitan.data.tokenizer import check_vocabulary, find_here
