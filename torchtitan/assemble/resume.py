@@ -219,7 +219,7 @@ def build_export(config: Config, *, group: dist.ProcessGroup) -> Export | None:
     return partial(export, settings=settings, group=group)
 
 
-def describe_schedule(config: Config) -> dict[str, Any]:
+def describe_lr(config: Config) -> dict[str, Any]:
     """Return all that the learning rate is computed from."""
     schedule = {"peak_lr": config.optimizer.lr, "training_steps": config.training.steps}
     return schedule | asdict(config.lr_scheduler)

@@ -21,7 +21,7 @@ from torchtitan.assemble.find import check_device, find_layout, log_job
 from torchtitan.assemble.precision import resolve_precision
 from torchtitan.assemble.resume import (
     build_checkpoints,
-    describe_schedule,
+    describe_lr,
     find_start,
     write_config,
 )
@@ -122,7 +122,7 @@ def build_run(
         mesh=mesh,
         model=model,
         execution=execution,
-        shard=shard,
+        sequence_shard=shard,
         optimizer=state.optimizer,
         schedule=build_schedule(
             config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps
@@ -173,7 +173,7 @@ def build_state(
     return RunState(
         model=model,
         optimizer=build_optimizer(model, settings=config.optimizer),
-        schedule=describe_schedule(config),
+        lr_settings=describe_lr(config),
         loader=loader,
         progress=progress,
     )

@@ -124,7 +124,7 @@ def _restore_rest(
         _restore_train_state(state, folder, group=group)
     if start.intention == "continue" and "lr_scheduler" in taken:
         old = on_first_rank(lambda: storage.read_state(folder, "lr_scheduler"), group=group)
-        _report_schedule(folder, old, state.schedule, step=state.progress.step)
+        _report_schedule(folder, old, state.lr_settings, step=state.progress.step)
 
 
 def _restore_position(state: RunState, start: Start, *, group: dist.ProcessGroup) -> None:

@@ -170,7 +170,7 @@ def _style(role: TensorRole, *, stream: Placement, loss_parallel: bool) -> Paral
         case "row":
             return RowwiseParallel(output_layouts=stream)
         case "head":
-            return _Head(stream, loss_parallel=loss_parallel)
+            return _SplitHead(stream, loss_parallel=loss_parallel)
 
 
 class _Norm(ParallelStyle):
@@ -215,7 +215,7 @@ class _Gather(ParallelStyle):
         return module
 
 
-class _Head(_Gather):
+class _SplitHead(_Gather):
     """The matrix from the stream to the vocabulary, its own or the embedding's, and the loss."""
 
     def __init__(self, stream: Placement, *, loss_parallel: bool) -> None:
