@@ -97,11 +97,7 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
 
 
 def check_device(config: Config, *, layout: Layout, device_type: str) -> None:
-    """Check that a machine with such devices has what the job computes with.
-
-    Raises:
-        ConfigError: A compiler, a package or the device's own ability is missing.
-    """
+    """Check that a machine with such devices has what the job computes with."""
     mistakes = Mistakes()
     mistakes.of(lambda: check_compile(config.compile, device_type=device_type))
     if (float8 := layout.float8) is not None:
@@ -110,11 +106,7 @@ def check_device(config: Config, *, layout: Layout, device_type: str) -> None:
 
 
 def check_family(config: Config, *, spec: ModelSpec, model: LanguageModel) -> None:
-    """Check that the family knows how to do what the job asks of it, at its sizes.
-
-    Raises:
-        ConfigError: It cannot be split or cut as asked, or has no files of Hugging Face.
-    """
+    """Check that the family knows how to do what the job asks of it, at its sizes."""
     parallelism, checkpoint = config.parallelism, config.checkpoint
     mistakes = Mistakes()
     mistakes.of(
@@ -133,11 +125,7 @@ def check_family(config: Config, *, spec: ModelSpec, model: LanguageModel) -> No
 
 
 def check_hf(spec: ModelSpec, names: Collection[str], *, of: DecoderConfig, key: str) -> None:
-    """Check that the files of Hugging Face have a name for each of `names`, and for no others.
-
-    Raises:
-        ConfigError: There are no such files of the family, or a parameter has no place there.
-    """
+    """Check that the files of Hugging Face have a name for each of `names`, and for no others."""
     if not spec.hf.names:
         raise ConfigError(
             f"{key} needs a model that Hugging Face has files of, and the ModelSpec of {spec.name} "

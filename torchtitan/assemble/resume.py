@@ -226,11 +226,7 @@ def describe_lr(config: Config) -> dict[str, Any]:
 
 
 def write_config(config: Config) -> None:
-    """Write the resolved settings into the run's folder, from rank 0.
-
-    Raises:
-        CheckpointError: They cannot be written; raised on every rank.
-    """
+    """Write the resolved settings into the run's folder, from rank 0."""
     on_first_rank(lambda: _write_config(config), group=dist.group.WORLD)
 
 

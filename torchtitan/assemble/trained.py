@@ -69,9 +69,6 @@ def check_scale(start: Start, *, lora: LoRAConfig, group: dist.ProcessGroup) -> 
     """Check that adapters from which a new run starts are scaled as they were trained.
 
     A run that is resumed as a whole has its settings compared as a whole.
-
-    Raises:
-        CheckpointError: Another scale would make another model of the same weights.
     """
     source = start.source
     if not lora.rank or start.intention != "finetune" or not isinstance(source, Step):

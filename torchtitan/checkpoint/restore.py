@@ -77,11 +77,7 @@ def _check_components(step: Path, taken: Collection[str], *, group: dist.Process
 def _report_left_out(
     state: RunState, start: Start, *, taken: Collection[str], group: dist.ProcessGroup
 ) -> None:
-    """Log which parameters each pattern leaves out, of the model or of the source.
-
-    Raises:
-        CheckpointError: A pattern matches none.
-    """
+    """Log which parameters each pattern leaves out, of the model or of the source."""
     patterns = [entry for entry in start.exclude if entry not in COMPONENTS]
     if not patterns:
         return

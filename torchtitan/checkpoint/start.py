@@ -84,11 +84,7 @@ OpenSource = Callable[[Intention], WeightSource]
 
 
 def stored_layout(manifest: Mapping[str, Any]) -> ParallelDims:
-    """Return the layout of the ranks that saved a checkpoint.
-
-    Raises:
-        CheckpointError: The manifest names axes or degrees that are none.
-    """
+    """Return the layout of the ranks that saved a checkpoint."""
     layout = manifest["layout"]
     known = {axis.name for axis in fields(ParallelDims)}
     if not known.issuperset(layout) or not all(type(n) is int for n in layout.values()):

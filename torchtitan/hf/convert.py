@@ -44,11 +44,7 @@ class Found:
 
 
 def find_flavor(folder: Path, *, models: Mapping[str, ModelSpec]) -> Found:
-    """Return which of `models` a folder of Hugging Face is.
-
-    Raises:
-        CheckpointError: It is none of them.
-    """
+    """Return which of `models` a folder of Hugging Face is."""
     config = read_config(folder)
     spec = family_of(config, models=models)
     architecture = architecture_of(config, spec=spec)

@@ -38,11 +38,7 @@ INDUCTOR = "inductor"
 
 
 def check_backend(settings: CompileConfig, *, is_installed: bool) -> None:
-    """Check the backend's name; `is_installed`: whether this machine must have it.
-
-    Raises:
-        ConfigError: This machine has none of that name, or it is another one misspelt.
-    """
+    """Check the backend's name; `is_installed`: whether this machine must have it."""
     if not settings.enable:
         return
     # listing the backends takes a second: only where one is used
@@ -58,11 +54,7 @@ def check_backend(settings: CompileConfig, *, is_installed: bool) -> None:
 
 
 def check_compile(settings: CompileConfig, *, device_type: str) -> None:
-    """Check that this machine has something to compile with.
-
-    Raises:
-        ConfigError: The backend is unknown, or needs a C++ compiler that is not there.
-    """
+    """Check that this machine has something to compile with."""
     check_backend(settings, is_installed=True)
     if not settings.enable:
         return

@@ -26,11 +26,7 @@ FIRST_CAPABILITY = (8, 9)
 
 
 def load_torchao() -> Any:
-    """Return torchao's module for training.
-
-    Raises:
-        ConfigError: torchao is not installed.
-    """
+    """Return torchao's module for training."""
     try:
         import torchao.float8
     except ImportError as error:
@@ -43,11 +39,7 @@ def load_torchao() -> Any:
 
 
 def check_float8(settings: Float8Config, *, device_type: str) -> None:
-    """Check that this machine can compute in float8.
-
-    Raises:
-        ConfigError: torchao is missing, or the device has no float8 and emulate is off.
-    """
+    """Check that this machine can compute in float8."""
     load_torchao()
     if settings.emulate:
         return
@@ -99,11 +91,7 @@ def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
 
 
 def apply_float8(model: nn.Module, *, settings: Float8Config) -> None:
-    """Let the linear layers of `model`, but for the head, multiply in float8, in place.
-
-    Raises:
-        ConfigError: A name to leave out is no layer's, or nothing is left.
-    """
+    """Let the linear layers of `model`, but for the head, multiply in float8, in place."""
     names = find_converted(model, settings=settings)
     torchao = load_torchao()
     recipe = torchao.Float8LinearConfig.from_recipe_name(settings.recipe_name or "tensorwise")

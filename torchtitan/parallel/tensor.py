@@ -61,12 +61,7 @@ def check_tensor_parallel(
     plan: Mapping[str, TensorRole],
     parallelism: ParallelismConfig,
 ) -> None:
-    """Check that the plan covers a whole model, and that the degree divides its sizes.
-
-    Raises:
-        ConfigError: The plan leaves out a parameter, or the degree does not divide a size; names
-            the degrees that fit.
-    """
+    """Check that the plan covers a whole model, and that the degree divides its sizes."""
     tp, architecture = parallelism.tensor_parallel_degree, model.config
     if tp == 1:
         return

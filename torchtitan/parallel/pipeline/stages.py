@@ -44,11 +44,7 @@ class Costs:
 def find_costs(
     settings: ParallelismConfig, *, counts: Counts, num_layers: int, seq_len: int
 ) -> Costs:
-    """Return what embedding and head count for: what the settings say, or their FLOPs.
-
-    Raises:
-        ConfigError: They would count for more layers than there are.
-    """
+    """Return what embedding and head count for: what the settings say, or their FLOPs."""
     head = 6 * counts.num_head
     layer = (counts.flops_per_token(seq_len) - head) / num_layers
     first = settings.pipeline_parallel_first_stage_less_layers
@@ -176,12 +172,7 @@ def name_modules(counts: Sequence[int]) -> Stages:
 
 
 def check_modules(stages: Sequence[Sequence[str]], *, num_layers: int) -> Stages:
-    """Return the stages that the settings list.
-
-    Raises:
-        ConfigError: A module is unknown, missing, named twice or out of order, or a stage has no
-            layer.
-    """
+    """Return the stages that the settings list."""
     layers = [f"layers.{layer}" for layer in range(num_layers)]
     wanted = [*FIRST, *layers, *LAST]
     named = [name for stage in stages for name in stage]
