@@ -85,7 +85,7 @@ def find_start(
             group=group,
         )
         if start is not None:
-            check_scale(start, lora=config.lora, group=group)
+            check_scale(start, lora=config.lora)
     stored = root / CONFIG_FILE
     has_results = any(root.glob("metrics*.jsonl")) or find_steps(folder)
     from_own = start is not None and start.source.path.parent == folder

@@ -22,10 +22,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import Content
 from torchtitan.checkpoint.folders import MANIFEST
-from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.source import Selection, Step, WeightSource
 from torchtitan.checkpoint.steps import own_step
@@ -110,7 +108,7 @@ def choose_start(
     """
 
     def compared(step: Path) -> Comparison:
-        return compare(on_first_rank(lambda: storage.read_manifest(step), group=group))
+        return compare(Step(path=step, group=group).manifest)
 
     own = own_step(
         folder,

@@ -151,7 +151,7 @@ def export(
 
 
 def check_names(checkpoint: Path, stored: Collection[str], *, settings: HFExport) -> None:
-    """Check that the folder would hold every parameter of a checkpoint, and lack none of its own."""
+    """Check that the folder would hold every parameter of a checkpoint, and all of its own."""
     names = settings.names
     if not names.format.names:
         raise CheckpointError(
