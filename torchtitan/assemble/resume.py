@@ -23,7 +23,7 @@ from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint.files import Content
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.lock import lock_folder
-from torchtitan.checkpoint.manager import CheckpointManager, Export, check_staging
+from torchtitan.checkpoint.manager import CheckpointManager, check_staging
 from torchtitan.checkpoint.plain import PlainFolder, row_order, said_order
 from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.checkpoint.restore import restore
@@ -194,6 +194,10 @@ def build_checkpoints(
         return None
     if start is not None:
         restore(state, start=start, group=group)
+    last_in_hf = None
+    if config.checkpoint.last_save_in_hf:
+        dtype = getattr(torch, config.checkpoint.export_dtype)
+        last_in_hf = partial(export, settings=describe_export(config, dtype=dtype), group=group)
     return CheckpointManager(
         state,
         settings=config.checkpoint,
@@ -206,17 +210,9 @@ def build_checkpoints(
             world_size=dims.world_size,
             limit_seconds=config.comm.train_timeout_seconds,
         ),
-        export=build_export(config, group=group),
+        export=last_in_hf,
         validation_data=validation_data,
     )
-
-
-def build_export(config: Config, *, group: dist.ProcessGroup) -> Export | None:
-    """Build what writes the last weights for Hugging Face; None where that is not asked for."""
-    if not config.checkpoint.last_save_in_hf:
-        return None
-    settings = describe_export(config, dtype=getattr(torch, config.checkpoint.export_dtype))
-    return partial(export, settings=settings, group=group)
 
 
 def describe_lr(config: Config) -> dict[str, Any]:
@@ -227,18 +223,18 @@ def describe_lr(config: Config) -> dict[str, Any]:
 
 def write_config(config: Config) -> None:
     """Write the resolved settings into the run's folder, from rank 0."""
-    on_first_rank(lambda: _write_config(config), group=dist.group.WORLD)
 
+    def write() -> None:
+        for name in filter(None, (CONFIG_FILE, config.job.save_config_file)):
+            path = Path(config.job.dump_folder) / name
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(to_toml(config), encoding="utf-8")
+            except OSError as error:
+                raise CheckpointError(
+                    f"the settings must be written to a file in job.dump_folder, got {path}, which "
+                    f"cannot be written: {error.strerror}; move away what is there, or choose "
+                    f"another job.save_config_file or job.dump_folder"
+                ) from error
 
-def _write_config(config: Config) -> None:
-    for name in filter(None, (CONFIG_FILE, config.job.save_config_file)):
-        path = Path(config.job.dump_folder) / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(to_toml(config), encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(
-                f"the settings must be written to a file in job.dump_folder, got {path}, which "
-                f"cannot be written: {error.strerror}; move away what is there, or choose another "
-                f"job.save_config_file or job.dump_folder"
-            ) from error
+    on_first_rank(write, group=dist.group.WORLD)

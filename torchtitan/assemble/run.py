@@ -31,7 +31,6 @@ from torchtitan.base.device import device_type, local_device
 from torchtitan.checkpoint.manager import build_group
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import Progress, RunState
-from torchtitan.data.loader import Loader
 from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.mesh.process_group import Launch, set_timeout
@@ -73,13 +72,7 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
     mesh = build_mesh(layout.dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
     return build_run(
-        config,
-        layout=layout,
-        mesh=mesh,
-        device=device,
-        start=start,
-        group=group,
-        color=color,
+        config, layout=layout, mesh=mesh, device=device, start=start, group=group, color=color
     )
 
 
@@ -107,7 +100,13 @@ def build_run(
         device=device,
         trained_on=loader.dataset,
     )
-    state = build_state(config, model=model, loader=loader, progress=progress)
+    state = RunState(
+        model=model,
+        optimizer=build_optimizer(model, settings=config.optimizer),
+        lr_settings=describe_lr(config),
+        loader=loader,
+        progress=progress,
+    )
     data = None if validator is None else validator.data
     checkpoints = build_checkpoints(
         config, dims=layout.dims, state=state, start=start, group=group, validation_data=data
@@ -163,19 +162,6 @@ def build_model(
         device=device,
         seed=config.debug.seed,
         loss=loss,
-    )
-
-
-def build_state(
-    config: Config, *, model: ModelParts, loader: Loader, progress: Progress
-) -> RunState:
-    """Build the optimizer, and gather all that a checkpoint holds."""
-    return RunState(
-        model=model,
-        optimizer=build_optimizer(model, settings=config.optimizer),
-        lr_settings=describe_lr(config),
-        loader=loader,
-        progress=progress,
     )
 
 
