@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,18 +25,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
-from torchtitan.assemble import CONFIG_FILE
-from torchtitan.assemble.generator import find_run_step
+from torchtitan.assemble.generator import find_run_step, read_settings
 from torchtitan.assemble.hf import describe_export
 from torchtitan.assemble.model import describe
 from torchtitan.base.errors import CheckpointError, UserError
-from torchtitan.checkpoint import storage
 from torchtitan.config.fields import values_of
 from torchtitan.config.layers import literal
 from torchtitan.generate.generator import DTYPES
 from torchtitan.hf.convert import to_dcp
 from torchtitan.hf.write import export
-from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
 from torchtitan.models.settings import ModelSection
 
@@ -54,11 +50,9 @@ def to_hf(
     """Write a step's weights as a folder of Hugging Face; return a line about it."""
     _check_absent(out)
     step = find_run_step(checkpoint, verify=verify)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / CONFIG_FILE
-        path.write_text(storage.read_manifest(step)["config"], encoding="utf-8")
-        options = [] if tokenizer is None else [f"--model.tokenizer_path={tokenizer}"]
-        config = load_config([f"--job.config_file={path}", *options])
+    config = read_settings(step)
+    if tokenizer is not None:
+        config = replace(config, model=replace(config.model, tokenizer_path=tokenizer))
     if lora is not None:
         if not config.lora.rank:
             raise CheckpointError(f"{step} holds no LoRA adapter: remove --lora")

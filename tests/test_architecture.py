@@ -246,7 +246,7 @@ PLANTED: list[tuple[Rule, dict[str, str]]] = [
     (floors, {"torchtitan/base/x.py": "import torchtitan.config.load"}),
     (floors, {"torchtitan/base/x.py": "from torchtitan.models.rope import rope"}),
     (floors, {"torchtitan/config/x.py": "from torchtitan.base import log"}),
-    (floors, {"torchtitan/config/x.py": "from torchtitan.assemble import layout"}),
+    (floors, {"torchtitan/config/x.py": "from torchtitan.assemble import find"}),
     (floors, {"torchtitan/config/x.py": "from torchtitan.job import Config"}),
     (floors, {"torchtitan/config/x.py": "from torchtitan.mesh.settings import CommConfig"}),
     (floors, {"torchtitan/mesh/x.py": "from torchtitan import models"}),
@@ -306,7 +306,7 @@ def test_rules_can_fail(rule: Rule, planted: dict[str, str]) -> None:
 
 LAWFUL: list[tuple[Rule, dict[str, str]]] = [
     (floors, {"torchtitan/config/x.py": "from torchtitan.base.errors import ConfigError"}),
-    (floors, {"torchtitan/config/__main__.py": "from torchtitan.assemble import layout"}),
+    (floors, {"torchtitan/config/__main__.py": "from torchtitan.assemble import find"}),
     (floors, {"torchtitan/config/x.py": "from torchtitan.config.layers import Layer"}),
     (floors, {"torchtitan/mesh/x.py": "from . import dims\nfrom ..base import log"}),
     (floors, {"torchtitan/metrics/x.py": "from torchtitan.models.spec import ModelSpec"}),

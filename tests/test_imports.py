@@ -71,11 +71,11 @@ def test_garbage_is_looked_for_again_once_all_is_imported(monkeypatch: pytest.Mo
     """But not in what is imported."""
     seen = []
 
-    def train_and_report(argv: object, *, undo: object) -> int:
+    def main(argv: object, *, undo: object) -> int:
         seen.append((gc.isenabled(), gc.get_freeze_count() > 0))
         return 0
 
-    monkeypatch.setattr(train, "train_and_report", train_and_report)
+    monkeypatch.setattr(train, "main", main)
     monkeypatch.setattr(train, "leave", lambda exit_code: seen.append(exit_code))
     assert gc.isenabled()  # to import the module has no effect, to run it does
     gc.disable()

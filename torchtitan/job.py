@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import pathlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -245,45 +245,43 @@ def torchtitans_keys() -> Foreign:
     return read_foreign(pathlib.Path(__file__).with_name("torchtitan_0_2.toml"), name="torchtitan")
 
 
+OTHER_DEFAULTS: Mapping[str, str] = {
+    "optimizer.no_decay_params": "norms and biases are decayed; here they are not; to decay them "
+    "write [optimizer] no_decay_params = []",
+    "model.tokenizer_path": "the default tokenizer is a file of its tests; here it is "
+    '"bpe_2048", with other ids; to choose one write [model] tokenizer_path',
+    "training.dataset": 'the default data are "c4_test"; here they are "python_stdlib"',
+    "training.mixed_precision_param": "layers compute in bfloat16 by default; here only where the "
+    "device multiplies it by itself; to be sure write [training] mixed_precision_param = "
+    '"bfloat16"',
+    "debug.seed": "each start draws another seed; here it is 0; to choose one write [debug] seed",
+    "checkpoint.last_save_model_only": "the last checkpoint is of weights alone by default; here "
+    "it is a full one; for the weights beside it write [checkpoint] last_save_model_only = true",
+    "validation.dataset": "validation reads c4_validation by default; here the dataset of "
+    "[training]",
+    "validation.local_batch_size": "validation reads batches of 8 by default; here those of "
+    "[training]",
+    "validation.seq_len": "validation reads 2048 tokens by default; here as many as [training]",
+}
+"""Settings with another default in torchtitan, and what a job that leaves them out gets there."""
+
+
 def other_meanings(given: Collection[str], config: Config) -> Iterator[str]:
     """Say what would be another training in torchtitan, of a job with a file written for that.
 
     `given`: the keys that the job names, in today's spelling.
     """
-    checkpoint, validation, schedule = config.checkpoint, config.validation, config.lr_scheduler
-    if config.optimizer.weight_decay and "optimizer.no_decay_params" not in given:
-        yield (
-            "norms and biases are decayed; here they are not; to decay them write [optimizer] "
-            "no_decay_params = []"
-        )
-    total = schedule.total_steps or config.training.steps
-    if schedule.num_warmup_steps(total) > total:
+    is_used = {
+        "optimizer": config.optimizer.weight_decay > 0,
+        "checkpoint": config.checkpoint.enable,
+        "validation": config.validation.enable,
+    }
+    for key, meaning in OTHER_DEFAULTS.items():
+        if key not in given and is_used.get(key.partition(".")[0], True):
+            yield meaning
+    total = config.lr_scheduler.total_steps or config.training.steps
+    if config.lr_scheduler.num_warmup_steps(total) > total:
         yield (
             f"a warmup is cut to the length of the schedule; here it is not; to do the same write "
             f"[lr_scheduler] warmup_steps = {total}"
-        )
-    if "model.tokenizer_path" not in given:
-        yield (
-            'the default tokenizer is a file of its tests; here it is "bpe_2048", with other ids; '
-            "to choose one write [model] tokenizer_path"
-        )
-    if "training.dataset" not in given:
-        yield 'the default data are "c4_test"; here they are "python_stdlib"'
-    if "training.mixed_precision_param" not in given:
-        yield (
-            "layers compute in bfloat16 by default; here only where the device multiplies it by "
-            'itself; to be sure write [training] mixed_precision_param = "bfloat16"'
-        )
-    if "debug.seed" not in given:
-        yield "each start draws another seed; here it is 0; to choose one write [debug] seed"
-    if checkpoint.enable and "checkpoint.last_save_model_only" not in given:
-        yield (
-            "the last checkpoint is of weights alone by default; here it is a full one; for the "
-            "weights beside it write [checkpoint] last_save_model_only = true"
-        )
-    keys = {f"validation.{key}" for key in ("dataset", "local_batch_size", "seq_len")}
-    if validation.enable and not keys <= set(given):
-        yield (
-            "validation reads c4_validation in batches of 8 x 2048 tokens by default; here its "
-            "dataset, local_batch_size and seq_len are those of [training]"
         )

@@ -65,28 +65,20 @@ logger = logging.getLogger("torchtitan.train")  # __name__ is "__main__" when th
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 
 
-def train(argv: Sequence[str], *, stop: StopRequest) -> None:
+def train(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack | None = None) -> None:
     """Run the job that the command line describes on this rank, until its end or `stop`.
 
     The process is left as it was found, after an error too, so that another run may follow: its
-    process group, logging, determinism, random generators, environment and the folder's lock.
-    Ranks of one job must call it equally often.
+    process group, logging, determinism, random generators, environment and the folder's lock. With
+    `undo` that is left to the caller. Ranks of one job must call it equally often.
 
     Raises:
         UserError: Something outside the library has to change, or the run was stopped.
         PeerError: Another rank hangs; a thread may still wait for it in a save.
     """
-    with ExitStack() as undo:
-        run_job(argv, stop=stop, undo=undo)
-
-
-def run_job(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack) -> None:
-    """Do as `train`, but leave it to the caller to `undo` what the run has made in the process.
-
-    Raises:
-        UserError: As `train`.
-        PeerError: As `train`.
-    """
+    if undo is None:
+        with ExitStack() as undo:
+            return train(argv, stop=stop, undo=undo)
     launch, log_rank = read_launch(os.environ), os.environ.get("LOG_RANK")
     shown = shown_ranks(log_rank or "0", world_size=launch.world_size)
     undo.enter_context(keep_process_settings())
@@ -119,22 +111,10 @@ def run_job(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack) -> None:
             if reason is None and trainer.last_row is None and run.checkpoints is not None:
                 run.checkpoints.complete()
             trainer.close()
-    if reason is not None:
-        raise StoppedError(tell_stop(trainer, reason=reason, saved=config.checkpoint.enable))
-    if trainer.last_row is None and run.training.steps > 0:
-        logger.info(
-            "Nothing to train: %s is at step %d of %d already; choose another job.dump_folder, or "
-            "go on with --checkpoint.mode continue --training.steps N",
-            folder,
-            run.progress.step,
-            run.training.steps,
-        )
-    elif launch.rank == min(shown):
-        show_summary(
-            summarize(trainer, seconds=time.monotonic() - started, places=find_places(config)),
-            terminal=is_terminal(sys.stderr),
-            color=color,
-        )
+    tell_end(trainer, config=config, reason=reason)
+    if trainer.last_row is not None and launch.rank == min(shown):
+        summary = summarize(trainer, config=config, seconds=time.monotonic() - started)
+        show_summary(summary, terminal=is_terminal(sys.stderr), color=color)
 
 
 def train_steps(trainer: Trainer, *, on_step: Callable[[int], None]) -> str | None:
@@ -175,31 +155,31 @@ def begin_together(stop: StopRequest) -> None:
         raise
 
 
-def tell_stop(trainer: Trainer, *, reason: str, saved: bool) -> str:
-    """Say why and where the run stopped, and how it goes on."""
-    run = trainer.run
-    where = f"stopped after step {run.progress.step} of {run.training.steps} by {reason}"
-    if saved:
-        return f"{where}; it is saved: start the same command again to go on"
-    return f"{where}; nothing is saved, since checkpoint.enable is off"
+def tell_end(trainer: Trainer, *, config: Config, reason: str | None) -> None:
+    """Say why and where a run stopped and how it goes on, or that there was nothing to train.
+
+    Raises:
+        StoppedError: There is a `reason` for which it was stopped.
+    """
+    step, steps = trainer.run.progress.step, trainer.run.training.steps
+    if reason is not None:
+        where = f"stopped after step {step} of {steps} by {reason}"
+        if config.checkpoint.enable:
+            raise StoppedError(f"{where}; it is saved: start the same command again to go on")
+        raise StoppedError(f"{where}; nothing is saved, since checkpoint.enable is off")
+    if trainer.last_row is None and run.training.steps > 0:
+        logger.info(
+            "Nothing to train: %s is at step %d of %d already; choose another job.dump_folder, or "
+            "go on with --checkpoint.mode continue --training.steps N",
+            config.job.dump_folder,
+            step,
+            steps,
+        )
 
 
-def summarize(trainer: Trainer, *, seconds: float, places: dict[str, str]) -> Summary:
-    """Return what a finished run comes to."""
+def summarize(trainer: Trainer, *, config: Config, seconds: float) -> Summary:
+    """Return what a finished run comes to, and where its output lies."""
     run, row = trainer.run, trainer.last_row
-    return Summary(
-        num_steps=run.progress.step,
-        num_tokens=run.progress.tokens_seen,
-        final_loss=None if row is None else row["loss"],
-        validation_loss=None if row is None else row.get("validation_loss"),
-        tokens_per_second=run.meter.average_tokens_per_second,
-        seconds=seconds,
-        places=places,
-    )
-
-
-def find_places(config: Config) -> dict[str, str]:
-    """Return where the run's output lies."""
     folder, metrics = Path(config.job.dump_folder), config.metrics
     places = {"metrics": folder / f"{RECORD}.jsonl", "logs": folder / "logs"}
     if config.checkpoint.enable:
@@ -208,20 +188,28 @@ def find_places(config: Config) -> dict[str, str]:
         places["tensorboard"] = folder / metrics.save_tb_folder
     if metrics.enable_wandb:
         places["wandb"] = folder / "wandb"
-    return {name: str(path) for name, path in places.items()}
+    return Summary(
+        num_steps=run.progress.step,
+        num_tokens=run.progress.tokens_seen,
+        final_loss=None if row is None else row["loss"],
+        validation_loss=None if row is None else row.get("validation_loss"),
+        tokens_per_second=run.meter.average_tokens_per_second,
+        seconds=seconds,
+        places={name: str(path) for name, path in places.items()},
+    )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Train, and return the exit code; from the main thread, which alone may take signals."""
-    with ExitStack() as undo:
-        return train_and_report(argv, undo=undo)
+def main(argv: Sequence[str], *, undo: ExitStack | None = None) -> int:
+    """Train, and return the exit code; from the main thread, which alone may take signals.
 
-
-def train_and_report(argv: Sequence[str], *, undo: ExitStack) -> int:
-    """Do as `main`, but leave it to the caller to `undo` what the run has made in the process."""
+    What the run has made in the process is undone, or that is left to the caller, who gives `undo`.
+    """
+    if undo is None:
+        with ExitStack() as undo:
+            return main(argv, undo=undo)
     with watch_signals() as stop:
         try:
-            run_job(argv, stop=stop, undo=undo)
+            train(argv, stop=stop, undo=undo)
         except UserError as error:
             _report(error)
             return error.exit_code
@@ -241,7 +229,7 @@ def train_and_leave(argv: Sequence[str]) -> None:
     gc.enable()
     undo = ExitStack()
     try:
-        exit_code = train_and_report(argv, undo=undo)
+        exit_code = main(argv, undo=undo)
     except (Exception, CheckpointException):
         traceback.print_exc()
         leave(1)

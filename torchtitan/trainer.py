@@ -53,7 +53,7 @@ class Run:
     mesh: Mesh
     model: ModelParts
     execution: Execution
-    shard: SequenceShard
+    sequence_shard: SequenceShard
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     loader: Loader
@@ -191,7 +191,7 @@ class Trainer:
     def _train_step(self, microbatches: Sequence[Samples]) -> StepFigures:
         run, step, agreement = self.run, self.run.progress.step, self._agreement
         set_lr(run.optimizer, run.schedule(step))
-        batches = [run.shard.take(samples).to(run.device) for samples in microbatches]
+        batches = [run.sequence_shard.take(samples).to(run.device) for samples in microbatches]
         num_valid = torch.stack([count_valid(batch.labels) for batch in batches]).sum()
         divisor = agreement.sum_valid(num_valid).clamp(min=1)
 

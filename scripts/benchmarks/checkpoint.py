@@ -129,7 +129,7 @@ def _measure_blocked(
     state = RunState(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9),
-        schedule={},
+        lr_settings={},
         loader=_NoData(),
         progress=progress,
     )

@@ -142,7 +142,7 @@ class _Policy:
         job = _describe_job(settings, policy=name, folder=folder)
         self.run = run = assemble(load_config(job), launch=launch, color=False)
         [samples, *_] = next(run.loader)
-        self._batch = run.shard.take(samples).to(run.device)
+        self._batch = run.sequence_shard.take(samples).to(run.device)
         self._divisor = count_valid(self._batch.labels)
         self._parameters = list(run.model.parameters())
         self._losses: list[torch.Tensor] = []

@@ -31,7 +31,7 @@ from scripts.benchmarks.loops import (
 from scripts.benchmarks.pairs import check_close, synchronize
 from torchtitan.assemble import assemble, find_model
 from torchtitan.assemble.data import build_loader
-from torchtitan.assemble.layout import find_layout
+from torchtitan.assemble.find import find_layout
 from torchtitan.base.device import device_name, local_device, peak_flops, timed_peak
 from torchtitan.checkpoint.state import Progress
 from torchtitan.job import load_config

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.assemble.layout import find_layout
+from torchtitan.assemble.find import find_layout
 from torchtitan.assemble.model import describe, describe_model, find_model, resolve_model
 from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.config.toml_files import to_toml

@@ -97,7 +97,7 @@ def train(
 
     def evaluate(step: int) -> None:
         if evaluating and step == 1:  # what it leaves behind would show in the next steps
-            evaluated.append(run.execution.evaluate(run.shard.take(_samples())).item())
+            evaluated.append(run.execution.evaluate(run.sequence_shard.take(_samples())).item())
 
     trainer = Trainer(run)
     trainer.train(on_step=evaluate)
@@ -202,7 +202,7 @@ def count_head_gradients(job: list[str]) -> tuple[int, int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss._Head, "__call__", counting)
         batches = next(run.loader)
-        shared = [run.shard.take(samples) for samples in batches]
+        shared = [run.sequence_shard.take(samples) for samples in batches]
         run.execution.forward_backward(shared, divisor=torch.tensor(100))
         in_step = len(made)
         run.execution.evaluate(shared[0])

@@ -64,7 +64,7 @@ def train(job: list[str], *, sizes: dict[str, int]) -> jobs.Result:
 def gradients(job: list[str]) -> dict[str, Tensor]:
     """Return what the first step leaves in every parameter before clipping."""
     run = jobs.start(job)
-    batches = [run.shard.take(samples) for samples in next(run.loader)]
+    batches = [run.sequence_shard.take(samples) for samples in next(run.loader)]
     num_valid = torch.stack([count_valid(batch.labels) for batch in batches]).sum()
     dist.all_reduce(num_valid)
     divisor = num_valid // (run.mesh.dims.pp * run.mesh.dims.tp)

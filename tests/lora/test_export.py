@@ -22,7 +22,7 @@ from torchtitan.assemble.generator import open_generator
 from torchtitan.base.errors import CheckpointError
 from torchtitan.hf.names import Names
 from torchtitan.hf.write import HFExport, export
-from torchtitan.lora.export import LoRAExport
+from torchtitan.lora.export import LoRAExport, weight_beside
 from torchtitan.lora.layer import apply_lora, is_adapter
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
@@ -53,7 +53,7 @@ def exported(variant: str, model: Decoder, folder: Path, *, alone: bool, **more:
     writer = dcp.FileSystemWriter(folder / "step-1" / "model")
     dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
     settings = HFExport(
-        names=Names(family(variant).hf, model.config),
+        names=Names(family(variant).hf, model.config, weight_beside),
         adapter=LoRAExport(rank=3, alpha=6.0, alone=alone, base="base"),
         **more,
     )

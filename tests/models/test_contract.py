@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.own_family import in_models, load_family, write_family
-from torchtitan.assemble.layout import find_layout
+from torchtitan.assemble.find import find_layout
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
 from torchtitan.models.contract import Counts, check_contract, count

@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed.rank_pool import RankPool
 from tests.parallel.test_context_attention import Watch
-from torchtitan.assemble.layout import find_layout
+from torchtitan.assemble.find import find_layout
 from torchtitan.base.errors import ConfigError
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.loader import Loader

@@ -3,7 +3,7 @@
 run.py      straight down, each part built by one call
 data.py     what a rank reads
 model.py    which model: a flavor, own sizes, or a Hugging Face folder's
-layout.py   over which ranks, and what does not fit together
+find.py     over which ranks, and what does not fit together
 resume.py   from which checkpoint, and what the next start will compare itself with
 generator.py  a model that generates text, from a run or from Hugging Face
 validation.py   what the run is measured on

@@ -18,9 +18,8 @@ from torchtitan.generate.generator import DTYPES, Generator, Pretrained, build_g
 from torchtitan.hf.beside import end_tokens, stop_ids, tokenizer_file
 from torchtitan.hf.config import architecture_of, family_of, read_config
 from torchtitan.hf.folder import open_folder
-from torchtitan.hf.names import CONFIG
+from torchtitan.hf.names import ADAPTER_CONFIG, CONFIG
 from torchtitan.job import Config
-from torchtitan.lora.export import CONFIG as ADAPTER_CONFIG
 from torchtitan.lora.layer import apply_lora
 from torchtitan.models.families import MODELS
 from torchtitan.trajectory import CONFIG_FILE, Job
@@ -50,13 +49,14 @@ def open_generator(
     # a folder of neither kind says so itself
     is_theirs = (path / CONFIG).is_file()
     found = _of_hugging_face(path, group) if is_theirs else _of_run(path, group, verify=verify)
+    tokenizer = tokenizer or found.tokenizer
+    file = tokenizer_file(tokenizer)
     found = replace(
         found,
-        tokenizer=tokenizer or found.tokenizer,
+        tokenizer=tokenizer,
         chat_template=chat_template or found.chat_template,
+        stop_ids=found.stop_ids | (frozenset() if file is None else stop_ids(file.parent)),
     )
-    if (file := tokenizer_file(found.tokenizer)) is not None:
-        found = replace(found, stop_ids=found.stop_ids | stop_ids(file.parent))
     return build_generator(found, device=device, mesh=mesh, chats=chats, dtype=dtype)
 
 

@@ -12,8 +12,7 @@ from torchtitan.hf.beside import carried_over, files_to_copy
 from torchtitan.hf.names import Names
 from torchtitan.hf.write import HFExport
 from torchtitan.job import Config
-from torchtitan.lora.export import LoRAExport
-from torchtitan.lora.settings import LoRAConfig
+from torchtitan.lora.export import LoRAExport, weight_beside
 from torchtitan.models.settings import ModelConfig
 
 
@@ -27,23 +26,16 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
     checkpoint, tokenizer_path = config.checkpoint, config.model.tokenizer_path
     path = checkpoint.initial_load_path if checkpoint.initial_load_in_hf else None
     return HFExport(
-        names=Names(spec.hf, architecture),
+        names=Names(spec.hf, architecture, weight_beside),
         dtype=dtype,
         carried=carried_over(
             None if path is None else Path(path),
             seq_len=config.training.seq_len,
             eos_id=build_tokenizer(tokenizer_path).eos_id,
         ),
-        adapter=_adapter(config.lora, base=checkpoint.initial_load_path),
+        adapter=LoRAExport.of(config.lora, base=checkpoint.initial_load_path),
         files=files_to_copy(tokenizer_path, chat_template=config.training.chat_template),
     )
-
-
-def _adapter(settings: LoRAConfig, *, base: str | None) -> LoRAExport | None:
-    if not settings.rank:
-        return None
-    alone = settings.save == "adapter"
-    return LoRAExport(rank=settings.rank, alpha=settings.alpha, alone=alone, base=base)
 
 
 def chosen_rotation(settings: ModelConfig) -> set[str]:

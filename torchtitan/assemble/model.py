@@ -34,7 +34,7 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
                 f"true, or sizes that are all given, and {', '.join(missing)} are not; name a "
                 f"folder of Hugging Face, or a flavor: {', '.join(spec.flavors)}"
             )
-            raise ConfigError(Violation(("model.flavor", "checkpoint.initial_load_in_hf"), rule))
+            raise ConfigError.at(("model.flavor", "checkpoint.initial_load_in_hf"), rule)
         architecture = DecoderConfig(**given, **spec.of_family)
     elif settings.flavor in spec.flavors:
         architecture = replace(spec.flavors[settings.flavor], **given)
@@ -44,7 +44,7 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
             f"must be one of {', '.join(flavors)} for {spec.name}, got '{settings.flavor}'"
             f"{did_you_mean(settings.flavor, flavors)}"
         )
-        raise ConfigError(Violation(("model.flavor", "model.name"), rule))
+        raise ConfigError.at(("model.flavor", "model.name"), rule)
     if settings.rope_scaling.type != "flavor":
         values = asdict(settings.rope_scaling)
         scaling = build_scaling(values.pop("type"), values)
@@ -116,7 +116,7 @@ def _find_spec(settings: ModelConfig) -> ModelSpec:
     if (name := settings.name) in MODELS:
         return MODELS[name]
     rule = f"must be one of {', '.join(MODELS)}, got '{name}'{did_you_mean(name, MODELS)}"
-    raise ConfigError(Violation(("model.name",), rule))
+    raise ConfigError.at("model.name", rule)
 
 
 def _has_windows(spec: ModelSpec) -> bool:

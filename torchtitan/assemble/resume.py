@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torchtitan.assemble.hf import chosen_rotation, describe_export
 from torchtitan.assemble.trained import check_scale, warn_of_random_base
 from torchtitan.base.device import device_type
-from torchtitan.base.errors import CheckpointError, ConfigError, Violation
+from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint.files import Content
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.lock import lock_folder
-from torchtitan.checkpoint.manager import CheckpointManager, Export, check_staging
+from torchtitan.checkpoint.manager import CheckpointManager, check_staging
 from torchtitan.checkpoint.plain import PlainFolder, row_order, said_order
 from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.checkpoint.restore import restore
@@ -84,7 +84,7 @@ def find_start(
             group=group,
         )
         if start is not None:
-            check_scale(start, lora=config.lora, group=group)
+            check_scale(start, lora=config.lora)
     stored = root / CONFIG_FILE
     has_results = any(root.glob("metrics*.jsonl")) or find_steps(folder)
     from_own = start is not None and start.source.path.parent == folder
@@ -112,11 +112,9 @@ def open_source(
     path, rope = Path(settings.initial_load_path), settings.initial_load_rope
     is_file = path.suffix in WEIGHT_FILES
     if settings.load_step != -1 and (is_file or settings.initial_load_in_hf):
-        raise ConfigError(
-            Violation(
-                ("checkpoint.load_step", "checkpoint.initial_load_path"),
-                f"chooses among the steps of a run, got {path}, which has none; remove it",
-            )
+        raise ConfigError.at(
+            ("checkpoint.load_step", "checkpoint.initial_load_path"),
+            f"chooses among the steps of a run, got {path}, which has none; remove it",
         )
     selection = Selection(
         exclude=() if asked == "recover" else settings.exclude_from_loading,
@@ -168,8 +166,7 @@ def _find_halves(
     )
     if order == "interleaved":
         return lambda name: None
-    names = Names(layout.spec.hf, layout.architecture)
-    return lambda name: names.head_dim(weight_beside(name) or name)
+    return Names(layout.spec.hf, layout.architecture, weight_beside).head_dim
 
 
 def compare_jobs(manifest: Content, *, now: Job) -> Comparison:
@@ -196,6 +193,10 @@ def build_checkpoints(
         return None
     if start is not None:
         restore(state, start=start, group=group)
+    last_in_hf = None
+    if config.checkpoint.last_save_in_hf:
+        dtype = getattr(torch, config.checkpoint.export_dtype)
+        last_in_hf = partial(export, settings=describe_export(config, dtype=dtype), group=group)
     return CheckpointManager(
         state,
         settings=config.checkpoint,
@@ -208,43 +209,31 @@ def build_checkpoints(
             world_size=dims.world_size,
             limit_seconds=config.comm.train_timeout_seconds,
         ),
-        export=build_export(config, group=group),
+        export=last_in_hf,
         validation_data=validation_data,
     )
 
 
-def build_export(config: Config, *, group: dist.ProcessGroup) -> Export | None:
-    """Build what writes the last weights for Hugging Face; None where that is not asked for."""
-    if not config.checkpoint.last_save_in_hf:
-        return None
-    settings = describe_export(config, dtype=getattr(torch, config.checkpoint.export_dtype))
-    return partial(export, settings=settings, group=group)
-
-
-def describe_schedule(config: Config) -> dict[str, Any]:
+def describe_lr(config: Config) -> dict[str, Any]:
     """Return all that the learning rate is computed from."""
     schedule = {"peak_lr": config.optimizer.lr, "training_steps": config.training.steps}
     return schedule | asdict(config.lr_scheduler)
 
 
 def write_config(config: Config) -> None:
-    """Write the resolved settings into the run's folder, from rank 0.
+    """Write the resolved settings into the run's folder, from rank 0."""
 
-    Raises:
-        CheckpointError: They cannot be written; raised on every rank.
-    """
-    on_first_rank(lambda: _write_config(config), group=dist.group.WORLD)
+    def write() -> None:
+        for name in filter(None, (CONFIG_FILE, config.job.save_config_file)):
+            path = Path(config.job.dump_folder) / name
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(to_toml(config), encoding="utf-8")
+            except OSError as error:
+                raise CheckpointError(
+                    f"the settings must be written to a file in job.dump_folder, got {path}, which "
+                    f"cannot be written: {error.strerror}; move away what is there, or choose "
+                    f"another job.save_config_file or job.dump_folder"
+                ) from error
 
-
-def _write_config(config: Config) -> None:
-    for name in filter(None, (CONFIG_FILE, config.job.save_config_file)):
-        path = Path(config.job.dump_folder) / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(to_toml(config), encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(
-                f"the settings must be written to a file in job.dump_folder, got {path}, which "
-                f"cannot be written: {error.strerror}; move away what is there, or choose another "
-                f"job.save_config_file or job.dump_folder"
-            ) from error
+    on_first_rank(write, group=dist.group.WORLD)

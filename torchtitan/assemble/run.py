@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.assemble.data import build_loader
-from torchtitan.assemble.layout import check_device, find_layout, log_job
+from torchtitan.assemble.find import check_device, find_layout, log_job
 from torchtitan.assemble.model import resolve_model
 from torchtitan.assemble.precision import resolve_precision
 from torchtitan.assemble.resume import (
     build_checkpoints,
-    describe_schedule,
+    describe_lr,
     find_start,
     write_config,
 )
@@ -32,7 +32,6 @@ from torchtitan.base.device import device_type, local_device
 from torchtitan.checkpoint.manager import build_group
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import Progress, RunState
-from torchtitan.data.loader import Loader
 from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.mesh.process_group import Launch, set_timeout
@@ -59,7 +58,7 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
     """
     config = resolve_model(config)
     layout = find_layout(config, world_size=launch.world_size)
-    check_device(config, device_type=device_type())
+    check_device(config, layout=layout, device_type=device_type())
     config, precision = resolve_precision(config)
     group = build_group() if config.checkpoint.enable else None
     start = find_start(config, layout=layout, group=group, undo=undo)
@@ -75,13 +74,7 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
     mesh = build_mesh(layout.dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
     return build_run(
-        config,
-        layout=layout,
-        mesh=mesh,
-        device=device,
-        start=start,
-        group=group,
-        color=color,
+        config, layout=layout, mesh=mesh, device=device, start=start, group=group, color=color
     )
 
 
@@ -109,7 +102,13 @@ def build_run(
         device=device,
         trained_on=loader.dataset,
     )
-    state = build_state(config, model=model, loader=loader, progress=progress)
+    state = RunState(
+        model=model,
+        optimizer=build_optimizer(model, settings=config.optimizer),
+        lr_settings=describe_lr(config),
+        loader=loader,
+        progress=progress,
+    )
     data = None if validator is None else validator.data
     checkpoints = build_checkpoints(
         config, dims=layout.dims, state=state, start=start, group=group, validation_data=data
@@ -124,7 +123,7 @@ def build_run(
         mesh=mesh,
         model=model,
         execution=execution,
-        shard=shard,
+        sequence_shard=shard,
         optimizer=state.optimizer,
         schedule=build_schedule(
             config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps
@@ -156,20 +155,15 @@ def build_model(
         recompute=in_flight > 1,
     )
     return build_model_and_execution(
-        layout, mesh=mesh, settings=config, device=device, seed=config.debug.seed, loss=loss
-    )
-
-
-def build_state(
-    config: Config, *, model: ModelParts, loader: Loader, progress: Progress
-) -> RunState:
-    """Build the optimizer, and gather all that a checkpoint holds."""
-    return RunState(
-        model=model,
-        optimizer=build_optimizer(model, settings=config.optimizer),
-        schedule=describe_schedule(config),
-        loader=loader,
-        progress=progress,
+        layout,
+        mesh=mesh,
+        training=config.training,
+        parallelism=config.parallelism,
+        recomputation=config.activation_checkpoint,
+        compilation=config.compile,
+        device=device,
+        seed=config.debug.seed,
+        loss=loss,
     )
 
 

@@ -6,11 +6,7 @@ import logging
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-import torch.distributed as dist
-
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.checkpoint.source import Step
 from torchtitan.checkpoint.start import Start
 from torchtitan.job import Config
@@ -65,13 +61,10 @@ def warn_of_random_base(config: Config) -> None:
         )
 
 
-def check_scale(start: Start, *, lora: LoRAConfig, group: dist.ProcessGroup) -> None:
+def check_scale(start: Start, *, lora: LoRAConfig) -> None:
     """Check that adapters from which a new run starts are scaled as they were trained.
 
     A run that is resumed as a whole has its settings compared as a whole.
-
-    Raises:
-        CheckpointError: Another scale would make another model of the same weights.
     """
     source = start.source
     if not lora.rank or start.intention != "finetune" or not isinstance(source, Step):
@@ -83,7 +76,7 @@ def check_scale(start: Start, *, lora: LoRAConfig, group: dist.ProcessGroup) -> 
     ]
     if not taken:
         return
-    manifest = on_first_rank(lambda: storage.read_manifest(source.path), group=group)
+    manifest = source.manifest
     alpha = Job.stored(manifest["config"], file=manifest.path).config.lora.alpha
     if alpha != lora.alpha:
         raise CheckpointError(

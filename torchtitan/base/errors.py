@@ -12,13 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+E = TypeVar("E", bound="UserError")
 T = TypeVar("T")
-
-
-class UserError(Exception):
-    """Something outside the library has to change; exit code 2."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -43,6 +38,18 @@ class Violation:
     def __str__(self) -> str:
         section, _, key = self.keys[0].rpartition(".")
         return f"[{section}] {key}: {self.rule}" if section else f"{key}: {self.rule}"
+
+
+class UserError(Exception):
+    """Something outside the library has to change; exit code 2."""
+
+    exit_code = 2
+
+    @classmethod
+    def at(cls: type[E], keys: str | tuple[str, ...], rule: str) -> E:
+        """Return the error of a rule about settings, by their dotted paths, that does not hold; of
+        several the one to blame comes first."""
+        return cls(Violation((keys,) if isinstance(keys, str) else keys, rule))
 
 
 class ConfigError(UserError):

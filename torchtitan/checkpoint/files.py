@@ -151,11 +151,7 @@ class Content(dict[str, Any]):
 
 
 def checked_kinds(content: Content, *, kinds: Mapping[str, type]) -> Content:
-    """Return `content` if what it has of these keys is of these types.
-
-    Raises:
-        CheckpointError: Names the file and the key.
-    """
+    """Return `content` if what it has of these keys is of these types."""
     for key, kind in kinds.items():
         # exact: JSON's true is an int to isinstance
         if key in content and type(content[key]) is not kind:

@@ -46,11 +46,7 @@ def lock_folder(folder: Path, *, undo: ExitStack | None) -> None:
 
 
 def hold(folder: Path) -> int:
-    """Take `folder` for this process until it ends, or closes the file that is returned.
-
-    Raises:
-        CheckpointError: Another process has it.
-    """
+    """Take `folder` for this process until it ends, or closes the file that is returned."""
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     deadline = time.monotonic() + SECONDS_TO_END

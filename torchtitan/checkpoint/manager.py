@@ -48,11 +48,7 @@ def build_group() -> dist.ProcessGroup:
 
 
 def check_staging(settings: CheckpointConfig, *, device_type: str) -> None:
-    """Refuse page-locked memory where there is no GPU to copy from.
-
-    Raises:
-        ConfigError: Says what to write.
-    """
+    """Refuse page-locked memory where there is no GPU to copy from."""
     if settings.enable and settings.async_mode == PINNED and device_type != "cuda":
         raise ConfigError(
             f'checkpoint.async_mode = "{PINNED}" copies from a GPU, and this job computes on '
@@ -148,11 +144,7 @@ class CheckpointManager:
 
     def complete(self) -> None:
         """Save a run that ends where it starts, and write the export that is asked for and not
-        there: it failed, or was not asked for then.
-
-        Raises:
-            CheckpointError: It could not be written.
-        """
+        there: it failed, or was not asked for then."""
         settings, step = self._settings, self._state.progress.step
         exports = self._export is not None or settings.last_save_model_only
         if step > 0 and not exports:

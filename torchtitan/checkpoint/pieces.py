@@ -133,11 +133,7 @@ class TensorReader(PieceReader):
         super().__init__(folder, read_metadata(folder))
 
     def check_whole(self, names: Collection[str]) -> None:
-        """Refuse tensors of which a part is stored alone: the rest would stay as it is.
-
-        Raises:
-            CheckpointError: Names each, how much of it is there, and the likely reason.
-        """
+        """Refuse tensors of which a part is stored alone: the rest would stay as it is."""
         there = {name: self.entries[name] for name in names if is_tensor(self.entries.get(name))}
         found = {name: find_misses(entry) for name, entry in there.items()}
         wrong = sorted(f"'{name}' {what}" for name, what in found.items() if what is not None)

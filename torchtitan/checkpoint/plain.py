@@ -81,11 +81,7 @@ class PlainFolder:
             logger.info("Not read, as no parameters: %d entries: %s", len(beside), shown)
 
     def _check_tied(self, embedding: Tensor | None) -> None:
-        """Compare the head that a tied model was saved with and its embedding, each rank its shard.
-
-        Raises:
-            CheckpointError: They differ, or the embedding was not loaded: the head would be lost.
-        """
+        """Compare the head that a tied model was saved with and its embedding, shard by shard."""
         # filled with the rows that are stored: those behind them are the embedding's own
         head = {} if embedding is None else {OUTPUT: embedding.clone()}
         storage.read_tensors(

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.base.log import amount
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.files import check_counts, checked_kinds
+from torchtitan.checkpoint.files import check_counts
 from torchtitan.checkpoint.folders import MANIFEST
-from torchtitan.checkpoint.ranks import on_first_rank, union
+from torchtitan.checkpoint.ranks import union
 from torchtitan.checkpoint.source import Selection, Step
 from torchtitan.checkpoint.start import Intention, Start
 from torchtitan.checkpoint.state import (
@@ -53,23 +53,23 @@ def restore(state: RunState, *, start: Start, group: dist.ProcessGroup) -> None:
     source = start.source
     taken = [name for name in TAKEN[start.intention] if name not in start.exclude]
     if isinstance(source, Step):
-        _check_components(source.path, taken, group=group)
+        _check_components(source, taken)
     _report_left_out(state, start, taken=taken, group=group)
     if "model" in taken:
         source.read(model_tensors(state.model))
     if start.intention != "finetune":
-        _restore_rest(state, start, taken=taken, group=group)
+        assert isinstance(source, Step)
+        _restore_rest(state, source, start, taken=taken)
     _report(start, taken=taken, step=state.progress.step)
 
 
-def _check_components(step: Path, taken: Collection[str], *, group: dist.ProcessGroup) -> None:
-    manifest = on_first_rank(lambda: storage.read_manifest(step), group=group)
-    missing = [name for name in taken if name not in manifest["components"]]
-    if missing:
-        there = ", ".join(map(str, manifest["components"])) or "nothing"
+def _check_components(step: Step, taken: Collection[str]) -> None:
+    components = step.manifest["components"]
+    if missing := [name for name in taken if name not in components]:
+        there = ", ".join(map(str, components)) or "nothing"
         raise CheckpointError(
-            f"{step} lacks {', '.join(missing)}, it holds {there} alone; take a full checkpoint, "
-            f"or only the weights of this one: "
+            f"{step.path} lacks {', '.join(missing)}, it holds {there} alone; take a full "
+            f"checkpoint, or only the weights of this one: "
             f"checkpoint.initial_load_path with initial_load_model_only = true"
         )
 
@@ -77,11 +77,7 @@ def _check_components(step: Path, taken: Collection[str], *, group: dist.Process
 def _report_left_out(
     state: RunState, start: Start, *, taken: Collection[str], group: dist.ProcessGroup
 ) -> None:
-    """Log which parameters each pattern leaves out, of the model or of the source.
-
-    Raises:
-        CheckpointError: A pattern matches none.
-    """
+    """Log which parameters each pattern leaves out, of the model or of the source."""
     patterns = [entry for entry in start.exclude if entry not in COMPONENTS]
     if not patterns:
         return
@@ -104,11 +100,8 @@ def _report_left_out(
         logger.info("Not loaded, as '%s' asks: %s: %s", pattern, count, shown)
 
 
-def _restore_rest(
-    state: RunState, start: Start, *, taken: Collection[str], group: dist.ProcessGroup
-) -> None:
+def _restore_rest(state: RunState, step: Step, start: Start, *, taken: Collection[str]) -> None:
     """Load what lies beside the weights in a step of ours."""
-    folder = start.source.path
     if "optimizer" in taken:
         patterns = Selection(exclude=start.exclude)
 
@@ -117,24 +110,20 @@ def _restore_rest(
 
         tensors = optimizer_tensors(state.model, state.optimizer)
         wanted = {name: tensor for name, tensor in tensors.items() if not leaves_out(name)}
-        storage.read_tensors(folder, "optimizer", into=wanted, group=group, leaves_out=leaves_out)
+        storage.read_tensors(
+            step.path, "optimizer", into=wanted, group=step.group, leaves_out=leaves_out
+        )
     if "dataloader" in taken:
-        _restore_position(state, start, group=group)
+        _restore_position(state, step, start)
     if "train_state" in taken:
-        _restore_train_state(state, folder, group=group)
+        _restore_train_state(state, step)
     if start.intention == "continue" and "lr_scheduler" in taken:
-        old = on_first_rank(lambda: storage.read_state(folder, "lr_scheduler"), group=group)
-        _report_schedule(folder, old, state.schedule, step=state.progress.step)
+        old = step.state("lr_scheduler")
+        _report_schedule(step.path, old, state.lr_settings, step=state.progress.step)
 
 
-def _restore_position(state: RunState, start: Start, *, group: dist.ProcessGroup) -> None:
-    stored = on_first_rank(
-        lambda: checked_kinds(
-            storage.read_state(start.source.path, "dataloader"),
-            kinds={"position": int, "fingerprint": dict},
-        ),
-        group=group,
-    )
+def _restore_position(state: RunState, step: Step, start: Start) -> None:
+    stored = step.state("dataloader", kinds={"position": int, "fingerprint": dict})
     check_counts(stored, "position")
     try:
         state.loader.load_state_dict(stored)
@@ -145,32 +134,29 @@ def _restore_position(state: RunState, start: Start, *, group: dist.ProcessGroup
         logger.info("Not loaded, as these are other data: dataloader")
 
 
-def _restore_train_state(state: RunState, source: Path, *, group: dist.ProcessGroup) -> None:
+def _restore_train_state(state: RunState, step: Step) -> None:
     kinds = {"step": int, "tokens_seen": int, "world_size": int}
-    train_state = on_first_rank(
-        lambda: checked_kinds(storage.read_state(source, "train_state"), kinds=kinds), group=group
-    )
-    check_counts(train_state, "step", "tokens_seen")
-    manifest = on_first_rank(lambda: storage.read_manifest(source), group=group)
-    if (step := manifest["step"]) != train_state["step"]:
+    stored = step.state("train_state", kinds=kinds)
+    check_counts(stored, "step", "tokens_seen")
+    if (number := step.manifest["step"]) != stored["step"]:
         raise CheckpointError(
-            f"{source} must hold one step, its {MANIFEST} says {step} and its train_state "
-            f"{train_state['step']}; use another checkpoint"
+            f"{step.path} must hold one step, its {MANIFEST} says {number} and its train_state "
+            f"{stored['step']}; use another checkpoint"
         )
-    state.progress.step = step
-    state.progress.tokens_seen = train_state["tokens_seen"]
-    if train_state["world_size"] != dist.get_world_size():
+    state.progress.step = number
+    state.progress.tokens_seen = stored["tokens_seen"]
+    if stored["world_size"] != dist.get_world_size():
         logger.info("Another number of ranks: random generators start from debug.seed")
         return
     ours = rng_tensors(rank=dist.get_rank())
-    stored = storage.stored_names(source, "train_state", group=group)
-    if lacking := [name for name in ours if name not in stored]:  # a GPU's, if saved on CPUs
+    there = storage.stored_names(step.path, "train_state", group=step.group)
+    if lacking := [name for name in ours if name not in there]:  # a GPU's, if saved on CPUs
         logger.info(
             "The checkpoint holds no random generators %s: they start from debug.seed",
             ", ".join(lacking),
         )
-    states = {name: tensor for name, tensor in ours.items() if name in stored}
-    storage.read_tensors(source, "train_state", into=states, group=group)
+    states = {name: tensor for name, tensor in ours.items() if name in there}
+    storage.read_tensors(step.path, "train_state", into=states, group=step.group)
     set_rng(states)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.files import Content, checked_kinds
+from torchtitan.checkpoint.ranks import on_first_rank
 
 
 class WeightSource(Protocol):
@@ -69,11 +72,23 @@ ALL = Selection()
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The weights of a step of ours. Its other components lie beside them."""
+    """A step of ours: its weights, and the components beside them. Ranks read it together."""
 
     path: Path
     group: dist.ProcessGroup | None
     selection: Selection = ALL
+
+    @cached_property
+    def manifest(self) -> Content:
+        """What the step says of itself."""
+        return on_first_rank(lambda: storage.read_manifest(self.path), group=self.group)
+
+    def state(self, component: str, *, kinds: Mapping[str, type] | None = None) -> Content:
+        """Return what a component knows beside its tensors; `kinds`: of which types entries are."""
+        return on_first_rank(
+            lambda: checked_kinds(storage.read_state(self.path, component), kinds=kinds or {}),
+            group=self.group,
+        )
 
     def names(self) -> Collection[str]:
         """Return the names of the stored parameters."""

@@ -22,10 +22,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import Content
 from torchtitan.checkpoint.folders import MANIFEST
-from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.source import Selection, Step, WeightSource
 from torchtitan.checkpoint.steps import own_step
@@ -84,11 +82,7 @@ OpenSource = Callable[[Intention], WeightSource]
 
 
 def stored_layout(manifest: Mapping[str, Any]) -> ParallelDims:
-    """Return the layout of the ranks that saved a checkpoint.
-
-    Raises:
-        CheckpointError: The manifest names axes or degrees that are none.
-    """
+    """Return the layout of the ranks that saved a checkpoint."""
     layout = manifest["layout"]
     known = {axis.name for axis in fields(ParallelDims)}
     if not known.issuperset(layout) or not all(type(n) is int for n in layout.values()):
@@ -114,7 +108,7 @@ def choose_start(
     """
 
     def compared(step: Path) -> Comparison:
-        return compare(on_first_rank(lambda: storage.read_manifest(step), group=group))
+        return compare(Step(path=step, group=group).manifest)
 
     own = own_step(
         folder,

@@ -57,7 +57,8 @@ class RunState:
 
     model: HasParameters
     optimizer: torch.optim.Optimizer
-    schedule: Mapping[str, Any]
+    lr_settings: Mapping[str, Any]
+    """All that the learning rate is computed from."""
     loader: Resumable
     progress: Progress
 
@@ -66,7 +67,7 @@ class RunState:
         return {
             "model": Component(tensors=model_tensors(self.model), state=MODEL_STATE),
             "optimizer": Component(tensors=optimizer_tensors(self.model, self.optimizer)),
-            "lr_scheduler": Component(state=self.schedule),
+            "lr_scheduler": Component(state=self.lr_settings),
             "dataloader": Component(state=self.loader.state_dict()),
             "train_state": Component(
                 tensors=rng_tensors(rank=dist.get_rank()),

@@ -126,11 +126,7 @@ def _free_space(target: Path) -> str:
 
 
 def read_state(checkpoint: Path, component: str) -> Content:
-    """Return what a component knows beside its tensors.
-
-    Raises:
-        CheckpointError: The file is missing or not a JSON object.
-    """
+    """Return what a component knows beside its tensors."""
     return read_json(checkpoint / component / STATE)
 
 
@@ -155,11 +151,7 @@ def read_manifest(checkpoint: Path) -> Content:
 def stored_names(
     checkpoint: Path, component: str, *, group: dist.ProcessGroup | None
 ) -> dict[str, bool]:
-    """Return the names of a component's entries, and whether each is a tensor.
-
-    Raises:
-        CheckpointError: The metadata are missing, damaged or refused.
-    """
+    """Return the names of a component's entries, and whether each is a tensor."""
 
     def names() -> dict[str, bool]:
         stored = read_metadata(checkpoint / component).state_dict_metadata
@@ -222,11 +214,7 @@ def check_match(
     spell: Callable[[str], str] = repr,
 ) -> dict[str, Shape]:
     """Compare stored tensors, by shape (None: raw bytes) and type, with the wanted ones, by shape
-    and possible types; return the shapes of those that grow. `spell` shows a name.
-
-    Raises:
-        CheckpointError: Lists what differs.
-    """
+    and possible types; return the shapes of those that grow. `spell` shows a name."""
     grown, shapes, types = {}, [], []
     for name in wanted.keys() & stored.keys():
         (shape, possible), (there, dtype) = wanted[name], stored[name]

@@ -57,7 +57,7 @@ def check_job(config: Config, *, world_size: int | None) -> Config:
         UserError: Says all that does not fit together, or that a tokenizer is damaged.
     """
     # here: mistakes in the settings alone are told without the seconds that torch takes
-    from torchtitan.assemble.layout import check_device, find_layout
+    from torchtitan.assemble.find import check_device, find_layout
     from torchtitan.assemble.model import resolve_model
     from torchtitan.assemble.trained import warn_of_random_base
     from torchtitan.base.device import device_type
@@ -74,7 +74,7 @@ def check_job(config: Config, *, world_size: int | None) -> Config:
     if config.checkpoint.initial_load_path is None:
         warn_of_random_base(config)
     try:
-        check_device(config, device_type=device_type())
+        check_device(config, layout=layout, device_type=device_type())
     except ConfigError as error:
         for mistake in error.mistakes:
             logger.warning("On this machine the job would not start: %s", mistake)

@@ -83,11 +83,7 @@ def sizes_of(architecture: DecoderConfig, format: HFFormat = NO_HF_FILES) -> Siz
 
 
 def read_config(folder: Path) -> Content:
-    """Return the config.json of a folder, its counts and other sizes being numbers.
-
-    Raises:
-        CheckpointError: It is missing, or no JSON, or holds something else where a number belongs.
-    """
+    """Return the config.json of a folder, its counts and other sizes being numbers."""
     content = read_json(folder / CONFIG)
     given = {k: value for k, value in content.items() if value is not None or k in NULLABLE}
     kinds = {
@@ -131,9 +127,6 @@ def check_config(
     """Refuse a config.json of another model than `architecture`, a size of `spec`.
 
     `seen_elsewhere` names sizes that may differ.
-
-    Raises:
-        CheckpointError: Names all that differs.
     """
     check_family(config, format=spec.hf)
     stored, ours = stored_sizes(config, spec.hf), sizes_of(architecture, spec.hf)
@@ -168,11 +161,7 @@ def family_of(config: Content, *, models: Mapping[str, ModelSpec]) -> ModelSpec:
 
 
 def architecture_of(config: Content, *, spec: ModelSpec) -> DecoderConfig:
-    """Return the model of a config.json, whether or not a flavor has its sizes.
-
-    Raises:
-        CheckpointError: The sizes make no model.
-    """
+    """Return the model of a config.json, whether or not a flavor has its sizes."""
     sizes, table = stored_sizes(config, spec.hf), size_table(spec.hf)
     counts = {key: sizes[key] for key, size in table.items() if size.kind is int}
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
@@ -193,11 +182,7 @@ def architecture_of(config: Content, *, spec: ModelSpec) -> DecoderConfig:
 
 
 def check_family(config: Content, *, format: HFFormat) -> None:
-    """Refuse a model of another family, or with a feature that ours lacks.
-
-    Raises:
-        CheckpointError: Names each feature.
-    """
+    """Refuse a model of another family, or with a feature that ours lacks."""
     if config.get("architectures") != [format.architecture]:
         raise CheckpointError(
             f"{config.path} must be of a {format.architecture}, got architectures "

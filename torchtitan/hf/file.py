@@ -125,11 +125,7 @@ def is_beside(name: object) -> bool:
 
 
 def map_file(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by the names there, mapped.
-
-    Raises:
-        CheckpointError: It is missing, damaged or refused, or holds something else.
-    """
+    """Return the tensors of a file by the names there, mapped."""
     try:
         check_is_file(path)
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -143,11 +143,7 @@ def _places(path: Path) -> dict[str, str]:
 
 
 def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and type of each tensor of a file.
-
-    Raises:
-        CheckpointError: It is missing or damaged, or its size is not that of its tensors.
-    """
+    """Return shape and type of each tensor of a file."""
     try:
         check_is_file(file)
         with safe_open(file, framework="pt") as opened:

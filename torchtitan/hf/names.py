@@ -7,7 +7,7 @@ parameters the order of rows (`checkpoint/rows.py`). Nothing else in the library
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from torchtitan.models.sizes import DecoderConfig
@@ -16,6 +16,8 @@ from torchtitan.models.spec import HFFormat
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""What PEFT calls the files of an adapter."""
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -30,6 +32,8 @@ class Names:
 
     format: HFFormat
     architecture: DecoderConfig
+    weight_beside: Callable[[str], str] = lambda name: name
+    """The weight whose rows a parameter's are, where that is another one."""
 
     def theirs(self, ours: str) -> str:
         """Return the tensor that holds a parameter."""
@@ -43,7 +47,8 @@ class Names:
 
     def head_dim(self, ours: str) -> int | None:
         """Return the width of the heads whose rows lie in halves; None: they lie as ours."""
-        return self.architecture.head_width if _starred(ours) in self.format.rotary else None
+        weight = _starred(self.weight_beside(ours))
+        return self.architecture.head_width if weight in self.format.rotary else None
 
     def find_misnamed(self, ours: Collection[str]) -> str | None:
         """Say which parameters have no name in the files, and which the model lacks.

@@ -128,11 +128,7 @@ def check_fit(
     architecture: DecoderConfig,
     selection: Selection,
 ) -> None:
-    """Compare the selected names, shapes and types with those of the model.
-
-    Raises:
-        CheckpointError: Lists what differs.
-    """
+    """Compare the selected names, shapes and types with those of the model."""
     names = Names(spec.hf, architecture)
 
     def both(name: str) -> str:

@@ -62,11 +62,7 @@ def rope_table(config: Content) -> Content:
 
 
 def check_number(content: Content, key: str) -> None:
-    """Refuse a value under `key` that is not a positive number.
-
-    Raises:
-        CheckpointError: Names the file and the key.
-    """
+    """Refuse a value under `key` that is not a positive number."""
     # exact: JSON's true is an int to isinstance
     value = content.get(key, 1)
     if type(value) not in (int, float) or not 0 < value < inf:
@@ -77,11 +73,7 @@ def check_number(content: Content, key: str) -> None:
 
 
 def stored_scaling(rope: Content) -> RopeScaling | None:
-    """Return the scaling that a table describes; None: there is none.
-
-    Raises:
-        CheckpointError: Its type is not built, or lacks a number, or shrinks the wavelengths.
-    """
+    """Return the scaling that a table describes; None: there is none."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None

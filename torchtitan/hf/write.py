@@ -32,7 +32,7 @@ from torchtitan.checkpoint.pieces import TensorReader, fill
 from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank
 from torchtitan.checkpoint.rows import to_their_rows
 from torchtitan.hf.config import new_config
-from torchtitan.hf.names import CONFIG, INDEX, WEIGHTS, Names
+from torchtitan.hf.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, INDEX, WEIGHTS, Names
 
 logger = logging.getLogger(__name__)
 MAX_FILE_BYTES = 5_000_000_000
@@ -47,10 +47,6 @@ class Adapter(Protocol):
     def alone(self) -> bool:
         """Whether the folder holds only the adapter; else it is merged into the weights."""
 
-    @property
-    def weights_file(self) -> str:
-        """The file of an adapter alone."""
-
     def owns(self, name: str) -> bool:
         """Tell whether a tensor of the checkpoint is the adapter's."""
 
@@ -60,14 +56,11 @@ class Adapter(Protocol):
     def merge(self, weight: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Return a weight as its parts change it."""
 
-    def rows_of(self, name: str) -> str | None:
-        """Return the weight whose order of rows a tensor of the adapter has; None: it has none."""
-
     def their_name(self, name: str, *, theirs: Callable[[str], str]) -> str:
         """Return what the files call a tensor of the adapter; `theirs` translates a weight."""
 
-    def config(self, names: Sequence[str], *, num_layers: int) -> tuple[str, dict[str, Any]]:
-        """Return name and content of the file that describes an adapter of these tensors."""
+    def config(self, names: Sequence[str], *, num_layers: int) -> dict[str, Any]:
+        """Return the adapter_config.json of an adapter of these tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,11 +151,7 @@ def export(
 
 
 def check_names(checkpoint: Path, stored: Collection[str], *, settings: HFExport) -> None:
-    """Check that the folder would hold every parameter of a checkpoint, and lack none of its own.
-
-    Raises:
-        CheckpointError: Says which it would not hold, or lack.
-    """
+    """Check that the folder would hold every parameter of a checkpoint, and all of its own."""
     names = settings.names
     if not names.format.names:
         raise CheckpointError(
@@ -215,8 +204,8 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 
 def file_name(number: int, *, num_files: int, settings: HFExport) -> str:
     """Return the name of a file of weights, as transformers counts them."""
-    if settings.adapter is not None and settings.adapter.alone:
-        return settings.adapter.weights_file
+    if settings.adapter_alone:
+        return ADAPTER_WEIGHTS
     return WEIGHTS if num_files == 1 else f"model-{number + 1:05}-of-{num_files:05}.safetensors"
 
 
@@ -254,11 +243,7 @@ def _read(tensor: Planned, *, reader: TensorReader, settings: HFExport) -> Tenso
     weight, *changes = weights.values()
     if adapter is not None and changes:
         weight = adapter.merge(weight, changes)
-    rows_of: str | None = tensor.ours
-    if adapter is not None and adapter.owns(tensor.ours):
-        rows_of = adapter.rows_of(tensor.ours)
-    head_dim = None if rows_of is None else settings.names.head_dim(rows_of)
-    return to_their_rows(weight.to(tensor.dtype), head_dim=head_dim)
+    return to_their_rows(weight.to(tensor.dtype), head_dim=settings.names.head_dim(tensor.ours))
 
 
 def _empty_like(entry: Any) -> Tensor:
@@ -284,7 +269,7 @@ def _complete(target: Path, plan: Sequence[Sequence[Planned]], *, settings: HFEx
     architecture, adapter = settings.names.architecture, settings.adapter
     if adapter is not None and adapter.alone:
         names = [tensor.name for tensor in tensors]
-        about, content = adapter.config(names, num_layers=architecture.num_layers)
+        about, content = ADAPTER_CONFIG, adapter.config(names, num_layers=architecture.num_layers)
     else:
         about = CONFIG
         content = new_config(

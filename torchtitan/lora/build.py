@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from torchtitan.base.errors import ConfigError, Violation
+from torchtitan.base.errors import ConfigError
 from torchtitan.lora.layer import apply_lora, linear_names
 from torchtitan.lora.settings import LoRAConfig
 from torchtitan.models.contract import LanguageModel
@@ -28,6 +28,5 @@ def build_adapt(settings: LoRAConfig, *, model: LanguageModel) -> Adapt | None:
     for pattern in settings.modules:
         check_pattern(pattern, linears, key=key, what="linear layer")
     if not settings.modules:
-        rule = 'must name a layer, got none; try "layers.*"'
-        raise ConfigError(Violation((key,), rule))
+        raise ConfigError.at(key, 'must name a layer, got none; try "layers.*"')
     return partial(apply_lora, rank=settings.rank, alpha=settings.alpha, patterns=settings.modules)

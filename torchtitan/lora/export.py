@@ -14,18 +14,16 @@ from typing import Any
 from torch import Tensor
 
 from torchtitan.lora.layer import DOWN, UP, is_adapter, merged
+from torchtitan.lora.settings import LoRAConfig
 
-CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
 _ENDINGS = {DOWN: "lora_A.weight", UP: "lora_B.weight"}
 
 
-def weight_beside(name: str) -> str | None:
-    """Return the weight whose rows a tensor's rows are: its own name, or that beside B; None: A."""
+def weight_beside(name: str) -> str:
+    """Return the weight whose rows a tensor's are: of B the one beside it, else it has its own."""
     module, _, last = name.rpartition(".")
-    if not is_adapter(name):
-        return name
-    return f"{module}.weight" if last == UP else None
+    return f"{module}.weight" if last == UP else name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +35,14 @@ class LoRAExport:
     alone: bool
     base: str | None = None
     """Where the adapted weights come from."""
-    weights_file: str = "adapter_model.safetensors"
+
+    @classmethod
+    def of(cls, settings: LoRAConfig, *, base: str | None) -> LoRAExport | None:
+        """Return how the adapter of a job is written; None: it has none."""
+        if not settings.rank:
+            return None
+        alone = settings.save == "adapter"
+        return cls(rank=settings.rank, alpha=settings.alpha, alone=alone, base=base)
 
     def owns(self, name: str) -> bool:
         """Tell whether a name is the adapter's."""
@@ -53,16 +58,12 @@ class LoRAExport:
         a, b = parts
         return merged(weight, a, b, scale=self.alpha / self.rank)
 
-    def rows_of(self, name: str) -> str | None:
-        """Return the weight beside B; None for A."""
-        return weight_beside(name)
-
     def their_name(self, name: str, *, theirs: Callable[[str], str]) -> str:
         """Return what PEFT calls A or B."""
         module, _, last = name.rpartition(".")
         return f"{_PREFIX}{theirs(f'{module}.weight').removesuffix('weight')}{_ENDINGS[last]}"
 
-    def config(self, names: Sequence[str], *, num_layers: int) -> tuple[str, dict[str, Any]]:
+    def config(self, names: Sequence[str], *, num_layers: int) -> dict[str, Any]:
         """Return PEFT's adapter_config.json.
 
         A kind of layer is named by its last part where all layers of the model have it.
@@ -74,7 +75,7 @@ class LoRAExport:
         kinds = Counter(module.rpartition(".")[2] for module in modules)
         everywhere = {kind for kind, count in kinds.items() if count == num_layers}
         others = [module for module in modules if module.rpartition(".")[2] not in everywhere]
-        return CONFIG, {
+        return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.base,

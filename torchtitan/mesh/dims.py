@@ -15,7 +15,7 @@ from math import gcd, prod
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan.base.errors import ConfigError, Violation
+from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.settings import ParallelismConfig
 
 
@@ -86,25 +86,26 @@ def resolve_dims(settings: ParallelismConfig, *, world_size: int) -> ParallelDim
     }
     others = prod(given.values())
     dp_shard = settings.data_parallel_shard_degree
-    keys = (*(name for name, n in given.items() if n > 1), "data_parallel_shard_degree")
+    blamed = (*(name for name, n in given.items() if n > 1), "data_parallel_shard_degree")
+    keys = tuple(f"parallelism.{name}" for name in blamed)
     factors = ", ".join(f"{name} {n}" for name, n in given.items() if n > 1) or "all degrees 1"
     if dp_shard == -1:
         if world_size % others:
-            rule = (
+            raise ConfigError.at(
+                keys,
                 f"the number of ranks must be a multiple of the degrees' product, got "
                 f"{world_size} ranks for {others} ({factors}); start {others} ranks or a multiple "
-                f"(NGPU={others}), or lower a degree"
+                f"(NGPU={others}), or lower a degree",
             )
-            raise ConfigError(Violation(keys, rule).within("parallelism"))
         dp_shard = world_size // others
     elif others * dp_shard != world_size:
-        rule = (
+        raise ConfigError.at(
+            keys,
             f"the degrees' product must equal the number of ranks, got {others * dp_shard} "
             f"({factors}, data_parallel_shard_degree {dp_shard}) for {world_size} ranks; start "
             f"NGPU={others * dp_shard} ranks, or set data_parallel_shard_degree = -1 to use all "
-            f"ranks left over"
+            f"ranks left over",
         )
-        raise ConfigError(Violation(keys, rule).within("parallelism"))
     return ParallelDims(
         pp=settings.pipeline_parallel_degree,
         dp_replicate=settings.data_parallel_replicate_degree,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from torchtitan.base.errors import ConfigError, Violation
+from torchtitan.base.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +101,11 @@ def build_scaling(name: str, given: Mapping[str, float | None]) -> RopeScaling |
 def _check_order(scaling: RopeScaling, *, low: str, high: str) -> None:
     low_value, high_value = getattr(scaling, low), getattr(scaling, high)
     if low_value >= high_value:
-        rule = (
+        raise ConfigError.at(
+            (f"model.rope_scaling.{high}", f"model.rope_scaling.{low}"),
             f"must be greater than {low}, got {high_value:g} and {low_value:g}; raise {high} or "
-            f"lower {low}"
+            f"lower {low}",
         )
-        raise ConfigError(Violation((high, low), rule).within("model.rope_scaling"))
 
 
 def warn_of_positions(scaling: RopeScaling | None, *, seq_len: int) -> None:

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from torchtitan.base.errors import ConfigError, Violation
+from torchtitan.base.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,11 @@ class Trained:
         for pattern in self.frozen:
             check_pattern(pattern, names, key="optimizer.frozen_params", what="parameter")
         if not any(map(self.includes, names)):
-            rule = (
+            raise ConfigError.at(
+                "optimizer.frozen_params",
                 f"must leave a parameter to train, got {', '.join(self.frozen)}, which freeze all "
-                f"{len(names)}; remove a pattern"
+                f"{len(names)}; remove a pattern",
             )
-            raise ConfigError(Violation(("optimizer.frozen_params",), rule))
 
     def freeze_others(self, model: nn.Module) -> None:
         """Let the parameters that are not trained require no gradient, in place."""
@@ -63,5 +63,6 @@ def check_pattern(pattern: str, names: Collection[str], *, key: str, what: str) 
     if any(fnmatchcase(name, pattern) for name in names):
         return
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or sorted(names)[:3]
-    rule = f"'{pattern}' must match a {what} of the model; near are {', '.join(near)}"
-    raise ConfigError(Violation((key,), rule))
+    raise ConfigError.at(
+        key, f"'{pattern}' must match a {what} of the model; near are {', '.join(near)}"
+    )

@@ -12,25 +12,34 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.contract import has_window
 from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context.build import apply_context_parallel
-from torchtitan.parallel.float8 import apply_float8, find_float8
+from torchtitan.parallel.float8 import apply_float8
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.precision import can_compute_in, compute_in
-from torchtitan.parallel.settings import Sections
+from torchtitan.parallel.settings import ActivationCheckpointConfig, CompileConfig
 from torchtitan.parallel.tensor import apply_tensor_parallel
 
 
-def parallelize(model: nn.Module, *, mesh: Mesh, layout: Layout, settings: Sections) -> None:
+def parallelize(
+    model: nn.Module,
+    *,
+    mesh: Mesh,
+    layout: Layout,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    recomputation: ActivationCheckpointConfig,
+    compilation: CompileConfig,
+) -> None:
     """Make `model`, still on the meta device, parallel in place."""
-    training, parallelism = settings.training, settings.parallelism
-    float8 = find_float8(settings)
-    if float8 is not None:
-        apply_float8(model, settings=float8)
+    if layout.float8 is not None:
+        apply_float8(model, settings=layout.float8)
     if mesh.dims.tp > 1:
         apply_tensor_parallel(
             model,
@@ -40,9 +49,7 @@ def parallelize(model: nn.Module, *, mesh: Mesh, layout: Layout, settings: Secti
             loss_parallel=not parallelism.disable_loss_parallel,
         )
     layout.trained.freeze_others(model)  # after tensor parallelism, which makes new parameters
-    mode = settings.activation_checkpoint.mode
-    option = settings.activation_checkpoint.selective_ac_option
-    budget = settings.activation_checkpoint.memory_budget
+    mode, option = recomputation.mode, recomputation.selective_ac_option
     recomputed: Mode = "none" if mode == "memory_budget" else mode  # then the compiler does it
     apply_context_parallel(
         model,
@@ -50,11 +57,11 @@ def parallelize(model: nn.Module, *, mesh: Mesh, layout: Layout, settings: Secti
         parallelism=parallelism,
         as_one_operator=selects_operators(recomputed, option),
     )
-    if settings.compile.enable:
+    if compilation.enable:
         apply_compile(
             model,
-            backend=settings.compile.backend,
-            memory_budget=budget if mode == "memory_budget" else 1.0,
+            backend=compilation.backend,
+            memory_budget=recomputation.memory_budget if mode == "memory_budget" else 1.0,
             opaque_attention=mesh.dims.cp > 1
             or training.document_attention == "within"
             or has_window(model),
@@ -62,7 +69,9 @@ def parallelize(model: nn.Module, *, mesh: Mesh, layout: Layout, settings: Secti
         )
     apply_activation_checkpointing(model, mode=recomputed, option=option)
     # a layer in float8 takes its weight as it is: FSDP casts that, on one rank too
-    needs_fsdp = mesh.dims.world_size > 1 or training.enable_cpu_offload or float8 is not None
+    needs_fsdp = (
+        mesh.dims.world_size > 1 or training.enable_cpu_offload or layout.float8 is not None
+    )
     if not needs_fsdp and training.mixed_precision_param == training.dtype:
         return
     if not needs_fsdp and can_compute_in(model):

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
+from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.init import initialize
@@ -17,20 +19,22 @@ from torchtitan.parallel.apply import parallelize
 from torchtitan.parallel.execution import Execution, WholeModel
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline.execution import build_pipeline
-from torchtitan.parallel.settings import Sections
+from torchtitan.parallel.settings import ActivationCheckpointConfig, CompileConfig
 
 
 def build_model_and_execution(
     layout: Layout,
     *,
     mesh: Mesh,
-    settings: Sections,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    recomputation: ActivationCheckpointConfig,
+    compilation: CompileConfig,
     device: torch.device,
     seed: int,
     loss: HeadLoss,
 ) -> tuple[ModelParts, Execution]:
     """Build this rank's parts of the model, and what runs batches through all ranks' parts."""
-    training = settings.training
 
     def build_part(modules: tuple[str, ...] | None) -> LanguageModel:
         part = layout.spec.build_meta(layout.architecture).to(getattr(torch, training.dtype))
@@ -40,7 +44,15 @@ def build_model_and_execution(
             part.keep_only(modules)
         if part.output is not None:
             part.output.loss = loss
-        parallelize(part, mesh=mesh, layout=layout, settings=settings)
+        parallelize(
+            part,
+            mesh=mesh,
+            layout=layout,
+            training=training,
+            parallelism=parallelism,
+            recomputation=recomputation,
+            compilation=compilation,
+        )
         _check_placements(part, mesh=mesh)
         part.to_empty(device="cpu" if training.enable_cpu_offload else device)
         initialize(part, seed=seed)
@@ -51,7 +63,15 @@ def build_model_and_execution(
         return ModelParts([model]), WholeModel(model)
     own = layout.pipeline.stages_of(mesh.params.get_local_rank("pp"))
     parts = ModelParts([build_part(layout.pipeline.modules[stage]) for stage in own])
-    return parts, build_pipeline(parts, layout=layout, mesh=mesh, settings=settings, device=device)
+    pipeline = build_pipeline(
+        parts,
+        layout=layout,
+        mesh=mesh,
+        training=training,
+        sequence_parallel=parallelism.enable_sequence_parallel,
+        device=device,
+    )
+    return parts, pipeline
 
 
 def _check_placements(part: LanguageModel, *, mesh: Mesh) -> None:

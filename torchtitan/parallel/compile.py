@@ -30,7 +30,7 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 
-from torchtitan.base.errors import ConfigError, Violation, did_you_mean
+from torchtitan.base.errors import ConfigError, did_you_mean
 from torchtitan.models.contract import Attends
 from torchtitan.parallel.settings import CompileConfig
 
@@ -38,11 +38,7 @@ INDUCTOR = "inductor"
 
 
 def check_backend(settings: CompileConfig, *, is_installed: bool) -> None:
-    """Check the backend's name; `is_installed`: whether this machine must have it.
-
-    Raises:
-        ConfigError: This machine has none of that name, or it is another one misspelt.
-    """
+    """Check the backend's name; `is_installed`: whether this machine must have it."""
     if not settings.enable:
         return
     # listing the backends takes a second: only where one is used
@@ -50,19 +46,15 @@ def check_backend(settings: CompileConfig, *, is_installed: bool) -> None:
     guess = did_you_mean(settings.backend, known)
     if settings.backend not in known and (is_installed or guess):
         others = ", ".join(sorted({*torch.compiler.list_backends()} - {INDUCTOR}))
-        rule = (
+        raise ConfigError.at(
+            "compile.backend",
             f"must be inductor, another one that is installed ({others}), or aot_eager or eager, "
-            f"which generate no code; got '{settings.backend}'{guess}"
+            f"which generate no code; got '{settings.backend}'{guess}",
         )
-        raise ConfigError(Violation(("compile.backend",), rule))
 
 
 def check_compile(settings: CompileConfig, *, device_type: str) -> None:
-    """Check that this machine has something to compile with.
-
-    Raises:
-        ConfigError: The backend is unknown, or needs a C++ compiler that is not there.
-    """
+    """Check that this machine has something to compile with."""
     check_backend(settings, is_installed=True)
     if not settings.enable:
         return
@@ -73,11 +65,11 @@ def check_compile(settings: CompileConfig, *, device_type: str) -> None:
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler as error:
-            rule = (
+            raise ConfigError.at(
+                "compile.enable",
                 "needs a C++ compiler on CPUs, and inductor finds none; install one (g++), or name "
-                "yours in the environment variable CXX, or write compile.enable = false"
-            )
-            raise ConfigError(Violation(("compile.enable",), rule)) from error
+                "yours in the environment variable CXX, or write compile.enable = false",
+            ) from error
 
 
 def apply_compile(

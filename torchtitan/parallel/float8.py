@@ -17,53 +17,40 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan.base.errors import ConfigError, Violation
+from torchtitan.base.errors import ConfigError
 from torchtitan.models.decoder import Output
-from torchtitan.parallel.settings import MULTIPLE, Float8Config, Sections
+from torchtitan.parallel.settings import MULTIPLE, Float8Config
 
 SECTION = "quantize.linear.float8"
 FIRST_CAPABILITY = (8, 9)
 
 
-def find_float8(settings: Sections) -> Float8Config | None:
-    """Return how linear layers compute in float8; None: they do not."""
-    return settings.quantize.linear.float8 if settings.model.converters else None
-
-
 def load_torchao() -> Any:
-    """Return torchao's module for training.
-
-    Raises:
-        ConfigError: torchao is not installed.
-    """
+    """Return torchao's module for training."""
     try:
         import torchao.float8
     except ImportError as error:
-        rule = (
+        raise ConfigError.at(
+            "model.converters",
             "float8 needs the package torchao, which is not installed; in the repository: "
-            "pip install -e '.[float8]'"
-        )
-        raise ConfigError(Violation(("model.converters",), rule)) from error
+            "pip install -e '.[float8]'",
+        ) from error
     return torchao.float8
 
 
 def check_float8(settings: Float8Config, *, device_type: str) -> None:
-    """Check that this machine can compute in float8.
-
-    Raises:
-        ConfigError: torchao is missing, or the device has no float8 and emulate is off.
-    """
+    """Check that this machine can compute in float8."""
     load_torchao()
     if settings.emulate:
         return
     if device_type == "cuda" and torch.cuda.get_device_capability() >= FIRST_CAPABILITY:
         return
-    rule = (
+    raise ConfigError.at(
+        (f"{SECTION}.emulate", "model.converters"),
         f"must be true: this machine's {'GPUs' if device_type == 'cuda' else 'CPUs'} cannot "
         "multiply float8 (GPUs can from compute capability 8.9 on); write emulate = true to try it "
-        "out, or model.converters = [] to train in bfloat16"
+        "out, or model.converters = [] to train in bfloat16",
     )
-    raise ConfigError(Violation((f"{SECTION}.emulate", "model.converters"), rule))
 
 
 def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
@@ -79,11 +66,11 @@ def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
     names = {*linear, "output"}  # a tied head is no linear layer, and stays all the same
     for part in settings.filter_fqns:
         if not any(part in name for name in names):
-            rule = (
+            raise ConfigError.at(
+                key,
                 f'no linear layer\'s name contains "{part}"; names are like '
-                "layers.0.attention.wq, layers.0.feed_forward.w1 and output"
+                "layers.0.attention.wq, layers.0.feed_forward.w1 and output",
             )
-            raise ConfigError(Violation((key,), rule))
 
     def is_converted(module: nn.Linear, name: str) -> bool:
         return (
@@ -95,20 +82,16 @@ def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
 
     converted = {name for name, module in linear.items() if is_converted(module, name)}
     if not converted:
-        rule = (
+        raise ConfigError.at(
+            (key, "model.converters"),
             f"no layer is left to convert: all are filtered out, or have sizes that {MULTIPLE} "
-            "does not divide; remove names from it, or write model.converters = []"
+            "does not divide; remove names from it, or write model.converters = []",
         )
-        raise ConfigError(Violation((key, "model.converters"), rule))
     return converted
 
 
 def apply_float8(model: nn.Module, *, settings: Float8Config) -> None:
-    """Let the linear layers of `model`, but for the head, multiply in float8, in place.
-
-    Raises:
-        ConfigError: A name to leave out is no layer's, or nothing is left.
-    """
+    """Let the linear layers of `model`, but for the head, multiply in float8, in place."""
     names = find_converted(model, settings=settings)
     torchao = load_torchao()
     recipe = torchao.Float8LinearConfig.from_recipe_name(settings.recipe_name or "tensorwise")

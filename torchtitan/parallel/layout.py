@@ -13,6 +13,7 @@ from torchtitan.models.spec import ModelSpec
 from torchtitan.models.trained import Trained
 from torchtitan.parallel.fsdp import Reshard
 from torchtitan.parallel.pipeline.layout import PipelineLayout
+from torchtitan.parallel.settings import Float8Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class Layout:
     reshard: Reshard
     pipeline: PipelineLayout | None
     """Stages and schedule; None without pipeline parallelism."""
+    float8: Float8Config | None
+    """How linear layers compute in float8; None: they do not."""
     accumulation: int
     """Microbatches of local_batch_size samples that a rank accumulates in a step."""
     trained: Trained

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.needs import GIVEN, Needs
 from torchtitan.config.types import STRICT, Fraction, Strings, Text, named_or_number
-from torchtitan.data.settings import TrainingConfig
-from torchtitan.mesh.settings import ParallelismConfig
-from torchtitan.models.settings import ModelConfig
 
 KEEPS_A_BUDGET = ("inductor", "aot_eager_decomp_partition")
 """Compilers that choose what to recompute; the second makes no code, and is for tests."""
@@ -86,31 +83,3 @@ class QuantizeConfig:
 
     linear: LinearConfig = Field(default_factory=LinearConfig)
     """Linear layers."""
-
-
-class Sections(Protocol):
-    """The sections of a job by which its model is built and made parallel."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """[model]."""
-
-    @property
-    def training(self) -> TrainingConfig:
-        """[training]."""
-
-    @property
-    def parallelism(self) -> ParallelismConfig:
-        """[parallelism]."""
-
-    @property
-    def activation_checkpoint(self) -> ActivationCheckpointConfig:
-        """[activation_checkpoint]."""
-
-    @property
-    def compile(self) -> CompileConfig:
-        """[compile]."""
-
-    @property
-    def quantize(self) -> QuantizeConfig:
-        """[quantize]."""

@@ -62,12 +62,7 @@ def check_tensor_parallel(
     plan: Mapping[str, TensorRole],
     parallelism: ParallelismConfig,
 ) -> None:
-    """Check that the plan covers a whole model, and that the degree divides its sizes.
-
-    Raises:
-        ConfigError: The plan leaves out a parameter, or the degree does not divide a size; names
-            the degrees that fit.
-    """
+    """Check that the plan covers a whole model, and that the degree divides its sizes."""
     tp, architecture = parallelism.tensor_parallel_degree, model.config
     if tp == 1:
         return
@@ -171,7 +166,7 @@ def _style(role: TensorRole, *, stream: Placement, loss_parallel: bool) -> Paral
         case "row":
             return RowwiseParallel(output_layouts=stream)
         case "head":
-            return _Head(stream, loss_parallel=loss_parallel)
+            return _SplitHead(stream, loss_parallel=loss_parallel)
 
 
 class _Norm(ParallelStyle):
@@ -216,7 +211,7 @@ class _Gather(ParallelStyle):
         return module
 
 
-class _Head(_Gather):
+class _SplitHead(_Gather):
     """The matrix from the stream to the vocabulary, its own or the embedding's, and the loss."""
 
     def __init__(self, stream: Placement, *, loss_parallel: bool) -> None:

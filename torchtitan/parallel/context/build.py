@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchtitan.base.errors import ConfigError, Violation
+from torchtitan.base.errors import ConfigError
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.settings import ParallelismConfig
@@ -31,19 +31,19 @@ def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> 
         return
     for name, block in model.layers.items():
         if not any(isinstance(module, Attends) for module in block.modules()):
-            rule = (
+            raise ConfigError.at(
+                "parallelism.context_parallel_degree",
                 f"must be 1 for a model whose blocks attend in their own way, got {cp}: "
-                f"layers.{name} holds no Attends (torchtitan.models.contract)"
+                f"layers.{name} holds no Attends (torchtitan.models.contract)",
             )
-            raise ConfigError(Violation(("parallelism.context_parallel_degree",), rule))
     if parallelism.context_parallel_rotate_method != "ulysses":
         if has_window(model):
-            rule = (
+            raise ConfigError.at(
+                "parallelism.context_parallel_rotate_method",
                 f'must be "ulysses" for a model that attends to a window of tokens, got '
                 f'"{parallelism.context_parallel_rotate_method}": the others attend to all tokens; '
-                "or set parallelism.context_parallel_degree = 1"
+                "or set parallelism.context_parallel_degree = 1",
             )
-            raise ConfigError(Violation(("parallelism.context_parallel_rotate_method",), rule))
         return
     architecture = model.config
     for what, count in (
@@ -51,14 +51,16 @@ def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> 
         ("key/value", architecture.num_kv_heads),
     ):
         if count % (cp * tp):
-            rule = (
+            raise ConfigError.at(
+                (
+                    "parallelism.context_parallel_rotate_method",
+                    "parallelism.context_parallel_degree",
+                    "parallelism.tensor_parallel_degree",
+                ),
                 f"ulysses splits heads: the model's {count} {what} heads must be a multiple of "
                 f"{cp * tp} (context_parallel_degree {cp} x tensor_parallel_degree {tp}); lower a "
-                f'degree, or write "ring" or "allgather", which need no heads'
+                f'degree, or write "ring" or "allgather", which need no heads',
             )
-            keys = ("rotate_method", "degree")
-            ties = tuple(f"parallelism.context_parallel_{key}" for key in keys)
-            raise ConfigError(Violation((*ties, "parallelism.tensor_parallel_degree"), rule))
 
 
 def build_layout(parallelism: ParallelismConfig) -> SequenceLayout:

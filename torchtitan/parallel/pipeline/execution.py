@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
 from torchtitan.models.parts import ModelParts
 from torchtitan.parallel.batch import Batch
@@ -25,16 +26,21 @@ from torchtitan.parallel.pipeline.schedules import (
     forward_table,
 )
 from torchtitan.parallel.pipeline.tied import TiedEmbedding
-from torchtitan.parallel.settings import Sections
 
 
 def build_pipeline(
-    parts: ModelParts, *, layout: Layout, mesh: Mesh, settings: Sections, device: torch.device
+    parts: ModelParts,
+    *,
+    layout: Layout,
+    mesh: Mesh,
+    training: TrainingConfig,
+    sequence_parallel: bool,
+    device: torch.device,
 ) -> Pipeline:
     """Build what runs batches through the stages, of which this rank holds `parts`."""
     assert layout.pipeline is not None, "without a pipeline the whole model is run"
-    training, microbatch_size = settings.training, layout.pipeline.microbatch_size
-    sequence_ranks = mesh.dims.tp if settings.parallelism.enable_sequence_parallel else 1
+    microbatch_size = layout.pipeline.microbatch_size
+    sequence_ranks = mesh.dims.tp if sequence_parallel else 1
 
     def find_shapes(seq_len: int) -> Shapes:
         return Shapes(

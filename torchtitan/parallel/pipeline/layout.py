@@ -107,11 +107,7 @@ def plan_pipeline(
 
 
 def make_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches: int) -> Table:
-    """Return the table of the schedule that the settings name.
-
-    Raises:
-        ConfigError: It cannot run that many stages or microbatches.
-    """
+    """Return the table of the schedule that the settings name."""
     name, pp = settings.pipeline_parallel_schedule, settings.pipeline_parallel_degree
     facts = SCHEDULES[name]
     wanted = count_stages(
@@ -126,11 +122,7 @@ def make_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
 
 
 def read_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches: int) -> Table:
-    """Return the table of the schedule file.
-
-    Raises:
-        ConfigError: The file is malformed, or is made for other ranks, stages or microbatches.
-    """
+    """Return the table of the schedule file."""
     path, pp = settings.pipeline_parallel_schedule_csv, settings.pipeline_parallel_degree
     table = read_csv(path)
     num_stages = len(ranks_of(table))

@@ -104,11 +104,7 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 
 def check_schedule(schedule: str, *, pp: int, stages_per_rank: int, num_microbatches: int) -> None:
-    """Refuse what the schedule cannot run, with what would work.
-
-    Raises:
-        ConfigError: naming every mistake.
-    """
+    """Refuse what the schedule cannot run, with what would work."""
     if schedule not in SCHEDULES:
         raise ConfigError(f"a pipeline schedule is one of {', '.join(SCHEDULES)}; got {schedule!r}")
     facts = SCHEDULES[schedule]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
-from torchtitan.base.errors import ConfigError, Violation
+from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import amount
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.contract import Counts
@@ -44,23 +44,18 @@ class Costs:
 def find_costs(
     settings: ParallelismConfig, *, counts: Counts, num_layers: int, seq_len: int
 ) -> Costs:
-    """Return what embedding and head count for: what the settings say, or their FLOPs.
-
-    Raises:
-        ConfigError: They would count for more layers than there are.
-    """
+    """Return what embedding and head count for: what the settings say, or their FLOPs."""
     head = 6 * counts.num_head
     layer = (counts.flops_per_token(seq_len) - head) / num_layers
     first = settings.pipeline_parallel_first_stage_less_layers
     last = settings.pipeline_parallel_last_stage_less_layers
     for name, value in (("first", first), ("last", last)):
         if value is not None and value >= num_layers:
-            rule = (
+            raise ConfigError.at(
+                f"parallelism.pipeline_parallel_{name}_stage_less_layers",
                 f"must be fewer than the model's {num_layers} layers, got {value}; remove it to "
-                f"count what the stage costs"
+                f"count what the stage costs",
             )
-            key = f"parallelism.pipeline_parallel_{name}_stage_less_layers"
-            raise ConfigError(Violation((key,), rule))
     return Costs(
         embedding=0.0 if first is None else float(first),
         head=head / layer if last is None else float(last),
@@ -83,11 +78,11 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, 
     if lists:
         num_stages = len(lists)
         if num_stages % pp:
-            rule = (
+            raise ConfigError.at(
+                (EXPLICIT, DEGREE),
                 f"must hold a multiple of pipeline_parallel_degree ({pp}) lists, one per stage, "
-                f"got {num_stages}; make it {ceil(num_stages / pp) * pp}"
+                f"got {num_stages}; make it {ceil(num_stages / pp) * pp}",
             )
-            raise ConfigError(Violation((EXPLICIT, DEGREE), rule))
     elif size is not None:
         ends = (settings.pipeline_parallel_first_stage_less_layers or 0) + (
             settings.pipeline_parallel_last_stage_less_layers or 0
@@ -98,18 +93,18 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, 
             counts = {n: ceil((num_layers + ends) / n) for n in sizes}
             suits = {default} if fixed else set(range(pp, num_layers + 1, pp))
             fits = [n for n, count in counts.items() if count in suits]
-            rule = (
+            raise ConfigError.at(
+                ("parallelism.pipeline_parallel_layers_per_stage", DEGREE),
                 f"must make a multiple of pipeline_parallel_degree ({pp}) stages, got {size}: "
                 f"{num_stages} stages of {num_layers} layers"
                 f"{f' and {ends} for the ends' if ends else ''}; "
-                + (f"try {' or '.join(map(str, fits))}" if fits else "lower the degree")
+                + (f"try {' or '.join(map(str, fits))}" if fits else "lower the degree"),
             )
-            key = "parallelism.pipeline_parallel_layers_per_stage"
-            raise ConfigError(Violation((key, DEGREE), rule))
     else:
         num_stages = default
     if num_stages > num_layers:
-        rule = (
+        raise ConfigError.at(
+            DEGREE,
             f"must leave every stage at least one layer, got {num_stages} stages for a model of "
             f"{num_layers} layers; "
             + (
@@ -117,9 +112,8 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, 
                 if pp > num_layers
                 else f"lower pipeline_parallel_degree, or use a schedule or layers_per_stage with "
                 f"at most {amount(num_layers // pp, 'stage')} per rank"
-            )
+            ),
         )
-        raise ConfigError(Violation((DEGREE,), rule))
     return num_stages
 
 
@@ -178,12 +172,7 @@ def name_modules(counts: Sequence[int]) -> Stages:
 
 
 def check_modules(stages: Sequence[Sequence[str]], *, num_layers: int) -> Stages:
-    """Return the stages that the settings list.
-
-    Raises:
-        ConfigError: A module is unknown, missing, named twice or out of order, or a stage has no
-            layer.
-    """
+    """Return the stages that the settings list."""
     layers = [f"layers.{layer}" for layer in range(num_layers)]
     wanted = [*FIRST, *layers, *LAST]
     named = [name for stage in stages for name in stage]
@@ -192,21 +181,23 @@ def check_modules(stages: Sequence[Sequence[str]], *, num_layers: int) -> Stages
     twice = sorted({name for name in named if named.count(name) > 1})
     for what, names in (("unknown", unknown), ("missing", missing), ("named twice", twice)):
         if names:
-            rule = (
+            raise ConfigError.at(
+                EXPLICIT,
                 f"must name each module of the model once (tok_embeddings, layers.0 to "
                 f"layers.{num_layers - 1}, norm, output), {what}: {', '.join(names[:8])}"
-                + (" ..." if len(names) > 8 else "")
+                + (" ..." if len(names) > 8 else ""),
             )
-            raise ConfigError(Violation((EXPLICIT,), rule))
     if named != wanted:
         at = next(i for i, (a, b) in enumerate(zip(named, wanted, strict=True)) if a != b)
-        rule = f"must name the modules in their order, got {named[at]} where {wanted[at]} is due"
-        raise ConfigError(Violation((EXPLICIT,), rule))
+        raise ConfigError.at(
+            EXPLICIT,
+            f"must name the modules in their order, got {named[at]} where {wanted[at]} is due",
+        )
     empty = [number for number, stage in enumerate(stages) if not set(stage) & set(layers)]
     if empty:
-        rule = (
+        raise ConfigError.at(
+            EXPLICIT,
             f"must give every stage at least one layer, got none in list "
-            f"{', '.join(str(number + 1) for number in empty)}; move a layer there"
+            f"{', '.join(str(number + 1) for number in empty)}; move a layer there",
         )
-        raise ConfigError(Violation((EXPLICIT,), rule))
     return tuple(map(tuple, stages))

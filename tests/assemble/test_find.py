@@ -13,7 +13,7 @@ import torch
 
 from torchtitan.assemble import find_model
 from torchtitan.assemble.data import build_loader
-from torchtitan.assemble.layout import find_layout, log_job
+from torchtitan.assemble.find import find_layout, log_job
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.state import Progress
 from torchtitan.job import load_config

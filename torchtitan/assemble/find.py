@@ -15,7 +15,7 @@ import torch
 from torchtitan.assemble.model import describe_model, find_model
 from torchtitan.assemble.trained import find_trained
 from torchtitan.base.device import device_name
-from torchtitan.base.errors import ConfigError, Mistakes, Violation
+from torchtitan.base.errors import ConfigError, Mistakes
 from torchtitan.config.toml_files import to_toml
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.hf.names import Names
@@ -27,7 +27,7 @@ from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel.compile import check_backend, check_compile
 from torchtitan.parallel.context.build import check_attention
-from torchtitan.parallel.float8 import check_float8, find_converted, find_float8
+from torchtitan.parallel.float8 import check_float8, find_converted
 from torchtitan.parallel.fsdp import find_reshard
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline.layout import plan_pipeline
@@ -88,39 +88,32 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
         dims=dims,
         reshard=reshard,
         pipeline=pipeline,
+        float8=config.quantize.linear.float8 if config.model.converters else None,
         accumulation=accumulation,
         trained=trained,
         adapt=adapt,
     )
 
 
-def check_device(config: Config, *, device_type: str) -> None:
-    """Check that a machine with such devices has what the job computes with.
-
-    Raises:
-        ConfigError: A compiler, a package or the device's own ability is missing.
-    """
+def check_device(config: Config, *, layout: Layout, device_type: str) -> None:
+    """Check that a machine with such devices has what the job computes with."""
     mistakes = Mistakes()
     mistakes.of(lambda: check_compile(config.compile, device_type=device_type))
-    if (float8 := find_float8(config)) is not None:
+    if (float8 := layout.float8) is not None:
         mistakes.of(lambda: check_float8(float8, device_type=device_type))
     mistakes.report()
 
 
 def check_family(config: Config, *, spec: ModelSpec, model: LanguageModel) -> None:
-    """Check that the family knows how to do what the job asks of it, at its sizes.
-
-    Raises:
-        ConfigError: It cannot be split or cut as asked, or has no files of Hugging Face.
-    """
+    """Check that the family knows how to do what the job asks of it, at its sizes."""
     parallelism, checkpoint = config.parallelism, config.checkpoint
     mistakes = Mistakes()
     mistakes.of(
         lambda: check_tensor_parallel(model, plan=spec.tensor_plan, parallelism=parallelism)
     )
     mistakes.of(lambda: check_attention(model, parallelism=parallelism))
-    if (float8 := find_float8(config)) is not None:
-        mistakes.of(lambda: find_converted(model, settings=float8))
+    if config.model.converters:
+        mistakes.of(lambda: find_converted(model, settings=config.quantize.linear.float8))
     mistakes.of(lambda: _check_stages(spec, degree=parallelism.pipeline_parallel_degree))
     names = [name for name, _ in model.named_parameters()]
     for key in ("initial_load_in_hf", "last_save_in_hf"):
@@ -131,11 +124,7 @@ def check_family(config: Config, *, spec: ModelSpec, model: LanguageModel) -> No
 
 
 def check_hf(spec: ModelSpec, names: Collection[str], *, of: DecoderConfig, key: str) -> None:
-    """Check that the files of Hugging Face have a name for each of `names`, and for no others.
-
-    Raises:
-        ConfigError: There are no such files of the family, or a parameter has no place there.
-    """
+    """Check that the files of Hugging Face have a name for each of `names`, and for no others."""
     if not spec.hf.names:
         raise ConfigError(
             f"{key} needs a model that Hugging Face has files of, and the ModelSpec of {spec.name} "
@@ -151,11 +140,11 @@ def check_hf(spec: ModelSpec, names: Collection[str], *, of: DecoderConfig, key:
 
 def _check_stages(spec: ModelSpec, *, degree: int) -> None:
     if degree > 1 and not spec.stages:
-        rule = (
+        raise ConfigError.at(
+            "parallelism.pipeline_parallel_degree",
             f"must be 1 for {spec.name}, got {degree}: it does not run in stages (its ModelSpec "
-            f"says stages = False)"
+            f"says stages = False)",
         )
-        raise ConfigError(Violation(("parallelism.pipeline_parallel_degree",), rule))
 
 
 def describe_sequences(config: Config, *, layout: Layout) -> list[str]:
@@ -203,7 +192,7 @@ def log_job(
     warn_of_positions(layout.architecture.rope_scaling, seq_len=seq_len)
     if sequences := describe_sequences(config, layout=layout):
         logger.info("Sequences: %s", "; ".join(sequences))
-    if (float8 := find_float8(config)) is not None:
+    if (float8 := layout.float8) is not None:
         logger.info(
             "Linear layers of blocks multiply in float8 (%s%s); MFU is still of bfloat16's peak",
             float8.recipe_name or "tensorwise",
