@@ -167,7 +167,7 @@ def tell_end(trainer: Trainer, *, config: Config, reason: str | None) -> None:
         if config.checkpoint.enable:
             raise StoppedError(f"{where}; it is saved: start the same command again to go on")
         raise StoppedError(f"{where}; nothing is saved, since checkpoint.enable is off")
-    if trainer.last_row is None and run.training.steps > 0:
+    if trainer.last_row is None and steps > 0:
         logger.info(
             "Nothing to train: %s is at step %d of %d already; choose another job.dump_folder, or "
             "go on with --checkpoint.mode continue --training.steps N",

@@ -110,7 +110,7 @@ def test_a_switch_before_another_option_is_true() -> None:
         (["--training.steps", "none"], ["--training.steps none: must be an integer"]),
         (["--training.steps", "5\nseq_len = 6"], ["--training.steps 5\\nseq_len = 6: must be an"]),
         (["--training.steps="], ["--training.steps: must be an integer"]),
-        (["--training.steps"], ["--training.steps: needs a value (int > 0)"]),
+        (["--training.steps"], ["--training.steps: needs a value (int >= 0)"]),
         (
             ["--training.dataset_path"],
             ["--training.dataset_path: needs a value (list of str)"],
@@ -214,7 +214,7 @@ def test_help_describes_every_key(
         option = re.escape(f"--{'.'.join(path)} ") + r"(\S+|\[\S+ \.\.\.\]) "
         assert re.search(option + re.escape(facts.text), flat), path
     assert "A TOML file holds them as [section] key = value" in flat
-    assert "--training.steps INT Optimizer steps. (int > 0; default: 10000)" in flat
+    assert "--training.seq_len INT Tokens of a sample. (int > 0; default: 2048)" in flat
     assert '(Adam | AdamW | SGD; default: "AdamW")' in flat
     assert 'Momentum. (float >= 0.0 and < 1.0; default: 0.0; needs name = "SGD")' in flat
     assert '; "llama3" or "yarn" needs original_max_position)' in flat

@@ -254,12 +254,12 @@ BROKEN = [
     *(
         (f"{PIPELINE}pipeline_parallel_{more}", f"[parallelism] pipeline_parallel_{key}", remedy)
         for more, key, remedy in (
-            ("microbatch_size = 3", "microbatch_size", "or local_batch_size = 6"),
+            ("microbatch_size = 3", "microbatch_size", "try local_batch_size = 6"),
             ("num_microbatches = 3", "num_microbatches", "try 1, 2, 4, 8"),
             (
                 "num_microbatches = 2\npipeline_parallel_microbatch_size = 2",
                 "num_microbatches",
-                "remove one",
+                "remove one of them",
             ),
         )
     ),
@@ -365,6 +365,7 @@ INSIDE = [
     '[activation_checkpoint]\nselective_ac_option = "op"\nmode = "full"\n[compile]\nenable = true',
     f"{PIPELINE}pipeline_parallel_microbatch_size = 4",
     f"{PIPELINE}pipeline_parallel_num_microbatches = 2",
+    f"{PIPELINE}pipeline_parallel_num_microbatches = 2\npipeline_parallel_microbatch_size = 4",
     "[parallelism]\npipeline_parallel_microbatch_size = 3",
     "[training]\nseq_len = 12\n[parallelism]\ncontext_parallel_degree = 3",
     "[training]\nseq_len = 9\n[parallelism]\ncontext_parallel_degree = 3\n"

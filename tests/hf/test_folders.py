@@ -540,7 +540,7 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
         (change_config(num_hidden_layers=3), "num_hidden_layers: 3 there, 2 in this job"),
         (change_config(rms_norm_eps=1e-6), "rms_norm_eps: 1e-06 there, 1e-05 in this job"),
         (change_config(rope_parameters={"rope_theta": 1e4}), "rope_theta: 10000.0 there, 500000.0"),
-        (change_config(num_attention_heads=8), "head_dim: 4 there, 8 in this job"),
+        (change_config(num_attention_heads=8), "num_attention_heads: 8 there, 4 in this job"),
         (change_config(num_attention_heads=8, head_dim=4), "num_attention_heads: 8 there, 4 in"),
         (change_config(rope_parameters=ROPE), "got rope_type 'longrope' with"),
         (change_rope(YARN, truncate=False), "got truncate = False; take a model without it"),

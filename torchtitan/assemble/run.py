@@ -41,7 +41,7 @@ from torchtitan.metrics.trace import Profiler, build_profiler
 from torchtitan.models.parts import ModelParts
 from torchtitan.optim.loss import build_loss
 from torchtitan.optim.optimizer import build_optimizer
-from torchtitan.optim.schedule import build_schedule
+from torchtitan.optim.schedule import Schedule, build_schedule
 from torchtitan.parallel.build import build_model_and_execution
 from torchtitan.parallel.context.build import build_shard
 from torchtitan.parallel.execution import Execution
@@ -125,9 +125,7 @@ def build_run(
         execution=execution,
         sequence_shard=shard,
         optimizer=state.optimizer,
-        schedule=build_schedule(
-            config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=training.steps
-        ),
+        schedule=build_schedule_of(config),
         loader=loader,
         progress=progress,
         checkpoints=checkpoints,
@@ -139,6 +137,13 @@ def build_run(
         tokens_per_step=layout.samples_per_step(training) * training.seq_len,
         log_freq=config.metrics.log_freq,
         train_timeout_seconds=config.comm.train_timeout_seconds,
+    )
+
+
+def build_schedule_of(config: Config) -> Schedule:
+    """Build the learning rate as a function of the step."""
+    return build_schedule(
+        config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=config.training.steps
     )
 
 

@@ -65,13 +65,7 @@ def build_validator(
         batch=source.local_batch_size * mesh.dims.dp,
         num_batches=None if validation.steps == -1 else validation.steps,
     )
-    logger.info(
-        "Validation on %s of %s in %s, every %s",
-        amount(batches.num_drawn, "sample"),
-        amount(source.seq_len, "token"),
-        amount(batches.num_batches, "batch"),
-        amount(validation.freq, "step") if validation.freq > 1 else "step",
-    )
+    log_batches(batches, seq_len=source.seq_len, freq=validation.freq)
     return Validator(
         loader=Loader(
             batches,
@@ -91,6 +85,17 @@ def build_validator(
         before_saves=config.checkpoint.enable and config.checkpoint.keep_best > 0,
         first_timeout_seconds=config.comm.init_timeout_seconds,
         timeout_seconds=config.comm.train_timeout_seconds,
+    )
+
+
+def log_batches(batches: WholeBatches, *, seq_len: int, freq: int) -> None:
+    """Log on how much the run is validated, and when."""
+    logger.info(
+        "Validation on %s of %s in %s, every %s",
+        amount(batches.num_drawn, "sample"),
+        amount(seq_len, "token"),
+        amount(batches.num_batches, "batch"),
+        amount(freq, "step") if freq > 1 else "step",
     )
 
 

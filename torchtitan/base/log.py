@@ -156,11 +156,10 @@ def shown_ranks(spec: str, *, world_size: int) -> frozenset[int]:
     words = [word.strip() for word in spec.split(",")]
     if all(word.isdecimal() and len(word) < 10 and int(word) < world_size for word in words):
         return frozenset(map(int, words))
-    known = f"between 0 and {world_size - 1}" if world_size > 1 else "of which there is 0 alone"
-    raise ConfigError(
-        f"LOG_RANK must be 'all' or global ranks {known}, separated by commas (the job has "
-        f"{world_size}), got {spec!r}; try LOG_RANK=0"
-    )
+    known = "0, since this job has only rank 0"
+    if world_size > 1:
+        known = f"global ranks between 0 and {world_size - 1}, separated by commas"
+    raise ConfigError(f"LOG_RANK must be 'all' or {known}, got {spec!r}; try LOG_RANK=0")
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -10,7 +10,6 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.base.errors import Violation
-from torchtitan.config.needs import InsteadOf
 from torchtitan.config.types import (
     STRICT,
     Degree,
@@ -71,12 +70,9 @@ class ParallelismConfig:
     pipeline_parallel_schedule_csv: str = ""
     """File with a schedule of your own, a line of actions for each rank; it takes the place of
     pipeline_parallel_schedule."""
-    pipeline_parallel_microbatch_size: PositiveInt | None = None
-    """Samples of a microbatch; local_batch_size is a multiple of it. 1 if neither it nor
-    pipeline_parallel_num_microbatches is given."""
-    pipeline_parallel_num_microbatches: Annotated[
-        PositiveInt | None, InsteadOf("pipeline_parallel_microbatch_size")
-    ] = None
+    pipeline_parallel_microbatch_size: PositiveInt = 1
+    """Samples of a microbatch; local_batch_size is a multiple of it."""
+    pipeline_parallel_num_microbatches: PositiveInt | None = None
     """Microbatches into which local_batch_size is cut, as another way to give their size."""
     module_fqns_per_model_part: ListsOfNames = ()
     """The modules of each stage, a list of names for every one, as [["tok_embeddings", "layers.0"],
@@ -125,27 +121,40 @@ class ParallelismConfig:
         """Return the samples of a pipeline's microbatch."""
         number = self.pipeline_parallel_num_microbatches
         if number is None:
-            return self.pipeline_parallel_microbatch_size or 1
+            return self.pipeline_parallel_microbatch_size
         return max(1, local_batch_size // number)
 
     def microbatch_violation(self, local_batch_size: int) -> Violation | None:
         """Say what is wrong with the microbatches of training.local_batch_size, if anything is."""
-        key, given = "microbatch_size", self.pipeline_parallel_microbatch_size or 1
-        if self.pipeline_parallel_num_microbatches is not None:
-            key, given = "num_microbatches", self.pipeline_parallel_num_microbatches
-        if self.pipeline_parallel_degree == 1 or local_batch_size % given == 0:
+        size = self.pipeline_parallel_microbatch_size
+        number = self.pipeline_parallel_num_microbatches
+        if self.pipeline_parallel_degree == 1:
             return None
-        fits = [str(n) for n in range(1, local_batch_size + 1) if local_batch_size % n == 0]
-        fitting_batch = max(local_batch_size // given, 1) * given
-        return Violation(
-            (
-                f"parallelism.pipeline_parallel_{key}",
-                "training.local_batch_size",
-                "parallelism.pipeline_parallel_degree",
-            ),
-            f"must divide local_batch_size ({local_batch_size}), got {given}; try "
-            f"{', '.join(fits)}, or local_batch_size = {fitting_batch}",
-        )
+        prefix = "parallelism.pipeline_parallel"
+        ties = ("training.local_batch_size", f"{prefix}_degree")
+        keys = (f"{prefix}_num_microbatches", f"{prefix}_microbatch_size")
+        if number is None and local_batch_size % size:
+            return Violation(
+                (keys[1], *ties),
+                f"must divide local_batch_size ({local_batch_size}), got {size}; try "
+                f"local_batch_size = {local_batch_size // size * size or size}, or set "
+                "pipeline_parallel_num_microbatches",
+            )
+        if number is not None and size not in (1, local_batch_size // number):
+            return Violation(
+                (*keys, *ties),
+                f"is another way to say pipeline_parallel_microbatch_size, but both are given: "
+                f"{number} microbatches of local_batch_size {local_batch_size}, and size {size}; "
+                "remove one of them",
+            )
+        if number is not None and local_batch_size % number:
+            fits = [str(n) for n in range(1, local_batch_size + 1) if local_batch_size % n == 0]
+            return Violation(
+                (keys[0], *ties),
+                f"must divide local_batch_size ({local_batch_size}), got {number}; try "
+                f"{', '.join(fits)}",
+            )
+        return None
 
     def sequence_violation(self, seq_len: int, *, key: str) -> Violation | None:
         """Say what a sequence that is cut for several ranks must be a multiple of, if it is not.
