@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 
 from torchtitan.base.errors import DataError, UserError
 from torchtitan.base.log import amount
-from torchtitan.data.files import STORE, find_files
+from torchtitan.data.files import divide, find_files
+from torchtitan.data.formats import STORES
 from torchtitan.data.prepare import tokenize
 from torchtitan.data.source import FileCorpus
 from torchtitan.data.store import open_writer
@@ -29,13 +30,13 @@ from torchtitan.data.tokenizer import build_tokenizer
 
 def prepare(patterns: Sequence[str], *, prefix: str, tokenizer_path: str, text_key: str) -> str:
     """Write the store `prefix` from the files of all patterns; return a line about it."""
-    if Path(prefix).suffix in STORE or prefix.endswith("/") or Path(prefix).is_dir():
+    if Path(prefix).suffix in STORES or prefix.endswith("/") or Path(prefix).is_dir():
         raise DataError(
             f"prefix must be a path without .bin and .idx, and no folder, got {prefix!r}; write "
             f"one such as data/corpus"
         )
-    files = tuple(file for pattern in patterns for file in find_files(pattern, key="files"))
-    stores = [file for file in files if file.suffix in STORE]
+    found = (file for pattern in patterns for file in find_files(pattern, key="files"))
+    files, stores = divide(found)
     if stores:
         raise DataError(f"{stores[0]} is a token store already; name text files")
     tokenizer = build_tokenizer(tokenizer_path, key="--tokenizer")

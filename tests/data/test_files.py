@@ -15,8 +15,9 @@ import zstandard
 from safetensors.numpy import save
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.files import BY_SUFFIX, READ, find_files, kind_of
-from torchtitan.data.source import FileCorpus, read_pieces
+from torchtitan.data.files import find_files
+from torchtitan.data.formats import BY_SUFFIX, READ, TEXT, format_of
+from torchtitan.data.source import FileCorpus
 
 
 def test_find_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -130,14 +131,14 @@ def test_text_of_any_name(tmp_path: Path, name: str) -> None:
     data = text.encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     (file,) = find_files(str(tmp_path / name))
-    assert kind_of(file) == "text"
+    assert format_of(file) is TEXT
     assert [p.text for p in FileCorpus((file,), "text").pieces(lambda n: None)] == [text]
 
 
 def test_letters_of_a_suffix_may_be_large(tmp_path: Path) -> None:
     file = tmp_path / "A.JSONL.GZ"
     file.write_bytes(gzip.compress(b'{"text": "a"}'))
-    assert [p.text for p in read_pieces(file, text_key="text", advance=lambda n: None)] == ["a"]
+    assert [p.text for p in FileCorpus((file,), "text").pieces(lambda n: None)] == ["a"]
 
 
 def test_no_suffix_is_both_taken_and_refused() -> None:

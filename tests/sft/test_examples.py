@@ -14,7 +14,14 @@ from torchtitan.base.errors import DataError
 from torchtitan.data.text import encode_around
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 from torchtitan.sft.chat_files import find_template
-from torchtitan.sft.examples import Continuation, Conversation, Encoder, read_examples, touched
+from torchtitan.sft.examples import (
+    Continuation,
+    Conversation,
+    Encoder,
+    read_examples,
+    reader_of,
+    touched,
+)
 
 BYTE = ByteTokenizer()
 
@@ -176,8 +183,8 @@ def test_messages_that_spell_special_tokens(name: str) -> None:
 
 
 def test_files_of_another_kind(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"examples must be JSON Lines .*, got .*a.txt; text is"):
-        list(read_examples(tmp_path / "a.txt"))
+    with pytest.raises(DataError, match=r"examples must be rows .*jsonl.*, got .*a.txt; text is"):
+        reader_of(tmp_path / "a.txt")
     with pytest.raises(DataError, match=r"cannot read .*none.jsonl"):
         list(read_examples(tmp_path / "none.jsonl"))
 

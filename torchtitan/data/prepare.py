@@ -35,7 +35,8 @@ from filelock import FileLock, Timeout
 from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import amount
 from torchtitan.data.files import user_path
-from torchtitan.data.source import Advance, Corpus, Piece
+from torchtitan.data.parts import Advance
+from torchtitan.data.source import Corpus, Piece
 from torchtitan.data.store import StoreWriter, TokenStore, open_writer
 from torchtitan.data.text import Ids
 from torchtitan.data.tokenizer import Tokenizer

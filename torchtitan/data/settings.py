@@ -14,7 +14,8 @@ from torchtitan.config.types import STRICT, MinusOneOrMore, Share, Strings, Text
 
 WORKERS = Needs("num_workers", AtLeast(1))
 READS_FILES = ("files", "examples")
-OF_EXAMPLES = Needs("dataset", ("examples", "synthetic_examples"))
+SUPERVISED = ("examples", "synthetic_examples")
+OF_EXAMPLES = Needs("dataset", SUPERVISED)
 
 
 DatasetKind = Literal[

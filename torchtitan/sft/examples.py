@@ -19,15 +19,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtitan.base.errors import DataError, Violation
-from torchtitan.data.files import kind_of
-from torchtitan.data.source import read_lines
-from torchtitan.data.text import any_of, check_characters, parse_line, type_name
+from torchtitan.data.formats import READ, format_of
+from torchtitan.data.parts import open_parts
+from torchtitan.data.rows import Reader, type_name
+from torchtitan.data.text import any_of, check_characters
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.sft.chat import BEGIN_MARK, END_MARK, ChatTemplate, Conversation, Message
 
@@ -53,19 +54,21 @@ Marked = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 
 
 def read_examples(file: Path) -> Iterator[Example]:
-    """Yield the examples of a JSON Lines file; a DataError names the place of a wrong one."""
-    check_is_lines(file)
-    for line, where in read_lines(file):
-        yield parse_example(parse_line(line, where=where), where=where)
+    """Yield the examples of a file of rows; a DataError names the place of a wrong one."""
+    for part in open_parts(file):
+        for value, where in reader_of(part.name)(part):
+            yield parse_example(value, where=where)
 
 
-def check_is_lines(file: Path) -> None:
-    """Raise DataError for a file whose name is not of JSON Lines."""
-    if kind_of(file) != "lines":
+def reader_of(file: PurePath) -> Reader:
+    """Return what reads the rows of a file; raise DataError if its name is not of rows."""
+    read = format_of(file).rows
+    if read is None:
+        suffixes = ", ".join(suffix for suffix, how in READ.items() if how.rows)
         raise DataError(
-            f"examples must be JSON Lines (.jsonl, .ndjson, .json), got {file}; "
-            f'text is read with dataset = "files"'
+            f'examples must be rows ({suffixes}), got {file}; text is read with dataset = "files"'
         )
+    return read
 
 
 def parse_example(value: object, *, where: str) -> Example:
