@@ -41,7 +41,7 @@ def prepare(patterns: Sequence[str], *, prefix: str, tokenizer_path: str, text_k
         raise DataError(f"{stores[0]} is a token store already; name text files")
     tokenizer = build_tokenizer(tokenizer_path, key="--tokenizer")
     with open_writer(prefix, vocab_size=tokenizer.vocab_size) as writer:
-        corpus = FileCorpus(files, text_key, setting="--text_key")
+        corpus = FileCorpus(files, text_key, settings=("--text_key", ""))
         tokenize(corpus, tokenizer=tokenizer, writer=writer)
     documents = amount(writer.num_documents, "document")
     return f"{prefix}.bin, .idx: {documents}, {amount(writer.num_tokens, 'token')}"

@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             files, stores = divide(found)
             if stores:
                 raise DataError(f"{stores[0]} is a token store, not text; name text files")
-            corpus = FileCorpus(files, args.text_key, setting="--text_key")
+            corpus = FileCorpus(files, args.text_key, settings=("--text_key", ""))
         texts = (piece.text for piece in corpus.pieces(lambda num_bytes: None))
         tokens = tokens_by_rank(train(texts, vocab_size=args.vocab_size))
         write_tiktoken(args.output, tokens)

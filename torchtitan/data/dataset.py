@@ -300,8 +300,9 @@ def _corpora(training: TrainingConfig, *, held_out: bool) -> list[list[Corpus | 
             repeated[0],
         )
     corpora: list[list[Corpus | TokenStore]] = []
+    how = training.dataset_text_key, training.dataset_text_template
     for files in groups:
         texts, stores = divide(files)
-        corpus = [FileCorpus(texts, training.dataset_text_key)] if texts else []
+        corpus = [FileCorpus(texts, *how)] if texts else []
         corpora.append([*corpus, *map(TokenStore, stores)])
     return corpora

@@ -1,8 +1,10 @@
-"""Which files an entry of `dataset_path` names: a path, a glob, or either file of a store."""
+"""Which files an entry of `dataset_path` names: a path, a glob, either file of a store, or the
+folder of a saved Hugging Face dataset."""
 
 from __future__ import annotations
 
 import glob
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterable
@@ -16,6 +18,14 @@ from torchtitan.data.formats import PACKED, READ, STORES, format_of, suffix_of
 
 logger = logging.getLogger(__name__)
 
+SAVED = "state.json"
+"""What `datasets.save_to_disk` writes beside its .arrow files, and what lists them."""
+HUB = (
+    "the order of samples is computed from the number of all samples, which a stream does not "
+    'tell, so nothing is streamed; download the data once: python -c "import datasets; '
+    "datasets.load_dataset('NAME', split='train').save_to_disk('data/NAME')\", and name the "
+    "folder data/NAME"
+)
 HINTS = {
     "://": "nothing is downloaded: get the file first",
     "$": "variables are not filled in",
@@ -43,7 +53,11 @@ def find_files(pattern: str, *, key: str = "dataset_path") -> list[Path]:
     A token store appears once, as its `.idx` file. Empty files that a glob finds are left out.
     Raises DataError if there is no file, or one that is not read, or an empty one by its name.
     """
+    if pattern.startswith("hf://"):
+        raise DataError(Violation((key,), f"{pattern!r} names data on the Hugging Face Hub; {HUB}"))
     path = user_path(pattern, key=key)
+    if (path / SAVED).is_file():
+        return _saved(path, key=key)
     if path.is_dir():
         raise DataError(Violation((key,), _folder_refusal(path, pattern)))
     if Path(f"{path}.idx").exists():
@@ -73,6 +87,22 @@ def find_files(pattern: str, *, key: str = "dataset_path") -> list[Path]:
             pattern,
         )
     return [file for file in files if file not in empty]
+
+
+def _saved(folder: Path, *, key: str) -> list[Path]:
+    """Return the files of a dataset that the library `datasets` saved to a folder."""
+    try:
+        state = json.loads((folder / SAVED).read_bytes())
+        files = [folder / file["filename"] for file in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        rule = f"{folder / SAVED} must list the files of a saved dataset: {error}; save it anew"
+        raise DataError(Violation((key,), rule)) from error
+    if missing := [file for file in files if not file.is_file()]:
+        rule = f"{missing[0]} is missing, which {folder / SAVED} lists; save the dataset anew"
+        raise DataError(Violation((key,), rule))
+    if not files:
+        raise DataError(Violation((key,), f"the saved dataset {folder} holds no rows; remove it"))
+    return files
 
 
 def _without_links(files: set[Path]) -> list[Path]:
@@ -116,6 +146,11 @@ def _folder_refusal(folder: Path, pattern: str) -> str:
         else:
             packed = path.suffix if path.suffix.lower() in PACKED else ""
             taken[Path(path.name.removesuffix(packed)).suffix + packed] += 1
+    if splits := sorted(saved.parent.name for saved in folder.glob(f"*/{SAVED}")):
+        return (
+            f"{pattern!r} holds several saved datasets: {_listed(splits)}; name one, as "
+            f"{folder / splits[0]}"
+        )
     says = f"must name files, {pattern!r} is a folder"
     if not taken and not left_out:
         return f"{says} without files"

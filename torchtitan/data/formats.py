@@ -5,34 +5,52 @@ refused, with its format and a way to convert it where these are known. A name m
 have a wrong one, so the first bytes are checked too, and a binary file is refused whatever its
 name. Guessing the format from the contents alone would take a CSV table for text.
 
-A format is a name and a reader of its rows (`rows.py`). A new one is one function and one line.
+A format is a name and a reader of its rows (`rows.py`), or of what an archive holds (`parts.py`). A
+new one is one function and one line of `SUFFIXES`.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.parts import HEAD_BYTES, UNPACKERS
-from torchtitan.data.rows import Reader, read_json_lines
+from torchtitan.data.parts import HEAD_BYTES, Members, Stream, tar_members, zip_members
+from torchtitan.data.rows import (
+    Reader,
+    read_arrow,
+    read_json,
+    read_json_lines,
+    read_parquet,
+    read_table,
+)
 from torchtitan.data.text import check_fetched
 
 
 @dataclass(frozen=True)
 class Format:
-    """One way to read a file."""
+    """One way to read a file. Without `rows` and `members` it is text, one document, or a store."""
 
     name: str
     rows: Reader | None = None
-    """What reads its rows; None for text, which is one document, and for token stores."""
+    """What reads its rows."""
+    members: Callable[[Stream, PurePath], Members] | None = None
+    """What opens the files in an archive."""
+    is_text: bool = True
+    is_streamed: bool = True
+    """Whether it is read from its beginning to its end, so that it may be packed or in an
+    archive."""
 
 
 TEXT = Format("text")
-STORE = Format("token store")
-JSON_LINES = Format("JSON Lines", read_json_lines)
+STORE = Format("token store", is_text=False, is_streamed=False)
+ZIP = Format("zip archive", members=zip_members, is_text=False, is_streamed=False)
+TAR = Format("tar archive", members=tar_members, is_text=False)
+PARQUET = Format("Parquet", read_parquet, is_text=False, is_streamed=False)
+ARROW = Format("Arrow", read_arrow, is_text=False, is_streamed=False)
 
 PROSE = "txt text md markdown mdx rst adoc org tex bib log tokens srt vtt html htm xml xhtml"
 SETTINGS = "yaml yml toml ini cfg conf properties cmake mk make gradle dockerfile proto jinja"
@@ -44,7 +62,14 @@ SOURCES = (
 )
 SUFFIXES: Mapping[str, Format] = {
     f"{PROSE} {SETTINGS} {SOURCES}": TEXT,
-    "jsonl ndjson json": JSON_LINES,
+    "jsonl ndjson": Format("JSON Lines", read_json_lines),
+    "json": Format("JSON", read_json),
+    "csv": Format("CSV", partial(read_table, delimiter=",")),
+    "tsv": Format("TSV", partial(read_table, delimiter="\t")),
+    "parquet": PARQUET,
+    "arrow feather": ARROW,
+    "zip": ZIP,
+    "tar tgz": TAR,
     "bin idx": STORE,
 }
 READ: Mapping[str, Format] = {
@@ -52,35 +77,19 @@ READ: Mapping[str, Format] = {
     **{f".{suffix}": how for suffixes, how in SUFFIXES.items() for suffix in suffixes.split()},
 }
 """How a file of each suffix is read; a suffix of `PACKED` may follow it."""
-PACKED = UNPACKERS.keys()
+PACKED = {".gz", ".zst"}
 STORES = {".bin", ".idx"}
 
 UNPACK = "unpack it and name the files that are in it"
 REPACK = "unpack it, or pack it anew with gzip or zstd"
 NO_TEXT = "it holds no text: leave it out"
-ROWS = (
-    'convert it: python -c "import csv, json; [print(json.dumps(row)) for row in csv.DictReader('
-    "open('{file}'){tabs})]\" > {stem}.jsonl; the key of the text is its column's name"
-)
-PARQUET = (
-    "convert it: python -c \"import pandas; pandas.read_parquet('{file}').to_json('{stem}.jsonl', "
-    "orient='records', lines=True)\"; the key of the text is its column's name"
-)
-ARROW = (
-    "convert it: python -c \"import datasets; datasets.Dataset.from_file('{file}').to_json("
-    "'{stem}.jsonl')\"; the key of the text is its column's name"
-)
 EXPORT = "write its text into a .txt file, for example with: pandoc -t plain -o {stem}.txt {file}"
 OBJECTS = 'write its texts as .jsonl, one {{"text": ...}} a line'
 
 REFUSED: Mapping[str, tuple[str, str]] = {
-    "csv": ("a table (CSV)", ROWS),
-    "tsv": ("a table (TSV)", ROWS),
-    "parquet": ("Parquet", PARQUET),
-    "arrow feather": ("Arrow", ARROW),
-    "orc avro xlsx xls ods": ("a table", "export it as .csv and that as .jsonl"),
+    "orc avro xlsx xls ods": ("a table", "export it as .csv or .parquet"),
     "sqlite sqlite3 db duckdb mdb lmdb": ("a database", OBJECTS),
-    "zip tar tgz tbz2 txz 7z rar": ("an archive", UNPACK),
+    "tbz2 txz 7z rar": ("an archive", UNPACK),
     "bz2 xz lz4 lzma br sz": ("compressed in another way than gzip or zstd", REPACK),
     "npy npz h5 hdf5 mat": ("an array of numbers", OBJECTS),
     "tfrecord record mds": ("a file of records", OBJECTS),
@@ -147,12 +156,15 @@ def format_of(file: PurePath) -> Format:
             f"data are read from {_names()}, {file} has the suffix {suffix!r}; if it is plain "
             f"text, give it the suffix .txt"
         )
-    if READ[suffix] is STORE and file.suffix not in STORES:
+    how = READ[suffix]
+    if how is STORE and file.suffix not in STORES:
         raise DataError(
             f"the two files of a token store must end in .bin and .idx, in lower case and not "
             f"packed, got {file}; unpack or rename both"
         )
-    return READ[suffix]
+    if not how.is_streamed and file.suffix.lower() in PACKED:
+        raise DataError(f"{how.name} files must not be packed, got {file}; unpack it")
+    return how
 
 
 def _names() -> str:
@@ -213,7 +225,6 @@ def _is_utf8(head: bytes) -> bool:
 
 def _refusal(file: PurePath, suffix: str) -> DataError:
     what, way = BY_SUFFIX[suffix]
-    tabs = ", delimiter='\\t'" if suffix == ".tsv" else ""
     # {stem}: the file without its suffixes, in the same folder
-    way = way.format(file=file, stem=file.with_name(file.name.split(".")[0] or "text"), tabs=tabs)
+    way = way.format(file=file, stem=file.with_name(file.name.split(".")[0] or "text"))
     return DataError(f"data must be text, rows or token stores, {file} is {what}; {way}")

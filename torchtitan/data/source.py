@@ -16,15 +16,25 @@ import codecs
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedReader, FileIO
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import amount
 from torchtitan.data.formats import TEXT, check_contents, format_of
-from torchtitan.data.parts import Advance, Part, open_parts
-from torchtitan.data.rows import WrongKeyError, text_of
-from torchtitan.data.text import cut_point
+from torchtitan.data.parts import (
+    BLOCK_BYTES,
+    HEAD_BYTES,
+    Advance,
+    Part,
+    Progress,
+    readable,
+    unpacked,
+)
+from torchtitan.data.rows import RowText, WrongKeyError
+from torchtitan.data.text import check_fetched, cut_point
 
 logger = logging.getLogger(__name__)
 
@@ -79,39 +89,46 @@ class Files:
 
 @dataclass(frozen=True)
 class FileCorpus(Files):
-    """The text of files of any format; `setting` is what errors call `text_key`."""
+    """The text of files of any format: of rows what is under a key, or a template of keys.
+
+    `settings`: what errors call `text_key` and `template`.
+    """
 
     text_key: str
-    setting: str = "dataset_text_key"
+    template: str | None = None
+    settings: tuple[str, str] = ("dataset_text_key", "dataset_text_template")
 
     def identity(self) -> list[str]:
-        """Return path, size and times of each file, and the key of the text."""
-        return [*super().identity(), self.text_key]
+        """Return path, size and times of each file, and the key of the text or the template."""
+        template = [] if self.template is None else [self.template]
+        return [*super().identity(), self.text_key, *template]
 
     def pieces(self, advance: Advance) -> Iterator[Piece]:
         """Check that no file is binary, then yield the text of each."""
         check_heads(self.files)
+        text_of = RowText(self.text_key, self.template)
         for file in self.files:
             num_pieces = 0
             for part in open_parts(file, advance=advance):
-                for piece in self._pieces_of(part):
+                for piece in self._pieces_of(part, text_of):
                     num_pieces += 1
                     yield piece
             if not num_pieces:
                 raise DataError(f"a data file must not be empty: {file} holds no text; remove it")
 
-    def _pieces_of(self, part: Part) -> Iterator[Piece]:
+    def _pieces_of(self, part: Part, text_of: RowText) -> Iterator[Piece]:
         read = format_of(part.name).rows
         if read is None:
             yield from _text(part)
             return
         try:
-            for row in read(part):
-                if text := text_of(row, self.text_key):
+            for row in read(part, text_of.keys):
+                if text := text_of(row):
                     yield Piece(text, ends_document=True)
         except WrongKeyError as error:
             rule = f"{error}; write text there, or name the key that holds it"
-            raise DataError(Violation((self.setting,), rule)) from error
+            setting = self.settings[self.template is not None]
+            raise DataError(Violation((setting,), rule)) from error
 
 
 def file_identity(file: Path) -> str:
@@ -122,13 +139,14 @@ def file_identity(file: Path) -> str:
 
 
 def check_heads(files: Sequence[Path]) -> None:
-    """Raise DataError for the first file that is not text; warn of JSON Lines read as text."""
+    """Raise DataError for the first file that is not what its name says.
+
+    Of an archive only the first file in it is looked at. JSON Lines read as text are warned of.
+    """
     in_lines = []
     for file in files:
-        for part in open_parts(file):
-            head = part.head()
-            check_contents(part.name, head)
-            if format_of(part.name) is TEXT and _holds_lines(head):
+        for part in islice(open_parts(file), 1):
+            if format_of(part.name) is TEXT and _holds_lines(part.head()):
                 in_lines.append(file)
     if in_lines:
         logger.warning(
@@ -137,6 +155,25 @@ def check_heads(files: Sequence[Path]) -> None:
             amount(len(in_lines), "file"),
             in_lines[0],
         )
+
+
+def open_parts(file: Path, *, advance: Advance = lambda num_bytes: None) -> Iterator[Part]:
+    """Yield the file, or the files in it; raise DataError for one that cannot be read."""
+    how, progress = format_of(file), Progress(advance)
+    with readable(file), BufferedReader(FileIO(file), BLOCK_BYTES) as raw:
+        check_fetched(file, raw.peek(HEAD_BYTES)[:HEAD_BYTES])
+        stream = unpacked(raw, file)
+        inside = [("", stream)] if how.members is None else how.members(stream, file)
+        for name, packed in inside:
+            contents = unpacked(packed, file / name) if name else packed
+            part = Part(file, file / name, contents, raw=raw, progress=progress)
+            inner = format_of(part.name)
+            if name and (inner.members or not inner.is_streamed):
+                raise DataError(f"{part.name}: {inner.name} is not read in an archive; unpack that")
+            if inner.is_text:
+                check_contents(part.name, part.head())
+            yield part
+        progress.reach(file.stat().st_size)
 
 
 def _holds_lines(head: bytes) -> bool:

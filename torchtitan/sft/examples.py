@@ -26,8 +26,8 @@ import numpy.typing as npt
 
 from torchtitan.base.errors import DataError, Violation
 from torchtitan.data.formats import READ, format_of
-from torchtitan.data.parts import open_parts
 from torchtitan.data.rows import Reader, type_name
+from torchtitan.data.source import open_parts
 from torchtitan.data.text import any_of, check_characters
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.sft.chat import BEGIN_MARK, END_MARK, ChatTemplate, Conversation, Message
@@ -56,7 +56,7 @@ Marked = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 def read_examples(file: Path) -> Iterator[Example]:
     """Yield the examples of a file of rows; a DataError names the place of a wrong one."""
     for part in open_parts(file):
-        for value, where in reader_of(part.name)(part):
+        for value, where in reader_of(part.name)(part, ()):
             yield parse_example(value, where=where)
 
 
