@@ -21,7 +21,7 @@ import zstandard
 
 from tests.data.helpers import dataset_of
 from torchtitan.base.errors import DataError
-from torchtitan.data import parts, rows
+from torchtitan.data import parts, rows_json
 from torchtitan.data.files import find_files
 from torchtitan.data.prepare import cached_store
 from torchtitan.data.source import FileCorpus
@@ -338,7 +338,7 @@ def test_faults_have_their_place(
 
 
 def test_an_item_that_cannot_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(rows_json, "MAX_LINE_BYTES", 1 << 20)
     (tmp_path / "a.json").write_bytes(b'[{"text": "b"}, {"text": "' + b"a" * (8 << 20))
     with pytest.raises(DataError, match=r"item 2 .*longer than 1 MiB"):
         read(tmp_path / "a.json")

@@ -5,8 +5,8 @@ refused, with its format and a way to convert it where these are known. A name m
 have a wrong one, so the first bytes are checked too, and a binary file is refused whatever its
 name. Guessing the format from the contents alone would take a CSV table for text.
 
-A format is a name and a reader of its rows (`rows.py`), or of what an archive holds (`parts.py`). A
-new one is one function and one line of `SUFFIXES`.
+A format is a name and a reader of its rows (`rows_json.py`, `rows_table.py`), or of what an archive
+holds (`parts.py`). A new one is one function and one line of `SUFFIXES`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,9 @@ from pathlib import PurePath
 
 from torchtitan.base.errors import DataError
 from torchtitan.data.parts import HEAD_BYTES, Members, Stream, tar_members, zip_members
-from torchtitan.data.rows import (
-    Reader,
-    read_arrow,
-    read_json,
-    read_json_lines,
-    read_parquet,
-    read_table,
-)
+from torchtitan.data.rows import Reader
+from torchtitan.data.rows_json import read_json, read_json_lines
+from torchtitan.data.rows_table import read_arrow, read_parquet, read_table
 from torchtitan.data.text import check_fetched
 
 

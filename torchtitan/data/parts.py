@@ -42,10 +42,11 @@ class Progress:
     def __init__(self, advance: Advance) -> None:
         self._advance, self._at = advance, 0
 
-    def reach(self, offset: int) -> None:
-        """Report that the file is read up to here."""
-        self._advance(offset - self._at)
-        self._at = offset
+    def reach(self, offset: int, *, is_end: bool = False) -> None:
+        """Report that the file is read up to here; less than a block is left for later."""
+        if is_end or offset - self._at >= BLOCK_BYTES:
+            self._advance(offset - self._at)
+            self._at = offset
 
 
 class Part:

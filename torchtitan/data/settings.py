@@ -31,6 +31,11 @@ def template_parts(template: str) -> list[tuple[str, str | None]]:
     return parts
 
 
+def template_rule(error: ValueError) -> str:
+    """Say what is wrong with a template."""
+    return f'must hold keys in braces, as "{{title}} {{body}}": {error}; mend it'
+
+
 DatasetKind = Literal[
     "python_stdlib", "synthetic", "synthetic_masked", "files", "examples", "synthetic_examples"
 ]
@@ -79,8 +84,9 @@ class TrainingConfig:
     what dataset_path names; examples: chats, or prompts and completions, of dataset_path, to
     fine-tune on; synthetic_examples: generated ones."""
     dataset_path: Annotated[Strings, Needs("dataset", READS_FILES)] = ()
-    """Text (.txt, .md, .py ...), JSONL (.jsonl) or token-store (.bin/.idx) files; globs allowed,
-    .gz and .zst too."""
+    """Text (.txt, .md, .py ...), JSON (.jsonl, .json), tables (.csv, .tsv, .parquet, .arrow),
+    archives of these (.zip, .tar), token stores (.bin/.idx), folders of datasets.save_to_disk;
+    globs allowed, .gz and .zst too."""
     dataset_weights: Annotated[Weights, Needs("dataset", "files")] = ()
     """One weight for each dataset_path: samples are drawn from them in this proportion. Empty: one
     source."""
@@ -147,8 +153,7 @@ class TrainingConfig:
         try:
             template_parts(template)
         except ValueError as error:
-            rule = f'must hold keys in braces, as "{{title}}\\n{{body}}": {error}; mend it'
-            yield Violation((key,), rule)
+            yield Violation((key,), template_rule(error))
         if self.dataset_text_key != "text":
             rule = "is another way to say dataset_text_key; remove one"
             yield Violation((key, "dataset_text_key"), rule)
