@@ -9,6 +9,7 @@ import pytest
 
 from tests.data.helpers import write_texts
 from torchtitan.base.errors import DataError
+from torchtitan.data import prepare_files as prepare_files_module
 from torchtitan.data.prepare import tokenize
 from torchtitan.data.prepare_files import Summary, prepare_files
 from torchtitan.data.source import FileCorpus
@@ -16,6 +17,11 @@ from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import build_tokenizer
 
 NAME = "bpe_2048"
+
+
+@pytest.fixture(autouse=True)
+def _each_file_is_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_files_module, "JOB_BYTES", 0)
 
 
 def corpus_of(folder: Path) -> FileCorpus:
@@ -45,11 +51,24 @@ def test_a_store_is_that_of_one_reader(tmp_path: Path, num_workers: int) -> None
         num_tokens=writer.num_tokens,
         text_bytes=text_bytes,
         longest=len(tokenizer.encode("many words " * 500)) + 1,
-        longest_at=f"number 1 of {corpus.files[-1]}",
+        longest_at=11,
         num_duplicates=6,
     )
     assert text_bytes == 10 * len("café 0".encode()) + 5500
     assert f"{text_bytes / writer.num_tokens:.2f} bytes per token" in str(summary)
+
+
+def test_small_files_are_done_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    corpus = corpus_of(tmp_path / "texts")
+    prepare(corpus, tmp_path / "each", 1)
+    caplog.set_level(logging.INFO)
+    # the first is full before the long one
+    monkeypatch.setattr(prepare_files_module, "JOB_BYTES", 100)
+    prepare(corpus, tmp_path / "together", 1)
+    assert caplog.text.count("tokenising 3 files") == 1
+    assert bytes_of(tmp_path / "together") == bytes_of(tmp_path / "each")
 
 
 def test_what_was_done_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,11 +42,10 @@ class Progress:
     def __init__(self, advance: Advance) -> None:
         self._advance, self._at = advance, 0
 
-    def reach(self, offset: int, *, is_end: bool = False) -> None:
-        """Report that the file is read up to here; less than a block is left for later."""
-        if is_end or offset - self._at >= BLOCK_BYTES:
-            self._advance(offset - self._at)
-            self._at = offset
+    def reach(self, offset: int) -> None:
+        """Report that the file is read up to here."""
+        self._advance(offset - self._at)
+        self._at = offset
 
 
 class Part:
@@ -95,9 +94,13 @@ class Part:
             yield line
 
     def _each(self, read: Callable[[], bytes]) -> Iterator[bytes]:
+        size = 0
         with readable(self.name):
             while data := read():
-                self.progress.reach(self._raw.tell())
+                size += len(data)
+                if size >= BLOCK_BYTES:
+                    self.progress.reach(self._raw.tell())
+                    size = 0
                 yield data
 
     def decode(self, data: bytes, *, offset: int, final: bool, place: str = "") -> tuple[str, int]:

@@ -1,9 +1,9 @@
-"""Tokenise many files beforehand: several processes, each a file at a time, then one store.
+"""Tokenise many files beforehand: several processes, each some files at a time, then one store.
 
-Each file becomes a store of its own in the folder `PREFIX.parts`, a cache as any (`prepare.py`). So
-what was stopped goes on with the files that are not done, and changed files are done again. When
-all are done, their documents are written one after another into the store, the same as if one
-process had read all files, and the folder is removed.
+A large file, or neighbours that are small, become a store of their own in the folder
+`PREFIX.parts`, a cache as any (`prepare.py`). So what was stopped goes on with what is not done,
+and changed files are done again. When all are done, their documents are written one after another
+into the store, the same as if one process had read all files, and the folder is removed.
 
 Processes and not only threads: reading JSON and writing stores hold the interpreter lock.
 """
@@ -14,9 +14,9 @@ import logging
 import multiprocessing
 import shutil
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Queue
 
@@ -33,6 +33,7 @@ from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_REPORTS = 0.2
+JOB_BYTES = 1 << 25
 
 
 @dataclass
@@ -43,8 +44,8 @@ class Summary:
     num_tokens: int = 0
     text_bytes: int = 0
     longest: int = 0
-    longest_at: str = ""
-    """File and number of the longest document."""
+    longest_at: int = 0
+    """Number of the longest document; the first is 1."""
     num_duplicates: int = 0
     """Documents that are the same as an earlier one."""
 
@@ -53,7 +54,7 @@ class Summary:
         return (
             f"{amount(self.num_documents, 'document')}, {amount(self.num_tokens, 'token')}\n"
             f"{self.text_bytes / 1e6:.1f} MB of text, {ratio:.2f} bytes per token; the longest "
-            f"document has {amount(self.longest, 'token')} ({self.longest_at}); "
+            f"document, number {self.longest_at}, has {amount(self.longest, 'token')}; "
             f"{amount(self.num_duplicates, 'document')} the same as an earlier one"
         )
 
@@ -63,7 +64,7 @@ def prepare_files(
 ) -> Summary:
     """Write the store `prefix` from all files of a corpus.
 
-    `num_workers`: processes; 0 takes one for each core, and never more than there are files.
+    `num_workers`: processes; 0 takes one for each core, and never more than there is to do at once.
 
     Raises:
         DataError: A file cannot be read; what is done is kept.
@@ -72,7 +73,7 @@ def prepare_files(
     check_heads(corpus.files)
     folder = Path(f"{prefix}.parts")
     folder.mkdir(parents=True, exist_ok=True)
-    each = [corpus.of(file) for file in corpus.files]
+    each = [*_divided(corpus)]
     num_workers = min(num_workers or num_cores(), len(each))
     try:
         if num_workers == 1:
@@ -87,9 +88,23 @@ def prepare_files(
         else:
             shutil.rmtree(folder)
         raise error
-    summary = _put_together(each, stores, prefix=prefix, tokenizer=tokenizer)
+    summary = _put_together(stores, prefix=prefix, tokenizer=tokenizer)
     shutil.rmtree(folder)
     return summary
+
+
+def _divided(corpus: FileCorpus) -> Iterator[FileCorpus]:
+    """Yield neighbouring files together, until there are enough bytes for a job."""
+    files: list[Path] = []
+    size = 0
+    for file in corpus.files:
+        files.append(file)
+        size += file.stat().st_size
+        if size >= JOB_BYTES:
+            yield replace(corpus, files=tuple(files))
+            files, size = [], 0
+    if files:
+        yield replace(corpus, files=tuple(files))
 
 
 def _in_processes(
@@ -135,13 +150,11 @@ def _tokenize(
     ).prefix
 
 
-def _put_together(
-    each: Sequence[FileCorpus], stores: Sequence[TokenStore], *, prefix: str, tokenizer: Tokenizer
-) -> Summary:
+def _put_together(stores: Sequence[TokenStore], *, prefix: str, tokenizer: Tokenizer) -> Summary:
     summary = Summary()
     hashes = array("Q")
     with open_writer(prefix, vocab_size=tokenizer.vocab_size) as writer:
-        for corpus, store in zip(each, stores, strict=True):
+        for store in stores:
             _, about = open_cached(Path(store.prefix).parent)
             summary.text_bytes += about["text_bytes"]
             for number in range(store.num_documents):
@@ -150,7 +163,7 @@ def _put_together(
                 hashes.append(content_number(document, end=tokenizer.eos_id))
                 if len(document) > summary.longest:
                     summary.longest = len(document)
-                    summary.longest_at = f"number {number + 1} of {corpus.name}"
+                    summary.longest_at = writer.num_documents
     summary.num_documents, summary.num_tokens = writer.num_documents, writer.num_tokens
     summary.num_duplicates = len(hashes) - len(np.unique(np.array(hashes, np.uint64)))
     return summary

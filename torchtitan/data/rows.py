@@ -44,10 +44,10 @@ class RowText:
         value, where = row
         if not isinstance(value, dict):
             raise DataError(f"{where} must be a JSON object, got {type_name(value)}")
-        return "".join(
-            literal + ("" if key is None else _text_under(key, value, where=where))
-            for literal, key in self._parts
-        )
+        texts = []
+        for literal, key in self._parts:
+            texts += [literal, "" if key is None else _text_under(key, value, where=where)]
+        return "".join(texts)
 
 
 def _text_under(key: str, value: dict[str, object], *, where: str) -> str:

@@ -19,14 +19,6 @@ WHITE = " \t\r\n"
 CUT_CHARS = 16
 
 
-def read_json_lines(part: Part, wanted: Collection[str]) -> Iterator[Row]:
-    """Yield the value of each line that is not blank."""
-    for number, line in numbered_lines(part):
-        if line.strip():
-            where = f"{part.name} line {number}"
-            yield Row(_parse_line(line, where=where), where)
-
-
 def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = dict(pairs)
     if len(value) < len(pairs):
@@ -35,11 +27,23 @@ def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return value
 
 
+# json.loads would make one for each line
+DECODER = json.JSONDecoder(object_pairs_hook=_each_key_once)
+
+
+def read_json_lines(part: Part, wanted: Collection[str]) -> Iterator[Row]:
+    """Yield the value of each line that is not blank."""
+    for number, line in numbered_lines(part):
+        if line.strip():
+            where = f"{part.name} line {number}"
+            yield Row(_parse_line(line, where=where), where)
+
+
 def _parse_line(line: str, *, where: str) -> object:
     value: object = None
     line = line.rstrip("\r\n")
     try:
-        value = json.loads(line, object_pairs_hook=_each_key_once)
+        value = DECODER.decode(line)
     except json.JSONDecodeError as error:
         what = f"{error.msg} at column {error.colno}"
         if line.strip() in ("[", "{"):
@@ -71,7 +75,6 @@ def read_json(part: Part, wanted: Collection[str]) -> Iterator[Row]:
 
 def _items(part: Part) -> Iterator[Row]:
     """Yield the items of an array, of which one at a time is held, with a block of text."""
-    decoder = json.JSONDecoder(object_pairs_hook=_each_key_once)
     text = _Text(part)
     text.next()
     number, end = 0, text.next() if text.peek() == "]" else ","
@@ -79,7 +82,7 @@ def _items(part: Part) -> Iterator[Row]:
         number += 1
         where = f"{part.name} item {number}"
         try:
-            yield Row(text.take(decoder), where)
+            yield Row(text.take(), where)
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{where} must be a JSON object: {_reason(error)}; mend the array, or write JSON "
@@ -118,13 +121,13 @@ class _Text:
         self._at += len(character)
         return character
 
-    def take(self, decoder: json.JSONDecoder) -> object:
+    def take(self) -> object:
         """Return the next value; raise ValueError for what is no JSON."""
         self.peek()
         while True:
             size = len(self._text) - self._at
             try:
-                value, end = decoder.raw_decode(self._text, self._at)
+                value, end = DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
                 if size > MAX_LINE_BYTES:
                     raise ValueError(f"it is longer than {MAX_LINE_BYTES >> 20} MiB") from error

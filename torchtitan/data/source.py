@@ -15,7 +15,7 @@ from __future__ import annotations
 import codecs
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import BufferedReader, FileIO
 from itertools import islice
 from pathlib import Path
@@ -103,10 +103,6 @@ class FileCorpus(Files):
         template = [] if self.template is None else [self.template]
         return [*super().identity(), self.text_key, *template]
 
-    def of(self, file: Path) -> FileCorpus:
-        """Return the same of one file."""
-        return replace(self, files=(file,))
-
     def pieces(self, advance: Advance) -> Iterator[Piece]:
         """Check that no file is binary, then yield the text of each."""
         check_heads(self.files)
@@ -177,7 +173,7 @@ def open_parts(file: Path, *, advance: Advance = lambda num_bytes: None) -> Iter
             if inner.is_text:
                 check_contents(part.name, part.head())
             yield part
-        progress.reach(file.stat().st_size, is_end=True)
+        progress.reach(file.stat().st_size)
 
 
 def _holds_lines(head: bytes) -> bool:
