@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from torchtitan.assemble.data import SUPERVISED, build_samples
+from torchtitan.assemble.data import build_samples
 from torchtitan.base.log import amount
 from torchtitan.data.loader import Loader, Numbered
 from torchtitan.data.overlap import describe_shared_documents, shared_files
-from torchtitan.data.settings import TrainingConfig
+from torchtitan.data.settings import SUPERVISED, TrainingConfig
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.data.validation import WholeBatches
 from torchtitan.job import Config
