@@ -232,6 +232,7 @@ def random_config(seed: int) -> Config:
         (*scaling, "low_freq_factor"): None,
         (*scaling, "high_freq_factor"): None,
         ("training", "dataset"): "files" if paths else "synthetic",
+        ("training", "dataset_text_template"): None,
         ("training", "dataset_weights"): tuple(rng.uniform(0.1, 9.0) for _ in paths),
         ("training", "global_batch_size"): values["training", "local_batch_size"],
         ("activation_checkpoint", "selective_ac_option"): str(rng.randrange(1, 9)),
