@@ -33,6 +33,7 @@ OTHER_DEFAULTS = {
     "training.mixed_precision_param",
     "parallelism.pipeline_parallel_first_stage_less_layers",
     "parallelism.pipeline_parallel_last_stage_less_layers",
+    "parallelism.pipeline_parallel_microbatch_size",  # 1 where nothing is given
 }
 # Nothing ever depended on these.
 WITHOUT_EFFECT = {"job.use_for_integration_test"}

@@ -253,6 +253,10 @@ def random_config(seed: int) -> Config:
         ("optimizer", "name"): "SGD",
         ("lr_scheduler", "total_steps"): None,
         ("lr_scheduler", rng.choice(["warmup_steps", "warmup_ratio"])): None,
+        (
+            "parallelism",
+            f"pipeline_parallel_{rng.choice(['microbatch_size', 'num_microbatches'])}",
+        ): None,
         ("profiling", "profile_freq"): 10**12,
         ("validation", "enable"): True,
         ("validation", "dataset"): "files" if values["validation", "dataset_path"] else "synthetic",

@@ -54,6 +54,7 @@ from torchtitan.mesh.faults import Pulse
 from torchtitan.mesh.process_group import job_store
 from torchtitan.parallel.layout import Layout
 from torchtitan.trajectory import Job, trajectory_differences
+from torchtitan.validate import Validator
 
 logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.toml"
@@ -184,12 +185,9 @@ def build_checkpoints(
     state: RunState,
     start: Start | None,
     group: dist.ProcessGroup | None,
-    validation_data: str | None,
+    validator: Validator | None,
 ) -> CheckpointManager | None:
-    """Build what saves the run, None where checkpoints are off, and load what it starts from.
-
-    `validation_data`: what tells the data of the validation from others, where there is one.
-    """
+    """Build what saves the run, None where checkpoints are off, and load what it starts from."""
     if group is None:
         return None
     if start is not None:
@@ -211,7 +209,7 @@ def build_checkpoints(
             limit_seconds=config.comm.train_timeout_seconds,
         ),
         export=last_in_hf,
-        validation_data=validation_data,
+        validation_data=None if validator is None else validator.data,
     )
 
 

@@ -98,7 +98,7 @@ def build_run(
         execution=execution,
         shard=shard,
         device=device,
-        trained_on=loader.dataset,
+        loader=loader,
     )
     state = RunState(
         model=model,
@@ -107,9 +107,8 @@ def build_run(
         loader=loader,
         progress=progress,
     )
-    data = None if validator is None else validator.data
     checkpoints = build_checkpoints(
-        config, dims=layout.dims, state=state, start=start, group=group, validation_data=data
+        config, dims=layout.dims, state=state, start=start, group=group, validator=validator
     )
     execution.after_update()  # a checkpoint may have changed the weights
     write_config(config)
