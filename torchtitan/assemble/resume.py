@@ -187,11 +187,14 @@ def build_checkpoints(
     group: dist.ProcessGroup | None,
     validator: Validator | None,
 ) -> CheckpointManager | None:
-    """Build what saves the run, None where checkpoints are off, and load what it starts from."""
+    """Load what the run starts from, write down its settings, and build what saves it; None where
+    checkpoints are off."""
+    if start is not None:
+        assert group is not None, "without checkpoints a run starts from none"
+        restore(state, start=start, group=group)
+    write_config(config)
     if group is None:
         return None
-    if start is not None:
-        restore(state, start=start, group=group)
     last_in_hf = None
     if config.checkpoint.last_save_in_hf:
         dtype = getattr(torch, config.checkpoint.export_dtype)

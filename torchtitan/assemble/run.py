@@ -23,7 +23,6 @@ from torchtitan.assemble.resume import (
     build_checkpoints,
     describe_lr,
     find_start,
-    write_config,
 )
 from torchtitan.assemble.validation import build_validator
 from torchtitan.base.determinism import set_determinism
@@ -111,7 +110,6 @@ def build_run(
         config, dims=layout.dims, state=state, start=start, group=group, validator=validator
     )
     execution.after_update()  # a checkpoint may have changed the weights
-    write_config(config)
     meter, sinks, profiler = build_reports(
         config, layout=layout, device=device, resume_step=progress.step, color=color
     )
