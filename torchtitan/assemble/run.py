@@ -19,11 +19,7 @@ import torch.distributed as dist
 from torchtitan.assemble.data import build_loader
 from torchtitan.assemble.find import check_device, find_layout, log_job
 from torchtitan.assemble.precision import resolve_precision
-from torchtitan.assemble.resume import (
-    build_checkpoints,
-    describe_lr,
-    find_start,
-)
+from torchtitan.assemble.resume import build_checkpoints, describe_lr, find_start
 from torchtitan.assemble.validation import build_validator
 from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_type, local_device
