@@ -163,7 +163,11 @@ def test_progress_adds_up(tmp_path: Path) -> None:
         done: list[int] = []
         for _ in FileCorpus((file,), "text").pieces(done.append):
             pass
-        assert sum(done) == file.stat().st_size, name
+        # of some the end is read twice, to find the rest
+        size = file.stat().st_size
+        assert (
+            size <= sum(done) <= (3 if name.endswith(("arrow", "parquet", "zip")) else 1) * size
+        ), name
 
 
 WIDE = [{"text": "a" * 4000, "more": str(i) * 4000} for i in range(8000)]
