@@ -120,10 +120,12 @@ def _rows(
                         number += 1
                         row = {key: _without_nulls(item) for key, item in value.items()}
                         yield Row(row, f"{part.name} row {number}")
-    except broken as error:
+    # ValueError and OverflowError: of values that Python has no type for, as nanoseconds
+    except (broken, ValueError, OverflowError) as error:
         raise DataError(
-            f"cannot read {part.name} after row {number}: it is cut short or damaged "
-            f"({error!s:.200}); write it anew"
+            f"cannot read {part.name} after row {number}: it is cut short or damaged, or "
+            f"has values of an unknown kind ({error!s:.200}); write it anew, with the columns that "
+            f"are needed"
         ) from error
 
 

@@ -165,8 +165,9 @@ def open_parts(file: Path, *, advance: Advance = lambda num_bytes: None) -> Iter
         stream = unpacked(raw, file)
         inside = [("", stream)] if how.members is None else how.members(stream, file)
         for name, packed in inside:
-            contents = unpacked(packed, file / name) if name else packed
-            part = Part(file / name, contents, is_packed=contents is not raw)
+            path = file / name.lstrip("/")
+            contents = unpacked(packed, path) if name else packed
+            part = Part(path, contents, is_packed=contents is not raw)
             inner = format_of(part.name)
             if name and (inner.members or not inner.is_streamed):
                 raise DataError(f"{part.name}: {inner.name} is not read in an archive; unpack that")
