@@ -94,9 +94,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("output", type=Path, help="file to write")
-    parser.add_argument("files", nargs="*", help="text or JSON Lines files, globs, .gz, .zst")
+    parser.add_argument("files", nargs="*", help="files or globs, as training.dataset_path")
     parser.add_argument("--vocab_size", type=int, default=2048, help="ids, with begin and end")
-    parser.add_argument("--text_key", default="text", help="key of a JSON object's text")
+    parser.add_argument("--text_key", default="text", help="as training.dataset_text_key")
     args = parser.parse_intermixed_args(argv)
     if args.vocab_size < 256 + NUM_SPECIAL:
         parser.error(f"--vocab_size must be at least {256 + NUM_SPECIAL}, got {args.vocab_size}")

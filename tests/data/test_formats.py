@@ -163,7 +163,11 @@ def test_progress_adds_up(tmp_path: Path) -> None:
         done: list[int] = []
         for _ in FileCorpus((file,), "text").pieces(done.append):
             pass
-        assert sum(done) == file.stat().st_size, name
+        # of some the end is read twice, to find the rest
+        size = file.stat().st_size
+        assert (
+            size <= sum(done) <= (3 if name.endswith(("arrow", "parquet", "zip")) else 1) * size
+        ), name
 
 
 WIDE = [{"text": "a" * 4000, "more": str(i) * 4000} for i in range(8000)]
@@ -282,6 +286,10 @@ FAULTS: dict[str, list[tuple[bytes, str]]] = {
         (cut(parquet(ROWS)), r"cannot read .*a\.parquet.*cut short or damaged"),
         (SPOILT, r"cannot read .*a\.parquet"),
         (b"text,id\n", r"cannot read .*a\.parquet"),
+        (
+            as_parquet(columns(text=pa.array([1], pa.timestamp("ns")))),
+            r"row 1 must have text .*got |cannot read .*a\.parquet after row 0",
+        ),
         (wrong_utf8(), r"cannot read .*a\.parquet after row 0: .*UTF8"),
         (b"version https://git-lfs.github.com/spec", "git lfs pull"),
     ],
@@ -318,6 +326,7 @@ FAULTS: dict[str, list[tuple[bytes, str]]] = {
         (tarred({"a.txt": b"a", "b.txt": b"b"})[:1024], "the archive has no end"),
         (tarred({"a.txt": b"a", "b.txt": b"b"})[:1500], "the archive has no end"),
         (b"no archive" * 99, r"cannot read .*a\.tar: it is cut short or damaged"),
+        (tarred({"/etc/a.jsonl": b"{"}), r"a\.tar/etc/a\.jsonl line 1 must be one JSON object"),
         (link(), r"a\.tar/a\.txt is a link or a device; unpack"),
         (tarred({"a.zip": b""}), r"a\.tar/a\.zip: zip archive is not read in an archive"),
     ],

@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
 from pathlib import Path, PurePath
@@ -36,72 +37,60 @@ Members = Iterator[tuple[str, Stream]]
 DAMAGED = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError)
 
 
-class Progress:
-    """Calls `advance` with each number of bytes of a file on disk that were read."""
+class Counted(io.FileIO):
+    """A file that calls `advance` with each number of bytes that were read."""
 
-    def __init__(self, advance: Advance) -> None:
-        self._advance, self._at = advance, 0
+    def __init__(self, file: Path, advance: Advance) -> None:
+        super().__init__(file)
+        self.advance = advance
 
-    def reach(self, offset: int) -> None:
-        """Report that the file is read up to here."""
-        self._advance(offset - self._at)
-        self._at = offset
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer; return how far."""
+        size = super().readinto(buffer) or 0
+        self.advance(size)
+        return size
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return the next bytes."""
+        data = super().read(size) or b""
+        self.advance(len(data))
+        return data
 
 
+@dataclass(frozen=True)
 class Part:
-    """What is read as one file: a file, or a member of an archive.
+    """What is read as one file: a file, or a member of an archive."""
 
-    Args:
-        path: the file on disk.
-        name: the path, and in an archive behind it that of the member.
-        stream: the contents, unpacked.
-        raw: the file on disk, opened.
-        progress: what hears of bytes read.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        name: PurePath,
-        stream: Stream,
-        *,
-        raw: Stream,
-        progress: Progress,
-    ) -> None:
-        self.path, self.name, self.progress = path, name, progress
-        self._stream, self._raw = stream, raw
+    name: PurePath
+    """The path of the file, and in an archive behind it that of the member."""
+    stream: Stream
+    """The contents, unpacked."""
+    is_packed: bool
 
     def head(self) -> bytes:
         """Return the first bytes, if nothing was read yet."""
         with readable(self.name):
-            return self._stream.peek(HEAD_BYTES)[:HEAD_BYTES]
+            return self.stream.peek(HEAD_BYTES)[:HEAD_BYTES]
 
     def blocks(self) -> Iterator[bytes]:
         """Yield the contents in blocks of 1 MiB; the last one may be smaller."""
-        return self._each(partial(self._stream.read, BLOCK_BYTES))
+        with readable(self.name):
+            while block := self.stream.read(BLOCK_BYTES):
+                yield block
 
     def lines(self) -> Iterator[bytes]:
         """Yield each line with its end; raise DataError for one that cannot be held."""
-        for line in self._each(partial(self._stream.readline, MAX_LINE_BYTES + 1)):
-            if len(line) > MAX_LINE_BYTES:
-                start = line[:HEAD_BYTES].decode(errors="replace").lstrip("\ufeff \t\r")
-                is_array = start.startswith("[")
-                what = "give an array the suffix .json" if is_array else "cut it into documents"
-                raise DataError(
-                    f"a line of {self.name} is longer than {MAX_LINE_BYTES >> 20} MiB, beginning "
-                    f"with {start[:40]!r}; {what}"
-                )
-            yield line
-
-    def _each(self, read: Callable[[], bytes]) -> Iterator[bytes]:
-        size = 0
         with readable(self.name):
-            while data := read():
-                size += len(data)
-                if size >= BLOCK_BYTES:
-                    self.progress.reach(self._raw.tell())
-                    size = 0
-                yield data
+            while line := self.stream.readline(MAX_LINE_BYTES + 1):
+                if len(line) > MAX_LINE_BYTES:
+                    start = line[:HEAD_BYTES].decode(errors="replace").lstrip("\ufeff \t\r")
+                    is_array = start.startswith("[")
+                    what = "give an array the suffix .json" if is_array else "cut it into documents"
+                    raise DataError(
+                        f"a line of {self.name} is longer than {MAX_LINE_BYTES >> 20} MiB, "
+                        f"beginning with {start[:40]!r}; {what}"
+                    )
+                yield line
 
     def decode(self, data: bytes, *, offset: int, final: bool, place: str = "") -> tuple[str, int]:
         """Return the text of `data` and how many bytes were used: a cut last character is left.
@@ -111,7 +100,7 @@ class Part:
         try:
             text, used = codecs.utf_8_decode(data, "strict", final)
         except UnicodeDecodeError as error:
-            unpacked = "" if self._stream is self._raw else " of the unpacked text"
+            unpacked = " of the unpacked text" if self.is_packed else ""
             raise DataError(
                 f"text must be UTF-8: {self.name}{place} has an invalid byte "
                 f"0x{data[error.start]:02x} at byte offset {offset + error.start}{unpacked}; "

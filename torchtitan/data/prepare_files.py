@@ -15,10 +15,9 @@ import multiprocessing
 import shutil
 from array import array
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import Queue
 
 import numpy as np
 
@@ -32,7 +31,6 @@ from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 
 logger = logging.getLogger(__name__)
 
-SECONDS_BETWEEN_REPORTS = 0.2
 JOB_BYTES = 1 << 25
 
 
@@ -79,9 +77,7 @@ def prepare_files(
         if num_workers == 1:
             stores = [cached_store(one, tokenizer=tokenizer, cache=str(folder)) for one in each]
         else:
-            stores = _in_processes(
-                each, corpus, tokenizer_path, folder=folder, num_workers=num_workers
-            )
+            stores = _in_processes(each, corpus, tokenizer_path, str(folder), num_workers)
     except DataError as error:
         if any(folder.glob("*/about.json")):
             logger.warning("what is done is kept in %s: start again to go on from there", folder)
@@ -111,42 +107,34 @@ def _in_processes(
     each: Sequence[FileCorpus],
     whole: FileCorpus,
     tokenizer_path: str,
-    *,
-    folder: Path,
+    folder: str,
     num_workers: int,
 ) -> list[TokenStore]:
     num_threads = max(num_cores() // num_workers, 1)
     # not forked: threads of this process may hold locks
     spawn = multiprocessing.get_context("spawn")
-    with (
-        spawn.Manager() as manager,
-        ProcessPoolExecutor(num_workers, spawn) as pool,
-        show_progress(whole) as advance,
-    ):
-        reports: Queue[int] = manager.Queue()
-        jobs = [
-            pool.submit(_tokenize, one, tokenizer_path, str(folder), num_threads, reports)
-            for one in each
-        ]
-        waiting = set(jobs)
-        while waiting:
-            done, waiting = wait(waiting, SECONDS_BETWEEN_REPORTS, FIRST_EXCEPTION)
-            while not reports.empty():
-                advance(reports.get())
-            if any(job.exception() for job in done):
-                pool.shutdown(cancel_futures=True)
-                break
-        failed = [job for job in jobs if job.done() and not job.cancelled() and job.exception()]
-        return [TokenStore(job.result()) for job in failed or jobs]
+    with ProcessPoolExecutor(num_workers, spawn) as pool, show_progress(whole) as advance:
+        jobs = {
+            pool.submit(_tokenize, one, tokenizer_path, folder, num_threads): one for one in each
+        }
+        try:
+            for job in as_completed(jobs):
+                job.result()
+                advance(jobs[job].num_bytes)
+        except DataError:
+            pool.shutdown(cancel_futures=True)
+            raise
+        return [TokenStore(job.result()) for job in jobs]
 
 
-def _tokenize(
-    corpus: FileCorpus, tokenizer_path: str, folder: str, num_threads: int, reports: Queue[int]
-) -> str:
+def _tokenize(corpus: FileCorpus, tokenizer_path: str, folder: str, num_threads: int) -> str:
     """Run in a process; return the prefix of the store."""
-    tokenizer = build_tokenizer(tokenizer_path)
     return cached_store(
-        corpus, tokenizer=tokenizer, cache=folder, num_threads=num_threads, advance=reports.put
+        corpus,
+        tokenizer=build_tokenizer(tokenizer_path),
+        cache=folder,
+        num_threads=num_threads,
+        advance=lambda num_bytes: None,
     ).prefix
 
 

@@ -7,6 +7,7 @@ keys inside a value that are null are left out, as templates of chats expect.
 from __future__ import annotations
 
 import csv
+import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -59,14 +60,14 @@ def read_parquet(part: Part, wanted: Collection[str]) -> Iterator[Row]:
     import pyarrow.parquet as parquet
 
     def batches() -> Iterator[Any]:
-        # without pre_buffer a row group is read as it is used, column by column
-        with parquet.ParquetFile(part.path, pre_buffer=False) as file:
-            size, total = part.path.stat().st_size, max(file.metadata.num_rows, 1)
+        raw, done = part.stream.raw, 0
+        # by its path, and without pre_buffer, a row group is read as it is used
+        with parquet.ParquetFile(raw.name, pre_buffer=False) as file:
+            size, num_rows = raw.seek(0, os.SEEK_END), file.metadata.num_rows
             names = _columns(file.schema_arrow.names, wanted, part=part)
-            done = 0
             for batch in file.iter_batches(ROWS_AT_ONCE, columns=names):
-                done += batch.num_rows
-                part.progress.reach(size * done // total)
+                before, done = done, done + batch.num_rows
+                raw.advance(size * done // num_rows - size * before // num_rows)
                 yield batch
 
     return _rows(part, batches(), wanted, broken=pyarrow.ArrowException)
@@ -77,18 +78,17 @@ def read_arrow(part: Part, wanted: Collection[str]) -> Iterator[Row]:
     pyarrow = _pyarrow(part)
 
     def batches() -> Iterator[Any]:
-        with pyarrow.memory_map(str(part.path)) as source:
-            if part.head().startswith(b"ARROW1"):
-                file = pyarrow.ipc.open_file(source)
-                each = map(file.get_batch, range(file.num_record_batches))
-            else:
-                each = pyarrow.ipc.open_stream(source)
-            for batch in each:
-                yield batch
-                part.progress.reach(source.tell())
-            source.seek(-len(STREAM_END), 2)
-            if not (part.head().startswith(b"ARROW1") or source.read() == STREAM_END):
-                raise EOFError("the stream has no end")
+        is_file = part.head().startswith(b"ARROW1")
+        raw = part.stream.raw
+        raw.seek(0)
+        if is_file:
+            file = pyarrow.ipc.open_file(raw)
+            yield from map(file.get_batch, range(file.num_record_batches))
+            return
+        yield from pyarrow.ipc.open_stream(raw)
+        raw.seek(-len(STREAM_END), os.SEEK_END)
+        if raw.read() != STREAM_END:
+            raise EOFError("the stream has no end")
 
     return _rows(part, batches(), wanted, broken=pyarrow.ArrowException)
 
@@ -120,10 +120,12 @@ def _rows(
                         number += 1
                         row = {key: _without_nulls(item) for key, item in value.items()}
                         yield Row(row, f"{part.name} row {number}")
-    except broken as error:
+    # ValueError and OverflowError: of values that Python has no type for, as nanoseconds
+    except (broken, ValueError, OverflowError) as error:
         raise DataError(
-            f"cannot read {part.name} after row {number}: it is cut short or damaged "
-            f"({error!s:.200}); write it anew"
+            f"cannot read {part.name} after row {number}: it is cut short or damaged, or "
+            f"has values of an unknown kind ({error!s:.200}); write it anew, with the columns that "
+            f"are needed"
         ) from error
 
 

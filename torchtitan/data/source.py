@@ -16,7 +16,7 @@ import codecs
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import BufferedReader, FileIO
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -28,8 +28,8 @@ from torchtitan.data.parts import (
     BLOCK_BYTES,
     HEAD_BYTES,
     Advance,
+    Counted,
     Part,
-    Progress,
     readable,
     unpacked,
 )
@@ -159,21 +159,21 @@ def check_heads(files: Sequence[Path]) -> None:
 
 def open_parts(file: Path, *, advance: Advance = lambda num_bytes: None) -> Iterator[Part]:
     """Yield the file, or the files in it; raise DataError for one that cannot be read."""
-    how, progress = format_of(file), Progress(advance)
-    with readable(file), BufferedReader(FileIO(file), BLOCK_BYTES) as raw:
+    how = format_of(file)
+    with readable(file), BufferedReader(Counted(file, advance), BLOCK_BYTES) as raw:
         check_fetched(file, raw.peek(HEAD_BYTES)[:HEAD_BYTES])
         stream = unpacked(raw, file)
         inside = [("", stream)] if how.members is None else how.members(stream, file)
         for name, packed in inside:
-            contents = unpacked(packed, file / name) if name else packed
-            part = Part(file, file / name, contents, raw=raw, progress=progress)
+            path = file / name.lstrip("/")
+            contents = unpacked(packed, path) if name else packed
+            part = Part(path, contents, is_packed=contents is not raw)
             inner = format_of(part.name)
             if name and (inner.members or not inner.is_streamed):
                 raise DataError(f"{part.name}: {inner.name} is not read in an archive; unpack that")
             if inner.is_text:
                 check_contents(part.name, part.head())
             yield part
-        progress.reach(file.stat().st_size)
 
 
 def _holds_lines(head: bytes) -> bool:
