@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     except (UserError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "stopped\n")
     print(f"{prefix}.bin, .idx: {done}")
 
 

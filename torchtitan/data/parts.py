@@ -1,4 +1,4 @@
-"""The bytes of a data file: unpacked while they are read, and given out in blocks or lines.
+"""The bytes of a data file: unpacked while they are read, and given out as text.
 
 A packed file of a few KiB can hold terabytes of one letter. So files are unpacked a little at a
 time. A file that grows as no text does is an error, and so is a line too long to be held.
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader
+from itertools import count
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
@@ -72,31 +73,45 @@ class Part:
         with readable(self.name):
             return self.stream.peek(HEAD_BYTES)[:HEAD_BYTES]
 
-    def blocks(self) -> Iterator[bytes]:
-        """Yield the contents in blocks of 1 MiB; the last one may be smaller."""
+    def texts(self) -> Iterator[str]:
+        """Yield the text in parts of about 1 MiB."""
+        data, offset = b"", 0
         with readable(self.name):
-            while block := self.stream.read(BLOCK_BYTES):
-                yield block
+            while True:
+                block = self.stream.read(BLOCK_BYTES)
+                data += block
+                # the last character of a block may be cut
+                text, used = self._decode(data, offset=offset, final=not block)
+                data, offset = data[used:], offset + used
+                if not block:
+                    return
+                yield text
 
-    def lines(self) -> Iterator[bytes]:
-        """Yield each line with its end; raise DataError for one that cannot be held."""
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Yield number and text of each line, with its end."""
+        offset = 0
         with readable(self.name):
-            while line := self.stream.readline(MAX_LINE_BYTES + 1):
+            for number in count(1):
+                line = self.stream.readline(MAX_LINE_BYTES + 1)
                 if len(line) > MAX_LINE_BYTES:
-                    start = line[:HEAD_BYTES].decode(errors="replace").lstrip("\ufeff \t\r")
-                    is_array = start.startswith("[")
-                    what = "give an array the suffix .json" if is_array else "cut it into documents"
-                    raise DataError(
-                        f"a line of {self.name} is longer than {MAX_LINE_BYTES >> 20} MiB, "
-                        f"beginning with {start[:40]!r}; {what}"
-                    )
-                yield line
+                    raise self._too_long(line[:HEAD_BYTES])
+                if not line:
+                    return
+                text, _ = self._decode(line, offset=offset, final=True, place=f" line {number}")
+                offset += len(line)
+                yield number, text
 
-    def decode(self, data: bytes, *, offset: int, final: bool, place: str = "") -> tuple[str, int]:
-        """Return the text of `data` and how many bytes were used: a cut last character is left.
+    def _too_long(self, head: bytes) -> DataError:
+        start = head.decode(errors="replace").lstrip("\ufeff \t\r")
+        is_array = start.startswith("[")
+        return DataError(
+            f"a line of {self.name} is longer than {MAX_LINE_BYTES >> 20} MiB, beginning with "
+            f"{start[:40]!r}; "
+            f"{'give an array the suffix .json' if is_array else 'cut it into documents'}"
+        )
 
-        A byte order mark at the beginning is left out.
-        """
+    def _decode(self, data: bytes, *, offset: int, final: bool, place: str = "") -> tuple[str, int]:
+        """Return the text of `data`, without a byte order mark, and how many bytes were used."""
         try:
             text, used = codecs.utf_8_decode(data, "strict", final)
         except UnicodeDecodeError as error:

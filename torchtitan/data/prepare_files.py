@@ -13,10 +13,13 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import shutil
+import signal
 from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -78,12 +81,12 @@ def prepare_files(
             stores = [cached_store(one, tokenizer=tokenizer, cache=str(folder)) for one in each]
         else:
             stores = _in_processes(each, corpus, tokenizer_path, str(folder), num_workers)
-    except DataError as error:
+    except (DataError, KeyboardInterrupt):
         if any(folder.glob("*/about.json")):
             logger.warning("what is done is kept in %s: start again to go on from there", folder)
         else:
             shutil.rmtree(folder)
-        raise error
+        raise
     summary = _put_together(stores, prefix=prefix, tokenizer=tokenizer)
     shutil.rmtree(folder)
     return summary
@@ -113,7 +116,12 @@ def _in_processes(
     num_threads = max(num_cores() // num_workers, 1)
     # not forked: threads of this process may hold locks
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, spawn) as pool, show_progress(whole) as advance:
+    # a signal to all ends each of them at once, without a traceback
+    initializer = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with (
+        ProcessPoolExecutor(num_workers, spawn, initializer) as pool,
+        show_progress(whole) as advance,
+    ):
         jobs = {
             pool.submit(_tokenize, one, tokenizer_path, folder, num_threads): one for one in each
         }
@@ -124,6 +132,10 @@ def _in_processes(
         except DataError:
             pool.shutdown(cancel_futures=True)
             raise
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a process ended before its work, perhaps for want of memory; try fewer --workers"
+            ) from error
         return [TokenStore(job.result()) for job in jobs]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.data.parts import Part
 from torchtitan.data.settings import template_parts
 from torchtitan.data.text import check_characters
@@ -28,16 +28,16 @@ Reader = Callable[[Part, Collection[str]], Iterator[Row]]
 """Yields rows; it may leave out columns that are not among the given ones, unless none is given."""
 
 
-class WrongKeyError(DataError):
-    """A row without text under a key."""
-
-
 class RowText:
-    """Takes the text out of rows: what is under a key, or the template with its keys filled in."""
+    """Takes the text out of rows: what is under a key, or the template with its keys filled in.
 
-    def __init__(self, key: str, template: str | None) -> None:
+    `setting`: what errors call the key or the template.
+    """
+
+    def __init__(self, key: str, template: str | None, *, setting: str) -> None:
         self._parts = [("", key)] if template is None else template_parts(template)
         self.keys = [key for _, key in self._parts if key is not None]
+        self._setting = setting
 
     def __call__(self, row: Row) -> str:
         """Return the text of a row, or raise DataError."""
@@ -46,22 +46,21 @@ class RowText:
             raise DataError(f"{where} must be a JSON object, got {type_name(value)}")
         texts = []
         for literal, key in self._parts:
-            texts += [literal, "" if key is None else _text_under(key, value, where=where)]
+            texts += [literal, "" if key is None else self._text_under(key, value, where=where)]
         return "".join(texts)
 
-
-def _text_under(key: str, value: dict[str, object], *, where: str) -> str:
-    if key not in value:
+    def _text_under(self, key: str, value: dict[str, object], *, where: str) -> str:
+        text = value.get(key)
+        if isinstance(text, str):
+            check_characters(text, where=where)
+            return text
         got = f"keys {', '.join(map(repr, value))}" if value else "no keys"
-        said = f"{where} must have text under the key {key!r}, got {got:.300}"
-        if "messages" in value or {"prompt", "completion"} <= value.keys():
+        said = f"{where} must have text under the key {key!r}, got "
+        said += type_name(text) if key in value else f"{got:.300}"
+        if key not in value and ("messages" in value or {"prompt", "completion"} <= value.keys()):
             raise DataError(f'{said}; chats and completions are for dataset = "examples"')
-        raise WrongKeyError(said)
-    text = value[key]
-    if not isinstance(text, str):
-        raise WrongKeyError(f"{where} must have text under the key {key!r}, got {type_name(text)}")
-    check_characters(text, where=where)
-    return text
+        rule = f"{said}; write text there, or name the key that holds it"
+        raise DataError(Violation((self._setting,), rule))
 
 
 def type_name(value: object) -> str:
@@ -70,12 +69,3 @@ def type_name(value: object) -> str:
     names |= {list: "an array", dict: "an object", type(None): "null"}
     shown = "" if value is None or isinstance(value, list | dict) else f", {value!r:.40}"
     return f"{names.get(type(value), type(value).__name__)}{shown}"
-
-
-def numbered_lines(part: Part) -> Iterator[tuple[int, str]]:
-    """Yield number and text of each line, with its end."""
-    offset = 0
-    for number, line in enumerate(part.lines(), start=1):
-        text, _ = part.decode(line, offset=offset, final=True, place=f" line {number}")
-        offset += len(line)
-        yield number, text

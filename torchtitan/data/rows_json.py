@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 
 from torchtitan.base.errors import DataError
 from torchtitan.data.parts import MAX_LINE_BYTES, Part
-from torchtitan.data.rows import Row, numbered_lines
+from torchtitan.data.rows import Row
 
 ARRAY_ADVICE = (
     "JSON Lines have one object per line; give an array the suffix .json, or convert it: "
@@ -33,7 +33,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=_each_key_once)
 
 def read_json_lines(part: Part, wanted: Collection[str]) -> Iterator[Row]:
     """Yield the value of each line that is not blank."""
-    for number, line in numbered_lines(part):
+    for number, line in part.lines():
         if line.strip():
             where = f"{part.name} line {number}"
             yield Row(_parse_line(line, where=where), where)
@@ -103,9 +103,8 @@ class _Text:
     """The text of a file, of which only what is not yet taken is held."""
 
     def __init__(self, part: Part) -> None:
-        self._part, self._blocks = part, part.blocks()
+        self._more = part.texts()
         self._text, self._at = "", 0
-        self._data, self._offset, self._is_whole = b"", 0, False
 
     def peek(self) -> str:
         """Return the next character that is not white, or nothing at the end."""
@@ -146,13 +145,10 @@ class _Text:
         parts = [self._text[self._at :]]
         held = before = len(parts[0])
         while held < size or held == before:
-            block = next(self._blocks, b"")
-            self._data += block
-            text, used = self._part.decode(self._data, offset=self._offset, final=not block)
-            self._data, self._offset = self._data[used:], self._offset + used
-            parts.append(text)
-            held += len(text)
-            if not block:
+            more = next(self._more, None)
+            if more is None:
                 break
+            parts.append(more)
+            held += len(more)
         self._text, self._at = "".join(parts), 0
         return held > before

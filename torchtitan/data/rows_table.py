@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtitan.base.errors import DataError
 from torchtitan.data.parts import MAX_LINE_BYTES, Part, readable
-from torchtitan.data.rows import Row, numbered_lines
+from torchtitan.data.rows import Row
 
 ROWS_AT_ONCE = 256
 STREAM_END = b"\0\0\0\0"
@@ -23,7 +23,7 @@ STREAM_END = b"\0\0\0\0"
 def read_table(part: Part, wanted: Collection[str], *, delimiter: str) -> Iterator[Row]:
     """Yield the rows of a CSV file, whose first row names the columns; each value is text."""
     csv.field_size_limit(MAX_LINE_BYTES)
-    rows = csv.reader((line for _, line in numbered_lines(part)), delimiter=delimiter, strict=True)
+    rows = csv.reader((line for _, line in part.lines()), delimiter=delimiter, strict=True)
     header: list[str] = []
     first = 1
     while True:

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from torchtitan.base.errors import DataError, Violation
+from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
 from torchtitan.data.formats import TEXT, check_contents, format_of
 from torchtitan.data.parts import (
@@ -33,7 +33,7 @@ from torchtitan.data.parts import (
     readable,
     unpacked,
 )
-from torchtitan.data.rows import RowText, WrongKeyError
+from torchtitan.data.rows import RowText
 from torchtitan.data.text import check_fetched, cut_point
 
 logger = logging.getLogger(__name__)
@@ -106,29 +106,19 @@ class FileCorpus(Files):
     def pieces(self, advance: Advance) -> Iterator[Piece]:
         """Check that no file is binary, then yield the text of each."""
         check_heads(self.files)
-        text_of = RowText(self.text_key, self.template)
+        setting = self.settings[self.template is not None]
+        text_of = RowText(self.text_key, self.template, setting=setting)
         for file in self.files:
             num_pieces = 0
             for part in open_parts(file, advance=advance):
-                for piece in self._pieces_of(part, text_of):
+                read = format_of(part.name).rows
+                rows = () if read is None else map(text_of, read(part, text_of.keys))
+                documents = (Piece(text, ends_document=True) for text in rows if text)
+                for piece in _pieces(part) if read is None else documents:
                     num_pieces += 1
                     yield piece
             if not num_pieces:
                 raise DataError(f"a data file must not be empty: {file} holds no text; remove it")
-
-    def _pieces_of(self, part: Part, text_of: RowText) -> Iterator[Piece]:
-        read = format_of(part.name).rows
-        if read is None:
-            yield from _text(part)
-            return
-        try:
-            for row in read(part, text_of.keys):
-                if text := text_of(row):
-                    yield Piece(text, ends_document=True)
-        except WrongKeyError as error:
-            rule = f"{error}; write text there, or name the key that holds it"
-            setting = self.settings[self.template is not None]
-            raise DataError(Violation((setting,), rule)) from error
 
 
 def file_identity(file: Path) -> str:
@@ -182,17 +172,15 @@ def _holds_lines(head: bytes) -> bool:
     return line.startswith(b'{"') and (not end or line.rstrip().endswith(b"}"))
 
 
-def _text(part: Part) -> Iterator[Piece]:
-    data, text, offset = b"", "", 0
-    for block in part.blocks():
-        data += block
-        more, used = part.decode(data, offset=offset, final=False)
-        data, offset, text = data[used:], offset + used, text + more
+def _pieces(part: Part) -> Iterator[Piece]:
+    """Yield the pieces of one document."""
+    text = ""
+    for more in part.texts():
+        text += more
         # hold one character back: the last piece of a document must not be empty
         while len(text) > PIECE_CHARS:
             cut = cut_point(text, limit=PIECE_CHARS)
             yield Piece(text[:cut], ends_document=False)
             text = text[cut:]
-    part.decode(data, offset=offset, final=True)
     if text:
         yield Piece(text, ends_document=True)
