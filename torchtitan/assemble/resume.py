@@ -52,6 +52,7 @@ from torchtitan.lora.layer import is_adapter
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.faults import Pulse
 from torchtitan.mesh.process_group import job_store
+from torchtitan.own import hash_own
 from torchtitan.parallel.layout import Layout
 from torchtitan.trajectory import CONFIG_FILE, Job, trajectory_differences
 
@@ -170,7 +171,15 @@ def _find_halves(
 
 
 def compare_jobs(manifest: Content, *, now: Job) -> Comparison:
-    """Compare this job with the one whose checkpoint has this manifest."""
+    """Compare this job with the one whose checkpoint has this manifest; warn if code changed."""
+    for path, then in manifest.get("code", {}).items():
+        if hash_own(now.config).get(path, then) != then:
+            logger.warning(
+                "The source of %s is not the one that %s was saved under: what it computes may be "
+                "another training",
+                path,
+                manifest.path,
+            )
     then = Job.stored(manifest["config"], file=manifest.path, dp=stored_layout(manifest).dp)
     differences = trajectory_differences(then, now, data_is_checked=True)
     return Comparison(differences=tuple(differences), then=then.config.checkpoint)
@@ -201,7 +210,7 @@ def build_checkpoints(
         state,
         settings=config.checkpoint,
         folder=Path(config.job.dump_folder) / config.checkpoint.folder,
-        manifest={"layout": asdict(dims), "config": to_toml(config)},
+        manifest={"layout": asdict(dims), "config": to_toml(config), "code": hash_own(config)},
         group=group,
         pulse=Pulse(
             job_store(),
