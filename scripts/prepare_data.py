@@ -5,6 +5,8 @@
 writes `data/corpus.bin` and `data/corpus.idx` in Megatron-LM's format. Train with
 `training.dataset = "files"` and `training.dataset_path = ["data/corpus"]`. The trainer tokenises
 text by itself; do it beforehand when that takes long, so that no expensive machine waits for it.
+
+Several processes work, a file at a time each; stopped, the same command goes on where it was.
 """
 
 from __future__ import annotations
@@ -19,31 +21,25 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from torchtitan.base.errors import DataError, UserError
-from torchtitan.base.log import amount
-from torchtitan.data.files import STORE, find_files
-from torchtitan.data.prepare import tokenize
+from torchtitan.data.files import divide, find_files
+from torchtitan.data.formats import STORES
+from torchtitan.data.prepare_files import prepare_files
+from torchtitan.data.settings import template_parts, template_rule
 from torchtitan.data.source import FileCorpus
-from torchtitan.data.store import open_writer
-from torchtitan.data.tokenizer import build_tokenizer
 
 
-def prepare(patterns: Sequence[str], *, prefix: str, tokenizer_path: str, text_key: str) -> str:
-    """Write the store `prefix` from the files of all patterns; return a line about it."""
-    if Path(prefix).suffix in STORE or prefix.endswith("/") or Path(prefix).is_dir():
-        raise DataError(
-            f"prefix must be a path without .bin and .idx, and no folder, got {prefix!r}; write "
-            f"one such as data/corpus"
-        )
-    files = tuple(file for pattern in patterns for file in find_files(pattern, key="files"))
-    stores = [file for file in files if file.suffix in STORE]
+def find_corpus(patterns: Sequence[str], *, text_key: str, template: str | None) -> FileCorpus:
+    """Return the files of all patterns; raise DataError if there are none, or stores."""
+    found = (file for pattern in patterns for file in find_files(pattern, key="files"))
+    files, stores = divide(found)
     if stores:
         raise DataError(f"{stores[0]} is a token store already; name text files")
-    tokenizer = build_tokenizer(tokenizer_path, key="--tokenizer")
-    with open_writer(prefix, vocab_size=tokenizer.vocab_size) as writer:
-        corpus = FileCorpus(files, text_key, setting="--text_key")
-        tokenize(corpus, tokenizer=tokenizer, writer=writer)
-    documents = amount(writer.num_documents, "document")
-    return f"{prefix}.bin, .idx: {documents}, {amount(writer.num_tokens, 'token')}"
+    if template is not None:
+        try:
+            template_parts(template)
+        except ValueError as error:
+            raise DataError(f"--text_template: {template_rule(error)}") from error
+    return FileCorpus(files, text_key, template, settings=("--text_key", "--text_template"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -53,21 +49,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("prefix", help="path of the store, without .bin and .idx")
-    parser.add_argument("files", nargs="+", help="text or JSON Lines files, globs, .gz, .zst")
+    parser.add_argument("files", nargs="+", help="files or globs, as training.dataset_path")
     parser.add_argument("--tokenizer", required=True, help="as model.tokenizer_path")
-    parser.add_argument("--text_key", default="text", help="key of a JSON object's text")
+    parser.add_argument("--text_key", default="text", help="as training.dataset_text_key")
+    parser.add_argument("--text_template", help="as training.dataset_text_template")
+    parser.add_argument("--workers", type=int, default=0, help="processes; 0: one for each core")
     args = parser.parse_args(argv)
+    prefix = os.path.expanduser(args.prefix)  # as of the files
+    if Path(prefix).suffix in STORES or prefix.endswith("/") or Path(prefix).is_dir():
+        parser.error(
+            f"prefix must be a path without .bin and .idx, and no folder, got {prefix!r}; write "
+            f"one such as data/corpus"
+        )
+    if args.workers < 0:
+        parser.error(f"--workers must be 0 or more, got {args.workers}")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        line = prepare(
-            args.files,
-            prefix=os.path.expanduser(args.prefix),  # as of the files
-            tokenizer_path=args.tokenizer,
-            text_key=args.text_key,
+        corpus = find_corpus(args.files, text_key=args.text_key, template=args.text_template)
+        done = prepare_files(
+            corpus, prefix=prefix, tokenizer_path=args.tokenizer, num_workers=args.workers
         )
     except (UserError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
-    print(line)
+    print(f"{prefix}.bin, .idx: {done}")
 
 
 if __name__ == "__main__":

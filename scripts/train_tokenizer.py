@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 
 from torchtitan.base.errors import DataError, UserError
 from torchtitan.data.builtin import StdlibCorpus
-from torchtitan.data.files import STORE, find_files
+from torchtitan.data.files import divide, find_files
 from torchtitan.data.source import Corpus, FileCorpus
 from torchtitan.data.tokenizer_tiktoken import LLAMA3_PATTERN
 
@@ -94,9 +94,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("output", type=Path, help="file to write")
-    parser.add_argument("files", nargs="*", help="text or JSON Lines files, globs, .gz, .zst")
+    parser.add_argument("files", nargs="*", help="files or globs, as training.dataset_path")
     parser.add_argument("--vocab_size", type=int, default=2048, help="ids, with begin and end")
-    parser.add_argument("--text_key", default="text", help="key of a JSON object's text")
+    parser.add_argument("--text_key", default="text", help="as training.dataset_text_key")
     args = parser.parse_intermixed_args(argv)
     if args.vocab_size < 256 + NUM_SPECIAL:
         parser.error(f"--vocab_size must be at least {256 + NUM_SPECIAL}, got {args.vocab_size}")
@@ -106,10 +106,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         corpus: Corpus = StdlibCorpus()
         if args.files:
-            found = [f for pattern in args.files for f in find_files(pattern, key="files")]
-            if stores := [file for file in found if file.suffix in STORE]:
+            found = (f for pattern in args.files for f in find_files(pattern, key="files"))
+            files, stores = divide(found)
+            if stores:
                 raise DataError(f"{stores[0]} is a token store, not text; name text files")
-            corpus = FileCorpus(tuple(found), args.text_key, setting="--text_key")
+            corpus = FileCorpus(files, args.text_key, settings=("--text_key", ""))
         texts = (piece.text for piece in corpus.pieces(lambda num_bytes: None))
         tokens = tokens_by_rank(train(texts, vocab_size=args.vocab_size))
         write_tiktoken(args.output, tokens)

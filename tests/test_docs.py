@@ -2,10 +2,10 @@
 
 They run in a folder for each page that links to the repository, so what they write is thrown away,
 and with a home of their own, so that data is tokenised anew. Training commands get a small batch on
-top, and few steps where they ask for none, for time's sake. The README's run as a user's do; those
-of docs/ by a Python that has torch imported already, which saves seconds for each process that they
-start. `run_tests.sh` is what runs this test, and is left out. Commands in the tables of the README
-must be part of such a command.
+top, and few steps where they ask for none, for time's sake. The README's first runs as a user's
+does; all others by a Python that has torch imported already, which saves seconds for each process
+that they start. `run_tests.sh` is what runs this test, and is left out. Commands in the tables of
+the README must be part of such a command.
 """
 
 from __future__ import annotations
@@ -47,16 +47,13 @@ def workplace(tmp_path: Path) -> Path:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_run(page: Path, workplace: Path, home: Path, warm_python: Path) -> None:
-    python = Path(sys.executable) if page.stem == "README" else warm_python
-    environ = {
-        **os.environ,
-        "HOME": str(home),
-        "PATH": f"{python.parent}:{os.environ['PATH']}",
-        "WANDB_MODE": "offline",
-    }
-    for command in commands(page):
+    environ = {**os.environ, "HOME": str(home), "WANDB_MODE": "offline"}
+    for number, command in enumerate(commands(page)):
         if command.startswith(NOT_RUN):
             continue
+        is_first = page.stem == "README" and number == 0
+        python = Path(sys.executable) if is_first else warm_python
+        environ["PATH"] = f"{python.parent}:{os.environ['PATH']}"
         if "run_train.sh" in command and "--help" not in command:
             command += SMALL if "--training.steps" in command else SMALL + FEW
         done = subprocess.run(

@@ -28,13 +28,18 @@ class Job:
     """A running job; `Job.pid` is its launcher, or its one rank."""
 
     def __init__(
-        self, folder: Path, *overrides: str, ranks: int = 1, mode: str = "disabled"
+        self,
+        folder: Path,
+        *overrides: str,
+        ranks: int = 1,
+        mode: str = "disabled",
+        python: str | Path = sys.executable,
     ) -> None:
         self.folder = folder / "run"
         arguments = [*write_job(folder, LONG.format(mode=mode)), *overrides]
         launcher = ["-m", "torchtitan.launch", f"--nproc_per_node={ranks}"] if ranks > 1 else []
         self.process = subprocess.Popen(
-            [sys.executable, *launcher, "-m", "torchtitan.train", *arguments],
+            [str(python), *launcher, "-m", "torchtitan.train", *arguments],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "LOG_RANK": "all"},
             stderr=subprocess.PIPE,
             text=True,
@@ -78,9 +83,9 @@ def saved_step(job: Job) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_one_process_saves_and_the_next_start_goes_on(
-    number: signal.Signals, tmp_path: Path
+    number: signal.Signals, tmp_path: Path, warm_python: Path
 ) -> None:
-    job = Job(tmp_path, "--checkpoint.interval=1000000")
+    job = Job(tmp_path, "--checkpoint.interval=1000000", python=warm_python)
     job.wait_for(STEP)
     job.process.send_signal(number)
     code, errors = job.end()
@@ -89,7 +94,7 @@ def test_one_process_saves_and_the_next_start_goes_on(
     assert f"stopped after step {step} of 1000000 by a signal" in errors
     assert "start the same command again" in errors
     if number is signal.SIGTERM:
-        again = Job(tmp_path, "--checkpoint.save_before_seconds=1")
+        again = Job(tmp_path, "--checkpoint.save_before_seconds=1", python=warm_python)
         code, errors = again.end()
         assert code == 4, errors
         assert "by its deadline, checkpoint.save_before_seconds" in errors
@@ -160,8 +165,10 @@ def test_a_second_signal_ends_a_rank_that_hangs(tmp_path: Path) -> None:
     assert "\x1b" not in errors  # no terminal
 
 
-def test_nothing_is_saved_where_checkpoints_are_off_and_it_says_so(tmp_path: Path) -> None:
-    job = Job(tmp_path, "--checkpoint.enable=false")
+def test_nothing_is_saved_where_checkpoints_are_off_and_it_says_so(
+    tmp_path: Path, warm_python: Path
+) -> None:
+    job = Job(tmp_path, "--checkpoint.enable=false", python=warm_python)
     job.wait_for(STEP)
     job.process.send_signal(signal.SIGTERM)
     code, errors = job.end()

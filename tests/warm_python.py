@@ -145,6 +145,7 @@ def run(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    import matplotlib.pyplot  # noqa: F401
     import torch
 
     import torchtitan.assemble  # noqa: F401

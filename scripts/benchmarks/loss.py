@@ -158,7 +158,9 @@ def _gaps(ours: Sequence[Tensor], other: Sequence[Tensor]) -> dict[str, float]:
 
 def _peak_apart(case: Case, *, is_ours: bool) -> int:
     """Measure in a new process, so that nothing that was freed before is there to be reused."""
-    with mp.get_context("spawn").Pool(1) as pool:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with context.Pool(1) as pool:
         return pool.apply(_peak, (case,), {"is_ours": is_ours})
 
 

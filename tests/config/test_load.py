@@ -232,7 +232,9 @@ def random_config(seed: int) -> Config:
         (*scaling, "low_freq_factor"): None,
         (*scaling, "high_freq_factor"): None,
         ("training", "dataset"): "files" if paths else "synthetic",
+        ("training", "dataset_text_template"): None,
         ("training", "dataset_weights"): tuple(rng.uniform(0.1, 9.0) for _ in paths),
+        ("training", "dataset_text_template"): None,
         ("training", "global_batch_size"): values["training", "local_batch_size"],
         ("activation_checkpoint", "selective_ac_option"): str(rng.randrange(1, 9)),
         ("activation_checkpoint", "memory_budget"): budget if by_budget else 0.5,
@@ -271,6 +273,8 @@ def random_config(seed: int) -> Config:
             ("training", "packing"): "padded",
             ("training", "long_examples"): "truncate",
         }
+        if paths and values["training", "dataset_text_key"] == "text":
+            values["training", "dataset_text_template"] = "{title}\n{{é}} {body}"
     for axis in ("tensor", "pipeline", "context"):
         values["parallelism", f"{axis}_parallel_degree"] = 1
     parts: dict[Path, dict[str, object]] = {(): {}}

@@ -15,6 +15,7 @@ ELSEWHERE = f'{SAVES}initial_load_path = "x"\n'
 HF = f"{SAVES}last_save_in_hf = true\n"
 ON = "[validation]\nenable = true\n"
 SYNTHETIC = '\n[training]\ndataset = "synthetic"\n'
+FILES = '[training]\ndataset = "files"\ndataset_path = "x"\n'
 COMPILED = "\n[compile]\nenable = true\n"
 BUDGET = '[activation_checkpoint]\nmode = "memory_budget"\n'
 FLOAT8 = "[model]\nconverters = ['float8']\n"
@@ -81,6 +82,22 @@ BROKEN = [
         '[training]\ndataset = "examples"\ndataset_path = "x"\ndataset_weights = [1.0]',
         "[training] dataset_weights",
         'needs dataset = "files"',
+    ),
+    ('[training]\ndataset_text_template = "{a}"', "[training] dataset_text_t", 'dataset = "files"'),
+    *(
+        (
+            f'{FILES}dataset_text_template = "{template}"',
+            "[training] dataset_text_template",
+            remedy,
+        )
+        for template, remedy in (
+            ("no key", "no key in braces; mend it"),
+            ("{a} {", "must hold keys in braces"),
+            ("{a:>9}", "braces must hold a key alone; mend it"),
+            ("{a!r}", "braces must hold a key alone"),
+            ("{}", "braces must hold a key alone"),
+            ('{a}"\ndataset_text_key = "b', "another way to say dataset_text_key; remove one"),
+        )
     ),
     *(
         (f"[training]\n{line}", f"[training] {line.split()[0]}", 'dataset = "examples" or ')

@@ -15,8 +15,9 @@ import zstandard
 from safetensors.numpy import save
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.files import BY_SUFFIX, READ, find_files, kind_of
-from torchtitan.data.source import FileCorpus, read_pieces
+from torchtitan.data.files import find_files
+from torchtitan.data.formats import BY_SUFFIX, READ, TEXT, format_of
+from torchtitan.data.source import FileCorpus
 
 
 def test_find_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -93,14 +94,10 @@ def test_the_home_of_nobody() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("a.csv", r"is a table \(CSV\).*csv\.DictReader\(open\('.*/a\.csv'\)\).* > .*/a\.jsonl"),
-        ("a.TSV", r"is a table \(TSV\).*delimiter='\\t'"),
-        ("a.parquet", r"is Parquet.*pandas\.read_parquet\('.*a\.parquet'\)"),
-        ("a.arrow", r"is Arrow.*Dataset\.from_file"),
-        ("a.csv.gz", "CSV"),
-        ("a.tar.gz", "an archive.*; unpack it"),
-        ("a.tgz", "an archive"),
-        ("a.zip", "an archive"),
+        ("a.xlsx", r"is a table; export it as \.csv"),
+        ("a.parquet.gz", "Parquet files must not be packed, .*; unpack it"),
+        ("a.zip.zst", "zip archive files must not be packed"),
+        ("a.7z", "an archive.*; unpack it"),
         ("a.jsonl.bz2", "compressed in another way .*; unpack it, or pack"),
         ("a.npy", "an array"),
         ("a.pkl", "pickled"),
@@ -130,14 +127,14 @@ def test_text_of_any_name(tmp_path: Path, name: str) -> None:
     data = text.encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     (file,) = find_files(str(tmp_path / name))
-    assert kind_of(file) == "text"
+    assert format_of(file) is TEXT
     assert [p.text for p in FileCorpus((file,), "text").pieces(lambda n: None)] == [text]
 
 
 def test_letters_of_a_suffix_may_be_large(tmp_path: Path) -> None:
     file = tmp_path / "A.JSONL.GZ"
     file.write_bytes(gzip.compress(b'{"text": "a"}'))
-    assert [p.text for p in read_pieces(file, text_key="text", advance=lambda n: None)] == ["a"]
+    assert [p.text for p in FileCorpus((file,), "text").pieces(lambda n: None)] == ["a"]
 
 
 def test_no_suffix_is_both_taken_and_refused() -> None:
@@ -162,10 +159,10 @@ def array() -> bytes:
 
 
 BINARIES = {
-    b"PAR1\x15\x04\x15\x80\0": "is Parquet",
-    b"ARROW1\0\0\xff\xff": "is Arrow",
-    archive("zip"): "an archive",
-    archive("tar"): "an archive",
+    b"PAR1\x15\x04\x15\x80\0": r"not text but a \.parquet file; give it that suffix",
+    b"ARROW1\0\0\xff\xff": r"not text but a \.arrow file",
+    archive("zip"): r"not text but a \.zip file",
+    archive("tar"): r"not text but a \.tar file",
     array(): "an array of numbers",
     pickle.dumps({"a": 1}): "pickled",
     save({"a": np.zeros(3)}): "weights",
@@ -215,12 +212,12 @@ def test_a_folder_says_what_a_glob_would_take(tmp_path: Path) -> None:
         return str(e.value)
 
     assert "is a folder without files" in said()
-    for name in ("b/t.csv", "c.png"):
+    for name in ("b/t.xls", "c.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert "no file has a suffix that can be read: b/t.csv, c.png (2 files)" in said()
+    assert "no file has a suffix that can be read: b/t.xls, c.png (2 files)" in said()
     for name in ("a.jsonl.gz", "b/b.jsonl.gz", "d.txt", "s.bin", "s.idx", "README"):
         (tmp_path / name).touch()
     globs = [f"{tmp_path}/**/*{end}" for end in (".idx (1 file)", ".jsonl.gz (2 files)", ".txt (1")]
     assert ", ".join(globs) in said()
-    assert "leave out README, b/t.csv, c.png (3 files)" in said()
+    assert "leave out README, b/t.xls, c.png (3 files)" in said()

@@ -238,6 +238,7 @@ def test_about_tells_where_tokens_come_from(tmp_path: Path) -> None:
     assert about == {
         "source": "synthetic",
         "tokenizer": ByteTokenizer.fingerprint,
+        "text_bytes": store.num_tokens - store.num_documents,
         "num_documents": store.num_documents,
         "num_tokens": store.num_tokens,
         "content": store.content_hash(),

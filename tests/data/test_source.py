@@ -17,9 +17,9 @@ import pytest
 import zstandard
 
 from torchtitan.base.errors import DataError
-from torchtitan.data import source
+from torchtitan.data import parts, source
 from torchtitan.data.builtin import StdlibCorpus, SyntheticCorpus
-from torchtitan.data.source import Corpus, FileCorpus, read_pieces
+from torchtitan.data.source import Corpus, FileCorpus
 
 
 def documents(corpus: Corpus) -> list[str]:
@@ -73,7 +73,7 @@ def test_each_format_gives_the_same_documents(tmp_path: Path, suffix: str) -> No
 def test_block_borders_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr(source, "BLOCK_BYTES", block * 8)
+    monkeypatch.setattr(parts, "BLOCK_BYTES", block * 8)
     monkeypatch.setattr(source, "PIECE_CHARS", block)
     text = "".join(random.Random(block).choices("aé中\U0001f600 \n", k=300))
     lines = tmp_path / "a.jsonl"
@@ -82,7 +82,7 @@ def test_block_borders_change_nothing(
         file = tmp_path / f"a.txt{suffix}"
         file.write_bytes(pack(text.encode()))
         assert documents_of(file, lines) == [text, text, "b"]
-    pieces = list(read_pieces(tmp_path / "a.txt", text_key="", advance=lambda n: None))
+    pieces = list(FileCorpus((tmp_path / "a.txt",), "").pieces(lambda n: None))
     assert max(len(piece.text) for piece in pieces) <= block
 
 
@@ -191,7 +191,7 @@ def test_large_files_stream(tmp_path: Path) -> None:
     file = tmp_path / "large.txt.gz"
     file.write_bytes(gzip.compress(b"0123456789 a line of a large file\n" * 1_000_000))
     tracemalloc.start()
-    size = sum(len(p.text) for p in read_pieces(file, text_key="", advance=lambda n: None))
+    size = sum(len(p.text) for p in FileCorpus((file,), "").pieces(lambda n: None))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert size == 34_000_000
@@ -209,7 +209,7 @@ def zst_bomb(num_blocks: int) -> bytes:
 def test_packed_files_that_grow_as_no_text_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(source, "FREE_BYTES", 1 << 22)
+    monkeypatch.setattr(parts, "FREE_BYTES", 1 << 22)
     file = tmp_path / name
     file.write_bytes(zst_bomb(8000) if "zst" in name else gzip.compress(b"a" * (16 << 20)))
     tracemalloc.start()
@@ -229,12 +229,15 @@ def test_the_bomb_is_one_that_zstd_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [(b'{"text": "aaaa', '\'{"text": "aaaa.*; cut it into documents'), (b"  [{", "jq -c")],
+    [
+        (b'{"text": "aaaa', '\'{"text": "aaaa.*; cut it into documents'),
+        (b"  [{", "give an array the suffix"),
+    ],
 )
 def test_lines_that_cannot_be_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, said: str
 ) -> None:
-    monkeypatch.setattr(source, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(parts, "MAX_LINE_BYTES", 1 << 20)
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "b"}\n' + line + b"a" * (3 << 20))
     with pytest.raises(DataError, match=f"a line of {file} is longer than 1 MiB.*{said}"):

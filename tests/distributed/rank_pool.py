@@ -109,6 +109,9 @@ def _start(index: int) -> tuple[mp.process.BaseProcess, Connection]:
 def _serve(pipe: Connection) -> None:
     import torch
 
+    from tests.distributed import known_shardings
+
+    known_shardings.remember()
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that a job starts
     torch.set_num_threads(1)
     gc.freeze()  # what is imported: looking through it takes a fifth of a second in each job

@@ -37,10 +37,12 @@ def test_a_prepared_store_is_the_same_data_as_its_files(tmp_path: Path) -> None:
     paths = write_texts(tmp_path, {"a.txt": "one " * 99, "b.jsonl": '{"body": "two"}\n' * 99})
     prefix = str(tmp_path / "new" / "store")
     done = run("prepare_data.py", prefix, *paths, "--tokenizer", "byte", "--text_key", "body")
-    assert (done.returncode, done.stdout) == (
-        0,
-        f"{prefix}.bin, .idx: 100 documents, {4 * 99 + 1 + 4 * 99} tokens\n",
-    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == f"{prefix}.bin, .idx: 100 documents, {4 * 99 + 1 + 4 * 99} tokens"
+    assert "0.99 bytes per token" not in second
+    assert "document, number 1, has 397 tokens; 98 documents the same" in second
+    assert not Path(f"{prefix}.parts").exists()
     assert TokenStore(prefix).num_documents == 100
     from_files = dataset_of(tmp_path, dataset_path=paths, dataset_text_key="body")
     from_store = dataset_of(tmp_path, dataset_path=[prefix])
@@ -68,7 +70,13 @@ def test_a_prepared_store_is_the_same_data_as_its_files(tmp_path: Path) -> None:
             ["out", "a.jsonl", "--tokenizer", "byte"],
             "error: --text_key: .* name the key",
         ),
-        (prepare_data, ["out", "a.csv", "--tokenizer", "byte"], r"is a table \(CSV\)"),
+        (prepare_data, ["out", "a.xls", "--tokenizer", "byte"], r"is a table; export it"),
+        (
+            prepare_data,
+            ["out", "a.jsonl", "--tokenizer", "byte", "--text_template", "{a"],
+            r"--text_template: must hold keys in braces, .*; mend it",
+        ),
+        (prepare_data, ["out", "a.jsonl", "--tokenizer", "byte", "--workers", "-1"], "0 or more"),
         (prepare_data, ["out", "tests", "--tokenizer", "byte"], "error: files: must name files"),
         (train_tokenizer, ["out", "none.txt"], "error: files: no file matches"),
         (train_tokenizer, ["out", "a.jsonl"], "error: --text_key: .* name the key"),
@@ -80,7 +88,7 @@ def test_mistakes(  # type: ignore[no-untyped-def]
     tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, script, args: list[str], said: str
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "text"}\n')
-    for name in ("a.csv", "pyproject.toml", "s.bin", "s.idx"):
+    for name in ("a.xls", "pyproject.toml", "s.bin", "s.idx"):
         (tmp_path / name).write_text("text")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "tests").mkdir()

@@ -14,7 +14,8 @@ from torchtitan.base.errors import DataError
 from torchtitan.data.text import encode_around
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
 from torchtitan.sft.chat_files import find_template
-from torchtitan.sft.examples import Continuation, Conversation, Encoder, read_examples, touched
+from torchtitan.sft.examples import Conversation, Encoder, check_is_rows, read_examples, touched
+from torchtitan.sft.shapes import Continuation
 
 BYTE = ByteTokenizer()
 
@@ -113,18 +114,21 @@ def test_hugging_face_tokenizers_divide_at_special_tokens_only_when_asked(tmp_pa
         ("{", r"must be one JSON object: the line ends after '{'; .*jq -c \."),
         ("[", r"must be .*: the line ends after '\['; .*jq -c '\.\[\]'"),
         ("[1]", r"must be one JSON object: it is an array; .*jq -c '\.\[\]'"),
-        ("5", r"must be either {\"messages\".* or {\"prompt\".*, got a number, 5"),
-        ("{}", r"must be .*, got neither"),
+        (
+            "5",
+            r"must be one of {\"messages\".*, {\"prompt\".*, {\"instr.*, got a number, 5",
+        ),
+        ("{}", r"must be .*, got no keys"),
         ('{"text": "a"}', r"must be .*, got keys 'text'; .*dataset = \"files\""),
         ('{"prompt": "a", "completion": "b", "completion": "c"}', r"must be .* 'completion' more"),
         ('{"messages": [], "prompt": "a"}', r"must be .*, got keys 'messages', 'prompt'"),
         ('{"messages": []}', r"messages must be a list of objects, got \[\]"),
         ('{"messages": ["a"]}', r"messages must be a list of objects, got \['a'\]"),
         ('{"messages": {}}', r"messages must be a list of objects, got {}"),
-        ('{"prompt": "a"}', r"must have a completion that is text, got keys 'prompt'"),
-        ('{"completion": "a"}', r"must have a prompt that is text, got keys 'completion'"),
-        ('{"prompt": 3, "completion": "a"}', r"must have a prompt that is text, got 3"),
-        ('{"prompt": "a", "completion": null}', r"must have a completion that is text, got None"),
+        ('{"prompt": "a"}', r"must have text under 'completion', got keys 'prompt'"),
+        ('{"completion": "a"}', r"must have text under 'prompt', got keys 'completion'"),
+        ('{"prompt": 3, "completion": "a"}', r"must have text under 'prompt', got 3"),
+        ('{"prompt": "a", "completion": null}', r"must have text under 'completion', got None"),
         ('{"prompt": "\\ud800", "completion": "a"}', r"must hold whole characters, character 0"),
         (
             json.dumps({"messages": CHAT, "tools": "f"}),
@@ -176,8 +180,8 @@ def test_messages_that_spell_special_tokens(name: str) -> None:
 
 
 def test_files_of_another_kind(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"examples must be JSON Lines .*, got .*a.txt; text is"):
-        list(read_examples(tmp_path / "a.txt"))
+    with pytest.raises(DataError, match=r"examples must be rows .*jsonl.*, got .*a.txt; text is"):
+        check_is_rows(tmp_path / "a.txt")
     with pytest.raises(DataError, match=r"cannot read .*none.jsonl"):
         list(read_examples(tmp_path / "none.jsonl"))
 

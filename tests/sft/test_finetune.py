@@ -225,7 +225,7 @@ def test_long_examples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_a_store_is_no_file_of_examples(tmp_path: Path) -> None:
     with open_writer(tmp_path / "s", vocab_size=9) as writer:
         writer.add(np.arange(9), ends_document=True)
-    with pytest.raises(DataError, match=r"examples must be JSON Lines .*, got .*s\.idx"):
+    with pytest.raises(DataError, match=r"examples must be rows .*, got .*s\.idx"):
         examples_of(tmp_path, dataset_path=str(tmp_path / "s"))
 
 

@@ -14,14 +14,12 @@ from torchtitan.checkpoint.state import Progress
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.loader import Loader, Numbered
 from torchtitan.data.sample_log import SampleLog
-from torchtitan.data.settings import TrainingConfig
+from torchtitan.data.settings import SUPERVISED, TrainingConfig
 from torchtitan.data.split import Side
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
 from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh
 from torchtitan.parallel.layout import Layout
-
-SUPERVISED = ("examples", "synthetic_examples")
 
 
 def build_samples(

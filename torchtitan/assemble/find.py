@@ -7,8 +7,6 @@ a mistake ends the job in its first second.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
-from functools import partial
 
 import torch
 
@@ -23,7 +21,6 @@ from torchtitan.job import Config
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.models.contract import LanguageModel, check_contract, count
 from torchtitan.models.rope_scaling import warn_of_positions
-from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel.compile import check_backend, check_compile
 from torchtitan.parallel.context.build import check_attention
@@ -115,27 +112,16 @@ def check_family(config: Config, *, spec: ModelSpec, model: LanguageModel) -> No
     if config.model.converters:
         mistakes.of(lambda: find_converted(model, settings=config.quantize.linear.float8))
     mistakes.of(lambda: _check_stages(spec, degree=parallelism.pipeline_parallel_degree))
-    names = [name for name, _ in model.named_parameters()]
+    names = {name for name, _ in model.named_parameters()}
+    misnamed = Names(spec.hf, model.config).find_misnamed(names)
     for key in ("initial_load_in_hf", "last_save_in_hf"):
-        if getattr(checkpoint, key):
-            check = partial(check_hf, spec, names, of=model.config, key=f"[checkpoint] {key}")
-            mistakes.of(check)
+        if misnamed is not None and getattr(checkpoint, key):
+            mistakes.add(
+                f"checkpoint.{key}",
+                f"needs the names that Hugging Face gives the parameters, and the ModelSpec of "
+                f"{spec.name} lacks some: {misnamed}; mend its hf, or remove this",
+            )
     mistakes.report()
-
-
-def check_hf(spec: ModelSpec, names: Collection[str], *, of: DecoderConfig, key: str) -> None:
-    """Check that the files of Hugging Face have a name for each of `names`, and for no others."""
-    if not spec.hf.names:
-        raise ConfigError(
-            f"{key} needs a model that Hugging Face has files of, and the ModelSpec of {spec.name} "
-            f"has none (no hf); remove the setting"
-        )
-    misnamed = Names(spec.hf, of).find_misnamed(names)
-    if misnamed is not None:
-        raise ConfigError(
-            f"{key}: the table of names of {spec.name} does not fit its module: {misnamed}; mend "
-            f"the HFFormat of its ModelSpec, or remove the setting"
-        )
 
 
 def _check_stages(spec: ModelSpec, *, degree: int) -> None:

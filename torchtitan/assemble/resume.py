@@ -55,6 +55,7 @@ from torchtitan.mesh.process_group import job_store
 from torchtitan.own import hash_own
 from torchtitan.parallel.layout import Layout
 from torchtitan.trajectory import CONFIG_FILE, Job, trajectory_differences
+from torchtitan.validate import Validator
 
 logger = logging.getLogger(__name__)
 
@@ -192,16 +193,16 @@ def build_checkpoints(
     state: RunState,
     start: Start | None,
     group: dist.ProcessGroup | None,
-    validation_data: str | None,
+    validator: Validator | None,
 ) -> CheckpointManager | None:
-    """Build what saves the run, None where checkpoints are off, and load what it starts from.
-
-    `validation_data`: what tells the data of the validation from others, where there is one.
-    """
+    """Load what the run starts from, write down its settings, and build what saves it; None where
+    checkpoints are off."""
+    if start is not None:
+        assert group is not None, "without checkpoints a run starts from none"
+        restore(state, start=start, group=group)
+    write_config(config)
     if group is None:
         return None
-    if start is not None:
-        restore(state, start=start, group=group)
     last_in_hf = None
     if config.checkpoint.last_save_in_hf:
         dtype = getattr(torch, config.checkpoint.export_dtype)
@@ -219,7 +220,7 @@ def build_checkpoints(
             limit_seconds=config.comm.train_timeout_seconds,
         ),
         export=last_in_hf,
-        validation_data=validation_data,
+        validation_data=None if validator is None else validator.data,
     )
 
 

@@ -20,12 +20,7 @@ from torchtitan.assemble.data import build_loader
 from torchtitan.assemble.find import check_device, find_layout, log_job
 from torchtitan.assemble.model import resolve_model
 from torchtitan.assemble.precision import resolve_precision
-from torchtitan.assemble.resume import (
-    build_checkpoints,
-    describe_lr,
-    find_start,
-    write_config,
-)
+from torchtitan.assemble.resume import build_checkpoints, describe_lr, find_start
 from torchtitan.assemble.validation import build_validator
 from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_type, local_device
@@ -100,7 +95,7 @@ def build_run(
         execution=execution,
         shard=shard,
         device=device,
-        trained_on=loader.dataset,
+        loader=loader,
     )
     state = RunState(
         model=model,
@@ -109,12 +104,10 @@ def build_run(
         loader=loader,
         progress=progress,
     )
-    data = None if validator is None else validator.data
     checkpoints = build_checkpoints(
-        config, dims=layout.dims, state=state, start=start, group=group, validation_data=data
+        config, dims=layout.dims, state=state, start=start, group=group, validator=validator
     )
     execution.after_update()  # a checkpoint may have changed the weights
-    write_config(config)
     meter, sinks, profiler = build_reports(
         config, layout=layout, device=device, resume_step=progress.step, color=color
     )

@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from torchtitan.assemble.data import SUPERVISED, build_samples
+from torchtitan.assemble.data import build_samples
 from torchtitan.base.log import amount
 from torchtitan.data.loader import Loader, Numbered
 from torchtitan.data.overlap import describe_shared_documents, shared_files
-from torchtitan.data.settings import TrainingConfig
+from torchtitan.data.settings import SUPERVISED, TrainingConfig
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.data.validation import WholeBatches
 from torchtitan.job import Config
@@ -37,9 +37,9 @@ def build_validator(
     execution: Execution,
     shard: SequenceShard,
     device: torch.device,
-    trained_on: Numbered,
+    loader: Loader,
 ) -> Validator | None:
-    """Build what validates the run; None where that is off.
+    """Build what validates the run; None where that is off. `loader`: of the training.
 
     Raises:
         DataError: Data are missing, empty, damaged or too short.
@@ -49,17 +49,9 @@ def build_validator(
         return None
     source = describe_source(config)
     tokenizer = build_tokenizer(config.model.tokenizer_path)
-    dataset = build_samples(
-        source,
-        tokenizer=tokenizer,
-        tokenizer_path=config.model.tokenizer_path,
-        seed=SEED,
-        split=validation.split,
-        held_out=True,
-        of_validation=OWN_KEYS if validation.split is None else ("split", "seq_len"),
-    )
+    dataset = build_held_out(config, source=source, tokenizer=tokenizer)
     if validation.split is None and dist.get_rank() == 0:
-        warn_of_overlap(config, dataset=dataset, trained_on=trained_on, tokenizer=tokenizer)
+        warn_of_overlap(config, dataset=dataset, trained_on=loader.dataset, tokenizer=tokenizer)
     batches = WholeBatches(
         dataset,
         batch=source.local_batch_size * mesh.dims.dp,
@@ -159,4 +151,18 @@ def describe_source(config: Config) -> TrainingConfig:
         dataset=validation.dataset or training.dataset,
         dataset_path=validation.dataset_path,
         dataset_weights=(),
+    )
+
+
+def build_held_out(config: Config, *, source: TrainingConfig, tokenizer: Tokenizer) -> Numbered:
+    """Build the samples of the validation."""
+    split = config.validation.split
+    return build_samples(
+        source,
+        tokenizer=tokenizer,
+        tokenizer_path=config.model.tokenizer_path,
+        seed=SEED,
+        split=split,
+        held_out=True,
+        of_validation=("split", "seq_len") if split is not None else OWN_KEYS,
     )

@@ -76,6 +76,10 @@ class Mistakes:
             self._found += error.mistakes
             return None
 
+    def add(self, key: str, rule: str) -> None:
+        """Add a rule about a setting that does not hold."""
+        self._found.append(Violation((key,), rule))
+
     def report(self) -> None:
         """Raise ConfigError with all mistakes so far, if there are any."""
         if self._found:

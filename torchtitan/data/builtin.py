@@ -16,12 +16,12 @@ import sysconfig
 import tokenize
 from bisect import bisect
 from collections.abc import Iterator
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
 from torchtitan.base.errors import DataError, Violation
-from torchtitan.data.source import Advance, Piece, file_identity
+from torchtitan.data.parts import Advance
+from torchtitan.data.source import Files, Piece
 
 logger = logging.getLogger(__name__)
 
@@ -29,41 +29,16 @@ logger = logging.getLogger(__name__)
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-class StdlibCorpus:
+class StdlibCorpus(Files):
     """The `.py` files of the running Python's standard library, sorted by path."""
 
-    name = "python_stdlib"
-
-    @cached_property
-    def files(self) -> list[Path]:
-        """Return the files; raise DataError if this Python has none, as when they are zipped."""
-        root = Path(sysconfig.get_path("stdlib"))
-        kept: list[Path] = []
-        for folder, folders, names in os.walk(root):
-            folders[:] = [name for name in folders if name not in LEFT_OUT]  # it enters no other
-            # _sysconfigdata holds the paths of the machine that built this Python
-            kept += [
-                Path(folder, name)
-                for name in names
-                if name.endswith(".py") and not name.startswith("_sysconfigdata")
-            ]
-        files = sorted(filter(Path.is_file, kept), key=Path.as_posix)
-        if not files:
-            rule = (
-                f"'python_stdlib' needs the sources of the standard library, {root} holds none; "
-                f"use 'synthetic', or 'files' with dataset_path"
-            )
-            raise DataError(Violation(("dataset",), rule))
-        return files
+    def __init__(self) -> None:
+        super().__init__(stdlib_files())
 
     @property
-    def num_bytes(self) -> int:
-        """Return the size of all files."""
-        return sum(file.stat().st_size for file in self.files)
-
-    def identity(self) -> list[str]:
-        """Return path, size and times of each file."""
-        return [*map(file_identity, self.files)]
+    def name(self) -> str:
+        """Return its name for messages."""
+        return "python_stdlib"
 
     def pieces(self, advance: Advance) -> Iterator[Piece]:
         """Yield each file as a document, without those whose declared encoding is wrong."""
@@ -79,6 +54,28 @@ class StdlibCorpus:
             advance(file.stat().st_size)
             if text:
                 yield Piece(text, ends_document=True)
+
+
+def stdlib_files() -> list[Path]:
+    """Return the files; raise DataError if this Python has none, as when they are zipped."""
+    root = Path(sysconfig.get_path("stdlib"))
+    kept: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in LEFT_OUT]  # it enters no other
+        # _sysconfigdata holds the paths of the machine that built this Python
+        kept += [
+            Path(folder, name)
+            for name in names
+            if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
+    files = sorted(filter(Path.is_file, kept), key=Path.as_posix)
+    if not files:
+        rule = (
+            f"'python_stdlib' needs the sources of the standard library, {root} holds none; "
+            f"use 'synthetic', or 'files' with dataset_path"
+        )
+        raise DataError(Violation(("dataset",), rule))
+    return files
 
 
 class SyntheticCorpus:

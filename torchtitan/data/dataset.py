@@ -27,7 +27,7 @@ import torch
 from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import amount
 from torchtitan.data.builtin import StdlibCorpus, SyntheticCorpus
-from torchtitan.data.files import STORE, find_files
+from torchtitan.data.files import divide, find_files
 from torchtitan.data.prepare import cached_store
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.sampler import Mixture, Permutation
@@ -300,9 +300,9 @@ def _corpora(training: TrainingConfig, *, held_out: bool) -> list[list[Corpus | 
             repeated[0],
         )
     corpora: list[list[Corpus | TokenStore]] = []
+    how = training.dataset_text_key, training.dataset_text_template
     for files in groups:
-        stores = [TokenStore(file.with_suffix("")) for file in files if file.suffix in STORE]
-        texts = tuple(file for file in files if file.suffix not in STORE)
-        corpus = [FileCorpus(texts, training.dataset_text_key)] if texts else []
-        corpora.append([*corpus, *stores])
+        texts, stores = divide(files)
+        corpus = [FileCorpus(texts, *how)] if texts else []
+        corpora.append([*corpus, *map(TokenStore, stores)])
     return corpora

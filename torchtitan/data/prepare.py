@@ -35,7 +35,8 @@ from filelock import FileLock, Timeout
 from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import amount
 from torchtitan.data.files import user_path
-from torchtitan.data.source import Advance, Corpus, Piece
+from torchtitan.data.parts import Advance
+from torchtitan.data.source import Corpus, Piece
 from torchtitan.data.store import StoreWriter, TokenStore, open_writer
 from torchtitan.data.text import Ids
 from torchtitan.data.tokenizer import Tokenizer
@@ -50,17 +51,32 @@ LOG_EVERY_SECONDS = 30.0
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def cached_store(corpus: Corpus, *, tokenizer: Tokenizer, cache: str) -> TokenStore:
-    """Return the tokens of a corpus, from the cache or tokenised now.
+def cached_store(
+    corpus: Corpus,
+    *,
+    tokenizer: Tokenizer,
+    cache: str,
+    num_threads: int = 0,
+    advance: Advance | None = None,
+) -> TokenStore:
+    """Return the tokens of a corpus, from the cache or tokenised now, as `tokenize` does.
 
     Raises DataError for text that cannot be read, and for a cache that cannot be written.
     """
+
+    def write(writer: StoreWriter) -> dict[str, object]:
+        text_bytes = tokenize(
+            corpus, tokenizer=tokenizer, writer=writer, num_threads=num_threads, advance=advance
+        )
+        fingerprint = tokenizer.fingerprint
+        return {"source": corpus.name, "tokenizer": fingerprint, "text_bytes": text_bytes}
+
     store, notes = cached(
         [FORMAT, tokenizer.fingerprint, corpus.name, corpus.identity()],
         what=corpus.name,
         cache=cache,
         vocab_size=tokenizer.vocab_size,
-        write=lambda writer: _tokenized(corpus, tokenizer=tokenizer, writer=writer),
+        write=write,
     )
     num_tokens, folder = amount(store.num_tokens, "token"), Path(store.prefix).parent
     logger.info("%s: %s in %s", notes["source"], num_tokens, folder)
@@ -97,12 +113,23 @@ def cached(
         room = "make room, or " if error.errno in FULL else ""
         rule = f"cannot write tokenised data to {what}; {room}name another folder"
         raise DataError(Violation(("dataset_cache",), rule)) from error
-    return _open(folder)
+    return open_cached(folder)
 
 
-def tokenize(corpus: Corpus, *, tokenizer: Tokenizer, writer: StoreWriter) -> None:
-    """Write all documents of a corpus, in order, each followed by the end-of-document token."""
-    num_threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+def tokenize(
+    corpus: Corpus,
+    *,
+    tokenizer: Tokenizer,
+    writer: StoreWriter,
+    num_threads: int = 0,
+    advance: Advance | None = None,
+) -> int:
+    """Write all documents of a corpus, in order, each followed by the end-of-document token.
+
+    Returns the bytes of their text. `num_threads`: 0 takes one for each core. `advance`: what is
+    told of bytes read, instead of the terminal or the log.
+    """
+    num_threads = num_threads or num_cores()
     start = time.monotonic()
     logger.info(
         "tokenising %s (%.1f MB) with %s",
@@ -111,11 +138,14 @@ def tokenize(corpus: Corpus, *, tokenizer: Tokenizer, writer: StoreWriter) -> No
         amount(num_threads, "thread"),
     )
     end = np.array([tokenizer.eos_id], np.uint32)
-    with _progress(corpus) as advance, ThreadPoolExecutor(num_threads) as threads:
+    shown = contextlib.nullcontext(advance) if advance else show_progress(corpus)
+    text_bytes = 0
+    with shown as advance, ThreadPoolExecutor(num_threads) as threads:
         # a few batches ahead keep all threads busy
         waiting: deque[tuple[list[Piece], Future[list[Ids]]]] = deque()
         for batch in _batches(corpus.pieces(advance)):
             texts = [piece.text for piece in batch]
+            text_bytes += sum(len(text.encode()) for text in texts)
             waiting.append((batch, threads.submit(tokenizer.encode_batch, texts)))
             if len(waiting) > 2 * num_threads:
                 _write(*waiting.popleft(), end=end, writer=writer)
@@ -128,6 +158,12 @@ def tokenize(corpus: Corpus, *, tokenizer: Tokenizer, writer: StoreWriter) -> No
         amount(writer.num_tokens, "token"),
         time.monotonic() - start,
     )
+    return text_bytes
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _write(
@@ -149,11 +185,6 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _tokenized(corpus: Corpus, *, tokenizer: Tokenizer, writer: StoreWriter) -> dict[str, object]:
-    tokenize(corpus, tokenizer=tokenizer, writer=writer)
-    return {"source": corpus.name, "tokenizer": tokenizer.fingerprint}
 
 
 def _build(
@@ -178,7 +209,7 @@ def _build(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _open(folder: Path) -> tuple[TokenStore, dict[str, Any]]:
+def open_cached(folder: Path) -> tuple[TokenStore, dict[str, Any]]:
     """Open a store of the cache; check that it is as it was written."""
     try:
         about = json.loads((folder / "about.json").read_text())
@@ -206,7 +237,7 @@ def _locked(file: Path, *, what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(corpus: Corpus) -> Iterator[Advance]:
+def show_progress(corpus: Corpus) -> Iterator[Advance]:
     """Yield a function to call with bytes read: a bar on a terminal, else lines in the log."""
     total = corpus.num_bytes
     if sys.stderr.isatty():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from string import Formatter
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -14,7 +15,25 @@ from torchtitan.config.types import STRICT, MinusOneOrMore, Share, Strings, Text
 
 WORKERS = Needs("num_workers", AtLeast(1))
 READS_FILES = ("files", "examples")
-OF_EXAMPLES = Needs("dataset", ("examples", "synthetic_examples"))
+SUPERVISED = ("examples", "synthetic_examples")
+OF_EXAMPLES = Needs("dataset", SUPERVISED)
+
+
+def template_parts(template: str) -> list[tuple[str, str | None]]:
+    """Return text, and the key whose value follows it, in turn; raise ValueError if it is wrong."""
+    parts = []
+    for literal, key, form, conversion in Formatter().parse(template):
+        if key == "" or form or conversion:
+            raise ValueError("braces must hold a key alone")
+        parts.append((literal, key))
+    if not any(key for _, key in parts):
+        raise ValueError("no key in braces")
+    return parts
+
+
+def template_rule(error: ValueError) -> str:
+    """Say what is wrong with a template."""
+    return f'must hold keys in braces, as "{{title}} {{body}}": {error}; mend it'
 
 
 DatasetKind = Literal[
@@ -65,13 +84,17 @@ class TrainingConfig:
     what dataset_path names; examples: chats, or prompts and completions, of dataset_path, to
     fine-tune on; synthetic_examples: generated ones."""
     dataset_path: Annotated[Strings, Needs("dataset", READS_FILES)] = ()
-    """Text (.txt, .md, .py ...), JSONL (.jsonl) or token-store (.bin/.idx) files; globs allowed,
-    .gz and .zst too."""
+    """Text (.txt, .md, .py ...), JSON (.jsonl, .json), tables (.csv, .tsv, .parquet, .arrow),
+    archives of these (.zip, .tar), token stores (.bin/.idx), folders of datasets.save_to_disk;
+    globs allowed, .gz and .zst too."""
     dataset_weights: Annotated[Weights, Needs("dataset", "files")] = ()
     """One weight for each dataset_path: samples are drawn from them in this proportion. Empty: one
     source."""
     dataset_text_key: str = "text"
-    """Key of a JSONL object that holds the text."""
+    """Key of a JSON object, or column of a table, that holds the text."""
+    dataset_text_template: Annotated[Text | None, Needs("dataset", "files")] = None
+    """Text made of several keys, as "{title}\\n{body}", instead of dataset_text_key; a brace is
+    written twice."""
     chat_template: Annotated[Text | None, OF_EXAMPLES] = None
     """Jinja file that makes text of the messages of examples; if not given, the template that came
     with the tokenizer."""
@@ -114,6 +137,7 @@ class TrainingConfig:
                 ("dataset_weights", "dataset_path"),
                 f"must hold one weight for each dataset_path, got {num_weights} for {num_paths}",
             )
+        yield from self._template_violations()
         whole, local = self.global_batch_size, self.local_batch_size
         if whole != -1 and whole % local:
             yield Violation(
@@ -121,6 +145,18 @@ class TrainingConfig:
                 f"must be -1 or a multiple of local_batch_size ({local}), got {whole}; "
                 f"try {max(whole // local, 1) * local}",
             )
+
+    def _template_violations(self) -> Iterator[Violation]:
+        key, template = "dataset_text_template", self.dataset_text_template
+        if template is None:
+            return
+        try:
+            template_parts(template)
+        except ValueError as error:
+            yield Violation((key,), template_rule(error))
+        if self.dataset_text_key != "text":
+            rule = "is another way to say dataset_text_key; remove one"
+            yield Violation((key, "dataset_text_key"), rule)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

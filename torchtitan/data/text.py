@@ -1,4 +1,4 @@
-"""What readers and tokenizers share: names of end tokens, checks of files and JSON lines, cutting.
+"""What readers and tokenizers share: names of end tokens, checks of files and text, cutting.
 
 Long text is tokenised in pieces. Where it is cut decides whether the pieces get the same ids as the
 whole, so corpora and tokenizers cut with the functions here.
@@ -6,11 +6,9 @@ whole, so corpora and tokenizers cut with the functions here.
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +20,6 @@ Ids = npt.NDArray[np.uint32]
 
 BEGIN_OF_TEXT = "<|begin_of_text|>"
 END_OF_TEXT = "<|end_of_text|>"
-ARRAY_ADVICE = (
-    "JSON Lines have one object per line; convert an array: jq -c '.[]' old.json > new.jsonl"
-)
 LFS_POINTER = b"version https://git-lfs.github.com"
 
 
@@ -45,7 +40,7 @@ def read_bytes(path: Path) -> bytes:
     return data
 
 
-def check_fetched(file: Path, head: bytes) -> None:
+def check_fetched(file: PurePath, head: bytes) -> None:
     """Raise DataError if a file is the pointer that Git LFS leaves until it is fetched."""
     if head.startswith(LFS_POINTER):
         raise DataError(
@@ -109,39 +104,6 @@ def encode_around(
     return Encoded(ids, characters[np.cumsum(sizes, dtype=np.int64) - 1].tolist())
 
 
-def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"it has the key {key!r} more than once")
-    return value
-
-
-def parse_line(line: str, *, where: str) -> object:
-    """Return the value of a line of JSON, or raise DataError."""
-    value: object = None
-    try:
-        value = json.loads(line, object_pairs_hook=_each_key_once)
-    except json.JSONDecodeError as error:
-        what = f"{error.msg} at column {error.colno}"
-        if line.strip() in ("[", "{"):
-            what = f"the line ends after {line.strip()!r}"
-        if line.lstrip().startswith("["):
-            what += f"; {ARRAY_ADVICE}"
-        elif "\r" in line.strip():
-            what += "; lines must end in \\n, not \\r: tr '\\r' '\\n' < old > new.jsonl"
-        elif line.strip() == "{":
-            what += "; write each object on one line: jq -c . old.json > new.jsonl"
-        raise DataError(f"{where} must be one JSON object: {what}") from error
-    except (ValueError, RecursionError) as error:
-        # without Python's advice to programmers, after a semicolon
-        what = str(error).partition(";")[0]
-        raise DataError(f"{where} must be one JSON object: {what}") from error
-    if isinstance(value, list):
-        raise DataError(f"{where} must be one JSON object: it is an array; {ARRAY_ADVICE}")
-    return value
-
-
 def check_characters(text: str, *, where: str) -> None:
     """Raise DataError for text with half of a surrogate pair, which JSON can hold."""
     try:
@@ -151,11 +113,3 @@ def check_characters(text: str, *, where: str) -> None:
             f"{where} must hold whole characters, character {error.start} is half of a surrogate "
             f"pair (\\ud800 to \\udfff); remove or replace it"
         ) from error
-
-
-def type_name(value: object) -> str:
-    """Return the name of a value's JSON type, and the value if it is short."""
-    names = {bool: "true or false", int: "a number", float: "a number", str: "text"}
-    names |= {list: "an array", dict: "an object", type(None): "null"}
-    shown = "" if value is None or isinstance(value, list | dict) else f", {value!r:.40}"
-    return f"{names[type(value)]}{shown}"

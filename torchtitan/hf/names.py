@@ -55,6 +55,8 @@ class Names:
 
         None: names and parameters match one to one.
         """
+        if not self.format.names:
+            return "Hugging Face has no files of the family (no hf)"
         tied = self.architecture.tie_embeddings
         due = {
             name.replace("*", str(layer))

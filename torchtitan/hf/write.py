@@ -152,19 +152,12 @@ def export(
 
 def check_names(checkpoint: Path, stored: Collection[str], *, settings: HFExport) -> None:
     """Check that the folder would hold every parameter of a checkpoint, and all of its own."""
-    names = settings.names
-    if not names.format.names:
-        raise CheckpointError(
-            f"{checkpoint} is of a family without Hugging Face files: its ModelSpec has no hf; no "
-            f"folder was written"
-        )
     weights = [name for name in stored if not settings.is_adapters(name)]
-    misnamed = names.find_misnamed(weights)
-    if misnamed is not None:
+    if (misnamed := settings.names.find_misnamed(weights)) is not None:
         raise CheckpointError(
-            f"{checkpoint} must hold the parameters that a {names.format.architecture} has, no "
-            f"folder was written: {misnamed}; export it as the model that it is of, or give that "
-            f"model's ModelSpec its names (hf)"
+            f"{checkpoint} must hold the parameters that Hugging Face's files of its family have, "
+            f"no folder was written: {misnamed}; export it as the model that it is of, or give "
+            f"that model's ModelSpec its names (hf)"
         )
 
 

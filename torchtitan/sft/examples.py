@@ -1,9 +1,8 @@
-"""Examples to fine-tune on: read from JSON lines, checked, and made tokens with or without loss.
+"""Examples to fine-tune on: read from files of rows, and made tokens with or without loss.
 
-A line is a conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`, or a prompt with its
-completion, `{"prompt": ..., "completion": ...}`. The loss is on what the model has to write: the
-assistant's words and the token that ends its turn; the completion and the end-of-document token. An
-empty answer is not learnt, nor is one with `"weight": 0`.
+What a row may be, and what is learnt of it, is in `shapes.py`. The loss is on what the model has to
+write: the assistant's words and the token that ends its turn; the completion and the
+end-of-document token. An empty answer is not learnt, nor is one with `"weight": 0`.
 
 A conversation is tokenised as one text, as when the model is used, and a token is learnt if any of
 its characters is the assistant's. Templates with a special token on both sides of an answer have no
@@ -18,121 +17,40 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtitan.base.errors import DataError, Violation
-from torchtitan.data.files import kind_of
-from torchtitan.data.source import read_lines
-from torchtitan.data.text import any_of, check_characters, parse_line, type_name
+from torchtitan.data.formats import READ, format_of
+from torchtitan.data.source import open_parts
+from torchtitan.data.text import any_of
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.sft.chat import BEGIN_MARK, END_MARK, ChatTemplate, Conversation, Message
+from torchtitan.sft.chat import BEGIN_MARK, END_MARK, ChatTemplate, Conversation
+from torchtitan.sft.shapes import Continuation, Example, parse_example, strings_in
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-WEIGHTS = ("0", "1", "0.0", "1.0")
-SHAPES = (
-    'either {"messages": [{"role": ..., "content": ...}, ...]} '
-    'or {"prompt": ..., "completion": ...}'
-)
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """A prompt with its completion."""
-
-    prompt: str
-    completion: str
-    where: str
-
-
-Example = Conversation | Continuation
 Marked = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 
 
 def read_examples(file: Path) -> Iterator[Example]:
-    """Yield the examples of a JSON Lines file; a DataError names the place of a wrong one."""
-    check_is_lines(file)
-    for line, where in read_lines(file):
-        yield parse_example(parse_line(line, where=where), where=where)
+    """Yield the examples of a file; a DataError names the place of a wrong one."""
+    for part in open_parts(file):
+        check_is_rows(part.name)
+        read = format_of(part.name).rows
+        assert read is not None, "of an archive the files in it are read"
+        for value, where in read(part, ()):
+            yield parse_example(value, where=where)
 
 
-def check_is_lines(file: Path) -> None:
-    """Raise DataError for a file whose name is not of JSON Lines."""
-    if kind_of(file) != "lines":
+def check_is_rows(file: PurePath) -> None:
+    """Raise DataError for a file whose name is not of rows, nor of an archive."""
+    how = format_of(file)
+    if not (how.rows or how.members):
+        suffixes = ", ".join(suffix for suffix, how in READ.items() if how.rows)
         raise DataError(
-            f"examples must be JSON Lines (.jsonl, .ndjson, .json), got {file}; "
-            f'text is read with dataset = "files"'
+            f'examples must be rows ({suffixes}), got {file}; text is read with dataset = "files"'
         )
-
-
-def parse_example(value: object, *, where: str) -> Example:
-    """Return the example in a line, or raise DataError. Other keys are ignored."""
-    keys = value.keys() if isinstance(value, dict) else set()
-    if not isinstance(value, dict) or ("messages" in keys) == bool({"prompt", "completion"} & keys):
-        got = f"keys {', '.join(map(repr, keys))}" if keys else "neither"
-        if not isinstance(value, dict):
-            got = type_name(value)
-        hint = '; text is read with dataset = "files"' if "text" in keys else ""
-        raise DataError(f"{where} must be {SHAPES}, got {got}{hint}")
-    for text in _strings(value):
-        check_characters(text, where=where)
-    if "messages" in keys:
-        tools = value.get("tools")
-        if tools is not None and not _are_objects(tools):
-            raise DataError(f"{where}: tools must be a list of objects, got {tools!r:.60}")
-        return Conversation(_messages(value["messages"], where=where), tools, where)
-    for key in ("prompt", "completion"):
-        if not isinstance(value.get(key), str):
-            got = repr(value[key])[:60] if key in keys else f"keys {', '.join(map(repr, keys))}"
-            raise DataError(f"{where} must have a {key} that is text, got {got}")
-    return Continuation(value["prompt"], value["completion"], where)
-
-
-def _messages(messages: object, *, where: str) -> Sequence[Message]:
-    if not _are_objects(messages) or not messages:
-        raise DataError(f"{where}: messages must be a list of objects, got {messages!r:.60}")
-    assert isinstance(messages, list)
-    for number, message in enumerate(messages, start=1):
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            got = repr(role)[:60] if "role" in message else "none"
-            raise DataError(
-                f"{where}: the role of message {number} must be one of {', '.join(ROLES)}, "
-                f"got {got}"
-            )
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            got = repr(content)[:60] if "content" in message else "none"
-            raise DataError(
-                f"{where}: message {number} must have a content that is text, got {got}"
-            )
-        weight = message.get("weight")
-        # by repr: to Python true is 1
-        if role == "assistant" and weight is not None and repr(weight) not in WEIGHTS:
-            raise DataError(
-                f"{where}: the weight of message {number} must be 0 (not learnt) or 1, got "
-                f"{weight!r:.60}"
-            )
-    return messages
-
-
-def _are_objects(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-
-
-def _strings(value: object) -> Iterator[str]:
-    """Yield all text in a JSON value, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
 
 
 class Encoder:
@@ -187,7 +105,7 @@ class Encoder:
                 f"tokenizer_config.json beside it)"
             )
             raise DataError(Violation(("chat_template",), rule))
-        for text in _strings([*example.messages, *(example.tools or ())]):
+        for text in strings_in([*example.messages, *(example.tools or ())]):
             if found := self._forbidden.search(text):
                 raise DataError(
                     f"{example.where}: no message may spell a special token, which could end its "

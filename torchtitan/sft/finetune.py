@@ -35,8 +35,9 @@ from torchtitan.data.store import StoreWriter, TokenStore
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.sft.chat import ChatTemplate
 from torchtitan.sft.chat_files import find_template
-from torchtitan.sft.examples import Encoder, Example, check_is_lines, read_examples
+from torchtitan.sft.examples import Encoder, check_is_rows, read_examples
 from torchtitan.sft.packing import pack
+from torchtitan.sft.shapes import Example
 from torchtitan.sft.synthetic import SyntheticExamples
 
 if TYPE_CHECKING:
@@ -52,12 +53,12 @@ EXAMPLES_AT_ONCE = 64
 
 
 class FileExamples(Files):
-    """The examples of JSON Lines files."""
+    """The examples of files of rows."""
 
     def examples(self) -> Iterator[Example]:
-        """Check that no file is binary, then yield the examples of each."""
+        """Check names and contents of all files, then yield the examples of each."""
         for file in self.files:
-            check_is_lines(file)
+            check_is_rows(file)
         check_heads(self.files)
         for file in self.files:
             yield from read_examples(file)

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from torchtitan.data.builtin import SyntheticCorpus
-from torchtitan.sft.examples import Example, parse_example
+from torchtitan.sft.shapes import Example, parse_example
 
 
 class SyntheticExamples:

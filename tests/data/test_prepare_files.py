@@ -1,0 +1,96 @@
+"""Preparing many files: the same store by any number of processes, stopped and gone on with."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.data.helpers import write_texts
+from torchtitan.base.errors import DataError
+from torchtitan.data import prepare_files as prepare_files_module
+from torchtitan.data.prepare import tokenize
+from torchtitan.data.prepare_files import Summary, prepare_files
+from torchtitan.data.source import FileCorpus
+from torchtitan.data.store import open_writer
+from torchtitan.data.tokenizer import build_tokenizer
+
+NAME = "bpe_2048"
+
+
+@pytest.fixture(autouse=True)
+def _each_file_is_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_files_module, "JOB_BYTES", 0)
+
+
+def corpus_of(folder: Path) -> FileCorpus:
+    texts = {f"{i}.jsonl": f'{{"text": "café {i}"}}\n' * (i + 1) for i in range(4)}
+    texts["long.txt"] = "many words " * 500
+    return FileCorpus(tuple(map(Path, write_texts(folder, texts))), "text")
+
+
+def bytes_of(prefix: Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def prepare(corpus: FileCorpus, prefix: Path, num_workers: int) -> Summary:
+    return prepare_files(corpus, prefix=str(prefix), tokenizer_path=NAME, num_workers=num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_store_is_that_of_one_reader(tmp_path: Path, num_workers: int) -> None:
+    corpus, tokenizer = corpus_of(tmp_path / "texts"), build_tokenizer(NAME)
+    with open_writer(tmp_path / "wanted", vocab_size=tokenizer.vocab_size) as writer:
+        text_bytes = tokenize(corpus, tokenizer=tokenizer, writer=writer)
+    summary = prepare(corpus, tmp_path / "new" / "store", num_workers)
+    assert bytes_of(tmp_path / "new" / "store") == bytes_of(tmp_path / "wanted")
+    assert not (tmp_path / "new" / "store.parts").exists()
+    assert summary == Summary(
+        num_documents=11,
+        num_tokens=writer.num_tokens,
+        text_bytes=text_bytes,
+        longest=len(tokenizer.encode("many words " * 500)) + 1,
+        longest_at=11,
+        num_duplicates=6,
+    )
+    assert text_bytes == 10 * len("café 0".encode()) + 5500
+    assert f"{text_bytes / writer.num_tokens:.2f} bytes per token" in str(summary)
+
+
+def test_small_files_are_done_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    corpus = corpus_of(tmp_path / "texts")
+    prepare(corpus, tmp_path / "each", 1)
+    caplog.set_level(logging.INFO)
+    # the first is full before the long one
+    monkeypatch.setattr(prepare_files_module, "JOB_BYTES", 100)
+    prepare(corpus, tmp_path / "together", 1)
+    assert caplog.text.count("tokenising 3 files") == 1
+    assert bytes_of(tmp_path / "together") == bytes_of(tmp_path / "each")
+
+
+def test_what_was_done_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    corpus, prefix = corpus_of(tmp_path / "texts"), tmp_path / "store"
+    good = corpus.files[2].read_text()
+    corpus.files[2].write_text(good + "{")
+    with pytest.raises(DataError, match=r"2\.jsonl line 4 must be one JSON object"):
+        prepare(corpus, prefix, 2)
+    assert f"what is done is kept in {prefix}.parts: start again" in caplog.text
+    assert not Path(f"{prefix}.bin").exists()
+    done = {path: path.stat().st_ino for path in Path(f"{prefix}.parts").glob("*/tokens.bin")}
+    assert done
+    corpus.files[2].write_text(good)
+    caplog.clear()
+    caplog.set_level(logging.INFO)
+    prepare(corpus, prefix, 1)
+    assert caplog.text.count("tokenising ") == len(corpus.files) - len(done)
+
+
+def test_a_first_file_that_is_wrong_leaves_nothing(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "texts")
+    corpus.files[0].write_text("{")
+    with pytest.raises(DataError, match=r"0\.jsonl line 1"):
+        prepare(corpus, tmp_path / "store", 1)
+    assert [*tmp_path.iterdir()] == [tmp_path / "texts"]
