@@ -234,7 +234,6 @@ def random_config(seed: int) -> Config:
         ("training", "dataset"): "files" if paths else "synthetic",
         ("training", "dataset_text_template"): None,
         ("training", "dataset_weights"): tuple(rng.uniform(0.1, 9.0) for _ in paths),
-        ("training", "dataset_text_template"): None,
         ("training", "global_batch_size"): values["training", "local_batch_size"],
         ("activation_checkpoint", "selective_ac_option"): str(rng.randrange(1, 9)),
         ("activation_checkpoint", "memory_budget"): budget if by_budget else 0.5,
