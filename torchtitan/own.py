@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.own import is_import_path, load_module, load_object, source_hash
-from torchtitan.config.fields import fields, section_fields, sections, values_of
+from torchtitan.config.fields import fields, section_fields, values_of
 from torchtitan.config.layers import Layer, Path
 from torchtitan.config.overrides import with_sections
 from torchtitan.models.settings import model_section
@@ -39,7 +39,9 @@ def with_own(tree: type[T], given: Layer) -> type[T]:
             there = [name for name in brought if name in section_fields(tree)]
             if there:
                 raise TypeError(f"there is a section {', '.join(there)} already")
-            sections(with_sections(tree, brought))
+            for path_there, facts in fields(with_sections(tree, brought)).items():
+                if facts.item not in (str, int, float, bool):
+                    raise TypeError(f"{'.'.join(path_there)} is a {facts.item}")
         except (AssertionError, AttributeError, TypeError) as error:
             raise ConfigError.at(
                 key,

@@ -172,18 +172,24 @@ def _find_halves(
 
 
 def compare_jobs(manifest: Content, *, now: Job) -> Comparison:
-    """Compare this job with the one whose checkpoint has this manifest; warn if code changed."""
+    """Compare this job with the one whose checkpoint has this manifest."""
+    warn_of_other_code(manifest, now=now.config)
+    then = Job.stored(manifest["config"], file=manifest.path, dp=stored_layout(manifest).dp)
+    differences = trajectory_differences(then, now, data_is_checked=True)
+    return Comparison(differences=tuple(differences), then=then.config.checkpoint)
+
+
+def warn_of_other_code(manifest: Content, *, now: Config) -> None:
+    """Warn if the source of a thing of the user's own is not the one of the checkpoint."""
+    code = hash_own(now)
     for path, then in manifest.get("code", {}).items():
-        if hash_own(now.config).get(path, then) != then:
+        if code.get(path, then) != then:
             logger.warning(
                 "The source of %s is not the one that %s was saved under: what it computes may be "
                 "another training",
                 path,
                 manifest.path,
             )
-    then = Job.stored(manifest["config"], file=manifest.path, dp=stored_layout(manifest).dp)
-    differences = trajectory_differences(then, now, data_is_checked=True)
-    return Comparison(differences=tuple(differences), then=then.config.checkpoint)
 
 
 def build_checkpoints(

@@ -84,12 +84,29 @@ def _strict(section: type) -> type:
         raise TypeError(f"a section must be a dataclass, got {section!r}")
     if hasattr(section, "__pydantic_fields__"):
         return section
-    docs = _docstrings(section)
-    made = dataclass(frozen=True, kw_only=True, config=_NO_DOCSTRINGS)(section)
+    docs, hints = _docstrings(section), typing.get_type_hints(section)
+    needed = [
+        one.name
+        for one in dataclasses.fields(section)
+        if one.default is one.default_factory is dataclasses.MISSING
+    ]
+    if needed:
+        raise TypeError(f"each field of a section needs a default, and {needed[0]} has none")
+
+    def fill(namespace: dict[str, Any]) -> None:
+        lists = {name for name, hint in hints.items() if typing.get_origin(hint) is tuple}
+        namespace["__annotations__"] = {  # TOML has lists alone
+            name: typing.Annotated[hints[name], Field(strict=False)] for name in lists
+        }
+        namespace |= {
+            one.name: one.default for one in dataclasses.fields(section) if one.name in lists
+        }
+        namespace["__doc__"], namespace["__module__"] = section.__doc__, section.__module__
+
+    plain = types.new_class(section.__name__, (section,), {}, fill)
+    made = dataclass(frozen=True, kw_only=True, config=_NO_DOCSTRINGS)(plain)
     for name, info in section_fields(made).items():
         info.description = docs.get(name)
-        if info.is_required():
-            raise TypeError(f"each field of a section needs a default, and {name} has none")
     return made
 
 
