@@ -37,6 +37,7 @@ FLOORS: Mapping[str, int] = {
     "generate": 4,
     "lora": 4,
     "trainer": 4,
+    "own": 3,
     "job": 4,
     "trajectory": 5,
     "assemble": 6,

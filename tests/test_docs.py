@@ -39,7 +39,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    for name in ("torchtitan", "scripts", "train_configs", "run_train.sh", "pyproject.toml"):
+    for name in (
+        "torchtitan",
+        "scripts",
+        "examples",
+        "train_configs",
+        "run_train.sh",
+        "pyproject.toml",
+    ):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 

@@ -9,6 +9,7 @@ model's sizes is checked at assembly.
 
 from __future__ import annotations
 
+import functools
 import logging
 import pathlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from torchtitan.mesh.settings import CommConfig, ParallelismConfig
 from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
 from torchtitan.models.settings import HF, ModelSection
 from torchtitan.optim.settings import LRSchedulerConfig, OptimizerConfig
+from torchtitan.own import with_own
 from torchtitan.parallel.settings import (
     MULTIPLE,
     ActivationCheckpointConfig,
@@ -206,7 +208,8 @@ def load_job(argv: Sequence[str]) -> Loaded[Config]:
     Raises ConfigError with every mistake of files and command line; prints the help and raises
     SystemExit(0) on --help. Old spellings are logged as warnings.
     """
-    loaded = of_folder(load(Config, argv, foreign=torchtitans_keys()))
+    extend = functools.partial(with_own, Config)
+    loaded = of_folder(load(Config, argv, foreign=torchtitans_keys(), extend=extend))
     if loaded.foreign_file is not None:
         given = {".".join(path) for path in loaded.given}
         for meaning in other_meanings(given, loaded.config):

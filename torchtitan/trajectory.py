@@ -18,6 +18,7 @@ from torchtitan.config.layers import Layer, Path, Setting, flatten, literal
 from torchtitan.config.load import build
 from torchtitan.config.toml_files import parse
 from torchtitan.job import Config, torchtitans_keys
+from torchtitan.own import with_own
 
 CONFIG_FILE = "config.toml"
 """The resolved settings in a run's folder."""
@@ -78,7 +79,8 @@ class Job:
         try:
             layer = _as_meant_then(flatten(parse(toml, origin=str(file)), origin=str(file)))
             # the version that stored them has checked them by its own rules
-            loaded = build(Config, [layer], foreign=torchtitans_keys(), check_rules=False)
+            tree = with_own(Config, layer)
+            loaded = build(tree, [layer], foreign=torchtitans_keys(), check_rules=False)
             return cls(config=loaded.checked(), dp=dp)
         except ConfigError as error:
             raise ConfigError(

@@ -45,7 +45,7 @@ def test_each_size_of_a_flavor_may_be_another_one() -> None:
         vocab_size=3000,
     )
     assert found == expected
-    said = describe_model(settings)
+    said = describe_model(settings, spec=LLAMA)
     assert "dim 192" in said
     assert "num_heads 6" in said
     assert find_model(model_of("flavor=small"))[1] == LLAMA.flavors["small"]

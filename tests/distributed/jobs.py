@@ -84,6 +84,9 @@ def full(tensor: Tensor) -> Tensor:
 @contextmanager
 def changed_flavor(arguments: list[str], flavor: str, sizes: Mapping[str, Any]) -> Iterator[None]:
     """Let a flavor of a job's model have other sizes meanwhile."""
+    if not sizes:
+        yield
+        return
     flavors = MODELS[load_config(arguments).model.name].flavors
     assert isinstance(flavors, dict)
     before = flavors[flavor]

@@ -161,7 +161,7 @@ def log_job(
     logger.info(
         "%s %s: %s parameters, %.3g FLOPs per token at seq_len %d",
         config.model.name,
-        describe_model(config.model),
+        describe_model(config.model, spec=layout.spec),
         f"{layout.counts.num_parameters:,}",
         layout.counts.flops_per_token(seq_len),
         seq_len,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import ConfigError, Violation, did_you_mean
+from torchtitan.base.own import is_import_path, load_object
 from torchtitan.config.overrides import given_overrides
 from torchtitan.hf.config import architecture_of, check_family, family_of, read_config
 from torchtitan.hf.names import CONFIG
@@ -26,16 +27,16 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
         ConfigError: There is none of that name, it has no such flavor, or sizes do not fit.
     """
     spec = _find_spec(settings)
-    given = given_overrides(settings, of=DecoderConfig)
+    given = given_overrides(settings, of=spec.sizes)
     if settings.flavor == HF:
-        if missing := DecoderConfig.missing(given):
+        if missing := spec.sizes.missing(given):
             rule = (
                 f'"hf" means the model of checkpoint.initial_load_path with initial_load_in_hf = '
                 f"true, or sizes that are all given, and {', '.join(missing)} are not; name a "
                 f"folder of Hugging Face, or a flavor: {', '.join(spec.flavors)}"
             )
             raise ConfigError.at(("model.flavor", "checkpoint.initial_load_in_hf"), rule)
-        architecture = DecoderConfig(**given, **spec.of_family)
+        architecture = spec.sizes(**given, **spec.of_family)
     elif settings.flavor in spec.flavors:
         architecture = replace(spec.flavors[settings.flavor], **given)
     else:
@@ -59,9 +60,9 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
     return spec, architecture
 
 
-def describe_model(settings: ModelConfig) -> str:
+def describe_model(settings: ModelConfig, *, spec: ModelSpec) -> str:
     """Name the flavor, and the sizes that take the place of its own."""
-    given = given_overrides(settings, of=DecoderConfig)
+    given = given_overrides(settings, of=spec.sizes)
     sizes = ", ".join(f"{name} {value}" for name, value in given.items())
     return f"{settings.flavor} ({sizes})" if sizes else settings.flavor
 
@@ -115,7 +116,19 @@ def describe(spec: ModelSpec, architecture: DecoderConfig) -> ModelConfig:
 def _find_spec(settings: ModelConfig) -> ModelSpec:
     if (name := settings.name) in MODELS:
         return MODELS[name]
-    rule = f"must be one of {', '.join(MODELS)}, got '{name}'{did_you_mean(name, MODELS)}"
+    if is_import_path(name):
+        spec = load_object(name, key="model.name")
+        if isinstance(spec, ModelSpec) and spec.flavors:
+            return spec
+        raise ConfigError.at(
+            "model.name",
+            f"must name a torchtitan.models.spec.ModelSpec with a flavor, got '{name}', which is "
+            f"{spec!r:.80}",
+        )
+    rule = (
+        f"must be one of {', '.join(MODELS)}, or the import path of a ModelSpec as "
+        f"my_package.my_model:SPEC, got '{name}'{did_you_mean(name, MODELS)}"
+    )
     raise ConfigError.at("model.name", rule)
 
 

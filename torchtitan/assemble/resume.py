@@ -52,6 +52,7 @@ from torchtitan.lora.layer import is_adapter
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.faults import Pulse
 from torchtitan.mesh.process_group import job_store
+from torchtitan.own import hash_own
 from torchtitan.parallel.layout import Layout
 from torchtitan.trajectory import CONFIG_FILE, Job, trajectory_differences
 from torchtitan.validate import Validator
@@ -172,9 +173,23 @@ def _find_halves(
 
 def compare_jobs(manifest: Content, *, now: Job) -> Comparison:
     """Compare this job with the one whose checkpoint has this manifest."""
+    warn_of_other_code(manifest, now=now.config)
     then = Job.stored(manifest["config"], file=manifest.path, dp=stored_layout(manifest).dp)
     differences = trajectory_differences(then, now, data_is_checked=True)
     return Comparison(differences=tuple(differences), then=then.config.checkpoint)
+
+
+def warn_of_other_code(manifest: Content, *, now: Config) -> None:
+    """Warn if the source of a thing of the user's own is not the one of the checkpoint."""
+    code = hash_own(now)
+    for path, then in manifest.get("code", {}).items():
+        if code.get(path, then) != then:
+            logger.warning(
+                "The source of %s is not the one that %s was saved under: what it computes may be "
+                "another training",
+                path,
+                manifest.path,
+            )
 
 
 def build_checkpoints(
@@ -202,7 +217,7 @@ def build_checkpoints(
         state,
         settings=config.checkpoint,
         folder=Path(config.job.dump_folder) / config.checkpoint.folder,
-        manifest={"layout": asdict(dims), "config": to_toml(config)},
+        manifest={"layout": asdict(dims), "config": to_toml(config), "code": hash_own(config)},
         group=group,
         pulse=Pulse(
             job_store(),

@@ -21,6 +21,7 @@ ABOUT = (
     "over the file. Values are written as in TOML, strings without quotes; a switch alone means "
     "true, several words make a list, and none takes an optional setting back."
 )
+HELP = ("-h", "--help")
 METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", bool: "true|false"}
 OPTION = re.compile(r"--[\w.-]+(=|\Z)|-[^\d.\s]\S*\Z")
 
@@ -28,13 +29,7 @@ OPTION = re.compile(r"--[\w.-]+(=|\Z)|-[^\d.\s]\S*\Z")
 def read_command_line(
     argv: Sequence[str], *, tree: type, renamed: Mapping[Path, Path]
 ) -> tuple[Layer, list[str]]:
-    """Split the words into settings, and mistakes for words that belong to no option.
-
-    Prints the help and raises SystemExit(0) on --help.
-    """
-    if {"-h", "--help"} & {*argv}:
-        print_help(tree)
-        raise SystemExit(0)
+    """Split the words into settings, and mistakes for words that belong to no option."""
     layer: Layer = {}
     mistakes = []
     words = list(argv)

@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from torchtitan.config.layers import Path, literal
-from torchtitan.config.needs import InsteadOf, JobFile, Needs
+from torchtitan.config.needs import InsteadOf, JobFile, Needs, Own
 
 LIMITS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
 
@@ -38,7 +38,7 @@ class FieldFacts:
     default: object
     help: str
     declared: tuple[object, ...]
-    """Needs, InsteadOf and JobFile."""
+    """Needs, InsteadOf, JobFile and Own."""
 
     @property
     def needs(self) -> list[Needs]:
@@ -49,6 +49,11 @@ class FieldFacts:
     def instead_of(self) -> str | None:
         """The sibling that says the same in another way."""
         return next((said.key for said in self.declared if isinstance(said, InsteadOf)), None)
+
+    @property
+    def may_be_own(self) -> bool:
+        """Whether it may hold import paths."""
+        return any(isinstance(said, Own) for said in self.declared)
 
     @property
     def type_text(self) -> str:
@@ -152,7 +157,7 @@ def _facts(info: FieldInfo) -> FieldFacts:
         optional=optional,
         default=info.default,
         help=" ".join((info.description or "").split()),
-        declared=tuple(one for one in said if isinstance(one, (Needs, InsteadOf, JobFile))),
+        declared=tuple(one for one in said if isinstance(one, (Needs, InsteadOf, JobFile, Own))),
     )
 
 

@@ -11,8 +11,8 @@ over the one before. Environment variables are left out on purpose: a run's conf
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from torchtitan.base.errors import ConfigError, Violation, did_you_mean
-from torchtitan.config.cli import read_command_line
+from torchtitan.config.cli import HELP, print_help, read_command_line
 from torchtitan.config.fields import (
     FieldFacts,
     fields,
@@ -77,23 +77,36 @@ class Loaded(Generic[T]):
             raise ConfigError(self.mistakes)
         return self.config
 
-    @contextmanager
-    def wording(self) -> Iterator[None]:
+    def wording(self) -> AbstractContextManager[None]:
         """Add to what a ConfigError says of these settings where the value was given."""
-        try:
-            yield
-        except ConfigError as error:
-            said = [_word(one, given=self.given) for one in error.mistakes]
-            raise ConfigError(said) from error
+        return worded(self.given)
 
 
-def load(tree: type[T], argv: Sequence[str], *, foreign: Foreign) -> Loaded[T]:
+@contextmanager
+def worded(given: Layer) -> Iterator[None]:
+    """Add to what a ConfigError says of settings where the value was given."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([_word(one, given=given) for one in error.mistakes]) from error
+
+
+def load(
+    tree: type[T],
+    argv: Sequence[str],
+    *,
+    foreign: Foreign,
+    extend: Callable[[Layer], type[T]] | None = None,
+) -> Loaded[T]:
     """Read the file that the command line names, apply the other options, check everything.
+
+    `extend` returns the tree to check by, from what files and command line say.
 
     Raises ConfigError with every mistake of files and command line; prints the help and raises
     SystemExit(0) on --help. Notices are logged as warnings.
     """
-    options, mistakes = read_command_line(argv, tree=tree, renamed=foreign.renamed)
+    words = [word for word in argv if word not in HELP]
+    options, mistakes = read_command_line(words, tree=tree, renamed=foreign.renamed)
     layers: list[Layer] = []
     file = options.get(file_key(tree) or ())
     is_read = True
@@ -103,6 +116,17 @@ def load(tree: type[T], argv: Sequence[str], *, foreign: Foreign) -> Loaded[T]:
         except ConfigError as error:
             is_read = False
             mistakes = [*map(str, error.mistakes), *mistakes]
+    if extend is not None:
+        given = {path: one for layer in (*layers, options) for path, one in layer.items()}
+        with worded(given):
+            extended = extend(given)
+        if extended is not tree:
+            tree = extended
+            options, more = read_command_line(words, tree=tree, renamed=foreign.renamed)
+            mistakes = [*mistakes, *(mistake for mistake in more if mistake not in mistakes)]
+    if len(words) < len(argv):
+        print_help(tree)
+        raise SystemExit(0)
     loaded = build(tree, [*layers, options], foreign=foreign, check_rules=is_read)
     for notice in loaded.notices:
         logger.warning(notice)

@@ -1,4 +1,4 @@
-"""What a field declares about other settings, beside its type.
+"""What a field declares beside its type: above all about other settings.
 
 Most rules between settings only say that one of them is read, or makes sense, beside certain values
 of another. Said on the field they are data: the engine checks them all, and `--help` prints them.
@@ -22,6 +22,10 @@ class AtLeast:
     def holds(self, value: object) -> bool:
         """Tell whether the value is allowed."""
         return isinstance(value, int) and value >= self.least
+
+
+class Own:
+    """The field may hold import paths, "package.module:NAME", of things of the user's own."""
 
 
 class Given:

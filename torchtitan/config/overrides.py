@@ -1,4 +1,4 @@
-"""Makes keys of a section from the fields of a plain dataclass: each may be given, or left out.
+"""Makes settings of plain dataclasses: keys of a section, and sections of the user's own.
 
 So a size of a model is declared once, where the model reads it, with its meaning.
 """
@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import ConfigDict, PositiveInt
+from pydantic import ConfigDict, Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.fields import section_fields
@@ -57,6 +57,57 @@ def with_overrides(section: type[S], of: type[DataclassInstance], *, remark: str
         own = section_fields(section).get(name)
         info.description = f"{docs.get(name, '')} {remark}" if own is None else own.description
     return typing.cast(type[S], made)
+
+
+def with_sections(tree: type[S], added: Mapping[str, type]) -> type[S]:
+    """Return a tree with sections more, or others in the place of its own.
+
+    A section that is a plain dataclass is checked as strictly as ours. Each field needs a default.
+
+    Raises:
+        TypeError: A section is no dataclass, or has a field of a type that TOML does not have.
+    """
+    strict = {name: _strict(section) for name, section in added.items()}
+
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace |= {name: Field(default_factory=section) for name, section in strict.items()}
+        namespace["__annotations__"] = dict(strict)
+        namespace["__doc__"], namespace["__module__"] = tree.__doc__, tree.__module__
+
+    plain = types.new_class(tree.__name__, (tree,), {}, fill)
+    made = dataclass(frozen=True, kw_only=True, config=_NO_DOCSTRINGS)(plain)
+    return typing.cast(type[S], made)
+
+
+def _strict(section: type) -> type:
+    if not dataclasses.is_dataclass(section):
+        raise TypeError(f"a section must be a dataclass, got {section!r}")
+    if hasattr(section, "__pydantic_fields__"):
+        return section
+    docs, hints = _docstrings(section), typing.get_type_hints(section)
+    needed = [
+        one.name
+        for one in dataclasses.fields(section)
+        if one.default is one.default_factory is dataclasses.MISSING
+    ]
+    if needed:
+        raise TypeError(f"each field of a section needs a default, and {needed[0]} has none")
+
+    def fill(namespace: dict[str, Any]) -> None:
+        lists = {name for name, hint in hints.items() if typing.get_origin(hint) is tuple}
+        namespace["__annotations__"] = {  # TOML has lists alone
+            name: typing.Annotated[hints[name], Field(strict=False)] for name in lists
+        }
+        namespace |= {
+            one.name: one.default for one in dataclasses.fields(section) if one.name in lists
+        }
+        namespace["__doc__"], namespace["__module__"] = section.__doc__, section.__module__
+
+    plain = types.new_class(section.__name__, (section,), {}, fill)
+    made = dataclass(frozen=True, kw_only=True, config=_NO_DOCSTRINGS)(plain)
+    for name, info in section_fields(made).items():
+        info.description = docs.get(name)
+    return made
 
 
 def given_overrides(section: object, of: type[DataclassInstance]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.needs import GIVEN, Needs
+from torchtitan.config.needs import GIVEN, Needs, Own
 from torchtitan.config.overrides import with_overrides
 from torchtitan.config.types import STRICT, AboveOne, AtLeastOne, Converters, FinitePositive, Text
 from torchtitan.models.rope_scaling import reading
@@ -57,8 +57,9 @@ class RopeScalingConfig:
 class ModelConfig:
     """Which model, and the tokenizer that goes with it."""
 
-    name: Text = "llama3"
-    """Model family: a key of torchtitan.models.families.MODELS."""
+    name: Annotated[Text, Own()] = "llama3"
+    """Model family: a key of torchtitan.models.families.MODELS, or the import path of your own
+    ModelSpec, "package.module:SPEC"."""
     flavor: Text = "debugmodel"
     """Size within the family, e.g. debugmodel, small, 1B, 3B, 8B, 70B, 405B; or "hf": family, sizes
     and tokenizer are those of the Hugging Face folder in checkpoint.initial_load_path, which is
@@ -84,10 +85,14 @@ class ModelConfig:
     """Stretch of the rotary wavelengths."""
 
 
+def model_section(sizes: type) -> type[ModelConfig]:
+    """Return [model] with the sizes of a family as keys."""
+    return with_overrides(ModelConfig, of=sizes, remark="In place of the flavor's.")
+
+
 if TYPE_CHECKING:
     ModelSection = ModelConfig
 else:
-    ModelSection = with_overrides(ModelConfig, of=DecoderConfig, remark="In place of the flavor's.")
-    """[model] with the sizes."""
+    ModelSection = model_section(DecoderConfig)
 HF = "hf"
 """The flavor, and the name, of a job whose model is that of a Hugging Face folder."""

@@ -100,6 +100,11 @@ class ModelSpec:
     """The order of the rows of wq and wk in checkpoints of torchtitan 0.2, by the same names."""
 
     @property
+    def sizes(self) -> type[DecoderConfig]:
+        """The class of its flavors; all fields of it are keys of [model]."""
+        return type(next(iter(self.flavors.values())))
+
+    @property
     def of_family(self) -> dict[str, Any]:
         """What all its flavors have in common and no job can change."""
         return next(iter(self.flavors.values())).given(of_family=True)

@@ -1,0 +1,89 @@
+"""Things of the user's own, named by import path: "package.module:NAME".
+
+No registry and no import for its side effects: the settings name the object, and whoever uses it
+checks that it is what its protocol says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torchtitan.base.errors import ConfigError, did_you_mean
+
+_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
+
+
+def is_import_path(text: object) -> bool:
+    """Tell whether a value has the form package.module:NAME."""
+    return isinstance(text, str) and _PATH.fullmatch(text) is not None
+
+
+def load_module(path: str, *, key: str) -> ModuleType:
+    """Import the module of an import path; the current folder is searched first.
+
+    Raises:
+        ConfigError: It is not there, or raises when it is imported; `key` is the setting to blame.
+    """
+    name = path.partition(":")[0]
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise ConfigError.at(
+                key,
+                f"must name a module that can be imported, got '{path}', and there is no "
+                f"{error.name}; start where {error.name} lies ({here} is searched), or install it",
+            ) from error
+        raise _raised(path, key=key, error=error) from error
+    except Exception as error:  # whatever the module does when it is imported
+        raise _raised(path, key=key, error=error) from error
+
+
+def load_object(path: str, *, key: str) -> Any:
+    """Return what an import path names.
+
+    Raises:
+        ConfigError: There is no such module or name; `key` is the setting to blame.
+    """
+    found: Any = load_module(path, key=key)
+    module, _, names = path.partition(":")
+    for name in names.split("."):
+        if not hasattr(found, name):
+            there = [other for other in vars(found) if not other.startswith("_")]
+            raise ConfigError.at(
+                key,
+                f"must name what its module has, got '{path}', and {module} has no {name}"
+                f"{did_you_mean(name, there)}",
+            )
+        found = getattr(found, name)
+    return found
+
+
+def source_hash(path: str, *, key: str) -> str:
+    """Return the hash of the file of an import path's module, "" where there is none."""
+    file = load_module(path, key=key).__file__
+    if file is None or not Path(file).is_file():
+        return ""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _raised(path: str, *, key: str, error: Exception) -> ConfigError:
+    """Say what was raised inside of the user's module, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # our call and importlib's frames come first
+    theirs = [frame for frame in frames if "importlib" not in frame.filename][1:]
+    said = "".join(traceback.format_list(theirs)) + "".join(
+        traceback.format_exception_only(type(error), error)
+    )
+    return ConfigError.at(key, f"'{path}' cannot be imported; its module raised:\n{said.rstrip()}")
