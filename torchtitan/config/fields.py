@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from torchtitan.config.layers import Path, literal
 from torchtitan.config.needs import InsteadOf, JobFile, Needs
@@ -66,7 +67,8 @@ class FieldFacts:
     def text(self) -> str:
         """Describe the key as --help does: meaning, type, default and needs."""
         default = "not set" if self.default is None else literal(self.default)
-        parts = [self.type_text, f"default: {default}"]
+        required = self.default is PydanticUndefined
+        parts = [self.type_text, "required" if required else f"default: {default}"]
         for need in self.needs:
             of = " or ".join(map(literal, need.of))
             parts.append(f"{of} needs {need.text}".lstrip())

@@ -45,6 +45,7 @@ RULES = {
     "bool_type": "must be true or false",
     "string_type": "must be a string",
     "tuple_type": "must be a list",
+    "dict_type": "must be a table",
     "string_too_short": "must not be empty",
 }
 LARGEST = 10**12

@@ -20,6 +20,7 @@ from torchtitan.config.types import (
 )
 
 REFUSED: Mapping[str, str] = {
+    "Adafactor": "takes means over rows and columns, which torch's code cannot do on shards",
     "ASGD": "lowers its own learning rate and averages weights that nothing reads",
     "LBFGS": "computes the loss several times per step",
     "Rprop": "keeps step sizes of its own, so that no schedule reaches it",
@@ -53,7 +54,6 @@ class OptimizerConfig:
     name: Annotated[
         Literal[
             "Adadelta",
-            "Adafactor",
             "Adagrad",
             "Adam",
             "AdamW",
