@@ -97,9 +97,10 @@ def build_run(
         device=device,
         loader=loader,
     )
+    dtype = getattr(torch, training.mixed_precision_param)
     state = RunState(
         model=model,
-        optimizer=build_optimizer(model, settings=config.optimizer),
+        optimizer=build_optimizer(model, settings=config.optimizer, dtype=dtype),
         lr_settings=describe_lr(config),
         loader=loader,
         progress=progress,
