@@ -215,7 +215,9 @@ def test_help_describes_every_key(
         assert re.search(option + re.escape(facts.text), flat), path
     assert "A TOML file holds them as [section] key = value" in flat
     assert "--training.steps INT Optimizer steps. (int > 0; default: 10000)" in flat
-    assert '(Adam | AdamW | SGD; default: "AdamW")' in flat
+    assert '| RMSprop | SGD; default: "AdamW")' in flat
+    assert "one table for each group. (list of tables; default: []) params: Parameter names" in flat
+    assert "(table of any keys; default: {})" in flat
     assert 'Momentum. (float >= 0.0 and < 1.0; default: 0.0; needs name = "SGD")' in flat
     assert '; "llama3" or "yarn" needs original_max_position)' in flat
     assert "--memory_estimation.enable" not in flat

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from torchtitan.data.loader import Loader
 from torchtitan.lora import tensor as adapter_tensor
 from torchtitan.models import init
 from torchtitan.models.decoder import HeadLoss
+from torchtitan.optim import muon
 from torchtitan.optim.loss import count_valid
 from torchtitan.parallel import apply, tensor
 from torchtitan.parallel.pipeline import layout as pipeline_layout
@@ -44,6 +45,7 @@ from torchtitan.parallel.pipeline.tied import TiedEmbedding
 
 TP2 = "--parallelism.tensor_parallel_degree=2"
 CP2 = "--parallelism.context_parallel_degree=2"
+MUON = ("--optimizer.name=Muon", "--optimizer.lr=0.02")
 ADAPTER = ("--lora.rank=4", "--lora.alpha=8.0")
 Plant = Callable[[], AbstractContextManager[None]]
 
@@ -127,6 +129,30 @@ def the_tied_copy_is_stale() -> AbstractContextManager[None]:
     return replaced(TiedEmbedding, "refresh_copy", lambda self: None)
 
 
+def each_shard_is_orthogonalised_by_itself() -> AbstractContextManager[None]:
+    """No rank sends anything: a shard is taken for the matrix."""
+
+    def plan(shapes: Mapping[str, Any], boxes: list[dict[str, muon.Box]]) -> list[muon.Matrix]:
+        return [
+            muon.Matrix(name, None, box.sizes, {rank: whole}, rank, frozenset({rank}))
+            for rank, held in enumerate(boxes)
+            for name, box in held.items()
+            for whole in [muon.Box((0,) * len(box.sizes), box.sizes)]
+        ]
+
+    return replaced(muon, "plan_work", plan)
+
+
+def copies_of_a_matrix_are_not_updated() -> AbstractContextManager[None]:
+    """The owner keeps the result for itself."""
+    correct = muon.plan_work
+
+    def plan(*args: Any) -> list[muon.Matrix]:
+        return [replace(m, parts={m.owner: m.parts[m.owner]}) for m in correct(*args)]
+
+    return replaced(muon, "plan_work", plan)
+
+
 @dataclass(frozen=True)
 class Seen:
     """The smallest job that shows a bug, and in which figure of which step."""
@@ -148,6 +174,13 @@ SEEN: dict[Plant, list[Seen]] = {
     gradients_of_norms_are_not_summed_over_tp: [Seen(2, (TP2,), "grad_norm")],
     copied_adapters_keep_their_own_ranks_gradient: [Seen(2, (TP2,), "grad_norm", job=ADAPTER)],
     stages_are_in_the_wrong_order: [Seen(2, pipeline("1F1B"), "loss")],
+    each_shard_is_orthogonalised_by_itself: [
+        Seen(2, (), "loss", step=2, job=MUON),
+        Seen(2, (TP2,), "loss", step=2, job=MUON),
+    ],
+    copies_of_a_matrix_are_not_updated: [
+        Seen(2, jobs.DDP, "loss", step=2, job=MUON),
+    ],
     the_tied_copy_is_stale: [
         Seen(2, pipeline("ZBVZeroBubble"), "loss", step=2, sizes={"tie_embeddings": True})
     ],

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from torchtitan.optim.optimizer import build_optimizer
-from torchtitan.optim.settings import OptimizerConfig
+from tests.distributed.rank_pool import RankPool
+from torchtitan.base.errors import ConfigError
+from torchtitan.optim.optimizer import build_optimizer, check_optimizer, create_state
+from torchtitan.optim.schedule import set_lr
+from torchtitan.optim.settings import GroupConfig, OptimizerConfig
 
 
 def model() -> nn.Module:
@@ -76,3 +83,117 @@ def test_frozen_parameters_are_left_out() -> None:
     net["linear"].requires_grad_(False)
     optimizer = build_optimizer(net, settings=OptimizerConfig())
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 1
+
+
+def rates_and_decays(settings: OptimizerConfig) -> dict[str, tuple[float, float]]:
+    net = model()
+    optimizer = build_optimizer(net, settings=settings)
+    set_lr(optimizer, 0.5)
+    found = {p: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    return {name: found[p] for name, p in net.named_parameters()}
+
+
+def test_groups_have_rates_and_decays_of_their_own() -> None:
+    """The first group that matches has a parameter; no_decay_params are decayed in none."""
+    groups = (
+        GroupConfig(params=("linear.w*",), lr=0.25),
+        GroupConfig(params=("linear.*", "norm*"), weight_decay=0.7),
+    )
+    settings = OptimizerConfig(lr=1.0, weight_decay=0.3, groups=groups, no_decay_params=("norm*",))
+    assert rates_and_decays(settings) == {
+        "linear.weight": (0.125, 0.3),
+        "linear.bias": (0.5, 0.7),
+        "norm.weight": (0.5, 0.0),
+    }
+
+
+def test_without_groups_all_have_the_schedules_rate() -> None:
+    assert {rate for rate, _ in rates_and_decays(OptimizerConfig(lr=0.3)).values()} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "remedy"),
+    [
+        ({"groups": (GroupConfig(params=("liner*",), lr=1.0),)}, "groups", "linear.weight"),
+        (
+            {"groups": (GroupConfig(params=("*",), lr=1.0), GroupConfig(params=("n*",), lr=2.0))},
+            "groups",
+            "put it first",
+        ),
+        ({"options": {"amsgrat": True}}, "options", "did you mean 'amsgrad'"),
+        ({"options": {"lr": 1.0}}, "options", "valid are amsgrad"),
+        ({"options": {"betas": (0.1, 0.2)}}, "options", "setting of its own"),
+        ({"name": "RMSprop", "options": {"alpha": -1.0}}, "options", "correct or remove"),
+        ({"name": "RMSprop", "options": {"alpha": "x"}}, "options", "correct or remove"),
+        ({"name": "Muon", "muon_excluded_params": ("lin*",)}, "muon_excluded_params", '"AdamW"'),
+        ({"name": "Muon", "muon_excluded_params": ("x",)}, "muon_excluded_params", "linear.weight"),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings: dict[str, Any], key: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_optimizer(OptimizerConfig(**settings), trained=dict(model().named_parameters()))
+    [violation] = caught.value.mistakes
+    assert violation.keys == (f"optimizer.{key}",)
+    assert remedy in violation.rule
+
+
+SHARDED: dict[str, tuple[Any, Any]] = {
+    "rows": (Replicate(), Shard(0)),
+    "both": (Shard(0), Shard(1)),
+    "copied": (Replicate(), Replicate()),
+    "norm": (Replicate(), Shard(0)),
+}
+SHAPES = {"rows": (5, 4), "both": (7, 6), "copied": (3, 3), "norm": (5,)}
+TORCHS: list[dict[str, Any]] = [
+    {"name": "Adadelta", "options": {"rho": 0.8, "eps": 1e-3}},
+    {"name": "Adagrad"},
+    {"name": "Adam"},
+    {"name": "AdamW", "options": {"amsgrad": True}},
+    {"name": "AdamW", "implementation": "for-loop"},
+    {"name": "Adamax"},
+    {"name": "NAdam"},
+    {"name": "RAdam"},
+    {"name": "RMSprop", "options": {"momentum": 0.9, "centered": True}},
+    {"name": "SGD", "momentum": 0.9, "options": {"nesterov": True}},
+]
+
+
+def gradients(step: int) -> dict[str, Tensor]:
+    torch.manual_seed(step)
+    return {name: torch.randn(shape) for name, shape in SHAPES.items()}
+
+
+def updated(settings: dict[str, Any], *, sharded: bool, state_first: bool) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2)) if sharded else None
+
+    def lay(name: str, value: Tensor) -> Tensor:
+        return value if mesh is None else distribute_tensor(value, mesh, SHARDED[name])
+
+    net = nn.ParameterDict({name: nn.Parameter(lay(name, x)) for name, x in gradients(0).items()})
+    optimizer = build_optimizer(net, settings=OptimizerConfig(lr=0.1, **settings))
+    if state_first:
+        create_state(optimizer)
+    for step in range(1, 8):
+        for name, grad in gradients(step).items():
+            net[name].grad = lay(name, grad)
+        optimizer.step()
+    found = (p.detach() for p in net.values())
+    return [p.full_tensor() if isinstance(p, DTensor) else p for p in found]
+
+
+def all_updated() -> list[list[Tensor]]:
+    return [updated(settings, sharded=True, state_first=False) for settings in TORCHS]
+
+
+def test_torchs_optimizers_update_shards_as_whole_parameters(ranks: RankPool) -> None:
+    for result in ranks.run(all_updated, world=4):
+        for settings, found in zip(TORCHS, result, strict=True):
+            expected = updated(settings, sharded=False, state_first=False)
+            for ours, whole in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, whole, atol=1e-6, rtol=1e-6, msg=str(settings))
+
+
+@pytest.mark.parametrize("settings", TORCHS, ids=lambda settings: settings["name"])
+def test_state_that_is_made_first_changes_nothing(settings: dict[str, Any]) -> None:
+    made, later = (updated(settings, sharded=False, state_first=first) for first in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(made, later, strict=True))

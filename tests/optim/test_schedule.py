@@ -124,7 +124,10 @@ def test_a_warmup_longer_than_the_run_just_rises() -> None:
 
 
 def test_set_lr_writes_every_group() -> None:
-    params = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
+    """Its own part of the rate."""
+    params = [
+        {"params": [torch.nn.Parameter(torch.zeros(1))], "lr_scale": scale} for scale in (1.0, 0.5)
+    ]
     optimizer = torch.optim.SGD(params, lr=1.0)
     set_lr(optimizer, 0.25)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.125]

@@ -164,7 +164,11 @@ def build_state(
     """Build the optimizer, and gather all that a checkpoint holds."""
     return RunState(
         model=model,
-        optimizer=build_optimizer(model, settings=config.optimizer),
+        optimizer=build_optimizer(
+            model,
+            settings=config.optimizer,
+            dtype=getattr(torch, config.training.mixed_precision_param),
+        ),
         schedule=describe_schedule(config),
         loader=loader,
         progress=progress,

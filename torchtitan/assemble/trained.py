@@ -18,6 +18,7 @@ from torchtitan.lora.layer import ADAPTERS, is_adapter
 from torchtitan.lora.settings import LoRAConfig
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.trained import Trained, check_pattern
+from torchtitan.optim.optimizer import check_optimizer
 from torchtitan.optim.settings import OptimizerConfig
 from torchtitan.trajectory import Job
 
@@ -50,6 +51,10 @@ def find_trained(config: Config, *, model: LanguageModel) -> tuple[Trained, Adap
             f"{sum(size for name, size in sizes.items() if trained.includes(name)):,}",
             f"{sum(sizes.values()):,}",
         )
+    check_optimizer(
+        config.optimizer,
+        trained={name: p for name, p in model.named_parameters() if trained.includes(name)},
+    )
     return trained, adapt
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.storage import Component
 from torchtitan.models.parts import HasParameters
+from torchtitan.optim.optimizer import create_state
 
 COMPONENTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
@@ -86,31 +87,15 @@ def model_tensors(model: HasParameters) -> dict[str, Tensor]:
 
 def optimizer_tensors(model: HasParameters, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's state by parameter name, made first where no step was taken yet."""
-    if not optimizer.state:
-        _create_state(optimizer)
+    trains = any(group["params"] for group in optimizer.param_groups)
+    if trains and not optimizer.state:
+        create_state(optimizer)
     return {
         f"{name}.{key}": value
         for name, p in model.named_parameters()
         for key, value in optimizer.state.get(p, {}).items()
         if isinstance(value, Tensor)
     }
-
-
-def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    # a step with zero gradients and rate 0 makes every state tensor and changes no weight
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for p in group["params"]:
-            p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, lr in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = lr
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                value.zero_()
 
 
 def rng_tensors(*, rank: int) -> dict[str, Tensor]:

@@ -77,7 +77,7 @@ def print_help(tree: type) -> None:
                 group.add_argument(
                     spell(key, origin=COMMAND_LINE),
                     nargs="?" if facts.kind is bool else "*" if facts.kind is tuple else None,
-                    metavar=METAVARS[facts.item],
+                    metavar=METAVARS.get(facts.item, "TABLE"),
                     help=facts.text.replace("%", "%%"),
                 )
     parser.print_help()

@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from torchtitan.config.layers import Path, literal
 from torchtitan.config.needs import InsteadOf, JobFile, Needs
@@ -27,9 +28,9 @@ class FieldFacts:
     """One key of the tree."""
 
     kind: type
-    """str, int, float, bool or tuple (of strings or floats)."""
+    """str, int, float, bool, tuple (of strings, floats or tables) or dict (a table of any keys)."""
     item: type
-    """What a tuple holds, in the end; `kind` again for the others."""
+    """What a tuple holds, in the end: of a table its dataclass; `kind` again for the others."""
     nested: bool
     """Whether a tuple holds tuples."""
     choices: tuple[str, ...]
@@ -54,6 +55,10 @@ class FieldFacts:
     def type_text(self) -> str:
         """Name the type and its limits, as `int > 0` or `list of str`."""
         name = " | ".join(self.choices) or self.item.__name__
+        if self.kind is dict:
+            name = "table of any keys"
+        if is_dataclass(self.item):
+            name = "tables"
         if self.kind is tuple:
             name = f"list of {'lists of ' if self.nested else ''}{name}"
         return f"{name} {self.bounds}".rstrip()
@@ -62,11 +67,20 @@ class FieldFacts:
     def text(self) -> str:
         """Describe the key as --help does: meaning, type, default and needs."""
         default = "not set" if self.default is None else literal(self.default)
-        parts = [self.type_text, f"default: {default}"]
+        required = self.default is PydanticUndefined
+        parts = [self.type_text, "required" if required else f"default: {default}"]
         for need in self.needs:
             of = " or ".join(map(literal, need.of))
             parts.append(f"{of} needs {need.text}".lstrip())
-        return f"{self.help} ({'; '.join(parts)})"
+        keys = "".join(f" {key}: {facts.text}" for key, facts in self.keys.items())
+        return f"{self.help} ({'; '.join(parts)}){keys}"
+
+    @property
+    def keys(self) -> Mapping[str, FieldFacts]:
+        """The keys of each table, in a list of tables."""
+        if not is_dataclass(self.item):
+            return {}
+        return {path[0]: facts for path, facts in fields(self.item).items()}
 
     @property
     def unset_by_none(self) -> bool:
@@ -139,6 +153,9 @@ def _facts(info: FieldInfo) -> FieldFacts:
             optional = True
         elif origin is typing.Literal:
             choices, first = (first, *others), str
+        elif origin is dict:
+            annotation = dict
+            break
         else:
             assert origin is tuple
             depth += 1
@@ -150,7 +167,7 @@ def _facts(info: FieldInfo) -> FieldFacts:
         choices=choices,
         bounds=_bounds(said),
         optional=optional,
-        default=info.default,
+        default=info.get_default(call_default_factory=True),
         help=" ".join((info.description or "").split()),
         declared=tuple(one for one in said if isinstance(one, (Needs, InsteadOf, JobFile))),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 
 Path = tuple[str, ...]
 
@@ -77,6 +77,15 @@ def same(left: object, right: object) -> bool:
     return left == right and isinstance(left, bool) == isinstance(right, bool)
 
 
+def as_table(value: object) -> object:
+    """Turn a value into what TOML writes: lists, and tables without what is not set."""
+    if is_dataclass(value):
+        value = {one.name: getattr(value, one.name) for one in fields(value)}
+    if isinstance(value, dict):
+        return {key: as_table(item) for key, item in value.items() if item is not None}
+    return [as_table(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def literal(value: object) -> str:
     """Write a value as TOML would."""
     if value is None:
@@ -87,6 +96,8 @@ def literal(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(literal, value))}]"
+    if is_dataclass(value):
+        value = as_table(value)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {literal(item)}" for key, item in value.items()) + "}"
     if isinstance(value, int) and value.bit_length() > MAX_BITS:

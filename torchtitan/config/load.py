@@ -45,6 +45,7 @@ RULES = {
     "bool_type": "must be true or false",
     "string_type": "must be a string",
     "tuple_type": "must be a list",
+    "dict_type": "must be a table",
     "string_too_short": "must not be empty",
 }
 LARGEST = 10**12
@@ -130,6 +131,7 @@ def build(
                 if one in layer and layer[one].value is not None:
                     merged.pop(other, None)
         merged |= layer
+    merged = _with_tables(merged, tree=tree)
     if other_job := foreign.other_job(merged):
         return Loaded(tree(), merged, [other_job], [], None)
     valid = foreign.without_theirs(merged, found, tree=tree)
@@ -188,6 +190,22 @@ def _alternatives(tree: type) -> list[tuple[Path, Path]]:
     ]
 
 
+def _with_tables(layer: Layer, *, tree: type) -> Layer:
+    """Put the keys of each table whose keys are free into one setting."""
+    free = {path for path, facts in fields(tree).items() if facts.kind is dict}
+    whole: Layer = {}
+    for path, setting in layer.items():
+        table = path[:-1]
+        if table not in free:
+            whole.setdefault(path, setting)
+        elif setting.value is not None:
+            before = whole.get(table, layer.get(table))
+            held = before.value if before is not None and isinstance(before.value, dict) else {}
+            value = {**held, path[-1]: setting.value}
+            whole[table] = Setting(value, setting.origin, table, literal(value), setting.problem)
+    return whole
+
+
 def _check_place(layer: Layer, found: Findings, *, tree: type) -> None:
     """Refuse the one key that a file cannot hold, before the command line's hides it."""
     setting = layer.get(file_key(tree) or ())
@@ -219,10 +237,14 @@ def _section(cls: type, prefix: Path, *, settings: Layer, found: Findings) -> An
         if isinstance(info.annotation, type) and is_dataclass(info.annotation):
             values[name] = _section(info.annotation, path, settings=settings, found=found)
         elif path in settings:
-            if problem := _problem(settings[path], fields(cls)[(name,)]):
+            facts, value = fields(cls)[(name,)], settings[path].value
+            problem = _problem(settings[path], facts)
+            if not problem and facts.keys:
+                value, problem = _tables(value, facts.item)
+            if problem:
                 wrong[name] = problem
             else:
-                values[name] = settings[path].value
+                values[name] = value
     try:
         section = cls(**values)
     except ValidationError as error:
@@ -233,6 +255,28 @@ def _section(cls: type, prefix: Path, *, settings: Layer, found: Findings) -> An
     for name, rule in wrong.items():
         found.mistakes.append(f"{settings.pop((*prefix, name)).where()}: {rule}")
     return section
+
+
+def _tables(value: object, cls: type) -> tuple[tuple[object, ...], str]:
+    """Build each of a list of tables, or say what is wrong with the first one that is wrong."""
+    tables = [value] if isinstance(value, dict) else value
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        return (), "must be a list of tables, each as in {key = value}"
+    built = []
+    for number, table in enumerate(tables, start=1):
+        try:
+            built.append(cls(**table))
+        except ValidationError as error:
+            detail = error.errors(include_url=False)[0]
+            key, keys = str(detail["loc"][0]), [path[0] for path in fields(cls)]
+            if key not in keys:
+                guess = did_you_mean(key, keys) or f"; valid are {', '.join(keys)}"
+                return (), f"table {number} has no key {key!r}{guess}"
+            if detail["type"].startswith("missing"):
+                return (), f"table {number} needs {key}; add it"
+            rule = _rule(detail, choices=fields(cls)[(key,)].choices)
+            return (), f"table {number}: {key} {rule}"
+    return tuple(built), ""
 
 
 def _rule(detail: ErrorDetails, *, choices: Sequence[str]) -> str:

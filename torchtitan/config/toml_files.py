@@ -19,7 +19,15 @@ import tomli_w
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.fields import file_key, values_of
-from torchtitan.config.layers import COMMAND_LINE, NUM_SHOWN, Layer, Setting, flatten, literal
+from torchtitan.config.layers import (
+    COMMAND_LINE,
+    NUM_SHOWN,
+    Layer,
+    Setting,
+    as_table,
+    flatten,
+    literal,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -92,7 +100,7 @@ def to_toml(config: object) -> str:
         table = tables
         for name in path[:-1]:
             table = table.setdefault(name, {})
-        table[path[-1]] = list(value) if isinstance(value, tuple) else value
+        table[path[-1]] = as_table(value)
     return tomli_w.dumps(tables)
 
 

@@ -1,50 +1,180 @@
-"""The optimizer: torch's own, with weight decay only where it belongs.
+"""The optimizer: Muon or one of torch's own, with each parameter in the group where it belongs.
 
 Norm scales and biases are not decayed: pulling them to zero does not regularise the function that a
-layer computes. Name patterns decide which parameters those are; they form a parameter group.
+layer computes. Name patterns decide which parameters those are, and which have a learning rate or a
+decay of their own; each combination forms a parameter group of the optimizer.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchtitan.base.errors import ConfigError, Violation, did_you_mean
 from torchtitan.models.parts import HasParameters
-from torchtitan.optim.settings import OptimizerConfig
+from torchtitan.models.trained import check_pattern
+from torchtitan.optim.muon import Muon
+from torchtitan.optim.settings import GroupConfig, OptimizerConfig
+
+WITH_BETAS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Muon")
+"""Those that beta1, beta2 and eps are for."""
 
 
-def build_optimizer(model: HasParameters, *, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the optimizer over the parameters of `model` that require gradients."""
+def build_optimizer(
+    model: HasParameters, *, settings: OptimizerConfig, dtype: torch.dtype = torch.float32
+) -> torch.optim.Optimizer:
+    """Build the optimizer over the parameters of `model` that require gradients, on all ranks.
+
+    `dtype`: in which Muon computes.
+    """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    kept = {
-        name
-        for name in named
-        if any(fnmatchcase(name, pattern) for pattern in settings.no_decay_params)
-    }
-    groups = [
-        {
-            "params": [p for name, p in named.items() if name not in kept],
-            "weight_decay": settings.weight_decay,
-        },
-        {"params": [p for name, p in named.items() if name in kept], "weight_decay": 0.0},
-    ]
-    # a rank whose layers are all frozen keeps one, empty: torch refuses an optimizer without any
-    groups = [group for group in groups if group["params"]] or groups[:1]
+    if settings.name != "Muon":
+        return _torchs_own(_groups(named, settings), settings=settings)
+    matrices = {name: p for name, p in named.items() if _is_muons(name, p, settings)}
+    vectors = {name: p for name, p in named.items() if name not in matrices}
+    others = _torchs_own(_groups(vectors, settings), settings=settings)
+    create_state(others)
+    return Muon(
+        _groups(matrices, settings),
+        names={p: name for name, p in matrices.items()},
+        others=others,
+        lr=settings.lr,
+        momentum=settings.muon_momentum,
+        dtype=dtype,
+        device=next(p.device for _, p in model.named_parameters()),
+    )
+
+
+def check_optimizer(settings: OptimizerConfig, *, trained: Mapping[str, Tensor]) -> None:
+    """Check the settings against the parameters of the whole model that are trained.
+
+    Raises:
+        ConfigError: A pattern matches nothing, or torch's class does not take an option.
+    """
+    left = dict(trained)
+    for number, group in enumerate(settings.groups, start=1):
+        for pattern in group.params:
+            check_pattern(pattern, trained, key="optimizer.groups", what="trained parameter")
+        own = {name for name in left if _matches(name, group.params)}
+        if not own:
+            rule = (
+                f"table {number} has no parameter of its own: those before it match all of "
+                f"{', '.join(group.params)}; put it first, or remove it"
+            )
+            raise ConfigError(Violation(("optimizer.groups",), rule))
+        left = {name: p for name, p in left.items() if name not in own}
+    if settings.name == "Muon":
+        for pattern in set(settings.muon_excluded_params) - set(
+            OptimizerConfig.muon_excluded_params
+        ):
+            check_pattern(pattern, trained, key="optimizer.muon_excluded_params", what="parameter")
+        if not any(_is_muons(name, p, settings) for name, p in trained.items()):
+            rule = (
+                "must leave Muon a matrix to train, got none; remove a pattern, or write "
+                'optimizer.name = "AdamW"'
+            )
+            raise ConfigError(Violation(("optimizer.muon_excluded_params",), rule))
+    _check_options(settings)
+
+
+def _check_options(settings: OptimizerConfig) -> None:
+    taken = {"params", "lr", "weight_decay", *_arguments(settings)}
+    known = inspect.signature(_class(settings)).parameters.keys() - taken
+    for name in settings.options:
+        if name not in known:
+            rule = (
+                f"{name!r} is no argument of torch.optim.{_class(settings).__name__} without a "
+                f"setting of its own{did_you_mean(name, known)}; valid are "
+                f"{', '.join(sorted(known))}"
+            )
+            raise ConfigError(Violation(("optimizer.options",), rule))
+    try:
+        _torchs_own([{"params": [torch.zeros(1)]}], settings=settings)
+    except (TypeError, ValueError, RuntimeError) as error:
+        rule = (
+            f"torch.optim.{_class(settings).__name__} refuses them: {error}; correct or remove it"
+        )
+        raise ConfigError(Violation(("optimizer.options",), rule)) from error
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_muons(name: str, parameter: Tensor, settings: OptimizerConfig) -> bool:
+    """Tell whether Muon updates a parameter: a matrix, or matrices stacked along one dimension."""
+    return parameter.ndim in (2, 3) and not _matches(name, settings.muon_excluded_params)
+
+
+def _groups(named: Mapping[str, Tensor], settings: OptimizerConfig) -> list[dict[str, Any]]:
+    """Deal the parameters out to groups; `lr_scale` is a group's part of the scheduled rate."""
+    left, groups = dict(named), []
+    for own in (*settings.groups, GroupConfig(params=("*",))):
+        chosen = {name for name in left if _matches(name, own.params)}
+        kept = {name for name in chosen if _matches(name, settings.no_decay_params)}
+        decay = settings.weight_decay if own.weight_decay is None else own.weight_decay
+        lr_scale = 1.0 if own.lr is None else own.lr / settings.lr
+        for names, weight_decay in ((chosen - kept, decay), (kept, 0.0)):
+            groups.append(
+                {
+                    "params": [p for name, p in left.items() if name in names],
+                    "weight_decay": weight_decay,
+                    "lr_scale": lr_scale,
+                }
+            )
+        left = {name: p for name, p in left.items() if name not in chosen}
+    # a rank that trains nothing keeps one, empty: torch refuses an optimizer without any
+    return [group for group in groups if group["params"]] or groups[:1]
+
+
+def _class(settings: OptimizerConfig) -> type[torch.optim.Optimizer]:
+    """Return torch's class of that name; Muon's is the one beside it."""
+    name = "AdamW" if settings.name == "Muon" else settings.name
+    found: type[torch.optim.Optimizer] = getattr(torch.optim, name)
+    return found
+
+
+def _torchs_own(
+    groups: list[dict[str, Any]], *, settings: OptimizerConfig
+) -> torch.optim.Optimizer:
+    return _class(settings)(groups, lr=settings.lr, **_arguments(settings), **settings.options)
+
+
+def _arguments(settings: OptimizerConfig) -> dict[str, Any]:
+    """Return what the settings say to torch's class, besides rates and decay."""
     implementation = settings.implementation
-    if settings.name == "SGD" and implementation == "fused":
-        implementation = "foreach"  # torch's fused SGD does not support sharded parameters
-    common: dict[str, Any] = {
-        "lr": settings.lr,
-        "fused": implementation == "fused",
-        "foreach": implementation == "foreach",
-    }
+    if implementation == "fused" and _class(settings) not in (torch.optim.Adam, torch.optim.AdamW):
+        implementation = "foreach"  # torch's other fused kernels do not support sharded parameters
+    arguments: dict[str, Any] = {"foreach": implementation == "foreach"}
+    if "fused" in inspect.signature(_class(settings)).parameters:
+        arguments["fused"] = implementation == "fused"
     if settings.name == "SGD":
-        return torch.optim.SGD(groups, momentum=settings.momentum, **common)
-    adam = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[settings.name]
-    return adam(groups, betas=(settings.beta1, settings.beta2), eps=settings.eps, **common)
+        arguments["momentum"] = settings.momentum
+    if settings.name in WITH_BETAS:
+        arguments |= {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    return arguments
+
+
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that the first step would begin with, and change no weight."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = lr
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                value.fill_(1.0 if key == "mu_product" else 0.0)  # NAdam's product of decays
 
 
 def skips_by_itself(optimizer: torch.optim.Optimizer, *, device: torch.device) -> bool:

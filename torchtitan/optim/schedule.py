@@ -57,6 +57,6 @@ def build_schedule(settings: LRSchedulerConfig, *, peak_lr: float, training_step
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Write the learning rate of the coming step into every parameter group."""
+    """Write the learning rate of the coming step into every parameter group, each its own part."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"]

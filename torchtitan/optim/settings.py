@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from torchtitan.base.errors import Violation
 from torchtitan.config.needs import InsteadOf, Needs
 from torchtitan.config.types import (
     STRICT,
@@ -17,32 +19,94 @@ from torchtitan.config.types import (
     Strings,
 )
 
+REFUSED: Mapping[str, str] = {
+    "Adafactor": "takes means over rows and columns, which torch's code cannot do on shards",
+    "ASGD": "lowers its own learning rate and averages weights that nothing reads",
+    "LBFGS": "computes the loss several times per step",
+    "Rprop": "keeps step sizes of its own, so that no schedule reaches it",
+    "SparseAdam": "needs sparse gradients",
+}
+"""Optimizers of torch that do not fit the step."""
+
+
+def _not_refused(name: object) -> object:
+    if isinstance(name, str) and name in REFUSED:
+        raise ValueError(f'cannot be used: it {REFUSED[name]}; try "AdamW"')
+    return name
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GroupConfig:
+    """Parameters with a learning rate or weight decay of their own."""
+
+    params: Strings
+    """Parameter names (shell patterns); a parameter belongs to the first group that matches it."""
+    lr: FinitePositive | None = None
+    """Peak learning rate; optimizer.lr if not given."""
+    weight_decay: FiniteNonNegative | None = None
+    """Weight decay, except of no_decay_params; optimizer.weight_decay if not given."""
+
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
     """The optimizer and its constants."""
 
-    name: Literal["Adam", "AdamW", "SGD"] = "AdamW"
-    """Update rule."""
+    name: Annotated[
+        Literal[
+            "Adadelta",
+            "Adagrad",
+            "Adam",
+            "AdamW",
+            "Adamax",
+            "Muon",
+            "NAdam",
+            "RAdam",
+            "RMSprop",
+            "SGD",
+        ],
+        BeforeValidator(_not_refused),
+    ] = "AdamW"
+    """Update rule: Muon for matrices with AdamW for the rest, or one of torch.optim's."""
     lr: FinitePositive = 8e-4
     """Peak learning rate; the schedule multiplies it."""
     beta1: Decay = 0.9
-    """Decay of the first moment (Adam, AdamW)."""
+    """Decay of the first moment (Adam, AdamW, Adamax, NAdam, RAdam, and Muon's AdamW)."""
     beta2: Decay = 0.95
-    """Decay of the second moment (Adam, AdamW)."""
+    """Decay of the second moment (the same)."""
     eps: FinitePositive = 1e-8
-    """Added to the denominator (Adam, AdamW)."""
+    """Added to the denominator (the same)."""
     momentum: Annotated[Decay, Needs("name", "SGD", "use beta1, or remove this")] = 0.0
     """Momentum."""
+    muon_momentum: Annotated[Decay, Needs("name", "Muon")] = 0.95
+    """Momentum of matrices."""
+    muon_excluded_params: Annotated[Strings, Needs("name", "Muon")] = (
+        "tok_embeddings.*",
+        "output.*",
+        "*.lora_?",
+    )
+    """Matrices (shell patterns) that AdamW updates, as it does vectors."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of torch's class, as amsgrad = true."""
     weight_decay: FiniteNonNegative = 0.1
     """Weight decay of every parameter that no_decay_params does not match."""
+    groups: tuple[GroupConfig, ...] = ()
+    """Parameters with a learning rate or weight decay of their own, one table for each group."""
     no_decay_params: Strings = ("*norm*", "*.bias")
     """Parameter names (shell patterns) that are never decayed."""
     frozen_params: Strings = ()
     """Parameter names (shell patterns) that are not trained: no gradient, no optimizer state."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """How the update runs: one kernel for all (fused; SGD: foreach), one for each operation
-    (foreach), or a plain loop."""
+    """How the update runs: one kernel for all (fused; Adam and AdamW alone, others: foreach), one
+    for each operation (foreach), or a plain loop."""
+
+    def violations(self) -> Iterator[Violation]:
+        """Check that each group says something of some parameter."""
+        for number, group in enumerate(self.groups, start=1):
+            if not group.params:
+                yield Violation(("groups",), f"table {number} needs a pattern in params; add one")
+            if group.lr is None and group.weight_decay is None:
+                rule = f"table {number} changes nothing; give it lr or weight_decay, or remove it"
+                yield Violation(("groups",), rule)
 
 
 DEFAULT_WARMUP_STEPS = 200

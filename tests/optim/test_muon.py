@@ -1,0 +1,197 @@
+"""Muon: the iteration, who does which work, and the update against torch's own on one device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from tests.distributed.rank_pool import RankPool
+from torchtitan.optim.muon import Box, Muon, cost, orthogonalize, plan_work
+from torchtitan.optim.optimizer import build_optimizer
+from torchtitan.optim.settings import OptimizerConfig
+
+SETTINGS = OptimizerConfig(name="Muon", lr=0.02, weight_decay=0.3, muon_excluded_params=("emb*",))
+SHAPES = {"wide": (6, 14), "tall": (13, 6), "square": (8, 8), "experts": (3, 6, 5), "emb": (9, 4)}
+SHAPES |= {"norm": (7,)}
+STEPS = 4
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6)])
+def test_singular_values_come_near_one_and_their_vectors_stay(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(4, *shape)
+    result = orthogonalize(batch)
+    u, s, vh = torch.linalg.svd(batch, full_matrices=False)
+    along = u.mT @ result @ vh.mT
+    assert ((along.diagonal(dim1=1, dim2=2) - 1).abs() < 0.35)[s > 0.1].all()
+    torch.testing.assert_close(
+        along, along.diagonal(dim1=1, dim2=2).diag_embed(), atol=2e-4, rtol=0
+    )
+    for matrix, one in zip(batch, result, strict=True):
+        torch.testing.assert_close(orthogonalize(matrix), one, atol=1e-5, rtol=0)
+
+
+@contextmanager
+def in_float32() -> Iterator[None]:
+    """Let torch's optimizer not round the momentum to bfloat16."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "bfloat16", Tensor.clone)
+        yield
+
+
+def model(like: dict[str, Tensor]) -> nn.Module:
+    holder = nn.Module()
+    for name, value in like.items():
+        holder.register_parameter(name, nn.Parameter(value.clone()))
+    return holder
+
+
+def values(step: int) -> dict[str, Tensor]:
+    torch.manual_seed(step)
+    return {name: torch.randn(shape) for name, shape in SHAPES.items()}
+
+
+def set_gradients(holder: nn.Module, step: int) -> None:
+    for name, p in holder.named_parameters():
+        p.grad = values(step)[name]
+
+
+def by_torch(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Torch's Muon and AdamW side by side; each expert is a parameter."""
+    whole = values(0)
+    experts = {f"experts.{i}": whole["experts"][i] for i in range(SHAPES["experts"][0])}
+    flat = {k: nn.Parameter(v.clone()) for k, v in {**whole, **experts}.items() if k != "experts"}
+    muon = torch.optim.Muon(
+        [p for name, p in flat.items() if name not in ("emb", "norm")],
+        lr=0.02,
+        weight_decay=0.3,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    groups = [{"params": [flat["emb"]]}, {"params": [flat["norm"]], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), weight_decay=0.3)
+    with in_float32() if dtype == torch.float32 else nullcontext():
+        for step in range(1, STEPS + 1):
+            gradients = values(step)
+            for name, p in flat.items():
+                first, _, index = name.partition(".")
+                p.grad = gradients[first][int(index)] if index else gradients[first]
+            muon.step()
+            adamw.step()
+    stacked = torch.stack([flat.pop(name).detach() for name in experts])
+    return {name: p.detach() for name, p in flat.items()} | {"experts": stacked}
+
+
+def alone(dtype: torch.dtype) -> dict[str, Tensor]:
+    holder = model(values(0))
+    optimizer = build_optimizer(holder, settings=SETTINGS, dtype=dtype)
+    for step in range(1, STEPS + 1):
+        set_gradients(holder, step)
+        optimizer.step()
+    return {name: p.detach() for name, p in holder.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_device_agrees_with_torch(dtype: torch.dtype, ranks: RankPool) -> None:
+    """In both types of the iteration: they are 1e-3 apart."""
+    [result] = ranks.run(alone, dtype, world=1)
+    expected = by_torch(dtype)
+    assert result.keys() == expected.keys()
+    for name, value in result.items():
+        torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6)
+
+
+PLACED: dict[str, tuple[Placement, Placement]] = {
+    "wide": (Replicate(), Shard(0)),
+    "tall": (Shard(0), Shard(1)),
+    "square": (Replicate(), Replicate()),
+    "experts": (Shard(0), Shard(1)),
+    "emb": (Shard(0), Replicate()),
+    "norm": (Replicate(), Shard(0)),
+}
+
+
+def spread() -> tuple[dict[str, Tensor], Counter[int], list[tuple[str, int | None]]]:
+    """All kinds of shards, uneven and empty ones too, on 2 x 2 ranks.
+
+    Return the weights, what this rank sends to each other one in a step, and what it owns.
+    """
+    mesh = init_device_mesh("cpu", (2, 2))
+    laid = {k: distribute_tensor(v, mesh, PLACED[k]) for k, v in values(0).items()}
+    holder = model(laid)
+    optimizer = build_optimizer(holder, settings=SETTINGS)
+    assert isinstance(optimizer, Muon)
+    sent: Counter[int] = Counter()
+    correct = dist.all_to_all_single
+
+    def counting(received: Tensor, given: Tensor, of: list[int], to: list[int]) -> None:
+        sent.update({rank: n for rank, n in enumerate(to) if rank != dist.get_rank()})
+        correct(received, given, of, to)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counting)
+        for step in range(1, STEPS + 1):
+            for name, p in holder.named_parameters():
+                p.grad = distribute_tensor(values(step)[name], mesh, PLACED[name])
+            optimizer.step()
+    whole = {name: p.detach().full_tensor() for name, p in holder.named_parameters()}
+    return whole, sent, [(m.name, m.index) for m in optimizer.own]
+
+
+def test_any_shards_are_updated_as_on_one_device(ranks: RankPool) -> None:
+    results = ranks.run(spread, world=4)
+    expected = by_torch(torch.float32)
+    for result, _, _ in results:
+        for name, value in result.items():
+            torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6)
+            assert torch.equal(value, results[0][0][name])
+    owned = [one for _, _, own in results for one in own]
+    assert len(owned) == len(set(owned)) == 3 + SHAPES["experts"][0]
+
+
+def test_a_step_sends_what_the_page_says(ranks: RankPool) -> None:
+    """Elements to others: a part that the owner lacks comes once, each part but its own goes out.
+
+    `square`, the dearest, is rank 0's: nothing comes, all of it goes to three. `wide` is rank 1's:
+    half comes, half goes to three. `tall` is rank 2's, which has 6 x 3 of it: the rest comes and
+    goes. An expert lies on two ranks: half comes and goes.
+    """
+    sent = sum((counted for _, counted, _ in ranks.run(spread, world=4)), Counter())
+    square, wide, tall = 8 * 8 * 3, 6 * 14 * (1 / 2 + 3 / 2), 2 * (13 * 6 - 6 * 3)
+    experts = 3 * 6 * 5 * (1 / 2 + 1 / 2)
+    assert sum(sent.values()) / STEPS == square + wide + tall + experts
+
+
+def halves(shape: tuple[int, int]) -> list[Box]:
+    rows = shape[0] // 2
+    return [Box((start, 0), (rows, shape[1])) for start in (0, rows)]
+
+
+def test_work_is_even_and_stays_in_a_copy_of_the_model() -> None:
+    """Two copies of a model in two shards each: ranks 0 and 1, 2 and 3."""
+    shapes = {"wq": (64, 64), "wk": (32, 64), "w1": (176, 64), "w2": (64, 176)}
+    shapes = {f"{i}.{name}": shape for i in range(5) for name, shape in shapes.items()}
+    boxes = [{name: halves(s)[rank % 2] for name, s in shapes.items()} for rank in range(4)]
+    matrices = plan_work(shapes, boxes)
+    assert {m.name for m in matrices} == set(shapes)
+    work = Counter(dict.fromkeys(range(4), 0))
+    for matrix in matrices:
+        work[matrix.owner] += cost(matrix.shape)
+        assert matrix.senders == ({0, 1} if matrix.owner < 2 else {2, 3})
+    assert max(work.values()) - min(work.values()) <= max(map(cost, shapes.values()))
+
+
+def test_what_a_rank_holds_as_a_whole_it_orthogonalises_itself() -> None:
+    """Experts that are dealt out to ranks are not sent."""
+    boxes = [{"w": Box((2 * rank, 0, 0), (2, 4, 4))} for rank in range(2)]
+    for matrix in plan_work({"w": (4, 4, 4)}, boxes):
+        assert matrix.index is not None
+        assert matrix.owner == matrix.index // 2
+        assert set(matrix.parts) == matrix.senders == {matrix.owner}

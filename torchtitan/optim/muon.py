@@ -1,0 +1,288 @@
+"""Muon: the momentum of a matrix, orthogonalised, is its update; the same in every layout.
+
+The update of a matrix is its momentum M = U S V^T with all singular values brought near 1, about
+U V^T, by five steps of a Newton-Schulz iteration (Jordan, kellerjordan.github.io/posts/muon). It is
+scaled by 0.2 sqrt(max(rows, columns)), which gives it the size of an AdamW update, so that
+learning rate and weight decay of AdamW carry over (arXiv:2502.16982). Embeddings, the output head,
+norms and biases are updated by AdamW.
+
+A singular value belongs to the whole matrix, so one rank needs all of it. Each matrix has one owner
+among the ranks that hold a part of it: they send it their parts of the momentum, it orthogonalises
+the matrix, and sends every rank its part of the result. Owners are chosen such that all ranks have
+about equal work, copies included, and nothing is computed twice. The alternatives, to gather each
+matrix on every rank or to orthogonalise each shard by itself, repeat the work and train another
+model. Each way takes one all-to-all for all matrices together. Momentum stays sharded as the
+parameters are, in steps and checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan.models.init import local_offsets
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the odd polynomial of degree 5; steepest at 0, so that few steps do. It does not converge to 1
+but leaves singular values between about 0.7 and 1.2."""
+NUM_STEPS = 5
+EPS = 1e-7
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Return about U V^T of a matrix U S V^T, or of each of a batch, computed in its own type."""
+    a, b, c = COEFFICIENTS
+    add_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if is_tall else matrix
+    norm = x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp(min=EPS)  # the largest singular value is at most this norm
+    for _ in range(NUM_STEPS):
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def cost(shape: Sequence[int]) -> int:
+    """Return the multiplications of a step of the iteration."""
+    short, long = sorted(shape)
+    return short * short * (2 * long + short)
+
+
+def scale(shape: Sequence[int]) -> float:
+    """Return what gives an orthogonal matrix the root mean square of an AdamW update, about 0.2."""
+    return 0.2 * math.sqrt(max(shape))
+
+
+@dataclass(frozen=True)
+class Box:
+    """The part of a tensor that a rank holds, per dimension."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the part of a whole tensor."""
+        for dim, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A matrix to orthogonalise: a parameter, or one of a parameter's batch."""
+
+    name: str
+    index: int | None
+    """Its place in the batch."""
+    shape: tuple[int, ...]
+    parts: Mapping[int, Box]
+    """What each rank holds of it, if anything."""
+    owner: int
+    """The rank that orthogonalises it."""
+    senders: frozenset[int]
+    """Those that send the owner their parts: one of the ranks with equal parts."""
+
+
+def find_box(parameter: Tensor) -> Box:
+    """Return which part of a parameter this rank holds."""
+    starts, sizes = [], []
+    strides = torch.empty(parameter.shape, device="meta").stride()
+    for offsets, stride in zip(local_offsets(parameter), strides, strict=True):
+        first, last = (int(offsets[i]) // stride if len(offsets) else 0 for i in (0, -1))
+        assert last - first + 1 == max(len(offsets), 1), "a part is one block"
+        starts.append(first)
+        sizes.append(len(offsets))
+    return Box(tuple(starts), tuple(sizes))
+
+
+def plan_work(
+    shapes: Mapping[str, Sequence[int]], boxes: Sequence[Mapping[str, Box]]
+) -> list[Matrix]:
+    """Cut parameters into matrices and choose the owner of each.
+
+    `boxes`: of each rank, what it holds of every parameter that it shares. The dearest matrix goes
+    first, to the rank with the least work until then; one that some ranks hold as a whole, to one
+    of these.
+    """
+    found: list[Matrix] = []
+    work: Counter[int] = Counter()
+    matrices = [
+        (name, index, tuple(shape[-2:]))
+        for name, shape in shapes.items()
+        for index in ([None] if len(shape) == 2 else range(shape[0]))
+    ]
+    for name, index, shape in sorted(matrices, key=lambda one: -cost(one[2])):
+        parts = {}
+        for rank, held in enumerate(boxes):
+            part = _part(held.get(name), index)
+            if part is not None:
+                parts[rank] = part
+        whole = [rank for rank, part in parts.items() if part.sizes == shape]
+        owner = min(whole or parts, key=lambda rank: (work[rank], rank))
+        work[owner] += cost(shape)
+        senders = _choose_senders(parts, owner=owner)
+        found.append(Matrix(name, index, shape, parts, owner, senders))
+    return found
+
+
+def _part(box: Box | None, index: int | None) -> Box | None:
+    """Return what a rank holds of one matrix of a parameter; None: nothing."""
+    if box is None or not box.numel:
+        return None
+    if index is None:
+        return box
+    is_here = box.starts[0] <= index < box.starts[0] + box.sizes[0]
+    return Box(box.starts[1:], box.sizes[1:]) if is_here else None
+
+
+def _choose_senders(parts: Mapping[int, Box], *, owner: int) -> frozenset[int]:
+    """Of ranks with equal parts choose the one in the owner's place among its equals.
+
+    That is the owner's own copy of the model, or itself.
+    """
+    holders: dict[Box, list[int]] = {}
+    for rank in sorted(parts):
+        holders.setdefault(parts[rank], []).append(rank)
+    place = holders[parts[owner]].index(owner)
+    return frozenset(ranks[place % len(ranks)] for ranks in holders.values())
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon over all ranks of the job, with another optimizer for what is no matrix."""
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        names: Mapping[Tensor, str],
+        others: torch.optim.Optimizer,
+        lr: float,
+        momentum: float,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Build it, on every rank of the job at once; each step takes all of them too.
+
+        `groups` hold matrices or batches of them, `others` updates all other parameters. `dtype` is
+        that of the iteration and of what is sent, `device` where the parameters are.
+        """
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "momentum": momentum})
+        self._groups = list(self.param_groups)
+        self._others = others
+        # one list and one state for both, as the schedule and checkpoints see them
+        self.param_groups += others.param_groups
+        self.state = others.state
+        parameters = {names[p]: p for group in self._groups for p in group["params"]}
+        for p in parameters.values():
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        self._names = {p: name for name, p in parameters.items()}
+        self._boxes = {name: find_box(p) for name, p in parameters.items()}
+        self._nothing = torch.empty(0, dtype=dtype, device=device)
+        self._rank, ranks = dist.get_rank(), range(dist.get_world_size())
+        boxes = [self._boxes for _ in ranks]
+        dist.all_gather_object(boxes, self._boxes)
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        matrices = plan_work(shapes, boxes)
+        self.own = [matrix for matrix in matrices if matrix.owner == self._rank]
+        held = [matrix for matrix in matrices if self._rank in matrix.parts]
+        sent = [matrix for matrix in matrices if self._rank in matrix.senders]
+        self._to_owners = [[m for m in sent if m.owner == rank] for rank in ranks]
+        self._from_senders = [[m for m in self.own if rank in m.senders] for rank in ranks]
+        self._to_holders = [[m for m in self.own if rank in m.parts] for rank in ranks]
+        self._from_owners = [[m for m in held if m.owner == rank] for rank in ranks]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters."""
+        assert closure is None, "the loss is computed once"
+        moved = self._momenta()
+        whole = self._gather(moved)
+        for matrix in self.own:
+            whole[matrix] = orthogonalize(whole[matrix])
+        self._scatter(whole, into=moved)
+        for group in self._groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    local = _local(p)
+                    local.mul_(1 - group["lr"] * group["weight_decay"])
+                    local.add_(moved[self._names[p]], alpha=-group["lr"] * scale(p.shape[-2:]))
+        self._others.step()
+
+    def _momenta(self) -> dict[str, Tensor]:
+        """Add the gradients to this rank's parts of the momentum; return Nesterov's, to be sent."""
+        found = {}
+        for group in self._groups:
+            for p in group["params"]:
+                if p.grad is None:  # of a parameter without a part in the loss
+                    momentum = torch.zeros_like(_local(p))
+                else:
+                    grad, buffer = _local(p.grad), _local(self.state[p]["momentum_buffer"])
+                    buffer.lerp_(grad, 1 - group["momentum"])
+                    momentum = grad.lerp(buffer, group["momentum"])
+                found[self._names[p]] = momentum.to(self._nothing.dtype)
+        return found
+
+    def _gather(self, momenta: Mapping[str, Tensor]) -> dict[Matrix, Tensor]:
+        """Return the whole matrices that this rank owns."""
+        whole = {matrix: self._nothing.new_empty(matrix.shape) for matrix in self.own}
+        sent = [[self._slab(momenta, m) for m in to] for to in self._to_owners]
+        received = [[m.parts[rank] for m in of] for rank, of in enumerate(self._from_senders)]
+        for matrix, box, part in zip(
+            chain.from_iterable(self._from_senders),
+            chain.from_iterable(received),
+            self._exchange(sent, received),
+            strict=True,
+        ):
+            box.of(whole[matrix]).copy_(part)
+        return whole
+
+    def _scatter(self, whole: Mapping[Matrix, Tensor], *, into: Mapping[str, Tensor]) -> None:
+        """Send each rank its parts of this rank's matrices, and put those of others in place."""
+        sent = [
+            [m.parts[rank].of(whole[m]) for m in to] for rank, to in enumerate(self._to_holders)
+        ]
+        received = [[m.parts[self._rank] for m in of] for of in self._from_owners]
+        for matrix, part in zip(
+            chain.from_iterable(self._from_owners), self._exchange(sent, received), strict=True
+        ):
+            self._slab(into, matrix).copy_(part)
+
+    def _slab(self, tensors: Mapping[str, Tensor], matrix: Matrix) -> Tensor:
+        """Return this rank's part of a matrix, out of that of its parameter."""
+        tensor = tensors[matrix.name]
+        start = self._boxes[matrix.name].starts[0]
+        return tensor if matrix.index is None else tensor[matrix.index - start]
+
+    def _exchange(
+        self, sent: Sequence[Sequence[Tensor]], wanted: Sequence[Sequence[Box]]
+    ) -> Iterator[Tensor]:
+        """Send tensors to each rank and yield the `wanted` parts from each."""
+        num_sent = [sum(part.numel() for part in to) for to in sent]
+        num_received = [sum(box.numel for box in of) for of in wanted]
+        flat = torch.cat([self._nothing, *(part.reshape(-1) for part in chain.from_iterable(sent))])
+        received = flat
+        if len(sent) > 1:
+            received = flat.new_empty(sum(num_received))
+            dist.all_to_all_single(received, flat, num_received, num_sent)
+        boxes = list(chain.from_iterable(wanted))
+        for box, part in zip(boxes, received.split([b.numel for b in boxes]), strict=True):
+            yield part.view(box.sizes)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
