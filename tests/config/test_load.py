@@ -13,6 +13,7 @@ from torchtitan.config.fields import FieldFacts, fields, sections, values_of
 from torchtitan.config.layers import Path, literal
 from torchtitan.config.toml_files import to_toml
 from torchtitan.job import Config, load_config
+from torchtitan.optim.settings import GroupConfig, OptimizerConfig
 
 
 def test_no_file_means_defaults() -> None:
@@ -196,8 +197,17 @@ def random_value(path: Path, facts: FieldFacts, rng: random.Random) -> object:
         return rng.choice(facts.choices)
     if facts.kind is bool:
         return rng.random() < 0.5
+    if facts.kind is dict:
+        return {key: rng.choice([True, 5, 0.5, *TEXTS]) for key in ("a", "b")[: rng.randrange(3)]}
     if facts.kind is tuple:
         count = rng.randrange(3)
+        if facts.keys:
+            return tuple(
+                GroupConfig(
+                    params=(rng.choice(TEXTS) or "*",), lr=rng.choice([None, 0.5]), weight_decay=0.1
+                )
+                for _ in range(count)
+            )
         if facts.nested:
             return tuple((rng.choice(TEXTS), "norm") for _ in range(count))
         return tuple(
@@ -252,6 +262,8 @@ def random_config(seed: int) -> Config:
         ("quantize", "linear", "float8", "recipe_name"): None,
         ("quantize", "linear", "float8", "emulate"): False,
         ("optimizer", "name"): "SGD",
+        ("optimizer", "muon_momentum"): 0.95,
+        ("optimizer", "muon_excluded_params"): OptimizerConfig.muon_excluded_params,
         ("lr_scheduler", "total_steps"): None,
         ("lr_scheduler", rng.choice(["warmup_steps", "warmup_ratio"])): None,
         ("profiling", "profile_freq"): 10**12,
@@ -306,7 +318,8 @@ def test_options_give_what_the_file_gives(seed: int) -> None:
 def test_resolved_toml_names_every_key_but_those_not_set() -> None:
     text = to_toml(Config())
     for path, value in values_of(Config()).items():
-        assert (f"\n{path[-1]} = " in text) or value is None
+        header = f"\n[{'.'.join(path)}]"
+        assert f"\n{path[-1]} = " in text or value is None or header in text
     assert "config_file" not in text
     # what is left out must come back by itself
     assert all(facts.default is None for facts in fields(Config).values() if facts.optional)

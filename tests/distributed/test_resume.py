@@ -39,7 +39,6 @@ LAYOUTS = {
     "one process, SGD": (1, ("--optimizer.name=SGD", "--optimizer.momentum=0.9")),
     "fsdp 2, SGD without state": (2, ("--optimizer.name=SGD",)),
     "fsdp 2, Muon": (2, ("--optimizer.name=Muon",)),
-    "fsdp 2, NAdam": (2, ("--optimizer.name=NAdam",)),
 }
 ALL_WAYS = ("one process", "fsdp 2", "ddp 2", "hsdp 2x2")
 WAYS = {
