@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from torchtitan.base.errors import DataError
 from torchtitan.data import prepare
 from torchtitan.data.builtin import SyntheticCorpus
 from torchtitan.data.prepare import cached_store
-from torchtitan.data.source import FileCorpus
+from torchtitan.data.source import FileCorpus, file_identity
 from torchtitan.data.store import TokenStore
 from torchtitan.data.text import Ids
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
@@ -85,6 +86,14 @@ def test_tokenised_once_and_again_after_a_change(tmp_path: Path) -> None:
     other = build_tokenizer("bpe_2048")
     assert cached_store(corpus, tokenizer=other, cache=str(cache)).num_tokens < 10
     assert len(entries(cache)) == 4
+
+
+def test_stores_of_earlier_versions_are_found(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "texts", ["one", "two"])
+    cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(tmp_path / "cache"))
+    files = [file_identity(file) for file in corpus.files]
+    parts = [1, ByteTokenizer.fingerprint, "2 files", [*files, "text"]]
+    assert entries(tmp_path / "cache") == [sha256(json.dumps(parts).encode()).hexdigest()[:32]]
 
 
 def test_content_does_not_depend_on_where_the_text_lies(tmp_path: Path) -> None:
