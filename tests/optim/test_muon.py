@@ -59,11 +59,6 @@ def values(step: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape) for name, shape in SHAPES.items()}
 
 
-def set_gradients(holder: nn.Module, step: int) -> None:
-    for name, p in holder.named_parameters():
-        p.grad = values(step)[name]
-
-
 def by_torch(dtype: torch.dtype) -> dict[str, Tensor]:
     """Torch's Muon and AdamW side by side; each expert is a parameter."""
     whole = values(0)
@@ -93,7 +88,9 @@ def alone(dtype: torch.dtype) -> dict[str, Tensor]:
     holder = model(values(0))
     optimizer = build_optimizer(holder, settings=SETTINGS, dtype=dtype)
     for step in range(1, STEPS + 1):
-        set_gradients(holder, step)
+        gradients = values(step)
+        for name, p in holder.named_parameters():
+            p.grad = gradients[name]
         optimizer.step()
     return {name: p.detach() for name, p in holder.named_parameters()}
 
@@ -124,8 +121,14 @@ def spread() -> tuple[dict[str, Tensor], Counter[int], list[tuple[str, int | Non
     Return the weights, what this rank sends to each other one in a step, and what it owns.
     """
     mesh = init_device_mesh("cpu", (2, 2))
-    laid = {k: distribute_tensor(v, mesh, PLACED[k]) for k, v in values(0).items()}
-    holder = model(laid)
+
+    def lay(step: int) -> dict[str, Tensor]:
+        return {
+            name: distribute_tensor(value, mesh, PLACED[name], src_data_rank=None)
+            for name, value in values(step).items()
+        }
+
+    holder = model(lay(0))
     optimizer = build_optimizer(holder, settings=SETTINGS)
     assert isinstance(optimizer, Muon)
     sent: Counter[int] = Counter()
@@ -138,8 +141,9 @@ def spread() -> tuple[dict[str, Tensor], Counter[int], list[tuple[str, int | Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counting)
         for step in range(1, STEPS + 1):
+            gradients = lay(step)
             for name, p in holder.named_parameters():
-                p.grad = distribute_tensor(values(step)[name], mesh, PLACED[name])
+                p.grad = gradients[name]
             optimizer.step()
     whole = {name: p.detach().full_tensor() for name, p in holder.named_parameters()}
     return whole, sent, [(m.name, m.index) for m in optimizer.own]

@@ -137,13 +137,8 @@ def test_what_does_not_fit_is_refused(settings: dict[str, Any], key: str, remedy
     assert remedy in violation.rule
 
 
-SHARDED: dict[str, tuple[Any, Any]] = {
-    "rows": (Replicate(), Shard(0)),
-    "both": (Shard(0), Shard(1)),
-    "copied": (Replicate(), Replicate()),
-    "norm": (Replicate(), Shard(0)),
-}
-SHAPES = {"rows": (5, 4), "both": (7, 6), "copied": (3, 3), "norm": (5,)}
+SHARDED = {"rows": Shard(0), "columns": Shard(1), "copied": Replicate(), "norm": Shard(0)}
+SHAPES = {"rows": (5, 4), "columns": (3, 6), "copied": (3, 3), "norm": (5,)}
 TORCHS: list[dict[str, Any]] = [
     {"name": "Adadelta", "options": {"rho": 0.8, "eps": 1e-3}},
     {"name": "Adagrad"},
@@ -164,16 +159,18 @@ def gradients(step: int) -> dict[str, Tensor]:
 
 
 def updated(settings: dict[str, Any], *, sharded: bool, state_first: bool) -> list[Tensor]:
-    mesh = init_device_mesh("cpu", (2, 2)) if sharded else None
+    mesh = init_device_mesh("cpu", (2,)) if sharded else None
 
     def lay(name: str, value: Tensor) -> Tensor:
-        return value if mesh is None else distribute_tensor(value, mesh, SHARDED[name])
+        if mesh is None:
+            return value
+        return distribute_tensor(value, mesh, [SHARDED[name]], src_data_rank=None)
 
     net = nn.ParameterDict({name: nn.Parameter(lay(name, x)) for name, x in gradients(0).items()})
     optimizer = build_optimizer(net, settings=OptimizerConfig(lr=0.1, **settings))
     if state_first:
         create_state(optimizer)
-    for step in range(1, 8):
+    for step in range(1, 7):  # RAdam begins to adapt at the sixth
         for name, grad in gradients(step).items():
             net[name].grad = lay(name, grad)
         optimizer.step()
@@ -186,7 +183,7 @@ def all_updated() -> list[list[Tensor]]:
 
 
 def test_torchs_optimizers_update_shards_as_whole_parameters(ranks: RankPool) -> None:
-    for result in ranks.run(all_updated, world=4):
+    for result in ranks.run(all_updated, world=2):
         for settings, found in zip(TORCHS, result, strict=True):
             expected = updated(settings, sharded=False, state_first=False)
             for ours, whole in zip(found, expected, strict=True):
