@@ -21,7 +21,7 @@ NAME = "bpe_2048"
 
 @pytest.fixture(autouse=True)
 def _each_file_is_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_files_module, "JOB_BYTES", 0)
+    monkeypatch.setattr(prepare_files_module, "MAX_JOB_BYTES", 0)
 
 
 def corpus_of(folder: Path) -> FileCorpus:
@@ -65,7 +65,8 @@ def test_small_files_are_done_together(
     prepare(corpus, tmp_path / "each", 1)
     caplog.set_level(logging.INFO)
     # the first is full before the long one
-    monkeypatch.setattr(prepare_files_module, "JOB_BYTES", 100)
+    monkeypatch.setattr(prepare_files_module, "MAX_JOB_BYTES", 100)
+    monkeypatch.setattr(prepare_files_module, "NUM_JOBS", 1)
     prepare(corpus, tmp_path / "together", 1)
     assert caplog.text.count("tokenising 3 files") == 1
     assert bytes_of(tmp_path / "together") == bytes_of(tmp_path / "each")

@@ -34,7 +34,8 @@ from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 
 logger = logging.getLogger(__name__)
 
-JOB_BYTES = 1 << 25
+# small enough that all processes end at about the same time, large enough that jobs cost nothing
+MAX_JOB_BYTES, NUM_JOBS = 1 << 25, 64
 
 
 @dataclass
@@ -94,12 +95,13 @@ def prepare_files(
 
 def _divided(corpus: FileCorpus) -> Iterator[FileCorpus]:
     """Yield neighbouring files together, until there are enough bytes for a job."""
+    enough = min(MAX_JOB_BYTES, corpus.num_bytes // NUM_JOBS)
     files: list[Path] = []
     size = 0
     for file in corpus.files:
         files.append(file)
         size += file.stat().st_size
-        if size >= JOB_BYTES:
+        if size >= enough:
             yield replace(corpus, files=tuple(files))
             files, size = [], 0
     if files:
