@@ -123,10 +123,11 @@ def _as_meant_then(stored: Layer) -> Layer:
 
 PLACES_OF_DATA = {
     ("training", "dataset_path"),
+    ("training", "dataset_mixture"),
     ("training", "chat_template"),
     ("model", "tokenizer_path"),
 }
-"""Say nothing where a fingerprint of data, template and tokenizer themselves is compared."""
+"""Say nothing where a fingerprint of data and weights, template and tokenizer is compared."""
 
 
 def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False) -> list[str]:

@@ -243,6 +243,7 @@ def random_config(seed: int) -> Config:
         (*scaling, "high_freq_factor"): None,
         ("training", "dataset"): "files" if paths else "synthetic",
         ("training", "dataset_text_template"): None,
+        ("training", "dataset_mixture"): {},
         ("training", "dataset_weights"): tuple(rng.uniform(0.1, 9.0) for _ in paths),
         ("training", "global_batch_size"): values["training", "local_batch_size"],
         ("activation_checkpoint", "selective_ac_option"): str(rng.randrange(1, 9)),
@@ -286,6 +287,12 @@ def random_config(seed: int) -> Config:
         }
         if paths and values["training", "dataset_text_key"] == "text":
             values["training", "dataset_text_template"] = "{title}\n{{é}} {body}"
+    if values["training", "dataset"] == "files" and rng.random() < 0.5:
+        values |= {
+            ("training", "dataset_mixture"): {"a b/**/*.jsonl": 0.5, "é": 2.0},
+            ("training", "dataset_path"): (),
+            ("training", "dataset_weights"): (),
+        }
     for axis in ("tensor", "pipeline", "context"):
         values["parallelism", f"{axis}_parallel_degree"] = 1
     parts: dict[Path, dict[str, object]] = {(): {}}

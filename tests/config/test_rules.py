@@ -83,6 +83,29 @@ BROKEN = [
         "[training] dataset_weights",
         'needs dataset = "files"',
     ),
+    (
+        '[training.dataset_mixture]\n"a.txt" = 1.0',
+        "[training] dataset_mixture",
+        'dataset = "files"',
+    ),
+    *(
+        (
+            f'{FILES}{line}[training.dataset_mixture]\n"*.txt" = 1.0',
+            "[training] dataset_mixture",
+            "says what dataset_path says; remove either",
+        )
+        for line in ("",)
+    ),
+    (
+        f'{FILES}[training.dataset_mixture]\n"*.txt" = 1.0',
+        "[training] dataset_mixture",
+        "says what dataset_path says; remove either",
+    ),
+    (
+        '[training]\ndataset = "files"\n[training.dataset_mixture]\n"*.txt" = 0',
+        "[training] dataset_mixture",
+        'item "*.txt" must be greater than 0, got 0',
+    ),
     ('[training]\ndataset_text_template = "{a}"', "[training] dataset_text_t", 'dataset = "files"'),
     *(
         (
@@ -346,6 +369,7 @@ INSIDE = [
     '[job]\nsave_config_file = "a/../configs/job.toml"',
     '[training]\ndataset = "files"\ndataset_path = ["a", "b"]\ndataset_weights = [1.0, 2.0]',
     '[training]\ndataset = "files"\ndataset_path = ["a", "b"]',
+    '[training]\ndataset = "files"\n[training.dataset_mixture]\n"a/**" = 1\nb = 2.5',
     '[training]\ndataset = "examples"\ndataset_path = "a"\nlong_examples = "skip"\n'
     'chat_template = "x"',
     "[training]\nglobal_batch_size = 16\nlocal_batch_size = 8",

@@ -369,6 +369,17 @@ def test_a_template_is_part_of_the_data(tmp_path: Path) -> None:
     assert plain.fingerprint["data"] != template.fingerprint["data"]
 
 
+def test_a_mixture_is_a_table_of_paths_and_weights(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("a.csv", "b.txt")]
+    (tmp_path / "a.csv").write_bytes(table(ROWS, ","))
+    (tmp_path / "b.txt").write_text("other words " * 300)
+    one = dataset_of(tmp_path, dataset_path=paths, dataset_weights=(0.75, 0.25))
+    mixture = {paths[0]: 3.0, paths[1]: 1.0}
+    other = dataset_of(tmp_path, dataset="files", dataset_path=(), dataset_mixture=mixture)
+    assert other.fingerprint == one.fingerprint
+    assert [other.sample_hash(k) for k in range(40)] == [one.sample_hash(k) for k in range(40)]
+
+
 def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.parquet").write_bytes(parquet(ROWS))
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -100,7 +100,7 @@ def warn_of_overlap(
     if dataset.fingerprint["data"] == trained_on.fingerprint["data"]:
         found.append("the very data that are trained on")
     else:
-        if files := shared_files(validation.dataset_path, training.dataset_path):
+        if files := shared_files(validation.dataset_path, training.paths):
             named = ", ".join(map(str, files[:2]))
             found.append(f"{len(files)} of the files of the training, as {named}")
         supervised, other = (
@@ -151,6 +151,7 @@ def describe_source(config: Config) -> TrainingConfig:
         dataset=validation.dataset or training.dataset,
         dataset_path=validation.dataset_path,
         dataset_weights=(),
+        dataset_mixture={},
     )
 
 

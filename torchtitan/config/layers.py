@@ -99,7 +99,15 @@ def literal(value: object) -> str:
     if is_dataclass(value):
         value = as_table(value)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {literal(item)}" for key, item in value.items()) + "}"
+        return (
+            "{" + ", ".join(f"{_key(key)} = {literal(item)}" for key, item in value.items()) + "}"
+        )
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         return hex(value)
     return str(value)
+
+
+def _key(key: str) -> str:
+    """Write a key as TOML would, in quotes where that is needed."""
+    bare = key.isascii() and key.replace("-", "_").isidentifier()
+    return key if bare else literal(key)

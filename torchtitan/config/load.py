@@ -309,7 +309,9 @@ def _rule(detail: ErrorDetails, *, choices: Sequence[str]) -> str:
     rule = RULES.get(detail["type"], detail["msg"].replace("Input should be", "must be"))
     rule = rule.removeprefix("Value error, ")
     if len(detail["loc"]) > 1:
-        rule = f"item {int(detail['loc'][1]) + 1} {rule}, got {literal(value)}"
+        item = detail["loc"][1]
+        which = item + 1 if isinstance(item, int) else literal(item)
+        rule = f"item {which} {rule}, got {literal(value)}"
     if detail["type"] == "literal_error":
         return rule + did_you_mean(str(value), choices)
     if detail["type"] == "string_type" and isinstance(value, (int, float)):

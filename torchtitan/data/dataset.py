@@ -209,7 +209,7 @@ def build_dataset(
         [_open(part, training, tokenizer, fills_sample=side is None) for part in parts]
         for parts in _corpora(training, held_out=held_out)
     ]
-    weights = training.dataset_weights or (1.0,)
+    weights = training.weights or (1.0,)
     if side is not None and side.held_out:
         # each document once, in no proportion; the stores are the training's all the same
         stores, weights = [[store for parts in stores for store in parts]], (1.0,)
@@ -272,7 +272,7 @@ def _rows(
     """Return what each source reads: its stores, or one view of the documents of a side."""
     if side is None:
         return [*stores]
-    names = training.dataset_path or (training.dataset,)
+    names = training.paths or (training.dataset,)
     if len(names) != len(stores):
         names = (", ".join(names),)
     seq_len, cache = training.seq_len, training.dataset_cache
@@ -283,14 +283,14 @@ def _rows(
 
 
 def _corpora(training: TrainingConfig, *, held_out: bool) -> list[list[Corpus | TokenStore]]:
-    """Return the parts of each source; with weights each entry of `dataset_path` is a source."""
+    """Return the parts of each source; with weights each entry is a source."""
     if training.dataset == "python_stdlib":
         return [[StdlibCorpus()]]
     if training.dataset != "files":
         return [[SyntheticCorpus(held_out=held_out)]]
-    assert training.dataset_path, "a rule of the settings"
-    groups = [find_files(entry) for entry in training.dataset_path]
-    if not training.dataset_weights:
+    assert training.paths, "a rule of the settings"
+    groups = [find_files(entry) for entry in training.paths]
+    if not training.weights:
         groups = [[file for files in groups for file in files]]
     counts = Counter(file for files in groups for file in files)
     if repeated := [file for file, count in counts.items() if count > 1]:

@@ -10,8 +10,16 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.base.errors import Violation
-from torchtitan.config.needs import GIVEN, AtLeast, Needs
-from torchtitan.config.types import STRICT, MinusOneOrMore, Share, Strings, Text, Weights
+from torchtitan.config.needs import AtLeast, Needs
+from torchtitan.config.types import (
+    STRICT,
+    FinitePositive,
+    MinusOneOrMore,
+    Share,
+    Strings,
+    Text,
+    Weights,
+)
 
 WORKERS = Needs("num_workers", AtLeast(1))
 READS_FILES = ("files", "examples")
@@ -75,10 +83,7 @@ class TrainingConfig:
     alone, and no label crosses a document's end."""
     document_positions: Literal["continue", "restart"] = "continue"
     """Positions count on through a sample, or restart at 0 with each document in it."""
-    dataset: Annotated[
-        DatasetKind,
-        Needs("dataset_path", GIVEN, "name the files to read", of=READS_FILES),
-    ] = "python_stdlib"
+    dataset: DatasetKind = "python_stdlib"
     """python_stdlib: sources of this Python's library; synthetic: generated text; synthetic_masked:
     the same with a random number of labels per sample masked, to compare layouts with; files:
     what dataset_path names; examples: chats, or prompts and completions, of dataset_path, to
@@ -90,6 +95,11 @@ class TrainingConfig:
     dataset_weights: Annotated[Weights, Needs("dataset", "files")] = ()
     """One weight for each dataset_path: samples are drawn from them in this proportion. Empty: one
     source."""
+    dataset_mixture: Annotated[dict[Text, FinitePositive], Needs("dataset", "files")] = Field(
+        default_factory=dict
+    )
+    """A table of files, as in dataset_path, with the weight of each, instead of dataset_path and
+    dataset_weights."""
     dataset_text_key: str = "text"
     """Key of a JSON object, or column of a table, that holds the text."""
     dataset_text_template: Annotated[Text | None, Needs("dataset", "files")] = None
@@ -129,8 +139,25 @@ class TrainingConfig:
     gc_freq: PositiveInt = 50
     """Collect Python garbage every this many steps, on all ranks at once, and never in between."""
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Return the entries that name files."""
+        return tuple(self.dataset_mixture) or self.dataset_path
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Return the weight of each entry; empty if they are one source."""
+        return tuple(self.dataset_mixture.values()) or self.dataset_weights
+
     def violations(self) -> Iterator[Violation]:
-        """Check the weights and the batch."""
+        """Check paths, weights, template and batch."""
+        if self.dataset in READS_FILES and not self.paths:
+            keys = ("dataset", "dataset_path", "dataset_mixture")
+            yield Violation(keys, "needs dataset_path; name the files to read")
+        for key in ("dataset_path", "dataset_weights"):
+            if self.dataset_mixture and getattr(self, key):
+                rule = f"says what {key} says; remove either"
+                yield Violation(("dataset_mixture", key), rule)
         num_paths, num_weights = len(self.dataset_path), len(self.dataset_weights)
         if num_weights and self.dataset == "files" and num_weights != num_paths:
             yield Violation(

@@ -125,9 +125,7 @@ def build_examples(
     )
     source: FileExamples | SyntheticExamples = SyntheticExamples(held_out=held_out)
     if training.dataset == "examples":
-        source = FileExamples(
-            tuple(f for entry in training.dataset_path for f in find_files(entry))
-        )
+        source = FileExamples(tuple(f for entry in training.paths for f in find_files(entry)))
     template_hash = _hash(template)
     examples, found = cached(
         [FORMAT, tokenizer.fingerprint, template_hash, source.name, source.identity()],
