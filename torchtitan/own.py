@@ -40,7 +40,7 @@ def with_own(tree: type[T], given: Layer) -> type[T]:
             if there:
                 raise TypeError(f"there is a section {', '.join(there)} already")
             for path_there, facts in fields(with_sections(tree, brought)).items():
-                if facts.item not in (str, int, float, bool):
+                if path_there[0] in brought and facts.item not in (str, int, float, bool):
                     raise TypeError(f"{'.'.join(path_there)} is a {facts.item}")
         except (AssertionError, AttributeError, TypeError) as error:
             raise ConfigError.at(
