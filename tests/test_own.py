@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.assemble.find import find_layout
 from torchtitan.assemble.model import find_model
 from torchtitan.assemble.resume import warn_of_other_code
 from torchtitan.base.errors import ConfigError
@@ -18,22 +19,19 @@ from torchtitan.config.fields import fields
 from torchtitan.config.toml_files import to_toml
 from torchtitan.job import Config, load_config
 from torchtitan.own import hash_own
-from torchtitan.trajectory import Job
+from torchtitan.trajectory import Job, trajectory_differences
 
 MODULE = """
 from dataclasses import dataclass, replace
 from examples import parallel_block
 
-@dataclass(frozen=True)
-class Mine:
-    '''A section of mine.'''
+@dataclass(frozen=True, kw_only=True)
+class Sizes(parallel_block.Sizes):
+    kind: str = "round"
+    '''Kind of it.'''
 
-    answer: int = 42
-    '''The answer.'''
-    names: tuple[str, ...] = ()
-
-SECTIONS = {"mine": Mine}
-SPEC = replace(parallel_block.SPEC, name="mine")
+TINY = Sizes(**vars(parallel_block.TINY))
+SPEC = replace(parallel_block.SPEC, name="mine", flavors={"tiny": TINY})
 """
 
 
@@ -52,25 +50,28 @@ def own(module: str, *options: str) -> list[str]:
     return [f"--model.name={module}:SPEC", "--model.flavor=tiny", *options]
 
 
-def test_a_module_of_the_current_folder_brings_model_sizes_and_section(folder: Path) -> None:
+def test_a_module_of_the_current_folder_brings_a_model_and_its_sizes(folder: Path) -> None:
     (folder / "my_model.py").write_text(MODULE)
-    config = load_config(own("my_model", "--mine.answer=43", "--model.branch_scale=0.5"))
-    assert config.mine.answer == 43  # type: ignore[attr-defined]
+    config = load_config(own("my_model", "--model.kind=flat", "--model.branch_scale=0"))
     spec, sizes = find_model(config.model)
-    assert (spec.name, sizes.branch_scale) == ("mine", 0.5)  # type: ignore[attr-defined]
+    assert (spec.name, sizes.branch_scale, sizes.kind) == ("mine", 0, "flat")  # type: ignore[attr-defined]
     facts = fields(type(config))
-    assert facts["mine", "answer"].help == "The answer."
+    assert facts["model", "kind"].help.startswith("Kind of it.")
     assert facts["model", "branch_scale"].help.startswith("Factor on what a block adds")
     assert load_config([]) == Config()  # nothing of it stays
 
 
 def test_its_settings_are_stored_and_compared(folder: Path) -> None:
     (folder / "my_model.py").write_text(MODULE)
-    config = load_config(own("my_model", "--mine.names", "a", "b", "--model.branch_scale=0.5"))
+    config = load_config(own("my_model", "--model.kind=flat", "--model.branch_scale=0.5"))
     (folder / "stored.toml").write_text(to_toml(config))
     again = Job.stored_in(folder / "stored.toml").config
     assert to_toml(again) == to_toml(config)
-    assert again.mine.names == ("a", "b")  # type: ignore[attr-defined]
+    assert again.model.kind == "flat"  # type: ignore[attr-defined]
+    plain = Job(config=load_config(["--model.name=llama3", "--model.flavor=tiny"]))
+    for one, other in ((Job(config=config), plain), (plain, Job(config=config))):
+        differences = trajectory_differences(one, other)
+        assert any(difference.startswith("model.kind") for difference in differences)
 
 
 def test_the_help_has_its_keys(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +79,7 @@ def test_the_help_has_its_keys(folder: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         load_config([*own("my_model"), "--help"])
     shown = capsys.readouterr().out
-    assert "--mine.answer" in shown
+    assert "--model.kind" in shown
     assert "--model.branch_scale" in shown
 
 
@@ -91,13 +92,8 @@ def test_the_help_has_its_keys(folder: Path, capsys: pytest.CaptureFixture[str])
         ("import my_other", "No module named 'my_other'"),
         ("def f():\n    return 1 / 0\nf()", "line 2, in f\n    return 1 / 0"),
         ("SPEC =", "SyntaxError"),
-        (MODULE.replace('"mine": Mine', '"mine": 3'), "a section must be a dataclass, got 3"),
-        (MODULE.replace("int = 42", "int"), "needs a default, and answer has none"),
-        (
-            MODULE.replace("tuple[str, ...] = ()", "dict[str, int] | None = None"),
-            "must bring SECTIONS",
-        ),
-        (MODULE.replace('"mine": Mine', '"model": Mine'), "there is a section model already"),
+        (MODULE.replace('{"tiny": TINY}', "{}"), "must name a torchtitan.models.spec.ModelSpec"),
+        (MODULE + "TINY = TINYY", "name 'TINYY' is not defined"),
     ],
 )
 def test_what_a_module_does_wrong_is_said(module: str | None, said: str, folder: Path) -> None:
@@ -113,10 +109,9 @@ def test_what_a_module_does_wrong_is_said(module: str | None, said: str, folder:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--mine.answr=3"], "[mine] has no key 'answr'; did you mean --mine.answer?"),
-        (["--mine.answer=x"], "must be an integer"),
-        (["--model.branch_scale=-1"], "must be greater than 0"),
-        (["--mein.answer=3"], "there is no section [mein]"),
+        (["--model.branch_scal=3"], "did you mean --model.branch_scale?"),
+        (["--model.branch_scale=x"], "must be a number"),
+        (["--model.branch_scale=-1"], "must be greater than or equal to 0"),
     ],
 )
 def test_its_keys_are_as_strict_as_ours(options: list[str], said: str, folder: Path) -> None:
@@ -139,6 +134,30 @@ def test_a_resume_under_changed_code_says_so(
         with caplog.at_level(logging.WARNING):
             warn_of_other_code(Content(folder / "manifest.json", stored), now=config)
         assert ("my_model:SPEC" in caplog.text) == is_warned
+
+
+def test_help_and_other_mistakes_are_shown_where_a_model_is_not_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        load_config([*own("my_model"), "--help"])
+    assert "--training.steps" in capsys.readouterr().out
+    with pytest.raises(ConfigError) as error:
+        load_config([*own("my_model"), "--training.stps=3"])
+    assert len(error.value.mistakes) == 2
+
+
+def test_what_a_model_raises_while_it_is_built_is_told_in_its_own_lines(folder: Path) -> None:
+    (folder / "my_model.py").write_text(
+        MODULE + "def build(config):\n    return config.missing_one\n"
+        "SPEC = replace(SPEC, build=build)\n"
+    )
+    with pytest.raises(ConfigError, match=r"return config\.missing_one"):
+        find_layout(load_config(own("my_model")), world_size=1)
+    plan = "SPEC = replace(SPEC, tensor_plan={'layers.*.norm': 'replicate'})\n"
+    (folder / "my_plan.py").write_text(MODULE + plan)
+    with pytest.raises(ConfigError, match="got replicate"):
+        find_layout(load_config(own("my_plan")), world_size=1)
 
 
 def test_only_that_form_is_an_import_path() -> None:

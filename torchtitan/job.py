@@ -232,8 +232,7 @@ def of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
         model = replace(model, flavor=HF)
     if model.flavor == HF and "model.name" not in given:
         model = replace(model, name=HF)
-    has_tokenizer = (pathlib.Path(path) / "tokenizer.json").is_file()
-    if model.flavor == HF and has_tokenizer and "model.tokenizer_path" not in given:
+    if model.flavor == HF and "model.tokenizer_path" not in given:
         model = replace(model, tokenizer_path=path)
     return replace(loaded, config=replace(config, model=model))
 

@@ -137,6 +137,11 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
     matter.
     """
     before, after = _resolved(then), _resolved(now)
+    for path in before.keys() ^ after.keys():  # sizes of a model of the user's own
+        before.setdefault(path, None)
+        after.setdefault(path, None)
+    if before[TOTAL_STEPS] == 0:  # nothing was trained yet
+        before[TOTAL_STEPS], before[WARMUP_STEPS] = after[TOTAL_STEPS], after[WARMUP_STEPS]
     if then.global_batch and now.global_batch:
         # what counts is the batch that results: cut into other microbatches it is the same one
         for values, job in ((before, then), (after, now)):

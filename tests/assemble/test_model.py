@@ -12,6 +12,7 @@ from torchtitan.assemble.find import find_layout
 from torchtitan.assemble.model import describe, describe_model, find_model, resolve_model
 from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.config.toml_files import to_toml
+from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hf.config import sizes_of
 from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
@@ -63,6 +64,8 @@ def test_each_size_of_a_flavor_may_be_another_one() -> None:
         (["flavor=hf"], "model.flavor", "dim, num_layers, num_heads"),
         (["flavor=hf", "dim=32", "vocab_size=8"], "model.flavor", "num_layers"),
         (["flavor=smal"], "model.flavor", "did you mean 'small'"),
+        (["name=hf", "flavor=tiny"], "model.name", 'flavor = "hf"'),
+        (["dim=192", "num_heads=6"], "model.num_kv_heads", "num_kv_heads as in flavor debugmodel"),
         (["name=lama3"], "model.name", "did you mean 'llama3'"),
     ],
 )
@@ -110,7 +113,6 @@ def job_from(folder: Path, *options: str) -> list[str]:
 
 def test_a_folder_that_is_named_once_says_family_sizes_and_tokenizer(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "theirs")
-    (folder / "tokenizer.json").touch()
     for options in ([], ["--model.flavor=hf"], ["--model.name=qwen2", "--model.flavor=hf"]):
         config = resolve_model(load_config(job_from(folder, *options)))
         assert (config.model.name, config.model.tokenizer_path) == ("qwen2", str(folder))
@@ -118,6 +120,18 @@ def test_a_folder_that_is_named_once_says_family_sizes_and_tokenizer(tmp_path: P
         assert (found.num_layers, found.qkv_bias, found.norm_eps) == (3, True, 1e-6)
         assert resolve_model(config) == config
     assert find_layout(config, world_size=1).architecture == found
+
+
+def test_without_a_tokenizer_in_the_folder_none_is_assumed(tmp_path: Path) -> None:
+    config = resolve_model(load_config(job_from(folder_of(tmp_path / "theirs"))))
+    with pytest.raises(UserError, match=r"has no tokenizer\.json; name one that has"):
+        build_tokenizer(config.model.tokenizer_path)
+
+
+def test_a_run_of_no_step_may_be_followed_by_one_of_some() -> None:
+    none, some = (Job(config=load_config([f"--training.steps={n}"])) for n in (0, 100))
+    assert trajectory_differences(none, some) == []
+    assert trajectory_differences(some, none) != []
 
 
 def test_what_a_job_gives_itself_is_kept(tmp_path: Path) -> None:

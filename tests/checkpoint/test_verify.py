@@ -189,7 +189,7 @@ def find_together(folder: Path) -> Path | None:
 
 @pytest.mark.parametrize("harm", [cut, remove, flip])
 @pytest.mark.parametrize("name", ["manifest.json", "model/__1_0.distcp"])
-def test_the_newest_step_one_is_taken_by_all_ranks(
+def test_the_newest_whole_step_is_taken_by_all_ranks(
     harm: Callable[[Path], str], name: str, folder: Path, ranks: RankPool
 ) -> None:
     harm(folder / "step-9" / name)

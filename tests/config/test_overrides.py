@@ -25,7 +25,7 @@ class Sizes:
     fixed: bool = dataclasses.field(default=False, metadata={"of_family": True})
     """Nobody's to choose."""
     name: str = ""
-    """No number."""
+    """Name of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,11 @@ class Section:
 
 def test_numbers_and_switches_become_keys_with_their_text() -> None:
     facts = fields(with_overrides(Section, of=More, remark="Or not."))
-    assert {path[0] for path in facts} == {"own", "width", "share", "is_odd", "depth"}
+    assert {path[0] for path in facts} == {"own", "width", "share", "is_odd", "depth", "name"}
     assert facts["width",].help == "Width of it. Or not."
     assert facts["own",].help == "The section's own."
     assert facts["is_odd",].help == "Or not."
-    assert (facts["width",].type_text, facts["share",].type_text) == ("int > 0", "float > 0.0")
+    assert (facts["width",].type_text, facts["share",].type_text) == ("int > 0", "float >= 0.0")
     assert all(fact.default is None and fact.optional for fact in facts.values())
 
 

@@ -14,6 +14,7 @@ from torchtitan.assemble.model import describe_model, find_model
 from torchtitan.assemble.trained import find_trained
 from torchtitan.base.device import device_name
 from torchtitan.base.errors import ConfigError, Mistakes
+from torchtitan.base.own import within
 from torchtitan.config.toml_files import to_toml
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.hf.names import Names
@@ -48,8 +49,9 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
         mistakes.report()
     assert found is not None
     spec, architecture = found
-    model = spec.build_meta(architecture)
-    check_contract(model, spec=spec)
+    with within(config.model.name, key="model.name"):
+        model = spec.build_meta(architecture)
+        check_contract(model, spec=spec)
     counts = count(model)
     mistakes.of(lambda: check_family(config, spec=spec, model=model))
     if dims is None:

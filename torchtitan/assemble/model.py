@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
         rule = f"is no size of {spec.name}; remove it, or take {' or '.join(windowed)}"
         wrong.append(Violation(("window", "name"), rule))
     if wrong:
-        raise ConfigError([violation.within("model") for violation in wrong])
+        raise ConfigError([_tell(one, given=given, settings=settings) for one in wrong])
     return spec, architecture
 
 
@@ -78,13 +79,10 @@ def resolve_model(config: Config) -> Config:
     """
     model, run = config.model, Path(config.job.dump_folder) / CONFIG_FILE
     sizes = given_overrides(model, of=DecoderConfig)
-    if (
-        model.flavor != HF
-        or not DecoderConfig.missing(sizes)
-        or not config.checkpoint.initial_load_in_hf
-    ):
-        return config
     path = config.checkpoint.initial_load_path
+    is_complete = model.name != HF and not DecoderConfig.missing(sizes)
+    if model.flavor != HF or is_complete or not config.checkpoint.initial_load_in_hf:
+        return config
     assert path is not None, "initial_load_in_hf needs initial_load_path"
     if not (Path(path) / CONFIG).is_file() and run.is_file():
         found = Job.stored_in(run).config.model
@@ -116,6 +114,12 @@ def describe(spec: ModelSpec, architecture: DecoderConfig) -> ModelConfig:
 def _find_spec(settings: ModelConfig) -> ModelSpec:
     if (name := settings.name) in MODELS:
         return MODELS[name]
+    if name == HF:
+        rule = (
+            f'"hf" needs flavor = "hf" and checkpoint.initial_load_in_hf; write both, or one of '
+            f"{', '.join(MODELS)}"
+        )
+        raise ConfigError.at(("model.name", "model.flavor"), rule)
     if is_import_path(name):
         spec = load_object(name, key="model.name")
         if isinstance(spec, ModelSpec) and spec.flavors:
@@ -130,6 +134,15 @@ def _find_spec(settings: ModelConfig) -> ModelSpec:
         f"my_package.my_model:SPEC, got '{name}'{did_you_mean(name, MODELS)}"
     )
     raise ConfigError.at("model.name", rule)
+
+
+def _tell(violation: Violation, *, given: Mapping[str, Any], settings: ModelConfig) -> Violation:
+    """Add which of the sizes are the flavor's."""
+    others = [key for key in violation.keys if key not in (*given, "head_dim", "name")]
+    rule = violation.rule
+    if others:
+        rule += f" ({' and '.join(others)} as in flavor {settings.flavor})"
+    return replace(violation, rule=rule).within("model")
 
 
 def _has_windows(spec: ModelSpec) -> bool:

@@ -12,6 +12,8 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,10 +45,24 @@ def load_module(path: str, *, key: str) -> ModuleType:
             raise ConfigError.at(
                 key,
                 f"must name a module that can be imported, got '{path}', and there is no "
-                f"{error.name}; start where {error.name} lies ({here} is searched), or install it",
+                f"{error.name}; start where {error.name} lies ({here} is searched), or install it"
+                + ("; write the module without .py" if name.endswith(".py") else ""),
             ) from error
         raise _raised(path, key=key, error=error) from error
     except Exception as error:  # whatever the module does when it is imported
+        raise _raised(path, key=key, error=error) from error
+
+
+@contextmanager
+def within(path: str, *, key: str) -> Iterator[None]:
+    """Word what is raised inside of the user's code as a mistake of the setting that names it."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if not is_import_path(path):
+            raise
         raise _raised(path, key=key, error=error) from error
 
 
@@ -86,4 +102,4 @@ def _raised(path: str, *, key: str, error: Exception) -> ConfigError:
     said = "".join(traceback.format_list(theirs)) + "".join(
         traceback.format_exception_only(type(error), error)
     )
-    return ConfigError.at(key, f"'{path}' cannot be imported; its module raised:\n{said.rstrip()}")
+    return ConfigError.at(key, f"'{path}' raised an error of its own; mend it:\n{said.rstrip()}")

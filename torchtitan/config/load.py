@@ -109,6 +109,7 @@ def load(
     words = [word for word in argv if word not in HELP]
     options, mistakes = read_command_line(words, tree=tree, renamed=foreign.renamed)
     layers: list[Layer] = []
+    file_mistakes: list[str] = []
     file = options.get(file_key(tree) or ())
     is_read = True
     if file is not None and file.value is not None:
@@ -116,15 +117,16 @@ def load(
             layers = read_layers(file)
         except ConfigError as error:
             is_read = False
-            mistakes = [*map(str, error.mistakes), *mistakes]
+            file_mistakes += map(str, error.mistakes)
     if extend is not None:
         given = {path: one for layer in (*layers, options) for path, one in layer.items()}
-        with worded(given):
-            extended = extend(given)
-        if extended is not tree:
-            tree = extended
-            options, more = read_command_line(words, tree=tree, renamed=foreign.renamed)
-            mistakes = [*mistakes, *(mistake for mistake in more if mistake not in mistakes)]
+        try:
+            with worded(given):
+                tree = extend(given)
+        except ConfigError as error:
+            file_mistakes += map(str, error.mistakes)
+        options, mistakes = read_command_line(words, tree=tree, renamed=foreign.renamed)
+    mistakes = [*file_mistakes, *mistakes]
     if len(words) < len(argv):
         print_help(tree)
         raise SystemExit(0)

@@ -178,7 +178,7 @@ def architecture_of(config: Content, *, spec: ModelSpec) -> DecoderConfig:
     ours = {size.ours: sizes[key] for key, size in table.items()}
     ours["rope_theta"] = float(ours["rope_theta"])  # JSON may say 10000
     ours["rope_scaling"] = stored_scaling(rope_table(config))
-    return DecoderConfig(**ours, **spec.of_family)
+    return spec.sizes(**ours, **spec.of_family)
 
 
 def check_family(config: Content, *, format: HFFormat) -> None:

@@ -15,7 +15,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.models.documents import Documents
 from torchtitan.models.init import Constant, Init, Normal
 from torchtitan.models.sizes import DecoderConfig
-from torchtitan.models.spec import ModelSpec
+from torchtitan.models.spec import ModelSpec, TensorRole
 
 if TYPE_CHECKING:
     from torchtitan.models.decoder import Output, TiedOutput
@@ -134,6 +134,12 @@ def check_contract(model: nn.Module, *, spec: ModelSpec) -> None:
     else:
         kind = f"{type(model).__module__}.{type(model).__qualname__}"
         mistakes = [f"its module must be a torchtitan.models.contract.LanguageModel, got a {kind}"]
+    unknown = {role for role in spec.tensor_plan.values() if role not in get_args(TensorRole)}
+    if unknown:
+        mistakes.append(
+            f"the roles of its tensor_plan must be of {', '.join(get_args(TensorRole))}, got "
+            f"{', '.join(sorted(map(str, unknown)))}"
+        )
     if shared := spec.hf.find_shared():
         mistakes.append(
             f"its HFFormat must give each parameter one tensor of its own, with a star for the "
