@@ -24,6 +24,15 @@ from torchtitan.optim.settings import GroupConfig, OptimizerConfig
 WITH_BETAS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Muon")
 """Those that beta1, beta2 and eps are for."""
 
+REFUSED_OPTIONS: Mapping[str, str] = {
+    "capturable": "a step is not recorded as a CUDA graph",
+    "dampening": "torch takes the first gradient undamped only if no state was made before, and a "
+    "checkpoint may make it",
+    "differentiable": "no gradient is taken through a step",
+    "maximize": "the loss is to fall",
+}
+"""Arguments of torch's classes that do not fit the step."""
+
 
 def build_optimizer(
     model: HasParameters, *, settings: OptimizerConfig, dtype: torch.dtype = torch.float32
@@ -84,22 +93,49 @@ def check_optimizer(settings: OptimizerConfig, *, trained: Mapping[str, Tensor])
 
 def _check_options(settings: OptimizerConfig) -> None:
     taken = {"params", "lr", "weight_decay", *_arguments(settings)}
-    known = inspect.signature(_class(settings)).parameters.keys() - taken
-    for name in settings.options:
-        if name not in known:
-            rule = (
-                f"{name!r} is no argument of torch.optim.{_class(settings).__name__} without a "
-                f"setting of its own{did_you_mean(name, known)}; valid are "
-                f"{', '.join(sorted(known))}"
-            )
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(_class(settings)).parameters.items()
+        if name not in taken
+    }
+    for name, value in settings.options.items():
+        rule = _problem(name, value, defaults=defaults, settings=settings)
+        if rule:
             raise ConfigError(Violation(("optimizer.options",), rule))
     try:
-        _torchs_own([{"params": [torch.zeros(1)]}], settings=settings)
-    except (TypeError, ValueError, RuntimeError) as error:
+        _try_step(settings)
+    except Exception as error:  # whatever torch's code makes of them
         rule = (
             f"torch.optim.{_class(settings).__name__} refuses them: {error}; correct or remove it"
         )
         raise ConfigError(Violation(("optimizer.options",), rule)) from error
+
+
+def _problem(
+    name: str, value: object, *, defaults: Mapping[str, object], settings: OptimizerConfig
+) -> str:
+    """Say what is wrong with one of the options, or nothing."""
+    if name not in defaults:
+        known = defaults.keys() - REFUSED_OPTIONS.keys()
+        return (
+            f"{name!r} is no argument of torch.optim.{_class(settings).__name__} without a "
+            f"setting of its own{did_you_mean(name, known)}; valid are "
+            f"{', '.join(sorted(known))}"
+        )
+    if name in REFUSED_OPTIONS and value:
+        return f"{name!r} cannot be used: {REFUSED_OPTIONS[name]}; remove it"
+    if isinstance(defaults[name], bool):
+        is_right, kind = isinstance(value, bool), "true or false"
+    else:
+        is_right = isinstance(value, (int, float)) and not isinstance(value, bool)
+        kind = "a number"
+    return "" if is_right else f"{name!r} must be {kind}, got {value!r}; correct or remove it"
+
+
+def _try_step(settings: OptimizerConfig) -> None:
+    parameter = torch.zeros(2, requires_grad=True)
+    parameter.grad = torch.ones(2)
+    _torchs_own([{"params": [parameter]}], settings=settings).step()
 
 
 def _matches(name: str, patterns: Collection[str]) -> bool:
