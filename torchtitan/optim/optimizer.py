@@ -19,10 +19,7 @@ from torchtitan.base.errors import ConfigError, Violation, did_you_mean
 from torchtitan.models.parts import HasParameters
 from torchtitan.models.trained import check_pattern
 from torchtitan.optim.muon import Muon
-from torchtitan.optim.settings import GroupConfig, OptimizerConfig
-
-WITH_BETAS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Muon")
-"""Those that beta1, beta2 and eps are for."""
+from torchtitan.optim.settings import WITH_BETAS, GroupConfig, OptimizerConfig
 
 REFUSED_OPTIONS: Mapping[str, str] = {
     "capturable": "a step is not recorded as a CUDA graph",
