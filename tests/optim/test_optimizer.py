@@ -165,6 +165,13 @@ def test_an_option_that_fails_in_the_step_is_refused(monkeypatch: pytest.MonkeyP
         )
 
 
+def test_the_parameter_that_shares_a_patterns_letters_is_named_first() -> None:
+    names = ("layers.0.attention.wk.weight", "tok_embeddings.weight", "layers.0.mlp.w1.weight")
+    settings = OptimizerConfig(groups=(GroupConfig(params=("embed*",), lr=1.0),))
+    with pytest.raises(ConfigError, match="near are tok_embeddings"):
+        check_optimizer(settings, trained=dict.fromkeys(names, torch.zeros(2, 2)))
+
+
 SHARDED = {"rows": Shard(0), "columns": Shard(1), "copied": Replicate(), "norm": Shard(0)}
 SHAPES = {"rows": (5, 4), "columns": (3, 6), "copied": (3, 3), "norm": (5,)}
 TORCHS: list[dict[str, Any]] = [
