@@ -147,6 +147,35 @@ def test_what_does_not_fit_is_refused(settings: dict[str, Any], key: str, remedy
     assert remedy in violation.rule
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, []),
+        ({"name": "Muon"}, ["Muon updates 1 parameter, AdamW 2"]),
+        (
+            {
+                "name": "Muon",
+                "groups": (
+                    GroupConfig(params=("*bias",), lr=5e-4, weight_decay=0.0),
+                    GroupConfig(params=("*",), weight_decay=0.3),
+                ),
+            },
+            [
+                "Muon updates 1 parameter, AdamW 2; "
+                "group 1: 1 parameter at lr 0.0005 and weight_decay 0; "
+                "group 2: 2 parameters at weight_decay 0.3"
+            ],
+        ),
+    ],
+)
+def test_the_log_says_who_has_how_many_parameters(
+    settings: dict[str, Any], said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        check_optimizer(OptimizerConfig(**settings), trained=dict(model().named_parameters()))
+    assert caplog.messages == said
+
+
 def test_options_that_change_nothing_are_taken() -> None:
     options = {"dampening": 0, "maximize": False}
     settings = OptimizerConfig(name="SGD", momentum=0.9, options=options)

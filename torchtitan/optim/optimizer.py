@@ -8,6 +8,7 @@ decay of their own; each combination forms a parameter group of the optimizer.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,10 +17,13 @@ import torch
 from torch import Tensor
 
 from torchtitan.base.errors import ConfigError, Violation, did_you_mean
+from torchtitan.base.log import amount
 from torchtitan.models.parts import HasParameters
 from torchtitan.models.trained import check_pattern
 from torchtitan.optim.muon import Muon
 from torchtitan.optim.settings import WITH_BETAS, GroupConfig, OptimizerConfig
+
+logger = logging.getLogger(__name__)
 
 REFUSED_OPTIONS: Mapping[str, str] = {
     "capturable": "a step is not recorded as a CUDA graph",
@@ -59,10 +63,12 @@ def build_optimizer(
 def check_optimizer(settings: OptimizerConfig, *, trained: Mapping[str, Tensor]) -> None:
     """Check the settings against the parameters of the whole model that are trained.
 
+    Logs how many of them Muon updates, and how many each group has.
+
     Raises:
         ConfigError: A pattern matches nothing, or torch's class does not take an option.
     """
-    left = dict(trained)
+    left, shares = dict(trained), []
     for number, group in enumerate(settings.groups, start=1):
         for pattern in group.params:
             check_pattern(pattern, trained, key="optimizer.groups", what="trained parameter")
@@ -74,18 +80,30 @@ def check_optimizer(settings: OptimizerConfig, *, trained: Mapping[str, Tensor])
             )
             raise ConfigError(Violation(("optimizer.groups",), rule))
         left = {name: p for name, p in left.items() if name not in own}
+        shares.append(_share(number, group, size=len(own)))
     if settings.name == "Muon":
         for pattern in set(settings.muon_excluded_params) - set(
             OptimizerConfig.muon_excluded_params
         ):
             check_pattern(pattern, trained, key="optimizer.muon_excluded_params", what="parameter")
-        if not any(_is_muons(name, p, settings) for name, p in trained.items()):
+        size = sum(_is_muons(name, p, settings) for name, p in trained.items())
+        if not size:
             rule = (
                 "must leave Muon a matrix to train, got none; remove a pattern, or write "
                 'optimizer.name = "AdamW"'
             )
             raise ConfigError(Violation(("optimizer.muon_excluded_params",), rule))
+        muons = f"Muon updates {amount(size, 'parameter')}, AdamW {len(trained) - size}"
+        shares.insert(0, muons)
     _check_options(settings)
+    if shares:
+        logger.info("%s", "; ".join(shares))
+
+
+def _share(number: int, group: GroupConfig, *, size: int) -> str:
+    own = (("lr", group.lr), ("weight_decay", group.weight_decay))
+    given = " and ".join(f"{key} {value:g}" for key, value in own if value is not None)
+    return f"group {number}: {amount(size, 'parameter')} at {given}"
 
 
 def _check_options(settings: OptimizerConfig) -> None:
