@@ -74,6 +74,7 @@ def test_both_are_written_and_read_back(jobs: Jobs) -> None:
         ("[5]", "must be a list of tables"),
         ('[{params = "a", lr = 1}, {lr = 1}]', "table 2 needs params"),
         ('[{params = "a", lrr = 1}]', "table 1 has no key 'lrr'; did you mean 'lr'?"),
+        ('[{parms = "a", lr = 1}]', "table 1 has no key 'parms'; did you mean 'params'?"),
         ('[{params = "a", xyzzy = 1}]', "valid are params, lr, weight_decay"),
         ('[{params = "a", lr = true}]', "table 1: lr must be a number"),
         ('[{params = "a", lr = "1"}]', "table 1: lr must be a number; write 1 without quotes"),
@@ -90,6 +91,14 @@ def test_wrong_tables(value: str, rule: str) -> None:
     [mistake] = loaded(f"[optimizer]\ngroups = {value}").mistakes
     assert mistake.startswith("job.toml: [optimizer] groups = ")
     assert rule in mistake
+
+
+def test_one_table_where_a_list_of_tables_is_due() -> None:
+    [mistake] = loaded('[optimizer.groups]\nparams = "a"\nlr = 1').mistakes
+    assert mistake.startswith("job.toml: [optimizer] groups ")
+    assert mistake.endswith("write [[optimizer.groups]]")
+    [mistake] = loaded("", "--optimizer.groups.lr=1").mistakes
+    assert mistake.endswith("write --optimizer.groups '[{key = value}]'")
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,16 @@ def test_without_groups_all_have_the_schedules_rate() -> None:
         ({"options": {"betas": (0.1, 0.2)}}, "options", "setting of its own"),
         ({"name": "RMSprop", "options": {"alpha": -1.0}}, "options", "correct or remove"),
         ({"name": "RMSprop", "options": {"alpha": "x"}}, "options", "correct or remove"),
+        ({"name": "SGD", "options": {"nesterov": True}}, "options", "momentum"),
+        ({"options": {"amsgrad": "yes"}}, "options", "must be true or false"),
+        ({"options": {"amsgrad": 1}}, "options", "must be true or false"),
+        ({"name": "RMSprop", "options": {"momentum": [1]}}, "options", "must be a number"),
+        ({"name": "RMSprop", "options": {"momentum": True}}, "options", "must be a number"),
+        ({"name": "RMSprop", "options": {"capturable": True}}, "options", "CUDA graph"),
+        ({"name": "SGD", "options": {"differentiable": True}}, "options", "remove it"),
+        ({"name": "SGD", "momentum": 0.9, "options": {"dampening": 0.1}}, "options", "checkpoint"),
+        ({"name": "SGD", "options": {"dampening": "abc"}}, "options", "checkpoint"),
+        ({"name": "Muon", "options": {"maximize": True}}, "options", "remove it"),
         ({"name": "Muon", "muon_excluded_params": ("lin*",)}, "muon_excluded_params", '"AdamW"'),
         ({"name": "Muon", "muon_excluded_params": ("x",)}, "muon_excluded_params", "linear.weight"),
     ],
@@ -135,6 +145,60 @@ def test_what_does_not_fit_is_refused(settings: dict[str, Any], key: str, remedy
     [violation] = caught.value.mistakes
     assert violation.keys == (f"optimizer.{key}",)
     assert remedy in violation.rule
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, []),
+        ({"name": "Muon"}, ["Muon updates 1 parameter, AdamW 2"]),
+        (
+            {
+                "name": "Muon",
+                "groups": (
+                    GroupConfig(params=("*bias",), lr=5e-4, weight_decay=0.0),
+                    GroupConfig(params=("*",), weight_decay=0.3),
+                ),
+            },
+            [
+                "Muon updates 1 parameter, AdamW 2; "
+                "group 1: 1 parameter at lr 0.0005 and weight_decay 0; "
+                "group 2: 2 parameters at weight_decay 0.3"
+            ],
+        ),
+    ],
+)
+def test_the_log_says_who_has_how_many_parameters(
+    settings: dict[str, Any], said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        check_optimizer(OptimizerConfig(**settings), trained=dict(model().named_parameters()))
+    assert caplog.messages == said
+
+
+def test_options_that_change_nothing_are_taken() -> None:
+    options = {"dampening": 0, "maximize": False}
+    settings = OptimizerConfig(name="SGD", momentum=0.9, options=options)
+    check_optimizer(settings, trained=dict(model().named_parameters()))
+
+
+def test_an_option_that_fails_in_the_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(self: torch.optim.Optimizer) -> None:
+        raise AssertionError("not on this device")
+
+    monkeypatch.setattr(torch.optim.RMSprop, "step", step)
+    with pytest.raises(ConfigError, match="not on this device"):
+        check_optimizer(
+            OptimizerConfig(name="RMSprop", options={"centered": True}),
+            trained=dict(model().named_parameters()),
+        )
+
+
+def test_the_parameter_that_shares_a_patterns_letters_is_named_first() -> None:
+    names = ("layers.0.attention.wk.weight", "tok_embeddings.weight", "layers.0.mlp.w1.weight")
+    settings = OptimizerConfig(groups=(GroupConfig(params=("embed*",), lr=1.0),))
+    with pytest.raises(ConfigError, match="near are tok_embeddings"):
+        check_optimizer(settings, trained=dict.fromkeys(names, torch.zeros(2, 2)))
 
 
 SHARDED = {"rows": Shard(0), "columns": Shard(1), "copied": Replicate(), "norm": Shard(0)}

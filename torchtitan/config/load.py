@@ -288,16 +288,17 @@ def _tables(value: object, cls: type) -> tuple[tuple[object, ...], str]:
     tables = [value] if isinstance(value, dict) else value
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         return (), "must be a list of tables, each as in {key = value}"
-    built = []
+    built, keys = [], [path[0] for path in fields(cls)]
     for number, table in enumerate(tables, start=1):
+        unknown = [key for key in table if key not in keys]
+        if unknown:
+            guess = did_you_mean(unknown[0], keys) or f"; valid are {', '.join(keys)}"
+            return (), f"table {number} has no key {unknown[0]!r}{guess}"
         try:
             built.append(cls(**table))
         except ValidationError as error:
             detail = error.errors(include_url=False)[0]
-            key, keys = str(detail["loc"][0]), [path[0] for path in fields(cls)]
-            if key not in keys:
-                guess = did_you_mean(key, keys) or f"; valid are {', '.join(keys)}"
-                return (), f"table {number} has no key {key!r}{guess}"
+            key = str(detail["loc"][0])
             if detail["type"].startswith("missing"):
                 return (), f"table {number} needs {key}; add it"
             rule = _rule(detail, choices=fields(cls)[(key,)].choices)

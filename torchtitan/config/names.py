@@ -44,6 +44,12 @@ class Names:
         for end in range(1, len(path)):
             if path[:end] in self._fields:
                 value = spell(path[:end], origin=origin)
+                if self._fields[path[:end]].keys:
+                    form, where = f"{value} '[{{key = value}}]'", setting.where()
+                    if origin != COMMAND_LINE:
+                        # one message for the table, whatever is in it
+                        form, where = f"[{section(path[:end])}]", origin
+                    return f"{where}: {value} is a list of tables; write {form}"
                 return f"{setting.where()}: {value} is a value, not a table"
         if not parent and setting.value == {}:
             path, parent = (*path, ""), path

@@ -62,7 +62,13 @@ def check_pattern(pattern: str, names: Collection[str], *, key: str, what: str) 
     """
     if any(fnmatchcase(name, pattern) for name in names):
         return
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or sorted(names)[:3]
+    near = sorted(sorted(names), key=lambda name: _likeness(pattern, name), reverse=True)[:3]
     raise ConfigError.at(
         key, f"'{pattern}' must match a {what} of the model; near are {', '.join(near)}"
     )
+
+
+def _likeness(pattern: str, name: str) -> tuple[int, float]:
+    """Compare what they share in one piece, as a pattern is shorter than any name, then letters."""
+    matcher = difflib.SequenceMatcher(None, pattern, name)
+    return matcher.find_longest_match().size, matcher.ratio()

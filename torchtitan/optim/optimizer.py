@@ -8,6 +8,7 @@ decay of their own; each combination forms a parameter group of the optimizer.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,13 +17,22 @@ import torch
 from torch import Tensor
 
 from torchtitan.base.errors import ConfigError, Violation, did_you_mean
+from torchtitan.base.log import amount
 from torchtitan.models.parts import HasParameters
 from torchtitan.models.trained import check_pattern
 from torchtitan.optim.muon import Muon
-from torchtitan.optim.settings import GroupConfig, OptimizerConfig
+from torchtitan.optim.settings import WITH_BETAS, GroupConfig, OptimizerConfig
 
-WITH_BETAS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Muon")
-"""Those that beta1, beta2 and eps are for."""
+logger = logging.getLogger(__name__)
+
+REFUSED_OPTIONS: Mapping[str, str] = {
+    "capturable": "a step is not recorded as a CUDA graph",
+    "dampening": "torch takes the first gradient undamped only if no state was made before, and a "
+    "checkpoint may make it",
+    "differentiable": "no gradient is taken through a step",
+    "maximize": "the loss is to fall",
+}
+"""Arguments of torch's classes that do not fit the step."""
 
 
 def build_optimizer(
@@ -53,10 +63,12 @@ def build_optimizer(
 def check_optimizer(settings: OptimizerConfig, *, trained: Mapping[str, Tensor]) -> None:
     """Check the settings against the parameters of the whole model that are trained.
 
+    Logs how many of them Muon updates, and how many each group has.
+
     Raises:
         ConfigError: A pattern matches nothing, or torch's class does not take an option.
     """
-    left = dict(trained)
+    left, shares = dict(trained), []
     for number, group in enumerate(settings.groups, start=1):
         for pattern in group.params:
             check_pattern(pattern, trained, key="optimizer.groups", what="trained parameter")
@@ -68,38 +80,77 @@ def check_optimizer(settings: OptimizerConfig, *, trained: Mapping[str, Tensor])
             )
             raise ConfigError(Violation(("optimizer.groups",), rule))
         left = {name: p for name, p in left.items() if name not in own}
+        shares.append(_share(number, group, size=len(own)))
     if settings.name == "Muon":
         for pattern in set(settings.muon_excluded_params) - set(
             OptimizerConfig.muon_excluded_params
         ):
             check_pattern(pattern, trained, key="optimizer.muon_excluded_params", what="parameter")
-        if not any(_is_muons(name, p, settings) for name, p in trained.items()):
+        size = sum(_is_muons(name, p, settings) for name, p in trained.items())
+        if not size:
             rule = (
                 "must leave Muon a matrix to train, got none; remove a pattern, or write "
                 'optimizer.name = "AdamW"'
             )
             raise ConfigError(Violation(("optimizer.muon_excluded_params",), rule))
+        muons = f"Muon updates {amount(size, 'parameter')}, AdamW {len(trained) - size}"
+        shares.insert(0, muons)
     _check_options(settings)
+    if shares:
+        logger.info("%s", "; ".join(shares))
+
+
+def _share(number: int, group: GroupConfig, *, size: int) -> str:
+    own = (("lr", group.lr), ("weight_decay", group.weight_decay))
+    given = " and ".join(f"{key} {value:g}" for key, value in own if value is not None)
+    return f"group {number}: {amount(size, 'parameter')} at {given}"
 
 
 def _check_options(settings: OptimizerConfig) -> None:
     taken = {"params", "lr", "weight_decay", *_arguments(settings)}
-    known = inspect.signature(_class(settings)).parameters.keys() - taken
-    for name in settings.options:
-        if name not in known:
-            rule = (
-                f"{name!r} is no argument of torch.optim.{_class(settings).__name__} without a "
-                f"setting of its own{did_you_mean(name, known)}; valid are "
-                f"{', '.join(sorted(known))}"
-            )
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(_class(settings)).parameters.items()
+        if name not in taken
+    }
+    for name, value in settings.options.items():
+        rule = _problem(name, value, defaults=defaults, settings=settings)
+        if rule:
             raise ConfigError(Violation(("optimizer.options",), rule))
     try:
-        _torchs_own([{"params": [torch.zeros(1)]}], settings=settings)
-    except (TypeError, ValueError, RuntimeError) as error:
+        _try_step(settings)
+    except Exception as error:  # whatever torch's code makes of them
         rule = (
             f"torch.optim.{_class(settings).__name__} refuses them: {error}; correct or remove it"
         )
         raise ConfigError(Violation(("optimizer.options",), rule)) from error
+
+
+def _problem(
+    name: str, value: object, *, defaults: Mapping[str, object], settings: OptimizerConfig
+) -> str:
+    """Say what is wrong with one of the options, or nothing."""
+    if name not in defaults:
+        known = defaults.keys() - REFUSED_OPTIONS.keys()
+        return (
+            f"{name!r} is no argument of torch.optim.{_class(settings).__name__} without a "
+            f"setting of its own{did_you_mean(name, known)}; valid are "
+            f"{', '.join(sorted(known))}"
+        )
+    if name in REFUSED_OPTIONS and value:
+        return f"{name!r} cannot be used: {REFUSED_OPTIONS[name]}; remove it"
+    if isinstance(defaults[name], bool):
+        is_right, kind = isinstance(value, bool), "true or false"
+    else:
+        is_right = isinstance(value, (int, float)) and not isinstance(value, bool)
+        kind = "a number"
+    return "" if is_right else f"{name!r} must be {kind}, got {value!r}; correct or remove it"
+
+
+def _try_step(settings: OptimizerConfig) -> None:
+    parameter = torch.zeros(2, requires_grad=True)
+    parameter.grad = torch.ones(2)
+    _torchs_own([{"params": [parameter]}], settings=settings).step()
 
 
 def _matches(name: str, patterns: Collection[str]) -> bool:

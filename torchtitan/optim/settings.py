@@ -28,6 +28,9 @@ REFUSED: Mapping[str, str] = {
 }
 """Optimizers of torch that do not fit the step."""
 
+WITH_BETAS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Muon")
+"""Those that beta1, beta2 and eps are for."""
+
 
 def _not_refused(name: object) -> object:
     if isinstance(name, str) and name in REFUSED:
@@ -69,12 +72,15 @@ class OptimizerConfig:
     """Update rule: Muon for matrices with AdamW for the rest, or one of torch.optim's."""
     lr: FinitePositive = 8e-4
     """Peak learning rate; the schedule multiplies it."""
-    beta1: Decay = 0.9
-    """Decay of the first moment (Adam, AdamW, Adamax, NAdam, RAdam, and Muon's AdamW)."""
-    beta2: Decay = 0.95
-    """Decay of the second moment (the same)."""
-    eps: FinitePositive = 1e-8
-    """Added to the denominator (the same)."""
+    beta1: Annotated[Decay, Needs("name", WITH_BETAS)] = 0.9
+    """Decay of the first moment; Muon's AdamW has it too."""
+    beta2: Annotated[Decay, Needs("name", WITH_BETAS)] = 0.95
+    """Decay of the second moment."""
+    eps: Annotated[
+        FinitePositive,
+        Needs("name", WITH_BETAS, "write optimizer.options.eps (SGD has none), or remove this"),
+    ] = 1e-8
+    """Added to the denominator."""
     momentum: Annotated[Decay, Needs("name", "SGD", "use beta1, or remove this")] = 0.0
     """Momentum."""
     muon_momentum: Annotated[Decay, Needs("name", "Muon")] = 0.95
