@@ -48,6 +48,59 @@ def test_tables_merge_and_values_replace(jobs: Jobs) -> None:
     assert config.optimizer.no_decay_params == ("c",)
 
 
+MIXTURE = '[training]\ndataset = "files"\n[training.dataset_mixture]\n"a.txt" = 0.5\nb = 0.5\n'
+OPTIONS = '[optimizer]\nname = "SGD"\n[optimizer.options]\na = 1\nb = 2\n'
+PATHS = '[training]\ndataset = "files"\ndataset_path = "x"\ndataset_weights = [1.0]\n'
+C = {"c.txt": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("base", "text", "options", "mixture", "paths"),
+    [
+        (MIXTURE, "", ["--training.dataset_mixture", '{"c.txt" = 1.0}'], C, ()),
+        (MIXTURE, "", ["--training.dataset_mixture.b", "2"], {"a.txt": 0.5, "b": 2.0}, ()),
+        (MIXTURE, "", ["--training.dataset_path", "x"], {}, ("x",)),
+        (MIXTURE, "", ["--training.dataset_mixture=none", "--training.dataset=synthetic"], {}, ()),
+        (MIXTURE, "", ["--training.dataset_mixture={}", "--training.dataset=synthetic"], {}, ()),
+        (MIXTURE, '[training.dataset_mixture]\n"c.txt" = 1.0', [], C, ()),
+        (MIXTURE, '[training]\ndataset_path = ["x"]', [], {}, ("x",)),
+        (MIXTURE, "[training]\ndataset_path = []", [], {"a.txt": 0.5, "b": 0.5}, ()),
+        (PATHS, '[training.dataset_mixture]\n"c.txt" = 1.0', [], C, ()),
+    ],
+)
+def test_a_later_choice_of_files_replaces_an_earlier_one(
+    jobs: Jobs,
+    base: str,
+    text: str,
+    options: list[str],
+    mixture: dict[str, float],
+    paths: tuple[str, ...],
+) -> None:
+    jobs.write(base, name="base.toml")
+    training = jobs.load(f'base = "base.toml"\n{text}', *options).training
+    assert (training.dataset_mixture, training.dataset_path) == (mixture, paths)
+    assert not mixture or not training.dataset_weights
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "wanted"),
+    [
+        ("[optimizer.options]\nb = 3", [], {"a": 1, "b": 3}),
+        ("[optimizer]\noptions = {}", [], {"a": 1, "b": 2}),
+        ("[optimizer.options]\nb = 3", ["--optimizer.options.c", "4"], {"a": 1, "b": 3, "c": 4}),
+        ("", ["--optimizer.options.b", "none"], {"a": 1}),
+        ("", ["--optimizer.options", "{c = 4}"], {"c": 4}),
+        ("", ["--optimizer.options", "none"], {}),
+    ],
+)
+def test_the_keys_of_options_merge(
+    text: str, options: list[str], wanted: dict[str, object]
+) -> None:
+    job = loaded(text, *options, base=OPTIONS)
+    assert job.config.optimizer.options == wanted
+    assert not job.mistakes
+
+
 def test_the_command_line_wins(jobs: Jobs) -> None:
     assert jobs.load("[training]\nsteps = 7", "--training.steps", "8").training.steps == 8
 

@@ -88,18 +88,10 @@ BROKEN = [
         "[training] dataset_mixture",
         'dataset = "files"',
     ),
-    *(
-        (
-            f'{FILES}{line}[training.dataset_mixture]\n"*.txt" = 1.0',
-            "[training] dataset_mixture",
-            "says what dataset_path says; remove either",
-        )
-        for line in ("",)
-    ),
     (
         f'{FILES}[training.dataset_mixture]\n"*.txt" = 1.0',
         "[training] dataset_mixture",
-        "says what dataset_path says; remove either",
+        "another way to say dataset_path",
     ),
     (
         '[training]\ndataset = "files"\n[training.dataset_mixture]\n"*.txt" = 0',

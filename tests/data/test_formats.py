@@ -302,6 +302,10 @@ FAULTS: dict[str, list[tuple[bytes, str]]] = {
     ],
     "a.zip": [
         (zipped({}), "holds no text; remove it"),
+        *(
+            (zipped({"a.txt": b"a"}, how), r"a\.zip/a\.txt is packed in another .*; pack it anew")
+            for how in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
+        ),
         (cut(zipped(MEMBERS)), r"cannot read .*a\.zip: it is cut short or damaged"),
         (zipped({"b/a.jsonl": b'{"text": "a"}\n{'}), r"a\.zip/b/a\.jsonl line 2 must be one JSON"),
         (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,17 @@ def test_a_first_file_that_is_wrong_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"0\.jsonl line 1"):
         prepare(corpus, tmp_path / "store", 1)
     assert [*tmp_path.iterdir()] == [tmp_path / "texts"]
+
+
+def test_many_parts_are_not_open_at_once(tmp_path: Path) -> None:
+    texts = {f"{i}.txt": f"text {i}" for i in range(30)}
+    corpus = FileCorpus(tuple(map(Path, write_texts(tmp_path / "texts", texts))), "text")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open("/", os.O_RDONLY)
+    os.close(lowest)
+    # a limit is on the number of a descriptor, so leave 40 above the lowest that is free
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 40, limits[1]))
+    try:
+        assert prepare(corpus, tmp_path / "store", 1).num_documents == 30
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -53,7 +53,12 @@ SHAPES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
         {"system": "you help", "instruction": "b", "output": "c", "history": [["ask", "answer"]]},
         [SYSTEM, *ASK, say("user", "b"), say("assistant", "c")],
     ),
-    # beside OpenAI's keys others were ignored ever since
+    # the first shape whose keys are all there
+    ({"prompt": "ask", "prompt_id": "1", "messages": ASK}, ASK),
+    ({"prompt": "p", "conversations": [turn("human", "ask"), turn("gpt", "answer")]}, ASK),
+    ({"prompt": "p", "instruction": "ask", "output": "answer"}, ASK),
+    ({"instruction": "a", "output": "b", "conversations": ASK}, ASK),
+    ({"prompt": "p", "completion": None, "conversations": ASK}, ASK),
     ({"messages": ASK, "instruction": "a", "output": "b", "conversations": []}, ASK),
 ]
 
@@ -93,9 +98,10 @@ def test_openais_completions_come_first() -> None:
             "message 1 must have a content that is text, got 3",
         ),
         ({"conversations": [turn("gpt", "a", weight=3)]}, "weight of message 1 must be 0"),
+        ({"prompt": "a"}, "must have text under 'completion', got keys 'prompt'"),
         (
-            {"conversations": [turn("human", "a")], "instruction": "a", "output": "b"},
-            "must be one of .*, got keys 'conversations', 'instruction', 'output'",
+            {"completion": "a", "output": "b"},
+            "must have text under 'prompt', got keys 'completion'",
         ),
         (
             {"messages": [say("user", [{"type": "image_url", "image_url": "x"}])]},

@@ -18,8 +18,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from torchtitan.config.layers import Path, literal
-from torchtitan.config.needs import InsteadOf, JobFile, Needs, Own
+from torchtitan.config.needs import InsteadOf, JobFile, Needs, Own, Replaced
 
+DECLARED = (Needs, InsteadOf, JobFile, Own, Replaced)
 LIMITS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
 
 
@@ -39,7 +40,7 @@ class FieldFacts:
     default: object
     help: str
     declared: tuple[object, ...]
-    """Needs, InsteadOf, JobFile and Own."""
+    """Needs, InsteadOf, JobFile, Own and Replaced."""
 
     @property
     def needs(self) -> list[Needs]:
@@ -47,9 +48,14 @@ class FieldFacts:
         return [said for said in self.declared if isinstance(said, Needs)]
 
     @property
-    def instead_of(self) -> str | None:
-        """The sibling that says the same in another way."""
-        return next((said.key for said in self.declared if isinstance(said, InsteadOf)), None)
+    def instead_of(self) -> list[str]:
+        """The siblings that say the same in another way."""
+        return [key for said in self.declared if isinstance(said, InsteadOf) for key in said.keys]
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a later file's table replaces an earlier one's."""
+        return any(isinstance(said, Replaced) for said in self.declared)
 
     @property
     def may_be_own(self) -> bool:
@@ -90,7 +96,7 @@ class FieldFacts:
     @property
     def unset_by_none(self) -> bool:
         """Whether a bare `none` on the command line means "as if not given"."""
-        return self.optional or self.kind is tuple
+        return self.optional or self.kind in (tuple, dict)
 
 
 def sections(tree: type) -> Mapping[Path, type]:
@@ -174,7 +180,7 @@ def _facts(info: FieldInfo) -> FieldFacts:
         optional=optional,
         default=info.get_default(call_default_factory=True),
         help=" ".join((info.description or "").split()),
-        declared=tuple(one for one in said if isinstance(one, (Needs, InsteadOf, JobFile, Own))),
+        declared=tuple(one for one in said if isinstance(one, DECLARED)),
     )
 
 

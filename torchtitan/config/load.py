@@ -33,6 +33,7 @@ from torchtitan.config.fields import (
 from torchtitan.config.foreign import Foreign
 from torchtitan.config.layers import COMMAND_LINE, Findings, Layer, Path, Setting, literal, spell
 from torchtitan.config.names import Names
+from torchtitan.config.needs import GIVEN
 from torchtitan.config.toml_files import read_layers, read_value
 
 logger = logging.getLogger(__name__)
@@ -151,13 +152,12 @@ def build(
     merged: Layer = {}
     for raw in layers:
         _check_place(raw, found, tree=tree)
-        layer = foreign.translate(raw, found)
+        layer = _with_tables(foreign.translate(raw, found), below=merged, tree=tree)
         for pair in _alternatives(tree):
             for one, other in (pair, pair[::-1]):
-                if one in layer and layer[one].value is not None:
+                if one in layer and GIVEN.holds(layer[one].value):
                     merged.pop(other, None)
         merged |= layer
-    merged = _with_tables(merged, tree=tree)
     if other_job := foreign.other_job(merged):
         return Loaded(tree(), merged, [other_job], [], None)
     valid = foreign.without_theirs(merged, found, tree=tree)
@@ -195,7 +195,7 @@ def violations(config: object) -> Iterator[Violation]:
                 if need.is_notice:  # what has no effect needs nothing else
                     break
     for one, other in _alternatives(tree):
-        if None not in (values[one], values[other]):
+        if GIVEN.holds(values[one]) and GIVEN.holds(values[other]):
             yield Violation(
                 (".".join(one), ".".join(other)),
                 f"is another way to say {other[-1]}, which is {literal(values[other])}; remove one",
@@ -210,26 +210,35 @@ def violations(config: object) -> Iterator[Violation]:
 def _alternatives(tree: type) -> list[tuple[Path, Path]]:
     """Return the pairs of keys that say one thing in two ways."""
     return [
-        (path, (*path[:-1], facts.instead_of))
+        (path, (*path[:-1], key))
         for path, facts in fields(tree).items()
-        if facts.instead_of
+        for key in facts.instead_of
     ]
 
 
-def _with_tables(layer: Layer, *, tree: type) -> Layer:
-    """Put the keys of each table whose keys are free into one setting."""
-    free = {path for path, facts in fields(tree).items() if facts.kind is dict}
-    whole: Layer = {}
-    for path, setting in layer.items():
-        table = path[:-1]
-        if table not in free:
-            whole.setdefault(path, setting)
-        elif setting.value is not None:
-            before = whole.get(table, layer.get(table))
-            held = before.value if before is not None and isinstance(before.value, dict) else {}
-            value = {**held, path[-1]: setting.value}
-            whole[table] = Setting(value, setting.origin, table, literal(value), setting.problem)
-    return whole
+def _with_tables(layer: Layer, *, below: Layer, tree: type) -> Layer:
+    """Put the keys of each table whose keys are free into one setting, over those below.
+
+    A table given whole on the command line replaces the one below, its keys alone do not.
+    """
+    tables = {path: facts for path, facts in fields(tree).items() if facts.kind is dict}
+    done = {path: setting for path, setting in layer.items() if path[:-1] not in tables}
+    for table, facts in tables.items():
+        keys = {path[-1]: setting for path, setting in layer.items() if path[:-1] == table}
+        whole = done.get(table)
+        origin = next((one.origin for one in (*keys.values(), whole) if one is not None), None)
+        is_whole = whole is not None if origin == COMMAND_LINE else facts.is_replaced
+        if not is_whole and (whole is None or whole.value == {}):
+            whole = below.get(table, whole)
+        if origin is not None and whole is not None:
+            done[table] = whole
+        if keys:
+            held = whole.value if whole is not None and isinstance(whole.value, dict) else {}
+            value = held | {key: setting.value for key, setting in keys.items()}
+            value = {key: item for key, item in value.items() if item is not None}
+            last = [*keys.values()][-1]
+            done[table] = Setting(value, last.origin, table, literal(value), last.problem)
+    return done
 
 
 def _check_place(layer: Layer, found: Findings, *, tree: type) -> None:

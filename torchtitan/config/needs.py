@@ -29,11 +29,11 @@ class Own:
 
 
 class Given:
-    """Any value at all: not None, and no empty list or text."""
+    """Any value at all: not None, and no empty list, table or text."""
 
     def holds(self, value: object) -> bool:
         """Tell whether the value is allowed."""
-        return value not in (None, (), "")
+        return value not in (None, (), [], {}, "")
 
 
 GIVEN = Given()
@@ -82,11 +82,15 @@ class Needs:
         return f"{effect}needs {self.text}{got}; {self.remedy or 'set that, or remove this'}"
 
 
-@dataclass(frozen=True)
 class InsteadOf:
-    """The field says in another way what a sibling says: the later file of the two wins."""
+    """The field says in another way what siblings say: the later file of the two wins."""
 
-    key: str
+    def __init__(self, *keys: str) -> None:
+        self.keys = keys
+
+
+class Replaced:
+    """A later file's table replaces an earlier one's; other tables merge key by key."""
 
 
 class JobFile:

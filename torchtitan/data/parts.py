@@ -223,6 +223,11 @@ def zip_members(raw: Stream, file: PurePath) -> Members:
                 continue
             if info.flag_bits & 1:
                 raise DataError(f"{file / info.filename} is encrypted; unpack the archive")
+            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                # zipfile unpacks a block of another kind whole, whatever its size
+                raise DataError(
+                    f"{file / info.filename} is packed in another way than deflate; pack it anew"
+                )
             with archive.open(info) as member:
                 blocks = iter(partial(member.read, BLOCK_BYTES), b"")
                 size = info.compress_size

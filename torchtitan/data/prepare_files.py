@@ -29,7 +29,7 @@ from torchtitan.base.log import amount
 from torchtitan.data.prepare import cached_store, num_cores, open_cached, show_progress
 from torchtitan.data.source import FileCorpus, check_heads
 from torchtitan.data.split import content_number
-from torchtitan.data.store import TokenStore, open_writer
+from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -79,16 +79,18 @@ def prepare_files(
     num_workers = min(num_workers or num_cores(), len(each))
     try:
         if num_workers == 1:
-            stores = [cached_store(one, tokenizer=tokenizer, cache=str(folder)) for one in each]
+            parts = [
+                cached_store(one, tokenizer=tokenizer, cache=str(folder)).prefix for one in each
+            ]
         else:
-            stores = _in_processes(each, corpus, tokenizer_path, str(folder), num_workers)
+            parts = _in_processes(each, corpus, tokenizer_path, str(folder), num_workers)
     except (DataError, KeyboardInterrupt):
         if any(folder.glob("*/about.json")):
             logger.warning("what is done is kept in %s: start again to go on from there", folder)
         else:
             shutil.rmtree(folder)
         raise
-    summary = _put_together(stores, prefix=prefix, tokenizer=tokenizer)
+    summary = _put_together(parts, prefix=prefix, tokenizer=tokenizer)
     shutil.rmtree(folder)
     return summary
 
@@ -114,7 +116,8 @@ def _in_processes(
     tokenizer_path: str,
     folder: str,
     num_workers: int,
-) -> list[TokenStore]:
+) -> list[str]:
+    """Return the prefix of each part."""
     num_threads = max(num_cores() // num_workers, 1)
     # not forked: threads of this process may hold locks
     spawn = multiprocessing.get_context("spawn")
@@ -138,7 +141,7 @@ def _in_processes(
             raise DataError(
                 "a process ended before its work, perhaps for want of memory; try fewer --workers"
             ) from error
-        return [TokenStore(job.result()) for job in jobs]
+        return [job.result() for job in jobs]
 
 
 def _tokenize(corpus: FileCorpus, tokenizer_path: str, folder: str, num_threads: int) -> str:
@@ -152,12 +155,12 @@ def _tokenize(corpus: FileCorpus, tokenizer_path: str, folder: str, num_threads:
     ).prefix
 
 
-def _put_together(stores: Sequence[TokenStore], *, prefix: str, tokenizer: Tokenizer) -> Summary:
+def _put_together(parts: Sequence[str], *, prefix: str, tokenizer: Tokenizer) -> Summary:
     summary = Summary()
     hashes = array("Q")
     with open_writer(prefix, vocab_size=tokenizer.vocab_size) as writer:
-        for store in stores:
-            _, about = open_cached(Path(store.prefix).parent)
+        for part in parts:  # one open at a time: each holds several files
+            store, about = open_cached(Path(part).parent)
             summary.text_bytes += about["text_bytes"]
             for number in range(store.num_documents):
                 document = store.document(number)

@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.base.errors import Violation
-from torchtitan.config.needs import AtLeast, Needs
+from torchtitan.config.needs import AtLeast, InsteadOf, Needs, Replaced
 from torchtitan.config.types import (
     STRICT,
     FinitePositive,
@@ -95,9 +95,12 @@ class TrainingConfig:
     dataset_weights: Annotated[Weights, Needs("dataset", "files")] = ()
     """One weight for each dataset_path: samples are drawn from them in this proportion. Empty: one
     source."""
-    dataset_mixture: Annotated[dict[Text, FinitePositive], Needs("dataset", "files")] = Field(
-        default_factory=dict
-    )
+    dataset_mixture: Annotated[
+        dict[Text, FinitePositive],
+        Needs("dataset", "files"),
+        InsteadOf("dataset_path", "dataset_weights"),
+        Replaced(),
+    ] = Field(default_factory=dict)
     """A table of files, as in dataset_path, with the weight of each, instead of dataset_path and
     dataset_weights."""
     dataset_text_key: str = "text"
@@ -154,10 +157,6 @@ class TrainingConfig:
         if self.dataset in READS_FILES and not self.paths:
             keys = ("dataset", "dataset_path", "dataset_mixture")
             yield Violation(keys, "needs dataset_path; name the files to read")
-        for key in ("dataset_path", "dataset_weights"):
-            if self.dataset_mixture and getattr(self, key):
-                rule = f"says what {key} says; remove either"
-                yield Violation(("dataset_mixture", key), rule)
         num_paths, num_weights = len(self.dataset_path), len(self.dataset_weights)
         if num_weights and self.dataset == "files" and num_weights != num_paths:
             yield Violation(

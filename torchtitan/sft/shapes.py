@@ -1,8 +1,8 @@
 """The shapes that an example may have, as people publish them, and what is checked of each.
 
 A shape is told by its keys, and becomes a conversation or a prompt with its completion: OpenAI's
-chats and completions, the chats of ShareGPT, the instructions of Alpaca. Where a row has the keys
-of several, OpenAI's count. Other keys are ignored.
+chats and completions, the chats of ShareGPT, the instructions of Alpaca. Of a row with the keys of
+several the first of these is read. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Value = dict[str, Any]
 
 
 class Shape(NamedTuple):
-    """How a row becomes an example; one of `keys` tells it."""
+    """How a row becomes an example; all of `keys` tell it."""
 
     looks: str
     keys: frozenset[str]
@@ -57,9 +57,10 @@ def parse_example(value: object, *, where: str) -> Example:
     """Return the example in a row, or raise DataError."""
     # a column of a table that has no value here is null
     keys = {k for k, v in value.items() if v is not None} if isinstance(value, dict) else set()
-    openai = [shape for shape in SHAPES[:2] if shape.keys & keys]
-    found = openai or [shape for shape in SHAPES[2:] if shape.keys <= keys]
-    if not isinstance(value, dict) or len(found) != 1:
+    whole = [shape for shape in SHAPES if shape.keys <= keys]
+    # where none is whole, a prompt without completion or the reverse says which key is missing
+    found = whole or [shape for shape in SHAPES[:2] if shape.keys & keys]
+    if not isinstance(value, dict) or not found:
         got = type_name(value)
         if isinstance(value, dict):
             got = f"keys {', '.join(map(repr, value))}" if value else "no keys"
@@ -129,7 +130,7 @@ SHAPES = (
         _alpaca,
     ),
 )
-"""The first two may have keys of the others beside theirs."""
+"""Of several that a row has the keys of, the first counts."""
 OPTIONAL = ("input", "system")
 
 
