@@ -315,9 +315,7 @@ def random_config(seed: int) -> Config:
         ("checkpoint", "last_save_in_hf"): True,
         ("quantize", "linear", "float8", "recipe_name"): None,
         ("quantize", "linear", "float8", "emulate"): False,
-        ("optimizer", "name"): "SGD",
-        ("optimizer", "muon_momentum"): 0.95,
-        ("optimizer", "muon_excluded_params"): OptimizerConfig.muon_excluded_params,
+        ("optimizer", "name"): "Muon" if seed % 2 else "SGD",
         ("lr_scheduler", "total_steps"): None,
         ("lr_scheduler", rng.choice(["warmup_steps", "warmup_ratio"])): None,
         ("profiling", "profile_freq"): 10**12,
@@ -326,6 +324,11 @@ def random_config(seed: int) -> Config:
         ("validation", "steps"): rng.choice([-1, 7]),
         ("validation", "split"): None,
     }
+    if seed % 2:
+        others = ["momentum"]
+    else:
+        others = ["beta1", "beta2", "eps", "muon_momentum", "muon_excluded_params"]
+    values |= {("optimizer", key): getattr(OptimizerConfig, key) for key in others}
     if rng.random() < 0.5:
         values |= {("validation", "dataset"): None, ("validation", "dataset_path"): ()}
         values["validation", "split"] = rng.uniform(0.001, 0.999)
