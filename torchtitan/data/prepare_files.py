@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import shutil
 import signal
+import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +85,7 @@ def prepare_files(
             ]
         else:
             parts = _in_processes(each, corpus, tokenizer_path, str(folder), num_workers)
-    except (DataError, KeyboardInterrupt):
+    except BaseException:
         if any(folder.glob("*/about.json")):
             logger.warning("what is done is kept in %s: start again to go on from there", folder)
         else:
@@ -121,10 +122,8 @@ def _in_processes(
     num_threads = max(num_cores() // num_workers, 1)
     # not forked: threads of this process may hold locks
     spawn = multiprocessing.get_context("spawn")
-    # a signal to all ends each of them at once, without a traceback
-    initializer = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with (
-        ProcessPoolExecutor(num_workers, spawn, initializer) as pool,
+        ProcessPoolExecutor(num_workers, spawn, _start_worker) as pool,
         show_progress(whole) as advance,
     ):
         jobs = {
@@ -134,14 +133,28 @@ def _in_processes(
             for job in as_completed(jobs):
                 job.result()
                 advance(jobs[job].num_bytes)
-        except DataError:
-            pool.shutdown(cancel_futures=True)
-            raise
         except BrokenProcessPool as error:
             raise DataError(
                 "a process ended before its work, perhaps for want of memory; try fewer --workers"
             ) from error
+        except BaseException:
+            # what has begun is done and kept, what waits is not begun
+            pool.shutdown(cancel_futures=True)
+            raise
         return [job.result() for job in jobs]
+
+
+def _start_worker() -> None:
+    """End at once, without a traceback, by a signal to all or when the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _tokenize(corpus: FileCorpus, tokenizer_path: str, folder: str, num_threads: int) -> str:
