@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.data.helpers import write_texts
 from torchtitan.base.errors import DataError
@@ -157,3 +158,15 @@ def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)  # the end of what they write: all have ended
     assert process.returncode == -signal.SIGTERM
+
+
+def test_one_process_at_a_time_writes_a_store(tmp_path: Path) -> None:
+    corpus, prefix = corpus_of(tmp_path / "texts"), tmp_path / "store"
+    with (
+        FileLock(f"{prefix}.parts.lock"),
+        pytest.raises(DataError, match=r"another process prepares .*store; wait"),
+    ):
+        prepare(corpus, prefix, 1)
+    assert not Path(f"{prefix}.parts").exists()
+    prepare(corpus, prefix, 1)
+    assert not Path(f"{prefix}.parts.lock").exists()

@@ -20,10 +20,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
@@ -70,12 +72,38 @@ def prepare_files(
     `num_workers`: processes; 0 takes one for each core, and never more than there is to do at once.
 
     Raises:
-        DataError: A file cannot be read; what is done is kept.
+        DataError: A file cannot be read; what is done is kept. Or another process writes `prefix`.
     """
     tokenizer = build_tokenizer(tokenizer_path, key="--tokenizer")
     check_heads(corpus.files)
+    with _alone(prefix):
+        return _prepare(corpus, prefix, tokenizer_path, tokenizer, num_workers)
+
+
+@contextmanager
+def _alone(prefix: str) -> Iterator[None]:
+    """Keep other processes from the same work; raises DataError if one is at it."""
+    file = Path(f"{prefix}.parts.lock")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise DataError(
+            f"another process prepares {prefix}; wait until it ends, or name another prefix"
+        ) from error
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        lock.release()
+
+
+def _prepare(
+    corpus: FileCorpus, prefix: str, tokenizer_path: str, tokenizer: Tokenizer, num_workers: int
+) -> Summary:
     folder = Path(f"{prefix}.parts")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     each = [*_divided(corpus)]
     num_workers = min(num_workers or num_cores(), len(each))
     try:
