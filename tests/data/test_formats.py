@@ -79,6 +79,7 @@ def tarred(members: dict[str, bytes]) -> bytes:
 
 
 MEMBERS = {"a/": b"", "a/1.jsonl": lines(ROWS[:2]), "b.csv.gz": gzip.compress(table(ROWS[2:], ","))}
+OF_MACOS = {"__MACOSX/a/._1.jsonl": b"\0", ".DS_Store": b"\0", **MEMBERS, "a/._b.csv": b"\0"}
 FORMATS: dict[str, Callable[[], bytes]] = {
     "a.json": lambda: lines(ROWS),
     "array.json": lambda: json.dumps(ROWS, indent=1).encode(),
@@ -94,7 +95,9 @@ FORMATS: dict[str, Callable[[], bytes]] = {
     "stream.arrow": lambda: arrow(ROWS, pa.ipc.new_stream),
     "a.zip": lambda: zipped(MEMBERS),
     "stored.zip": lambda: zipped(MEMBERS, zipfile.ZIP_STORED),
+    "macos.zip": lambda: zipped(OF_MACOS),
     "a.tar": lambda: tarred(MEMBERS),
+    "macos.tar": lambda: tarred(OF_MACOS),
     "a.tgz": lambda: gzip.compress(tarred(MEMBERS)),
     "a.tar.zst": lambda: zstandard.compress(tarred(MEMBERS)),
 }

@@ -5,9 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.data.helpers import write_texts
 from torchtitan.base.errors import DataError
@@ -111,3 +118,55 @@ def test_many_parts_are_not_open_at_once(tmp_path: Path) -> None:
         assert prepare(corpus, tmp_path / "store", 1).num_documents == 30
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
+def test_what_waits_is_not_begun_when_stopped(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stop: type[BaseException],
+) -> None:
+    @contextmanager
+    def stopping(corpus: FileCorpus) -> Iterator[Callable[[int], None]]:
+        def advance(num_bytes: int) -> None:
+            raise stop
+
+        yield advance
+
+    monkeypatch.setattr(prepare_files_module, "show_progress", stopping)
+    texts = {f"{i}.txt": f"text {i} " * 10_000 for i in range(60)}
+    corpus = FileCorpus(tuple(map(Path, write_texts(tmp_path / "texts", texts))), "text")
+    with pytest.raises(stop):
+        prepare(corpus, tmp_path / "store", 2)
+    assert 0 < len([*(tmp_path / "store.parts").glob("*/about.json")]) < 30
+    assert "start again to go on from there" in caplog.text
+
+
+def test_processes_end_with_their_parent(tmp_path: Path) -> None:
+    paths = write_texts(tmp_path, {f"{i}.txt": f"{i} words " * 3_000_000 for i in range(2)})
+    root = Path(__file__).parents[2]
+    script = [sys.executable, str(root / "scripts/prepare_data.py"), str(tmp_path / "store")]
+    process = subprocess.Popen(
+        [*script, *paths, "--tokenizer", NAME, "--workers", "2"], stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while not [*tmp_path.glob("store.parts/*.lock")]:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)  # the end of what they write: all have ended
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_one_process_at_a_time_writes_a_store(tmp_path: Path) -> None:
+    corpus, prefix = corpus_of(tmp_path / "texts"), tmp_path / "store"
+    with (
+        FileLock(f"{prefix}.parts.lock"),
+        pytest.raises(DataError, match=r"another process prepares .*store; wait"),
+    ):
+        prepare(corpus, prefix, 1)
+    assert not Path(f"{prefix}.parts").exists()
+    prepare(corpus, prefix, 1)
+    assert not Path(f"{prefix}.parts.lock").exists()

@@ -219,7 +219,7 @@ def zip_members(raw: Stream, file: PurePath) -> Members:
     """Yield the files in a zip archive, in its order."""
     with zipfile.ZipFile(raw) as archive:
         for info in archive.infolist():
-            if info.is_dir():
+            if info.is_dir() or _is_of_macos(info.filename):
                 continue
             if info.flag_bits & 1:
                 raise DataError(f"{file / info.filename} is encrypted; unpack the archive")
@@ -239,7 +239,7 @@ def tar_members(raw: Stream, file: PurePath) -> Members:
     stream = _Tail(raw)
     with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
         for info in archive:
-            if info.isdir():
+            if info.isdir() or _is_of_macos(info.name):
                 continue
             member = archive.extractfile(info) if info.isfile() else None
             if member is None:
@@ -250,6 +250,12 @@ def tar_members(raw: Stream, file: PurePath) -> Members:
     # tarfile takes an archive that is cut off after a member for a whole one
     if stream.last.strip(b"\0") or len(stream.last) < TAR_BLOCK:
         raise EOFError("the archive has no end")
+
+
+def _is_of_macos(member: str) -> bool:
+    """Tell whether macOS added the member by itself, as a note about others."""
+    path = PurePath(member)
+    return "__MACOSX" in path.parts or path.name.startswith("._") or path.name == ".DS_Store"
 
 
 class _Tail:

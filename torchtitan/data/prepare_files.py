@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import shutil
 import signal
+import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
@@ -69,12 +72,38 @@ def prepare_files(
     `num_workers`: processes; 0 takes one for each core, and never more than there is to do at once.
 
     Raises:
-        DataError: A file cannot be read; what is done is kept.
+        DataError: A file cannot be read; what is done is kept. Or another process writes `prefix`.
     """
     tokenizer = build_tokenizer(tokenizer_path, key="--tokenizer")
     check_heads(corpus.files)
+    with _alone(prefix):
+        return _prepare(corpus, prefix, tokenizer_path, tokenizer, num_workers)
+
+
+@contextmanager
+def _alone(prefix: str) -> Iterator[None]:
+    """Keep other processes from the same work; raises DataError if one is at it."""
+    file = Path(f"{prefix}.parts.lock")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise DataError(
+            f"another process prepares {prefix}; wait until it ends, or name another prefix"
+        ) from error
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        lock.release()
+
+
+def _prepare(
+    corpus: FileCorpus, prefix: str, tokenizer_path: str, tokenizer: Tokenizer, num_workers: int
+) -> Summary:
     folder = Path(f"{prefix}.parts")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     each = [*_divided(corpus)]
     num_workers = min(num_workers or num_cores(), len(each))
     try:
@@ -84,7 +113,7 @@ def prepare_files(
             ]
         else:
             parts = _in_processes(each, corpus, tokenizer_path, str(folder), num_workers)
-    except (DataError, KeyboardInterrupt):
+    except BaseException:
         if any(folder.glob("*/about.json")):
             logger.warning("what is done is kept in %s: start again to go on from there", folder)
         else:
@@ -121,10 +150,8 @@ def _in_processes(
     num_threads = max(num_cores() // num_workers, 1)
     # not forked: threads of this process may hold locks
     spawn = multiprocessing.get_context("spawn")
-    # a signal to all ends each of them at once, without a traceback
-    initializer = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with (
-        ProcessPoolExecutor(num_workers, spawn, initializer) as pool,
+        ProcessPoolExecutor(num_workers, spawn, _start_worker) as pool,
         show_progress(whole) as advance,
     ):
         jobs = {
@@ -134,14 +161,28 @@ def _in_processes(
             for job in as_completed(jobs):
                 job.result()
                 advance(jobs[job].num_bytes)
-        except DataError:
-            pool.shutdown(cancel_futures=True)
-            raise
         except BrokenProcessPool as error:
             raise DataError(
                 "a process ended before its work, perhaps for want of memory; try fewer --workers"
             ) from error
+        except BaseException:
+            # what has begun is done and kept, what waits is not begun
+            pool.shutdown(cancel_futures=True)
+            raise
         return [job.result() for job in jobs]
+
+
+def _start_worker() -> None:
+    """End at once, without a traceback, by a signal to all or when the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _tokenize(corpus: FileCorpus, tokenizer_path: str, folder: str, num_threads: int) -> str:
