@@ -134,7 +134,6 @@ for name, lr in (("first", "1e-3"), ("failed", "1e30"), ("third", "1e-3")):
 """
 
 
-@pytest.mark.usefixtures("warm_starts")
 @pytest.mark.parametrize("launcher", [True, False])
 def test_two_ranks_train_again(launcher: bool, tmp_path: Path) -> None:
     """Under the launcher's store, and under one that rank 0 holds."""
