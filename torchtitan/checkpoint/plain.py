@@ -22,8 +22,8 @@ from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.ranks import on_every_rank, union
 from torchtitan.checkpoint.rows import HeadDim
 from torchtitan.checkpoint.source import Selection
-from torchtitan.checkpoint.staging import local_part
 from torchtitan.checkpoint.state import COMPONENTS, EMBEDDING, OUTPUT
+from torchtitan.models.init import local_part
 from torchtitan.models.spec import ModelSpec, RopeOrder
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan.checkpoint.storage import Component
+from torchtitan.models.init import local_part
 
 
 class Staging:
@@ -74,8 +74,3 @@ def _finish_copies() -> None:
 
 def _alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and local_part(a).shape == local_part(b).shape
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -88,7 +88,7 @@ def initialize(model: Initializable, *, seed: int) -> None:
     for name, parameter in model.named_parameters():
         rule = model.initial(name)
         assert not parameter.is_meta, f"{name} is on the meta device: call to_empty() first"
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_part(parameter)
         if isinstance(rule, Constant):
             local.fill_(rule.value)
         else:
@@ -102,6 +102,11 @@ def make_key(name: str, *, seed: int) -> tuple[int, int]:
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
     first, second = (int.from_bytes(half, "little") for half in (digest[:8], digest[8:]))
     return _signed(first), _signed(second)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_offsets(parameter: torch.Tensor) -> list[torch.Tensor]:

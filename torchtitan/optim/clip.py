@@ -16,12 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan.models.init import local_part
+
 CHUNK = 1 << 16
 """Elements to a partial norm on CPU."""
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _num_copies(grad: Tensor) -> int:
@@ -52,7 +50,7 @@ def global_norm(parameters: Iterable[nn.Parameter], *, loss: Tensor) -> Tensor:
     grads = [p.grad for p in parameters if p.grad is not None]
     chunks_by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for grad in grads:
-        chunks_by_copies[_num_copies(grad)] += _chunks(_local(grad))
+        chunks_by_copies[_num_copies(grad)] += _chunks(local_part(grad))
     total = loss.double() * 0.0
     for num_copies, chunks in chunks_by_copies.items():
         norms = torch._foreach_norm(chunks, 2.0, dtype=torch.float32)
@@ -64,7 +62,7 @@ def global_norm(parameters: Iterable[nn.Parameter], *, loss: Tensor) -> Tensor:
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], *, norm: Tensor, max_norm: float) -> None:
     """Scale the gradients in place so that their global norm is at most `max_norm`."""
-    grads = [_local(p.grad) for p in parameters if p.grad is not None]
+    grads = [local_part(p.grad) for p in parameters if p.grad is not None]
     if not grads:  # all of this rank's layers are frozen
         return
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

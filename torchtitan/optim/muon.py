@@ -27,9 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from torchtitan.models.init import local_offsets
+from torchtitan.models.init import local_offsets, local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the odd polynomial of degree 5; steepest at 0, so that few steps do. It does not converge to 1
@@ -218,7 +217,7 @@ class Muon(torch.optim.Optimizer):
         for group in self._groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    local = _local(p)
+                    local = local_part(p)
                     local.mul_(1 - group["lr"] * group["weight_decay"])
                     local.add_(moved[self._names[p]], alpha=-group["lr"] * scale(p.shape[-2:]))
         self._others.step()
@@ -229,9 +228,9 @@ class Muon(torch.optim.Optimizer):
         for group in self._groups:
             for p in group["params"]:
                 if p.grad is None:  # of a parameter without a part in the loss
-                    momentum = torch.zeros_like(_local(p))
+                    momentum = torch.zeros_like(local_part(p))
                 else:
-                    grad, buffer = _local(p.grad), _local(self.state[p]["momentum_buffer"])
+                    grad, buffer = local_part(p.grad), local_part(self.state[p]["momentum_buffer"])
                     buffer.lerp_(grad, 1 - group["momentum"])
                     momentum = grad.lerp(buffer, group["momentum"])
                 found[self._names[p]] = momentum.to(self._nothing.dtype)
@@ -282,7 +281,3 @@ class Muon(torch.optim.Optimizer):
         boxes = list(chain.from_iterable(wanted))
         for box, part in zip(boxes, received.split([b.numel for b in boxes]), strict=True):
             yield part.view(box.sizes)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

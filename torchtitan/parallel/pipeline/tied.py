@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from torchtitan.models.init import local_part
 from torchtitan.models.parts import ModelParts
 
 
@@ -76,4 +76,4 @@ class TiedEmbedding:
 
 def _local(tensor: Tensor | None) -> Tensor:
     assert tensor is not None, "every backward leaves a gradient of a tied embedding"
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_part(tensor)
