@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
-from torchtitan.base.errors import DataError, Violation
+from torchtitan.base.errors import DataError
 from torchtitan.data.parts import Advance
 from torchtitan.data.source import Files, Piece
 
@@ -74,7 +74,7 @@ def stdlib_files() -> list[Path]:
             f"'python_stdlib' needs the sources of the standard library, {root} holds none; "
             f"use 'synthetic', or 'files' with dataset_path"
         )
-        raise DataError(Violation(("dataset",), rule))
+        raise DataError.at("dataset", rule)
     return files
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from torchtitan.base.errors import DataError, Violation
+from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
 from torchtitan.data.builtin import StdlibCorpus, SyntheticCorpus
 from torchtitan.data.files import divide, find_files
@@ -262,7 +262,7 @@ def _open(
             f"data must hold at least seq_len + 1 = {training.seq_len + 1} tokens, {name} has "
             f"{store.num_tokens}; add data or lower seq_len"
         )
-        raise DataError(Violation(("seq_len",), rule))
+        raise DataError.at("seq_len", rule)
     return store
 
 

@@ -12,7 +12,7 @@ from itertools import islice
 from os.path import exists, realpath
 from pathlib import Path
 
-from torchtitan.base.errors import DataError, Violation
+from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
 from torchtitan.data.formats import PACKED, READ, STORES, format_of, suffix_of
 
@@ -43,7 +43,7 @@ def user_path(path: str, *, key: str) -> Path:
     # a name that is too long, a folder without permission; the home of an unknown user
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(Violation((key,), f"cannot look for {path!r:.200}: {reason}")) from error
+        raise DataError.at(key, f"cannot look for {path!r:.200}: {reason}") from error
     return expanded
 
 
@@ -54,12 +54,12 @@ def find_files(pattern: str, *, key: str = "dataset_path") -> list[Path]:
     Raises DataError if there is no file, or one that is not read, or an empty one by its name.
     """
     if pattern.startswith("hf://"):
-        raise DataError(Violation((key,), f"{pattern!r} names data on the Hugging Face Hub; {HUB}"))
+        raise DataError.at(key, f"{pattern!r} names data on the Hugging Face Hub; {HUB}")
     path = user_path(pattern, key=key)
     if (path / SAVED).is_file():
         return _saved(path, key=key)
     if path.is_dir():
-        raise DataError(Violation((key,), _folder_refusal(path, pattern)))
+        raise DataError.at(key, _folder_refusal(path, pattern))
     if Path(f"{path}.idx").exists():
         path = Path(f"{path}.idx")
     named = path.exists()
@@ -70,15 +70,15 @@ def find_files(pattern: str, *, key: str = "dataset_path") -> list[Path]:
             f"{min(broken)} is a link to {min(broken).readlink()}, where there is no file; restore "
             f"that, or remove the link"
         )
-        raise DataError(Violation((key,), rule))
+        raise DataError.at(key, rule)
     files = _without_links({_index_of(file) for file in found if file.is_file()})
     empty = {file for file in files if file.exists() and file.stat().st_size == 0}
     if not files:
-        raise DataError(Violation((key,), _nothing(found, pattern)))
+        raise DataError.at(key, _nothing(found, pattern))
     for file in files:
         format_of(file)
     if empty and (named or len(empty) == len(files)):
-        raise DataError(Violation((key,), f"a file must not be empty: {min(empty)}; remove it"))
+        raise DataError.at(key, f"a file must not be empty: {min(empty)}; remove it")
     if empty:
         logger.warning(
             "%d of %s in %s are empty and left out",
@@ -96,12 +96,12 @@ def _saved(folder: Path, *, key: str) -> list[Path]:
         files = [folder / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"{folder / SAVED} must list the files of a saved dataset: {error}; save it anew"
-        raise DataError(Violation((key,), rule)) from error
+        raise DataError.at(key, rule) from error
     if missing := [file for file in files if not file.is_file()]:
         rule = f"{missing[0]} is missing, which {folder / SAVED} lists; save the dataset anew"
-        raise DataError(Violation((key,), rule))
+        raise DataError.at(key, rule)
     if not files:
-        raise DataError(Violation((key,), f"the saved dataset {folder} holds no rows; remove it"))
+        raise DataError.at(key, f"the saved dataset {folder} holds no rows; remove it")
     return files
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan.base.errors import ConfigError, DataError, Violation
+from torchtitan.base.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from torchtitan.data.settings import DataLoaderConfig
@@ -74,7 +74,7 @@ def accumulation_steps(global_batch_size: int, *, local_batch_size: int, dp: int
             f"{dp} = {at_once}, got {global_batch_size}; try {nearest}"
         )
         keys = "training.global_batch_size", "training.local_batch_size"
-        raise ConfigError(Violation(keys, rule))
+        raise ConfigError.at(keys, rule)
     return global_batch_size // at_once
 
 

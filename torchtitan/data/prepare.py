@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from torchtitan.base.errors import DataError, Violation
+from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
 from torchtitan.data.files import user_path
 from torchtitan.data.parts import Advance
@@ -112,7 +112,7 @@ def cached(
             what += f" ({error.filename})"
         room = "make room, or " if error.errno in FULL else ""
         rule = f"cannot write tokenised data to {what}; {room}name another folder"
-        raise DataError(Violation(("dataset_cache",), rule)) from error
+        raise DataError.at("dataset_cache", rule) from error
     return open_cached(folder)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
-from torchtitan.base.errors import DataError, Violation
+from torchtitan.base.errors import DataError
 from torchtitan.data.parts import Part
 from torchtitan.data.settings import template_parts
 from torchtitan.data.text import check_characters
@@ -60,7 +60,7 @@ class RowText:
         if key not in value and ("messages" in value or {"prompt", "completion"} <= value.keys()):
             raise DataError(f'{said}; chats and completions are for dataset = "examples"')
         rule = f"{said}; write text there, or name the key that holds it"
-        raise DataError(Violation((self._setting,), rule))
+        raise DataError.at(self._setting, rule)
 
 
 def type_name(value: object) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.base.errors import DataError, Violation
+from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
 from torchtitan.data.prepare import cached
 from torchtitan.data.source import file_identity
@@ -66,7 +66,7 @@ class Side:
             f"documents (a text file is one, and each line of JSONL; copies of one go together), "
             f"or remove split and name other files in validation.dataset_path"
         )
-        return DataError(Violation(("split",), rule))
+        return DataError.at("split", rule)
 
 
 def content_number(tokens: npt.NDArray[Any], *, end: int | None = None) -> int:

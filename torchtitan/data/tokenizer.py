@@ -21,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from torchtitan.base.errors import ConfigError, DataError, Violation
+from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.data.files import user_path
 from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT, Encoded, Ids, encode_around
 
@@ -108,10 +108,10 @@ def build_tokenizer(path: str, *, key: str = "model.tokenizer_path") -> Tokenize
             f"{', '.join(['byte', *BUILT_IN])}; found nothing at {path!r:.200}, and nothing is "
             f"downloaded: get the file first"
         )
-        raise DataError(Violation((key,), rule))
+        raise DataError.at(key, rule)
     if file.is_dir() and not (file / "tokenizer.json").exists():
         rule = f"the folder {path!r} has no tokenizer.json; name one that has, or a tiktoken file"
-        raise DataError(Violation((key,), rule))
+        raise DataError.at(key, rule)
     if file.is_dir() or file.suffix == ".json":
         from torchtitan.data.tokenizer_hf import HuggingFaceTokenizer
 
@@ -135,4 +135,4 @@ def check_vocabulary(tokenizer: Tokenizer, *, model_vocab_size: int) -> None:
             f"the model {model_vocab_size}; set vocab_size to as many rows or more "
             f"(docs/adapt.md), or choose another flavor or tokenizer"
         )
-        raise ConfigError(Violation(("model.tokenizer_path", "model.vocab_size"), rule))
+        raise ConfigError.at(("model.tokenizer_path", "model.vocab_size"), rule)

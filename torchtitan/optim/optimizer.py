@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.base.errors import ConfigError, Violation, did_you_mean
+from torchtitan.base.errors import ConfigError, did_you_mean
 from torchtitan.base.log import amount
 from torchtitan.models.parts import HasParameters
 from torchtitan.models.trained import check_pattern
@@ -78,7 +78,7 @@ def check_optimizer(settings: OptimizerConfig, *, trained: Mapping[str, Tensor])
                 f"table {number} has no parameter of its own: those before it match all of "
                 f"{', '.join(group.params)}; put it first, or remove it"
             )
-            raise ConfigError(Violation(("optimizer.groups",), rule))
+            raise ConfigError.at("optimizer.groups", rule)
         left = {name: p for name, p in left.items() if name not in own}
         shares.append(_share(number, group, size=len(own)))
     if settings.name == "Muon":
@@ -92,7 +92,7 @@ def check_optimizer(settings: OptimizerConfig, *, trained: Mapping[str, Tensor])
                 "must leave Muon a matrix to train, got none; remove a pattern, or write "
                 'optimizer.name = "AdamW"'
             )
-            raise ConfigError(Violation(("optimizer.muon_excluded_params",), rule))
+            raise ConfigError.at("optimizer.muon_excluded_params", rule)
         muons = f"Muon updates {amount(size, 'parameter')}, AdamW {len(trained) - size}"
         shares.insert(0, muons)
     _check_options(settings)
@@ -116,14 +116,14 @@ def _check_options(settings: OptimizerConfig) -> None:
     for name, value in settings.options.items():
         rule = _problem(name, value, defaults=defaults, settings=settings)
         if rule:
-            raise ConfigError(Violation(("optimizer.options",), rule))
+            raise ConfigError.at("optimizer.options", rule)
     try:
         _try_step(settings)
     except Exception as error:  # whatever torch's code makes of them
         rule = (
             f"torch.optim.{_class(settings).__name__} refuses them: {error}; correct or remove it"
         )
-        raise ConfigError(Violation(("optimizer.options",), rule)) from error
+        raise ConfigError.at("optimizer.options", rule) from error
 
 
 def _problem(

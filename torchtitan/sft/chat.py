@@ -30,7 +30,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchtitan.base.errors import DataError, Violation
+from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
 from torchtitan.data.foreign import ForeignError, Limits, Loaded, Program
 from torchtitan.data.text import any_of
@@ -167,7 +167,7 @@ class ChatTemplate:
             )
         except ForeignError as error:
             rule = f"{origin} must be valid Jinja, {error}; mend it, or name another"
-            raise DataError(Violation(("chat_template",), rule)) from error
+            raise DataError.at("chat_template", rule) from error
         self.source, self.origin, self.variables = source, origin, dict(variables)
         self._special = re.compile(rf"\s*(?:{any_of(special)})")
         self._ending = re.compile(rf"(?:{any_of(special)})(?=\s*\Z)")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torchtitan.base.errors import DataError, Violation
+from torchtitan.base.errors import DataError
 from torchtitan.data.files import user_path
 from torchtitan.data.text import BEGIN_OF_TEXT, END_OF_TEXT
 from torchtitan.data.tokenizer import BUILT_IN, Tokenizer
@@ -65,7 +65,7 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8-sig")
     except OSError as error:
         rule = f"must name a Jinja file, cannot read {file}: {error.strerror}"
-        raise DataError(Violation(("chat_template",), rule)) from error
+        raise DataError.at("chat_template", rule) from error
     except UnicodeDecodeError as error:
         raise DataError(f"the chat template {file} must be UTF-8: {error}") from error
 

@@ -22,7 +22,7 @@ from pathlib import Path, PurePath
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.base.errors import DataError, Violation
+from torchtitan.base.errors import DataError
 from torchtitan.data.formats import READ, format_of
 from torchtitan.data.source import open_parts
 from torchtitan.data.text import any_of
@@ -104,7 +104,7 @@ class Encoder:
                 f"template, and the tokenizer has none (chat_template.jinja or "
                 f"tokenizer_config.json beside it)"
             )
-            raise DataError(Violation(("chat_template",), rule))
+            raise DataError.at("chat_template", rule)
         for text in strings_in([*example.messages, *(example.tools or ())]):
             if found := self._forbidden.search(text):
                 raise DataError(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from torchtitan.base.errors import DataError, Violation
+from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
 from torchtitan.data.dataset import IGNORED, Dataset, tells_documents
 from torchtitan.data.files import find_files
@@ -237,7 +237,7 @@ def _plan(
             f"there must be an example with an answer in its first {seq_len} tokens, found "
             f"none in {amount(ours, 'example')}; raise seq_len"
         )
-        raise DataError(Violation(("seq_len",), rule))
+        raise DataError.at("seq_len", rule)
     groups: Iterable[list[int]] = ([place] for place in range(len(lengths)))
     if training.packing == "packed":
         groups = pack(lengths, capacity=seq_len, window=WINDOW)
