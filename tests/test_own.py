@@ -126,7 +126,7 @@ def test_a_resume_under_changed_code_says_so(
 ) -> None:
     (folder / "my_model.py").write_text(MODULE)
     config = load_config(own("my_model"))
-    stored = {"code": hash_own(config), "config": to_toml(config), "layout": {}}
+    stored = {"code": hash_own(config.model), "config": to_toml(config), "layout": {}}
     assert list(stored["code"]) == ["my_model:SPEC"]
     for text, is_warned in ((MODULE, False), (MODULE + "\n# another\n", True)):
         (folder / "my_model.py").write_text(text)

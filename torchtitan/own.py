@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TypeVar
 
 from torchtitan.base.own import is_import_path, load_object, source_hash
-from torchtitan.config.fields import fields, values_of
 from torchtitan.config.layers import Layer
 from torchtitan.config.overrides import with_section
 from torchtitan.models.settings import ModelConfig, model_section
@@ -33,11 +32,8 @@ def with_own(tree: type[T], given: Layer) -> type[T]:
     return with_section(tree, MODEL[0], section)
 
 
-def hash_own(config: object) -> dict[str, str]:
-    """Return the hash of the source behind each import path in settings."""
-    values = values_of(config)
-    return {
-        text: source_hash(text, key=".".join(path))
-        for path, facts in fields(type(config)).items()
-        if facts.may_be_own and isinstance(text := values[path], str) and is_import_path(text)
-    }
+def hash_own(model: ModelConfig) -> dict[str, str]:
+    """Return the hash of the source behind the model's name, by that, if it is an import path."""
+    if not is_import_path(model.name):
+        return {}
+    return {model.name: source_hash(model.name, key=".".join(MODEL))}

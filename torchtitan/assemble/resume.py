@@ -181,7 +181,7 @@ def compare_jobs(manifest: Content, *, now: Job) -> Comparison:
 
 def warn_of_other_code(manifest: Content, *, now: Config) -> None:
     """Warn if the source of a thing of the user's own is not the one of the checkpoint."""
-    code = hash_own(now)
+    code = hash_own(now.model)
     for path, then in manifest.get("code", {}).items():
         if code.get(path, then) != then:
             logger.warning(
@@ -217,7 +217,11 @@ def build_checkpoints(
         state,
         settings=config.checkpoint,
         folder=Path(config.job.dump_folder) / config.checkpoint.folder,
-        manifest={"layout": asdict(dims), "config": to_toml(config), "code": hash_own(config)},
+        manifest={
+            "layout": asdict(dims),
+            "config": to_toml(config),
+            "code": hash_own(config.model),
+        },
         group=group,
         pulse=Pulse(
             job_store(),

@@ -18,9 +18,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from torchtitan.config.layers import Path, literal
-from torchtitan.config.needs import InsteadOf, JobFile, Needs, Own, Replaced
+from torchtitan.config.needs import InsteadOf, JobFile, Needs, Replaced
 
-DECLARED = (Needs, InsteadOf, JobFile, Own, Replaced)
+DECLARED = (Needs, InsteadOf, JobFile, Replaced)
 LIMITS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
 
 
@@ -40,7 +40,7 @@ class FieldFacts:
     default: object
     help: str
     declared: tuple[object, ...]
-    """Needs, InsteadOf, JobFile, Own and Replaced."""
+    """Needs, InsteadOf, JobFile and Replaced."""
 
     @property
     def needs(self) -> list[Needs]:
@@ -56,11 +56,6 @@ class FieldFacts:
     def is_replaced(self) -> bool:
         """Whether a later file's table replaces an earlier one's."""
         return any(isinstance(said, Replaced) for said in self.declared)
-
-    @property
-    def may_be_own(self) -> bool:
-        """Whether it may hold import paths."""
-        return any(isinstance(said, Own) for said in self.declared)
 
     @property
     def type_text(self) -> str:

@@ -24,10 +24,6 @@ class AtLeast:
         return isinstance(value, int) and value >= self.least
 
 
-class Own:
-    """The field may hold import paths, "package.module:NAME", of things of the user's own."""
-
-
 class Given:
     """Any value at all: not None, and no empty list, table or text."""
 

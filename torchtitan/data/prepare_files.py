@@ -10,6 +10,7 @@ Processes and not only threads: reading JSON and writing stores hold the interpr
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -185,11 +186,17 @@ def _start_worker() -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
+@functools.cache
+def _tokenizer(path: str) -> Tokenizer:
+    """Build the tokenizer once in a process: a large vocabulary takes long to read."""
+    return build_tokenizer(path)
+
+
 def _tokenize(corpus: FileCorpus, tokenizer_path: str, folder: str, num_threads: int) -> str:
     """Run in a process; return the prefix of the store."""
     return cached_store(
         corpus,
-        tokenizer=build_tokenizer(tokenizer_path),
+        tokenizer=_tokenizer(tokenizer_path),
         cache=folder,
         num_threads=num_threads,
         advance=lambda num_bytes: None,

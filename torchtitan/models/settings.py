@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.needs import GIVEN, Needs, Own
+from torchtitan.config.needs import GIVEN, Needs
 from torchtitan.config.overrides import with_overrides
 from torchtitan.config.types import STRICT, AboveOne, AtLeastOne, Converters, FinitePositive, Text
 from torchtitan.models.rope_scaling import reading
@@ -57,7 +57,7 @@ class RopeScalingConfig:
 class ModelConfig:
     """Which model, and the tokenizer that goes with it."""
 
-    name: Annotated[Text, Own()] = "llama3"
+    name: Text = "llama3"
     """Model family: a key of torchtitan.models.families.MODELS, or the import path of your own
     ModelSpec, "package.module:SPEC"."""
     flavor: Text = "debugmodel"
