@@ -128,10 +128,10 @@ def test_special_tokens_are_meant_where_that_is_asked_for(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("chat", "said"),
     [
-        ([], "prompt 1: messages must be a list of objects"),
+        ([], "the chat: messages must be a list of objects"),
         ([{"role": "robot", "content": "Hi"}], "the role of message 1 must be one of"),
         ([{"role": "user"}], "message 1 must have a content that is text"),
-        ([{"role": "user", "content": "\udcff"}], "prompt 1 must hold whole characters"),
+        ([{"role": "user", "content": "\udcff"}], "the chat must hold whole characters"),
         ([{"role": "user", "content": "<|end_of_text|>"}], "no message may spell"),
     ],
 )

@@ -14,7 +14,7 @@ from torchtitan.data.text import check_characters
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.generate.generator import Generator
 from torchtitan.generate.sampling import Sampling, draw, generate
-from torchtitan.sft.chat import Conversation, Message
+from torchtitan.sft.chat import ChatTemplate, Conversation, Message
 from torchtitan.sft.examples import Encoder
 from torchtitan.sft.shapes import parse_example
 
@@ -143,6 +143,16 @@ def _shown(generator: Generator, prompt_ids: Sequence[int]) -> list[int]:
     return [i for i in prompt_ids if i != generator.tokenizer.eos_id]
 
 
+def check_chats(generator: Generator) -> ChatTemplate:
+    """Return the chat template; raise ConfigError if there is none."""
+    if generator.template is None:
+        raise ConfigError(
+            "a chat needs a chat template, and there is none beside the tokenizer; give a Jinja "
+            "file with --chat_template"
+        )
+    return generator.template
+
+
 def encode_chats(
     generator: Generator, chats: Sequence[Sequence[Message]]
 ) -> tuple[list[list[int]], frozenset[int]]:
@@ -151,15 +161,11 @@ def encode_chats(
     Raises:
         UserError: A message is wrong or spells a special token, or there is no chat template.
     """
-    template, tokenizer = generator.template, generator.tokenizer
-    if template is None:
-        raise ConfigError(
-            "--chat needs a chat template, and there is none beside the tokenizer; give a Jinja "
-            "file with --chat_template"
-        )
+    template, tokenizer = check_chats(generator), generator.tokenizer
     encoder, ids = Encoder(tokenizer, template), []
     for number, chat in enumerate(chats, start=1):
-        question = parse_example({"messages": [*chat]}, where=f"prompt {number}")
+        where = f"prompt {number}" if len(chats) > 1 else "the chat"
+        question = parse_example({"messages": [*chat]}, where=where)
         assert isinstance(question, Conversation)
         ids.append(encoder.ask(question))
     ending = template.end_of_turn()
