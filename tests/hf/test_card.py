@@ -19,7 +19,7 @@ from tests.models.reference import random_decoder, reference_of
 from tests.sft.chats import CHATML, write_lines, write_tokenizer
 from torchtitan.assemble.generator import read_settings
 from torchtitan.assemble.hf import describe_export
-from torchtitan.hf.card import CARD, find_hub_id, find_license, without_folders
+from torchtitan.hf.card import CARD, find_hub_id, find_license, shown, without_folders
 from torchtitan.hf.write import export
 from torchtitan.metrics.sinks import read_rows
 from torchtitan.models.families import MODELS
@@ -161,7 +161,7 @@ def test_a_run_from_nothing_names_no_base(ranks: RankPool, tmp_path: Path) -> No
     ranks.run(jobs.train, [*job, "--job.description=To try: it"], world=1)
     card = ModelCard.load(tmp_path / "run" / "checkpoint" / "export" / "step-1" / CARD)
     assert set(card.data.to_dict()) == {"library_name", "pipeline_tag", "tags"}
-    assert "A model trained from random weights." in card.content
+    assert "A model trained by a run that names no weights to begin from." in card.content
     assert "No license is known" in card.content
     assert "\nTo try: it\n" in card.content
     assert "The folder has no tokenizer; the one of the training is `byte`" in card.content
@@ -201,6 +201,21 @@ def test_a_license_is_read_or_not_known(card: str | None, expected: dict, tmp_pa
 )
 def test_the_hubs_name_is_known_in_its_cache_alone(path: str, expected: str | None) -> None:
     assert find_hub_id(Path(path)) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("outputs/base/step-2", "outputs/base/step-2"),
+        ("chats/*.jsonl", "chats/*.jsonl"),
+        ("/home/me/chats.jsonl", "chats.jsonl"),
+        ("~/models/mine/", "mine"),
+        ("/home/me/chats/*.jsonl", "chats/*.jsonl"),
+        ("bpe_2048", "bpe_2048"),
+    ],
+)
+def test_no_home_is_told(path: str, expected: str) -> None:
+    assert shown(path) == expected
 
 
 def test_absolute_paths_lose_their_folders() -> None:

@@ -308,7 +308,7 @@ ADAPTER_RULES = [
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """The export of a job with a tokenizer of Hugging Face and a template of its own."""
     tmp = tmp_path_factory.mktemp("chats")
-    tokenizer = write_tokenizer(tmp / "tokenizer", template="other")
+    tokenizer = write_tokenizer(tmp / "tokenizer")
     ids = json.loads((tokenizer / "tokenizer.json").read_text())["added_tokens"]
     end = next(token["id"] for token in ids if token["content"] == "<|end|>")
     (tokenizer / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))

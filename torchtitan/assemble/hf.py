@@ -10,7 +10,7 @@ from torchtitan.assemble.model import find_model
 from torchtitan.config.toml_files import to_toml
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hf.beside import carried_over, files_to_copy, tokenizer_file
-from torchtitan.hf.card import Card, find_hub_id, find_license
+from torchtitan.hf.card import Card, find_hub_id, find_license, shown
 from torchtitan.hf.names import Names
 from torchtitan.hf.write import HFExport
 from torchtitan.job import Config
@@ -45,7 +45,7 @@ def describe_card(config: Config) -> Card:
     """Describe what the model card of a job's exports says."""
     training, checkpoint, lora = config.training, config.checkpoint, config.lora
     base = None if checkpoint.initial_load_path is None else Path(checkpoint.initial_load_path)
-    names = [f"`{Path(path).name}`" for path in training.paths] or [f"`{training.dataset}`"]
+    names = [f"`{shown(path)}`" for path in training.paths] or [f"`{training.dataset}`"]
     if training.weights:
         shares = zip(names, training.weights, strict=True)
         names = [f"{name} (weight {weight:g})" for name, weight in shares]
@@ -53,12 +53,12 @@ def describe_card(config: Config) -> Card:
     return Card(
         name=Path(job.dump_folder).resolve().name,
         description="" if job.description == type(job)().description else job.description,
-        base=None if base is None else find_hub_id(base) or base.name,
+        base=None if base is None else find_hub_id(base) or shown(str(base)),
         base_id=None if base is None else find_hub_id(base),
         license={} if base is None else find_license(base),
         data=names,
-        template=None if training.chat_template is None else Path(training.chat_template).name,
-        tokenizer=Path(config.model.tokenizer_path).name,
+        template=training.chat_template and shown(training.chat_template),
+        tokenizer=shown(config.model.tokenizer_path),
         has_tokenizer=tokenizer_file(config.model.tokenizer_path) is not None,
         seq_len=training.seq_len,
         lr=config.optimizer.lr,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
+from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -54,7 +55,7 @@ class Chat:
         self.num_tokens = 0
         """Read to answer the last question."""
 
-    def ask(self, question: str) -> Iterator[str]:
+    def ask(self, question: str) -> abc.Generator[str, None, None]:
         """Yield the answer in pieces, and remember it with its question, also where it is given up.
 
         What the model drew of special tokens is left out of what is remembered: no message may

@@ -4,7 +4,7 @@ It is README.md with a head in YAML, as Hugging Face's Hub reads it
 (https://huggingface.co/docs/hub/model-cards). Nothing in it is guessed: the license is the one that
 the card of the base names, the base's name on the Hub is known where the base lies in the cache of
 downloads, and figures that are not found are left out. The base's card itself is not copied, since
-it describes other weights. Of absolute paths only the last name is written.
+it describes other weights. Of absolute paths only the last name is written (`shown`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Card:
     name: str
     description: str
     base: str | None
-    """The weights that it began from, by the last name of their path."""
+    """The weights that it began from."""
     base_id: str | None
     """The name of these on the Hub."""
     license: Mapping[str, str]
@@ -135,6 +135,15 @@ def find_hub_id(path: Path) -> str | None:
     """Return the name on the Hub of a folder in the cache of downloads; None: it is not known."""
     found = _IN_CACHE.search(path.absolute().as_posix() + "/")
     return f"{found[1]}/{found[2]}" if found else None
+
+
+def shown(path: str) -> str:
+    """Return a path as a card names it: of an absolute one the last name, and the folder of a
+    pattern."""
+    if not path.startswith(("/", "~")):
+        return path
+    whole = Path(path)
+    return f"{whole.parent.name}/{whole.name}" if set(whole.name) & set("*?[") else whole.name
 
 
 def without_folders(toml: str) -> str:
