@@ -164,7 +164,8 @@ def test_a_run_from_nothing_names_no_base(ranks: RankPool, tmp_path: Path) -> No
     assert "A model trained by a run that names no weights to begin from." in card.content
     assert "No license is known" in card.content
     assert "\nTo try: it\n" in card.content
-    assert "The folder has no tokenizer; the one of the training is `byte`" in card.content
+    assert "The folder has no tokenizer: that of the training, `byte`, is not in" in card.content
+    assert "AutoTokenizer" not in card.content
 
 
 @pytest.mark.parametrize(
