@@ -83,7 +83,8 @@ def write(args: argparse.Namespace) -> list[str]:
     """
     _check(args)
     prompts = [*args.prompt, *(_lines(args.prompts_file) if args.prompts_file else ())]
-    if not prompts and not args.chat:
+    is_talk = args.chat and not args.prompt and args.prompts_file is None
+    if not prompts and not is_talk:
         raise ConfigError(
             "there must be a prompt, got none; give --prompt or --prompts_file, or --chat alone "
             "for a chat in the terminal"
@@ -92,7 +93,7 @@ def write(args: argparse.Namespace) -> list[str]:
         where = f"prompt {number}" if number <= len(prompts) else "--system"
         check_characters(text, where=where)
     launch = read_launch(os.environ)
-    if not prompts and launch.world_size > 1:
+    if is_talk and launch.world_size > 1:
         raise ConfigError(
             f"a chat in the terminal runs on one rank, got {launch.world_size}; give --prompt, or "
             f"start one process"
@@ -121,7 +122,7 @@ def write(args: argparse.Namespace) -> list[str]:
     if not args.chat:
         special, batch_size = args.special, args.batch_size
         return complete(generator, prompts, special=special, batch_size=batch_size, **sampling)
-    if not prompts:
+    if is_talk:
         chat_in_terminal(Chat(generator, system=args.system, **sampling))
         return []
     system = [] if args.system is None else [{"role": "system", "content": args.system}]

@@ -134,9 +134,12 @@ def test_mistakes_end_with_one_message_and_code_2(
     assert captured.err.count("error:") == 1
 
 
-def test_no_prompt_at_all_is_a_mistake(script, trained, capsys):
-    assert script.main(["--checkpoint", str(trained[0])]) == 2
-    assert "give --prompt or --prompts_file" in capsys.readouterr().err
+def test_no_prompt_at_all_is_a_mistake(script, trained, capsys, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n \n")
+    file = ["--prompts_file", str(tmp_path / "empty.txt")]
+    for options in ([], file, ["--chat", *file]):
+        assert script.main(["--checkpoint", str(trained[0]), *options]) == 2
+        assert "give --prompt or --prompts_file" in capsys.readouterr().err
 
 
 def test_many_prompts_are_numbered_and_each_is_as_alone(script, trained, capsys, tmp_path):
