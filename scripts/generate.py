@@ -1,6 +1,7 @@
 """Continue texts, or answer in a chat, with a trained model.
 
     python scripts/generate.py --checkpoint outputs --prompt "def main(" --temperature 0.8
+    python scripts/generate.py --checkpoint Qwen3-0.6B --chat
     python scripts/generate.py --checkpoint Qwen3-0.6B --chat --prompt "Who are you?"
     torchrun --nproc_per_node 2 scripts/generate.py --checkpoint Qwen3-8B --prompts_file lines.txt
 
@@ -13,7 +14,8 @@ is a file must still lie where model.tokenizer_path says.
 Several prompts are continued together, each as it would be alone. An empty prompt begins a new
 document. In a prompt special tokens are plain text, unless --special asks for them; no begin token
 is put before it. With --chat each prompt is what a user says, put into the chat template, and the
-answer alone is printed. A text ends at the tokenizer's end token, at those that
+answer alone is printed; without a prompt a chat begins in the terminal, or on the lines of standard
+input: /help lists its commands. A text ends at the tokenizer's end token, at those that
 generation_config.json names, and in a chat at the token that ends a turn.
 
 Under torchrun the ranks share the model's matrices (tensor parallelism), and rank 0 prints.
@@ -26,6 +28,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -37,8 +40,10 @@ from torchtitan.assemble.generator import open_generator
 from torchtitan.base.device import device_type, local_device
 from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.data.text import check_characters
-from torchtitan.generate.generator import DTYPES, Generator
-from torchtitan.generate.sampling import generate
+from torchtitan.generate.chat import Chat, talk
+from torchtitan.generate.generator import DTYPES
+from torchtitan.generate.sampling import Sampling
+from torchtitan.generate.text import BATCH_SIZE, answer, complete
 from torchtitan.mesh.process_group import (
     await_reports,
     init_process_group,
@@ -47,7 +52,6 @@ from torchtitan.mesh.process_group import (
     read_launch,
 )
 from torchtitan.mesh.settings import CommConfig
-from torchtitan.sft.examples import Conversation, Encoder
 
 MOST_TOKENS = 10**6
 
@@ -72,19 +76,28 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write(args: argparse.Namespace) -> list[str]:
-    """Return what is to be printed for each prompt.
+    """Return what is to be printed for each prompt; a chat without one writes by itself.
 
     Raises:
         UserError: An argument, a file or the model has to be another.
     """
     _check(args)
     prompts = [*args.prompt, *(_lines(args.prompts_file) if args.prompts_file else ())]
-    if not prompts:
-        raise ConfigError("there must be a prompt, got none; give --prompt or --prompts_file")
+    is_talk = args.chat and not args.prompt and args.prompts_file is None
+    if not prompts and not is_talk:
+        raise ConfigError(
+            "there must be a prompt, got none; give --prompt or --prompts_file, or --chat alone "
+            "for a chat in the terminal"
+        )
     for number, text in enumerate([*prompts, args.system or ""], start=1):
         where = f"prompt {number}" if number <= len(prompts) else "--system"
         check_characters(text, where=where)
     launch = read_launch(os.environ)
+    if is_talk and launch.world_size > 1:
+        raise ConfigError(
+            f"a chat in the terminal runs on one rank, got {launch.world_size}; give --prompt, or "
+            f"start one process"
+        )
     device, mesh = local_device(launch.local_rank), None
     if launch.world_size > 1:
         settings = CommConfig(trace_buf_size=0)
@@ -100,67 +113,59 @@ def write(args: argparse.Namespace) -> list[str]:
         chat_template=args.chat_template,
         dtype=args.dtype,
     )
-    if args.chat:
-        return answer(generator, prompts, args)
-    return go_on(generator, prompts, args)
+    sampling = Sampling(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+    )
+    if not args.chat:
+        special, batch_size = args.special, args.batch_size
+        return complete(generator, prompts, special=special, batch_size=batch_size, **sampling)
+    if is_talk:
+        chat_in_terminal(Chat(generator, system=args.system, **sampling))
+        return []
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    chats = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
+    return answer(generator, chats, batch_size=args.batch_size, **sampling)
 
 
-def go_on(generator: Generator, prompts: Sequence[str], args: argparse.Namespace) -> list[str]:
-    """Return each prompt with its continuation."""
-    tokenizer = generator.tokenizer
-    special = tokenizer.encode_special
-    encode = (lambda p: list(special([p])[0].ids)) if args.special else tokenizer.encode
-    ids = [encode(prompt) or [tokenizer.eos_id] for prompt in prompts]
-    # decoded together: a character may have begun in the prompt's last token
-    return [
-        tokenizer.decode([i for i in prompt + new if i != tokenizer.eos_id])
-        for prompt, new in zip(
-            ids, _continued(generator, ids, generator.stop_ids, args), strict=True
+def chat_in_terminal(chat: Chat) -> None:
+    """Answer the lines of standard input, which a terminal edits; raise DataError if none comes."""
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if is_terminal:
+        with suppress(ImportError):  # Windows has none
+            import readline  # noqa: F401, input() then edits lines and remembers them
+        sys.stderr.write("/help lists the commands; Ctrl-C ends an answer\n")
+
+    def read() -> str:
+        if sys.stdin is None:  # closed
+            raise EOFError
+        try:
+            return input("> " if is_terminal else "")
+        except UnicodeDecodeError as error:
+            raise DataError(f"the lines of standard input must be UTF-8: {error}") from error
+        except (EOFError, KeyboardInterrupt) as end:
+            if not is_terminal:
+                raise
+            tell("")  # what was typed ends in the middle of its line
+            if isinstance(end, EOFError):
+                raise
+            return "/help"
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def tell(text: str) -> None:
+        sys.stderr.write(f"{text}\n")
+
+    num_lines = talk(chat, read=read, write=write, tell=tell, stops_at_mistakes=not is_terminal)
+    if not num_lines and not is_terminal:
+        raise DataError(
+            "a chat reads its questions from standard input, a line each, and got none; give "
+            "--prompt, or start it in a terminal"
         )
-    ]
-
-
-def answer(generator: Generator, prompts: Sequence[str], args: argparse.Namespace) -> list[str]:
-    """Return the answer to each prompt."""
-    if generator.template is None:
-        raise ConfigError(
-            "--chat needs a chat template, and there is none beside the tokenizer; give a Jinja "
-            "file with --chat_template"
-        )
-    tokenizer, encoder = generator.tokenizer, Encoder(generator.tokenizer, generator.template)
-    first = [] if args.system is None else [{"role": "system", "content": args.system}]
-    ids = [
-        encoder.ask(
-            Conversation([*first, {"role": "user", "content": prompt}], None, f"prompt {number}")
-        )
-        for number, prompt in enumerate(prompts, start=1)
-    ]
-    ending = generator.template.end_of_turn()
-    stop_ids = generator.stop_ids | ({tokenizer.special_tokens[ending]} if ending else set())
-    return [tokenizer.decode(new) for new in _continued(generator, ids, stop_ids, args)]
-
-
-def _continued(
-    generator: Generator,
-    prompts: Sequence[list[int]],
-    stop_ids: frozenset[int],
-    args: argparse.Namespace,
-) -> list[list[int]]:
-    """Return the new tokens of each prompt, without the one that ended it."""
-    found = [
-        new
-        for start in range(0, len(prompts), args.batch_size)
-        for new in generate(
-            generator.model,
-            prompts[start : start + args.batch_size],
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            seed=args.seed,
-            stop_ids=stop_ids,
-        )
-    ]
-    return [new[:-1] if new[-1] in stop_ids else new for new in found]
 
 
 def _lines(file: Path) -> list[str]:
@@ -206,14 +211,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="of a run or Hugging Face")
     add("--prompt", action="append", default=[], metavar="TEXT", help="to go on from; repeatable")
     add("--prompts_file", type=Path, metavar="FILE", help="a prompt a line, empty ones left out")
-    add("--chat", action="store_true", help="prompts are what a user says")
+    add("--chat", action="store_true", help="prompts are what a user says; without one, a chat")
     add("--system", metavar="TEXT", help="with --chat: the system's message before it")
     add("--special", action="store_true", help="special tokens named in a prompt are meant")
     add("--max_new_tokens", type=int, default=200, metavar="N", help="at most")
     add("--temperature", type=float, default=1.0, metavar="T", help="0: the likeliest token")
     add("--top_k", type=int, metavar="K", help="draw from the K likeliest alone")
     add("--seed", type=int, default=0, metavar="S", help="of the draws, the same for each prompt")
-    add("--batch_size", type=int, default=8, metavar="N", help="prompts at a time")
+    add("--batch_size", type=int, default=BATCH_SIZE, metavar="N", help="prompts at a time")
     add("--tokenizer", metavar="PATH", help="in place of the checkpoint's")
     add("--chat_template", metavar="FILE", help="in place of the tokenizer's or the run's")
     add("--dtype", choices=DTYPES, help="to compute in; as the weights are stored if not given")

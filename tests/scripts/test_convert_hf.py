@@ -58,6 +58,7 @@ def test_there_and_back(script: ModuleType, trained, ranks: RankPool, tmp_path, 
     step = folder / "run" / "checkpoint" / "step-1"
     assert capsys.readouterr().out == f"{out}: the weights of {step}\n"
     assert {path.name for path in out.iterdir()} == {
+        "README.md",
         "config.json",
         "model.safetensors",
         "tokenizer.json",

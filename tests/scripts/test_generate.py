@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +24,7 @@ from torchtitan.assemble.generator import find_run_step, open_generator
 from torchtitan.checkpoint.files import write_sealed_json
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.generate.sampling import generate
+from torchtitan.generate.text import answer
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import LinearScaling
@@ -131,9 +134,12 @@ def test_mistakes_end_with_one_message_and_code_2(
     assert captured.err.count("error:") == 1
 
 
-def test_no_prompt_at_all_is_a_mistake(script, trained, capsys):
-    assert script.main(["--checkpoint", str(trained[0])]) == 2
-    assert "give --prompt or --prompts_file" in capsys.readouterr().err
+def test_no_prompt_at_all_is_a_mistake(script, trained, capsys, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n \n")
+    file = ["--prompts_file", str(tmp_path / "empty.txt")]
+    for options in ([], file, ["--chat", *file]):
+        assert script.main(["--checkpoint", str(trained[0]), *options]) == 2
+        assert "give --prompt or --prompts_file" in capsys.readouterr().err
 
 
 def test_many_prompts_are_numbered_and_each_is_as_alone(script, trained, capsys, tmp_path):
@@ -152,24 +158,6 @@ def test_many_prompts_are_numbered_and_each_is_as_alone(script, trained, capsys,
     assert parts[1] == parts[4] == alone
     assert parts[3][0] == "a"
     assert parts[3] != parts[2]
-
-
-def test_special_tokens_are_meant_where_that_is_asked_for(script, trained):
-    """And are plain text otherwise: nothing that a user types ends a document."""
-    generator = open_generator(trained[0], device=torch.device("cpu"))
-    seen = []
-    text = "a<|end_of_text|>"
-
-    def record(model, prompts, **settings):
-        seen.extend(prompts)
-        return [[0] for _ in prompts]
-
-    for options in ([], ["--special"]):
-        args = script._parser().parse_args(["--checkpoint", "x", *options])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(script, "generate", record)
-            script.go_on(generator, [text, ""], args)
-    assert seen == [list(text.encode()), [257], [97, 257], [257]]
 
 
 def test_a_chat_is_asked_by_its_template_and_ends_with_its_turn(script, tmp_path, capsys):
@@ -201,6 +189,60 @@ def test_a_chat_is_asked_by_its_template_and_ends_with_its_turn(script, tmp_path
     reference_of(model).save_pretrained(folder)
     assert script.main(arguments) == 0
     assert capsys.readouterr().out == tokenizer.decode(new[:n]) + "\n"
+
+
+class Typed(io.StringIO):
+    """Lines of a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Typed])
+def test_a_chat_without_a_prompt_answers_standard_input(script, trained, capsys, monkeypatch, kind):
+    """Each line is answered in the light of those before it; a terminal gets prompts too."""
+    generator = open_generator(trained[0], device=torch.device("cpu"), chats=True)
+    messages = [{"role": "system", "content": "Sys."}]
+    texts = []
+    for question in ("naïve?", "And?"):
+        messages.append({"role": "user", "content": question})
+        texts += answer(generator, [messages], max_new_tokens=9, temperature=0)
+        messages.append({"role": "assistant", "content": texts[-1]})
+    monkeypatch.setattr(sys, "stdin", kind("naïve?\nAnd?\n"))
+    options = ["--chat", "--system", "Sys.", "--max_new_tokens", "9", "--temperature", "0"]
+    assert script.main(["--checkpoint", str(trained[0]), *options]) == 0
+    said = capsys.readouterr()
+    mark = "> " if kind is Typed else ""
+    assert said.out == f"{mark}{texts[0]}\n{mark}{texts[1]}\n{mark}"
+    assert ("/help lists the commands" in said.err) == (kind is Typed)
+
+
+@pytest.mark.parametrize(
+    ("stdin", "message"),
+    [
+        (io.StringIO(""), "got none; give --prompt"),
+        (None, "got none; give --prompt"),
+        (io.StringIO("/rset\n"), "did you mean '/reset'?"),
+        (io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"), "must be UTF-8"),
+    ],
+)
+def test_standard_input_that_is_no_chat_is_a_mistake(
+    script, trained, capsys, monkeypatch, stdin, message
+):
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert script.main(["--checkpoint", str(trained[0]), "--chat"]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.err.count("error:") == 1
+    assert said.out == ""
+
+
+def test_a_chat_in_the_terminal_runs_on_one_rank(script, trained, capsys, monkeypatch):
+    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in {**values, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert script.main(["--checkpoint", str(trained[0]), "--chat"]) == 2
+    assert "runs on one rank, got 2; give --prompt" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -75,6 +75,7 @@ def _of_run(path: Path, group: dist.ProcessGroup | None, *, verify: bool) -> Pre
         tokenizer=config.model.tokenizer_path,
         chat_template=config.training.chat_template,
         stop_ids=frozenset(),
+        context=config.training.seq_len,
     )
 
 
@@ -97,6 +98,7 @@ def _of_hugging_face(path: Path, group: dist.ProcessGroup | None) -> Pretrained:
         tokenizer=str(path),
         chat_template=None,
         stop_ids=stop_ids(path) or end_tokens(config),
+        context=config.get("max_position_embeddings"),
     )
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 
 from torchtitan.assemble.model import find_model
+from torchtitan.config.toml_files import to_toml
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.hf.beside import carried_over, files_to_copy
+from torchtitan.hf.beside import carried_over, files_to_copy, tokenizer_file
+from torchtitan.hf.card import Card, find_hub_id, find_license, shown
 from torchtitan.hf.names import Names
 from torchtitan.hf.write import HFExport
 from torchtitan.job import Config
@@ -35,6 +37,38 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
         ),
         adapter=LoRAExport.of(config.lora, base=checkpoint.initial_load_path),
         files=files_to_copy(tokenizer_path, chat_template=config.training.chat_template),
+        card=describe_card(config).text,
+    )
+
+
+def describe_card(config: Config) -> Card:
+    """Describe what the model card of a job's exports says."""
+    training, checkpoint, lora = config.training, config.checkpoint, config.lora
+    base = None if checkpoint.initial_load_path is None else Path(checkpoint.initial_load_path)
+    names = [f"`{shown(path)}`" for path in training.paths] or [f"`{training.dataset}`"]
+    if training.weights:
+        shares = zip(names, training.weights, strict=True)
+        names = [f"{name} (weight {weight:g})" for name, weight in shares]
+    job = config.job
+    return Card(
+        name=Path(job.dump_folder).resolve().name,
+        description="" if job.description == type(job)().description else job.description,
+        base=None if base is None else find_hub_id(base) or shown(str(base)),
+        base_id=None if base is None else find_hub_id(base),
+        license={} if base is None else find_license(base),
+        data=names,
+        template=training.chat_template and shown(training.chat_template),
+        tokenizer=shown(config.model.tokenizer_path),
+        has_tokenizer=tokenizer_file(config.model.tokenizer_path) is not None,
+        seq_len=training.seq_len,
+        lr=config.optimizer.lr,
+        decay=config.lr_scheduler.decay_type,
+        optimizer=config.optimizer.name,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        alone=lora.save == "adapter",
+        settings=to_toml(config),
+        checkpoint_folder=Path(checkpoint.folder),
     )
 
 

@@ -36,6 +36,8 @@ class Generator:
     """Of its chats; None: it has none, or none was asked for."""
     stop_ids: frozenset[int]
     """Tokens that end a text."""
+    context: int | None = None
+    """Tokens of the longest text that it is made for; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,8 @@ class Pretrained:
     """The file to take in place of the tokenizer's template."""
     stop_ids: frozenset[int]
     """Tokens that end a text."""
+    context: int | None = None
+    """Tokens of the longest text that it is made for; None: not known."""
 
 
 def build_generator(
@@ -86,6 +90,7 @@ def build_generator(
         tokenizer=ids,
         template=template,
         stop_ids=found.stop_ids | {ids.eos_id},
+        context=found.context,
     )
 
 

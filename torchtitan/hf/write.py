@@ -31,6 +31,7 @@ from torchtitan.checkpoint.metadata import is_tensor
 from torchtitan.checkpoint.pieces import TensorReader, fill
 from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank
 from torchtitan.checkpoint.rows import to_their_rows
+from torchtitan.hf.card import CARD
 from torchtitan.hf.config import new_config
 from torchtitan.hf.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, INDEX, WEIGHTS, Names
 
@@ -77,6 +78,8 @@ class HFExport:
     max_file_bytes: int = MAX_FILE_BYTES
     """Weights in one file at most; a tensor that is larger has a file of its own."""
     adapter: Adapter | None = None
+    card: Callable[[Path], str] | None = None
+    """Returns the text of the model card, given the step's folder; None: no card is written."""
 
     @property
     def adapter_alone(self) -> bool:
@@ -141,7 +144,7 @@ def export(
     try:
         on_first_rank(prepare, group=group)
         on_every_rank(write, group=group)
-        on_first_rank(lambda: _complete(target, plan, settings=settings), group=group)
+        on_first_rank(lambda: _complete(checkpoint, target, plan, settings), group=group)
     except CheckpointError as error:
         on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True), group=group)
         raise CheckpointError(
@@ -247,8 +250,10 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().view(torch.uint8).reshape(-1).numpy())
 
 
-def _complete(target: Path, plan: Sequence[Sequence[Planned]], *, settings: HFExport) -> None:
-    """Write index, config and the copied files, and give the folder its name."""
+def _complete(
+    checkpoint: Path, target: Path, plan: Sequence[Sequence[Planned]], settings: HFExport
+) -> None:
+    """Write index, config, the copied files and the card, and give the folder its name."""
     draft = draft_of(target)
     tensors = [tensor for file in plan for tensor in file]
     if len(plan) > 1:
@@ -275,5 +280,10 @@ def _complete(target: Path, plan: Sequence[Sequence[Planned]], *, settings: HFEx
     for name, source in settings.files.items():
         with HashingFile(draft / name) as file:  # on disk when it is closed
             file.write(source.read_bytes())
+    if settings.card is not None:
+        there = target / CARD  # perhaps edited by hand: kept
+        text = there.read_bytes() if there.is_file() else settings.card(checkpoint).encode()
+        with HashingFile(draft / CARD) as file:
+            file.write(text)
     commit(target)
     logger.info("Saved %s for Hugging Face: %d tensors", target, len(tensors))

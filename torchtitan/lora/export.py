@@ -80,7 +80,7 @@ class LoRAExport:
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.base,
             "r": self.rank,
-            "lora_alpha": self.alpha,
+            "lora_alpha": int(self.alpha) if self.alpha.is_integer() else self.alpha,
             "lora_dropout": 0.0,
             "bias": "none",
             "fan_in_fan_out": False,

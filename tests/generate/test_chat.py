@@ -1,0 +1,188 @@
+"""Chats that are fed line by line, against the answers to the same messages at once."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.generate.test_text import random_generator
+from tests.sft.chats import CHATML, write_tokenizer
+from torchtitan.base.errors import ConfigError, DataError, UserError
+from torchtitan.generate.chat import COMMANDS, Chat, talk
+from torchtitan.generate.generator import Generator
+from torchtitan.generate.text import answer
+
+SETTINGS = {"max_new_tokens": 12, "temperature": 1.5, "seed": 3}
+
+
+@pytest.fixture
+def generator(tmp_path: Path) -> Generator:
+    return random_generator(str(write_tokenizer(tmp_path / "tokenizer", template=CHATML)))
+
+
+class Fed:
+    """A terminal whose lines are known beforehand."""
+
+    def __init__(self, *lines: str) -> None:
+        self._lines: Iterator[str] = iter(lines)
+        self.pieces: list[str] = []
+        self.told: list[str] = []
+
+    def read(self) -> str:
+        for line in self._lines:
+            return line
+        raise EOFError
+
+    def run(self, chat: Chat, write: Callable[[str], None] | None = None, stops=True) -> int:
+        write = write or self.pieces.append
+        return talk(
+            chat, read=self.read, write=write, tell=self.told.append, stops_at_mistakes=stops
+        )
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def plain(generator: Generator, text: str) -> str:
+    for name in generator.tokenizer.special_tokens:
+        text = text.replace(name, "")
+    return text
+
+
+def expected(generator: Generator, questions: list[str], system: str | None = None) -> list[str]:
+    """The answers when each question is asked at once with all before it."""
+    said = [] if system is None else [{"role": "system", "content": system}]
+    answers = []
+    for question in questions:
+        said.append(user(question))
+        answers += answer(generator, [said], **SETTINGS)
+        said.append({"role": "assistant", "content": plain(generator, answers[-1])})
+    return answers
+
+
+def test_answers_are_streamed_and_remembered(generator: Generator) -> None:
+    fed = Fed("Who?\n", "", "  ", " Why? ", "Who?")
+    assert fed.run(Chat(generator, **SETTINGS)) == 5
+    answers = expected(generator, ["Who?", "Why?", "Who?"])
+    assert "".join(fed.pieces) == "".join(f"{text}\n" for text in answers)
+    assert answers[0] != answers[2]  # it knows that it was asked before
+    assert len(fed.pieces) > 6
+    assert fed.told == []
+
+
+def test_reset_forgets_all_but_the_system_message(generator: Generator) -> None:
+    fed = Fed("Who?", "/reset", "Who?", "/system Be brief.", "/reset", "Who?", "/reset", "Who?")
+    chat = Chat(generator, **SETTINGS)
+    fed.run(chat)
+    [alone], [briefly] = (expected(generator, ["Who?"], text) for text in (None, "Be brief."))
+    assert "".join(fed.pieces) == "".join(f"{t}\n" for t in (alone, alone, briefly, briefly))
+    assert alone != briefly
+    fed = Fed("/system", "/reset", "Who?")
+    fed.run(chat)
+    assert "".join(fed.pieces) == f"{alone}\n"
+
+
+def test_a_system_message_may_be_given_at_the_start(generator: Generator) -> None:
+    fed = Fed("Who?", "Why?")
+    fed.run(Chat(generator, system="Be brief.", **SETTINGS))
+    answers = expected(generator, ["Who?", "Why?"], "Be brief.")
+    assert "".join(fed.pieces) == "".join(f"{text}\n" for text in answers)
+
+
+def test_quit_ends_it_and_help_names_all_commands(generator: Generator) -> None:
+    fed = Fed("/help", "/quit", "Who?")
+    assert fed.run(Chat(generator, **SETTINGS)) == 2
+    assert fed.pieces == []
+    assert all(name in fed.told[0] for name in COMMANDS)
+
+
+def test_an_interrupt_ends_the_answer_alone(generator: Generator) -> None:
+    fed = Fed("Who?", "Why?")
+    before = signal.getsignal(signal.SIGINT)
+
+    def write(piece: str) -> None:
+        fed.pieces.append(piece)
+        if len(fed.pieces) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    chat = Chat(generator, **SETTINGS)
+    fed.run(chat, write)
+    cut = "".join(fed.pieces[:2])
+    assert fed.pieces[2] == "\n"
+    assert fed.told == ["(stopped)"]
+    assert chat.said[1]["content"] == plain(generator, cut)
+    # what was said until then is part of the chat
+    said = [user("Who?"), chat.said[1], user("Why?")]
+    assert "".join(fed.pieces[3:]) == answer(generator, [said], **SETTINGS)[0] + "\n"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_special_tokens_in_an_answer_break_no_later_question(generator: Generator) -> None:
+    begin = generator.tokenizer.special_tokens["<|begin|>"]
+    weight = generator.model.output.weight.data
+    weight[begin] = 0
+    weight *= 1e-3  # all tokens about as likely
+    settings = {"max_new_tokens": 300, "seed": 1}
+    fed = Fed("Who?", "Why?")
+    chat = Chat(generator, **settings)
+    fed.run(chat)
+    assert any(name in "".join(fed.pieces) for name in generator.tokenizer.special_tokens)
+    assert not any(name in str(chat.said) for name in generator.tokenizer.special_tokens)
+
+
+def test_a_conversation_that_is_too_long_is_told(generator: Generator) -> None:
+    chat = Chat(replace(generator, context=60), **SETTINGS)
+    fed = Fed("Who?", "Who is there, and why? " * 4, "/reset", "Who?")
+    fed.run(chat)
+    assert len(fed.told) == 2
+    assert "more than the 60" in fed.told[0]
+    assert "/reset" in fed.told[0]
+    chat = Chat(generator, **SETTINGS)
+    fed = Fed("Who is there, and why? " * 4)
+    fed.run(chat)  # nothing is known of its length
+    assert fed.told == []
+
+
+MISTAKES = [
+    ("/rest", "did you mean '/reset'?"),
+    ("/", "one of /reset, /system, /help, /quit, got '/'"),
+    ("/etc/passwd is what?", "put a space before it"),
+    ("a<|im_end|>b", "no message may spell a special token"),
+    ("\udcff", "must hold whole characters"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), MISTAKES)
+def test_a_mistake_is_told_and_the_chat_goes_on(generator, line, said) -> None:
+    fed = Fed("Who?", line, "Why?")
+    fed.run(Chat(generator, **SETTINGS), stops=False)
+    assert len(fed.told) == 1
+    assert fed.told[0].startswith("error: ")
+    assert said in fed.told[0]
+    answers = expected(generator, ["Who?", "Why?"])  # as if it had not been
+    assert "".join(fed.pieces) == "".join(f"{text}\n" for text in answers)
+
+
+@pytest.mark.parametrize(("line", "said"), MISTAKES)
+def test_a_mistake_ends_what_nobody_can_mend(generator, line, said) -> None:
+    with pytest.raises(DataError) as error:
+        Fed(line, "Who?").run(Chat(generator, **SETTINGS))
+    assert said in str(error.value)
+
+
+def test_a_slash_after_a_space_is_said(generator: Generator) -> None:
+    fed = Fed(" /etc?")
+    fed.run(Chat(generator, **SETTINGS))
+    assert "".join(fed.pieces) == expected(generator, ["/etc?"])[0] + "\n"
+
+
+def test_what_no_line_can_mend_ends_the_chat(generator: Generator) -> None:
+    with pytest.raises(ConfigError, match="--chat_template"):
+        Chat(replace(generator, template=None))
+    with pytest.raises(UserError, match="temperature"):
+        Fed("Who?").run(Chat(generator, temperature=-1.0), stops=False)
