@@ -37,8 +37,9 @@ from torchtitan.assemble.generator import open_generator
 from torchtitan.base.device import device_type, local_device
 from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.data.text import check_characters
-from torchtitan.generate.generator import DTYPES, Generator
-from torchtitan.generate.sampling import generate
+from torchtitan.generate.generator import DTYPES
+from torchtitan.generate.sampling import Sampling
+from torchtitan.generate.text import BATCH_SIZE, answer, complete
 from torchtitan.mesh.process_group import (
     await_reports,
     init_process_group,
@@ -47,7 +48,6 @@ from torchtitan.mesh.process_group import (
     read_launch,
 )
 from torchtitan.mesh.settings import CommConfig
-from torchtitan.sft.examples import Conversation, Encoder
 
 MOST_TOKENS = 10**6
 
@@ -100,67 +100,18 @@ def write(args: argparse.Namespace) -> list[str]:
         chat_template=args.chat_template,
         dtype=args.dtype,
     )
-    if args.chat:
-        return answer(generator, prompts, args)
-    return go_on(generator, prompts, args)
-
-
-def go_on(generator: Generator, prompts: Sequence[str], args: argparse.Namespace) -> list[str]:
-    """Return each prompt with its continuation."""
-    tokenizer = generator.tokenizer
-    special = tokenizer.encode_special
-    encode = (lambda p: list(special([p])[0].ids)) if args.special else tokenizer.encode
-    ids = [encode(prompt) or [tokenizer.eos_id] for prompt in prompts]
-    # decoded together: a character may have begun in the prompt's last token
-    return [
-        tokenizer.decode([i for i in prompt + new if i != tokenizer.eos_id])
-        for prompt, new in zip(
-            ids, _continued(generator, ids, generator.stop_ids, args), strict=True
-        )
-    ]
-
-
-def answer(generator: Generator, prompts: Sequence[str], args: argparse.Namespace) -> list[str]:
-    """Return the answer to each prompt."""
-    if generator.template is None:
-        raise ConfigError(
-            "--chat needs a chat template, and there is none beside the tokenizer; give a Jinja "
-            "file with --chat_template"
-        )
-    tokenizer, encoder = generator.tokenizer, Encoder(generator.tokenizer, generator.template)
-    first = [] if args.system is None else [{"role": "system", "content": args.system}]
-    ids = [
-        encoder.ask(
-            Conversation([*first, {"role": "user", "content": prompt}], None, f"prompt {number}")
-        )
-        for number, prompt in enumerate(prompts, start=1)
-    ]
-    ending = generator.template.end_of_turn()
-    stop_ids = generator.stop_ids | ({tokenizer.special_tokens[ending]} if ending else set())
-    return [tokenizer.decode(new) for new in _continued(generator, ids, stop_ids, args)]
-
-
-def _continued(
-    generator: Generator,
-    prompts: Sequence[list[int]],
-    stop_ids: frozenset[int],
-    args: argparse.Namespace,
-) -> list[list[int]]:
-    """Return the new tokens of each prompt, without the one that ended it."""
-    found = [
-        new
-        for start in range(0, len(prompts), args.batch_size)
-        for new in generate(
-            generator.model,
-            prompts[start : start + args.batch_size],
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            seed=args.seed,
-            stop_ids=stop_ids,
-        )
-    ]
-    return [new[:-1] if new[-1] in stop_ids else new for new in found]
+    sampling = Sampling(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+    )
+    if not args.chat:
+        special, batch_size = args.special, args.batch_size
+        return complete(generator, prompts, special=special, batch_size=batch_size, **sampling)
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    chats = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
+    return answer(generator, chats, batch_size=args.batch_size, **sampling)
 
 
 def _lines(file: Path) -> list[str]:
@@ -213,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=1.0, metavar="T", help="0: the likeliest token")
     add("--top_k", type=int, metavar="K", help="draw from the K likeliest alone")
     add("--seed", type=int, default=0, metavar="S", help="of the draws, the same for each prompt")
-    add("--batch_size", type=int, default=8, metavar="N", help="prompts at a time")
+    add("--batch_size", type=int, default=BATCH_SIZE, metavar="N", help="prompts at a time")
     add("--tokenizer", metavar="PATH", help="in place of the checkpoint's")
     add("--chat_template", metavar="FILE", help="in place of the tokenizer's or the run's")
     add("--dtype", choices=DTYPES, help="to compute in; as the weights are stored if not given")

@@ -154,24 +154,6 @@ def test_many_prompts_are_numbered_and_each_is_as_alone(script, trained, capsys,
     assert parts[3] != parts[2]
 
 
-def test_special_tokens_are_meant_where_that_is_asked_for(script, trained):
-    """And are plain text otherwise: nothing that a user types ends a document."""
-    generator = open_generator(trained[0], device=torch.device("cpu"))
-    seen = []
-    text = "a<|end_of_text|>"
-
-    def record(model, prompts, **settings):
-        seen.extend(prompts)
-        return [[0] for _ in prompts]
-
-    for options in ([], ["--special"]):
-        args = script._parser().parse_args(["--checkpoint", "x", *options])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(script, "generate", record)
-            script.go_on(generator, [text, ""], args)
-    assert seen == [list(text.encode()), [257], [97, 257], [257]]
-
-
 def test_a_chat_is_asked_by_its_template_and_ends_with_its_turn(script, tmp_path, capsys):
     """Of a folder that transformers wrote; its template's own tokens are special."""
     config = replace(MODELS["qwen3"].flavors["tiny"], vocab_size=420)

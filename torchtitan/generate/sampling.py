@@ -11,8 +11,9 @@ every rank draws by itself, from logits that were gathered and are the same bits
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from math import inf
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -20,21 +21,53 @@ from torchtitan.base.errors import UserError
 from torchtitan.models.attention import KVCache
 from torchtitan.models.contract import LanguageModel
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-@torch.no_grad()
+
+class Sampling(TypedDict, total=False):
+    """How tokens are drawn: the keywords of `draw`, and of all that draws by it."""
+
+    max_new_tokens: int
+    """At most; 200 by default."""
+    temperature: float
+    """0: the likeliest token; 1.0 by default."""
+    top_k: int | None
+    """Draw from that many likeliest tokens; None: from all."""
+    seed: int
+    """Of the draws, the same for each prompt; 0 by default."""
+
+
 def generate(
     model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    **sampling: Unpack[Sampling],
+) -> list[list[int]]:
+    """Continue each prompt and return the new tokens alone, one of `stop_ids` included if drawn.
+
+    Raises UserError for settings without a meaning.
+    """
+    texts: list[list[int]] = [[] for _ in prompts]
+    for number, token in draw(model, prompts, stop_ids=stop_ids, **sampling):
+        texts[number].append(token)
+    return texts
+
+
+@torch.no_grad()
+def draw(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 200,
     temperature: float = 1.0,
     top_k: int | None = None,
     seed: int = 0,
     stop_ids: Collection[int] = (),
-) -> list[list[int]]:
-    """Continue each prompt and return the new tokens alone, one of `stop_ids` included if drawn.
+) -> Iterator[tuple[int, int]]:
+    """Yield each new token as it is drawn, after the number of its prompt.
 
-    At temperature 0 the likeliest token is taken. `top_k` draws from that many likeliest tokens.
     Raises UserError for settings without a meaning.
     """
     for prompt in prompts:
@@ -43,10 +76,13 @@ def generate(
     device = model.tok_embeddings.weight.device
     cache = KVCache(model.config, max_lens=[len(prompt) + max_new_tokens for prompt in prompts])
     generators = [torch.Generator().manual_seed(seed) for _ in prompts]
-    texts: list[list[int]] = [[] for _ in prompts]
+    num_drawn = [0] * len(prompts)
 
-    def step(numbers: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[int]:
-        """Feed the next tokens of some texts, draw one more for each; return which go on."""
+    def step(
+        numbers: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> Generator[tuple[int, int], None, dict[int, int]]:
+        """Feed the next tokens of some texts and draw one more for each; return those of the texts
+        that go on."""
         logits_BSV = model(torch.tensor(tokens, device=device), cache=cache.of(numbers))
         logits_BV = logits_BSV[:, -1].float().cpu()
         if logits_BV.isnan().any():
@@ -54,23 +90,24 @@ def generate(
                 f"the model's logits must be numbers, got NaN in {logits_BSV.dtype}; compute in "
                 f"another type, bfloat16 or float32, or take another checkpoint"
             )
+        going_on = {}
         for number, logits_V in zip(numbers, logits_BV, strict=True):
             generator = generators[number]
-            token = _draw(logits_V, temperature=temperature, top_k=top_k, generator=generator)
-            texts[number].append(token)
-        return [
-            number
-            for number in numbers
-            if len(texts[number]) < max_new_tokens and texts[number][-1] not in stop_ids
-        ]
+            token = _draw_one(logits_V, temperature=temperature, top_k=top_k, generator=generator)
+            yield number, token
+            num_drawn[number] += 1
+            if num_drawn[number] < max_new_tokens and token not in stop_ids:
+                going_on[number] = token
+        return going_on
 
-    going_on = [number for i, prompt in enumerate(prompts) for number in step([i], [prompt])]
-    while going_on:
-        going_on = step(going_on, [texts[number][-1:] for number in going_on])
-    return texts
+    last: dict[int, int] = {}
+    for number, prompt in enumerate(prompts):
+        last |= yield from step([number], [prompt])
+    while last:
+        last = yield from step([*last], [[token] for token in last.values()])
 
 
-def _draw(
+def _draw_one(
     logits_V: torch.Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator
 ) -> int:
     """Pick one token."""

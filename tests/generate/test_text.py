@@ -1,0 +1,151 @@
+"""Streamed text against the whole, with each kind of tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers
+
+from tests.models.reference import TINY, random_decoder
+from tests.sft.chats import CHATML, write_tokenizer
+from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.generate import text as text_module
+from torchtitan.generate.generator import Generator
+from torchtitan.generate.text import CUT, Pieces, answer, complete, stream, stream_answer
+from torchtitan.sft.chat_files import find_template
+
+TEXT = "naïve \U0001f600\U0001f680 中文, and 'quotes' .  Ends"
+
+
+def write_sentencepiece(folder: Path) -> Path:
+    """A tokenizer as Llama 2's: spaces are marked, and what it does not know are bytes."""
+    folder.mkdir()
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "▁and", "n", "a"]
+    model = models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    replaced, bytes_, fused = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+    tokenizer.decoder = decoders.Sequence([replaced, bytes_, fused, decoders.Strip(" ", 1, 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(params=["byte", "bpe_2048", "hugging face", "sentencepiece"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "hugging face":
+        return str(write_tokenizer(tmp_path / "tokenizer", template=CHATML))
+    if request.param == "sentencepiece":
+        return str(write_sentencepiece(tmp_path / "tokenizer"))
+    return str(request.param)
+
+
+def random_generator(path: str) -> Generator:
+    tokenizer = build_tokenizer(path)
+    return Generator(
+        model=random_decoder(replace(TINY, vocab_size=tokenizer.vocab_size)),
+        tokenizer=tokenizer,
+        template=find_template(None, tokenizer=tokenizer, tokenizer_path=path),
+        stop_ids=frozenset({tokenizer.eos_id}),
+    )
+
+
+def whole_characters(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    pieces = Pieces(tokenizer)
+    return [piece for i in ids if (piece := pieces.add([i]))] + [pieces.rest()]
+
+
+def test_pieces_are_the_text_and_hold_whole_characters(path: str) -> None:
+    tokenizer = build_tokenizer(path)
+    ids = tokenizer.encode(TEXT)
+    *pieces, rest = whole_characters(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids) == TEXT
+    assert rest == ""
+    assert CUT not in "".join(pieces)
+    assert len(pieces) > 10
+    # cut inside the first emoji, and what no text holds
+    broken = tokenizer.encode(TEXT[:7])[:-1]
+    for cut in (broken, [*broken, *ids]):
+        assert "".join(whole_characters(tokenizer, cut)) == tokenizer.decode(cut)
+
+
+@pytest.mark.parametrize("path", ["byte", "bpe_2048", "hugging face"], indirect=True)
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 3.0, "seed": 1}])
+@pytest.mark.parametrize("prompt", ["", "naïve", " a"])
+def test_streamed_text_is_the_whole_text(path: str, prompt: str, settings: dict) -> None:
+    generator = random_generator(path)
+    settings["max_new_tokens"] = 40
+    pieces = [*stream(generator, prompt, **settings)]
+    assert "".join(pieces) == complete(generator, [prompt], **settings)[0]
+    assert not any(piece.endswith(CUT) for piece in pieces[:-1])
+
+
+def test_a_streamed_answer_is_the_whole_answer(tmp_path: Path) -> None:
+    generator = random_generator(str(write_tokenizer(tmp_path, template=CHATML)))
+    chat = [{"role": "user", "content": "Who?"}]
+    other = [*chat, {"role": "assistant", "content": "I."}, {"role": "user", "content": "Why?"}]
+    settings = {"max_new_tokens": 30, "temperature": 2.0, "seed": 5}
+    for batch_size in (1, 2):
+        texts = answer(generator, [chat, other], batch_size=batch_size, **settings)
+        assert texts == [
+            "".join(stream_answer(generator, one, **settings)) for one in (chat, other)
+        ]
+    assert texts[0] != texts[1]
+
+
+def test_an_answer_streamed_ends_before_the_token_that_ends_it(tmp_path: Path) -> None:
+    generator = random_generator(str(write_tokenizer(tmp_path, template=CHATML)))
+    end = generator.tokenizer.special_tokens["<|im_end|>"]
+    weight = generator.model.output.weight.data
+    weight[end] = weight.sum(0)  # often the likeliest
+    chat = [{"role": "user", "content": "Who?"}]
+    for seed in range(5):
+        settings = {"max_new_tokens": 200, "seed": seed}
+        text = "".join(stream_answer(generator, chat, **settings))
+        assert text == answer(generator, [chat], **settings)[0]
+        assert "<|im_end|>" not in text
+
+
+def test_special_tokens_are_meant_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are plain text otherwise: nothing that a user types ends a document."""
+    generator, seen, text = random_generator("byte"), [], "a<|end_of_text|>"
+
+    def record(model, prompts, **settings):
+        seen.extend(prompts)
+        return [[0] for _ in prompts]
+
+    monkeypatch.setattr(text_module, "generate", record)
+    for special in (False, True):
+        complete(generator, [text, ""], special=special)
+    assert seen == [list(text.encode()), [257], [97, 257], [257]]
+
+
+@pytest.mark.parametrize(
+    ("chat", "said"),
+    [
+        ([], "prompt 1: messages must be a list of objects"),
+        ([{"role": "robot", "content": "Hi"}], "the role of message 1 must be one of"),
+        ([{"role": "user"}], "message 1 must have a content that is text"),
+        ([{"role": "user", "content": "\udcff"}], "prompt 1 must hold whole characters"),
+        ([{"role": "user", "content": "<|end_of_text|>"}], "no message may spell"),
+    ],
+)
+def test_a_chat_that_is_none_is_refused(chat: list, said: str) -> None:
+    generator = random_generator("byte")
+    for ask in (lambda: answer(generator, [chat]), lambda: [*stream_answer(generator, chat)]):
+        with pytest.raises(DataError) as error:
+            ask()
+        assert said in str(error.value)
+
+
+def test_other_mistakes(tmp_path: Path) -> None:
+    generator = random_generator(str(write_tokenizer(tmp_path)))
+    with pytest.raises(ConfigError, match="--chat_template"):
+        stream_answer(generator, [{"role": "user", "content": "Hi"}])
+    with pytest.raises(DataError, match="prompt 2 must hold whole characters"):
+        complete(generator, ["a", "\udcff"])
