@@ -21,7 +21,15 @@ import torch.nn.functional as F
 
 from tests.distributed.jobs import read_rows, write_job
 from tests.test_two_runs import process_state
-from torchtitan import Config, load_config, load_model, load_tokenizer, train
+from torchtitan import (
+    Config,
+    generate,
+    load_config,
+    load_generator,
+    load_model,
+    load_tokenizer,
+    train,
+)
 from torchtitan.base.errors import NonFiniteError, UserError
 from torchtitan.config.toml_files import to_toml
 from torchtitan.job import load_config as load_command
@@ -360,6 +368,8 @@ def test_tokenizers(trained: Path) -> None:
         (lambda folder: load_model(folder, dtype="int8"), ["the folder of a step"]),
         (lambda folder: load_tokenizer(folder), ["the folder of a step"]),
         (lambda folder: load_tokenizer("bpe"), ["found nothing at 'bpe'"]),
+        (lambda folder: generate(folder, ["a"]), ["the folder of a step"]),
+        (lambda folder: generate(folder, "a"), ["a list of texts", "[text]"]),
     ],
 )
 def test_a_folder_without_a_model_is_told(
@@ -371,6 +381,90 @@ def test_a_folder_without_a_model_is_told(
         assert part in str(error.value)
 
 
+def test_text_is_that_of_the_command(
+    trained: Path,
+) -> None:
+    options = ["--max_new_tokens=12", "--temperature=0.7", "--top_k=40", "--seed=3"]
+    command = [str(ROOT / "scripts/generate.py"), "--checkpoint", str(trained), *options]
+    done = subprocess.run(
+        [sys.executable, *command, "--prompt=naïve ", "--prompt=def"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    texts = generate(
+        trained, ["naïve ", "def"], max_new_tokens=12, temperature=0.7, top_k=40, seed=3
+    )
+    assert done.stdout == f"=== 1 of 2\n{texts[0]}\n=== 2 of 2\n{texts[1]}\n"
+    generator = load_generator(trained)
+    one = generate(generator, ["def"], max_new_tokens=12, temperature=0.7, top_k=40, seed=3)
+    assert one == texts[1:]
+    assert generate(generator, ["def"], max_new_tokens=1) != texts[1:]
+
+
 def test_types_of_weights_are_few(trained: Path) -> None:
     with pytest.raises(UserError, match="dtype must be one of float32"):
         load_model(trained, dtype=torch.int8)
+
+
+USE = """
+from pathlib import Path
+from torch import Tensor
+import torchtitan
+from torchtitan import UserError, load_config, train
+
+config = load_config("job.toml", training={"steps": 20}, **{"optimizer.lr": 1e-3})
+steps: int = config.training.steps
+try:
+    result: torchtitan.Result = train(config)
+except UserError as error:
+    raise SystemExit(str(error)) from error
+loss: float | None = result.loss
+losses = [row["loss"] for row in result.rows]
+folder: Path = result.folder
+model = torchtitan.load_model(folder, device="cpu", dtype="bfloat16")
+ids: list[int] = torchtitan.load_tokenizer(folder).encode("def")
+generator = torchtitan.load_generator(folder)
+texts: list[str] = torchtitan.generate(generator, ["def "], max_new_tokens=5, top_k=3)
+again: list[str] = torchtitan.generate("outputs", ["def "], temperature=0, seed=1)
+"""
+MISUSE = """
+import torchtitan
+torchtitan.train("job.toml")  # error
+torchtitan.train(torchtitan.load_config(3))  # error
+config = torchtitan.load_config("job.toml")
+config.training.stepz  # error
+config.training.steps = 3  # error
+torchtitan.train(config).los  # error
+torchtitan.generate("outputs", [1])  # error
+torchtitan.generate("outputs", ["a"], topk=3)  # error
+torchtitan.trian(config)  # error
+steps: str = config.training.steps  # error
+"""
+
+
+def test_users_of_mypy_are_told(tmp_path: Path) -> None:
+    """By the package's own types alone: those of torch are its own affair."""
+    mypy = pytest.importorskip("mypy.api")
+    (tmp_path / "use.py").write_text(USE)
+    (tmp_path / "misuse.py").write_text(MISUSE)
+    (tmp_path / "mypy.ini").write_text(
+        f"[mypy]\nstrict = True\nmypy_path = {ROOT}\nfollow_imports = silent\n"
+        "[mypy-torch.*]\nfollow_imports = skip\n"
+    )
+    said, errors, _ = mypy.run(
+        [f"--config-file={tmp_path}/mypy.ini", f"--cache-dir={tmp_path}/cache"]
+        + [str(tmp_path / name) for name in ("use.py", "misuse.py")]
+    )
+    assert errors == ""
+    wanted = [n for n, line in enumerate(MISUSE.splitlines(), start=1) if "# error" in line]
+    lines = [line for line in said.splitlines() if ": error: " in line]
+    assert [int(line.split(":")[1]) for line in lines if "misuse.py" in line] == wanted, said
+    assert [line for line in lines if "misuse.py" not in line] == []
+
+
+def test_the_types_are_shipped() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "py.typed" in settings["package-data"]["torchtitan"]
+    assert (ROOT / "torchtitan" / "py.typed").is_file()

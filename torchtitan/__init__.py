@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from torchtitan.api import Config as Config
     from torchtitan.api import Result as Result
     from torchtitan.api import UserError as UserError
+    from torchtitan.api import generate as generate
     from torchtitan.api import load_config as load_config
+    from torchtitan.api import load_generator as load_generator
     from torchtitan.api import load_model as load_model
     from torchtitan.api import load_tokenizer as load_tokenizer
     from torchtitan.api import train as train
@@ -25,17 +27,21 @@ __all__ = [
     "Config",
     "Result",
     "UserError",
+    "generate",
     "load_config",
+    "load_generator",
     "load_model",
     "load_tokenizer",
     "train",
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("torchtitan.api"), name)
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module("torchtitan.api"), name)
 
 
 def __dir__() -> list[str]:
@@ -43,7 +49,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps `torchtitan.train` the function, though a module has the name too."""
+    """Keeps `train` and `generate` the functions, though modules have these names too."""
 
     def __setattr__(self, name: str, value: object) -> None:
         # the import system sets each module that it has imported as an attribute of its package

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtitan.assemble.generator import find_pretrained, find_run_step, read_settings
+from torchtitan.assemble.generator import (
+    find_pretrained,
+    find_run_step,
+    open_generator,
+    read_settings,
+)
 from torchtitan.base.device import local_device
 from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.base.log import note_in_file
@@ -34,7 +39,8 @@ from torchtitan.config.fields import file_key
 from torchtitan.config.layers import PYTHON, Layer, Setting, flatten, literal
 from torchtitan.config.load import violations
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.generate.generator import DTYPES, read_model
+from torchtitan.generate.generator import DTYPES, Generator, read_model
+from torchtitan.generate.text import complete
 from torchtitan.hf.names import CONFIG
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.process_group import read_launch
@@ -47,7 +53,9 @@ __all__ = [
     "Config",
     "Result",
     "UserError",
+    "generate",
     "load_config",
+    "load_generator",
     "load_model",
     "load_tokenizer",
     "train",
@@ -209,6 +217,46 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     if is_run:
         name = read_settings(find_run_step(folder, verify=False)).model.tokenizer_path
     return build_tokenizer(name)
+
+
+def load_generator(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> Generator:
+    """Return the model of `load_model` with its tokenizer, to generate from it more than once."""
+    return open_generator(_folder(path), device=_device(device), dtype=_dtype_name(dtype))
+
+
+def generate(
+    source: str | os.PathLike[str] | Generator,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> list[str]:
+    """Return each prompt with its continuation, by the model of a folder or of `load_generator`.
+
+    A text ends at an end token, or after `max_new_tokens`. `temperature` 0 takes the likeliest
+    token; `top_k` draws from so many. Each prompt is drawn with `seed`, whatever stands beside it.
+
+    Raises:
+        UserError: The folder holds no model or no tokenizer, or an argument has no meaning.
+    """
+    if isinstance(prompts, str):
+        raise ConfigError("prompts must be a list of texts, got one text; write [text]")
+    generator = source if isinstance(source, Generator) else load_generator(source)
+    return complete(
+        generator,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+    )
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
