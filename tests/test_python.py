@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -468,3 +472,45 @@ def test_the_types_are_shipped() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert "py.typed" in settings["package-data"]["torchtitan"]
     assert (ROOT / "torchtitan" / "py.typed").is_file()
+
+
+def test_the_page_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks one after the other, with the output that stands behind one."""
+    page = (ROOT / "docs" / "python.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", page, re.S | re.M)
+    assert len(blocks) > 5
+    (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for code, shown in blocks:
+        with redirect_stdout(io.StringIO()) as out:
+            exec(code, names)
+        assert not shown or out.getvalue() == shown
+    assert names["losses"][-1] == names["result"].loss
+    assert names["logits"].shape == (1, 9, 263)
+
+
+@pytest.mark.timeout(600)
+def test_the_notebook_is_run(tmp_path: Path) -> None:
+    """In a folder and a home of its own, as somebody who has just installed the package."""
+    pytest.importorskip("nbconvert")
+    notebook = ROOT / "examples" / "train_in_a_notebook.ipynb"
+    cells = json.loads(notebook.read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells), "clear its outputs: they make no diff"
+    command = [sys.executable, "-m", "nbconvert", "--to=notebook", "--execute", str(notebook)]
+    subprocess.run(
+        [*command, f"--output-dir={tmp_path}", "--output=done"],
+        cwd=tmp_path,
+        env={**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    done = json.loads((tmp_path / "done.ipynb").read_text())["cells"]
+    outputs = [output for cell in done for output in cell.get("outputs", ())]
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) == 2
+    [result] = [text for text in map(_plain_text, outputs) if text.startswith("Result(step=200,")]
+    assert "reason=None" in result
+
+
+def _plain_text(output: dict[str, Any]) -> str:
+    return "".join(output.get("data", {}).get("text/plain", ""))
