@@ -16,6 +16,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,9 +231,12 @@ def test_ctrl_c_before_the_first_step_leaves_nothing_behind(
 
 def test_in_another_thread_no_signal_is_taken(tmp_path: Path) -> None:
     results = []
-    thread = threading.Thread(
-        target=lambda: results.append(train(job(tmp_path, **{"training.steps": 2})))
-    )
+
+    def run() -> None:
+        with torch.no_grad():  # as a notebook may have said for good
+            results.append(train(job(tmp_path, **{"training.steps": 2})))
+
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     assert [result.step for result in results] == [2]
@@ -279,6 +283,44 @@ def test_a_failure_is_raised_and_noted(tmp_path: Path) -> None:
         train(job(tmp_path, **{"optimizer.lr": 1e30}))
     assert "step 2 must have a finite loss" in (tmp_path / "run/logs/rank_0.log").read_text()
     assert not dist.is_initialized()
+
+
+class Stops:
+    """A callback that notes what it is told, and ends the run."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def on_step(self, step: int, row: dict[str, Any] | None) -> str | None:
+        self.seen.append((step, row and row["loss"]))
+        return "enough" if step == 2 else None
+
+    def on_end(self, reason: str | None) -> None:
+        self.seen.append(reason)
+
+
+def test_callbacks_follow_a_run(tmp_path: Path) -> None:
+    callback = Stops()
+    result = train(job(tmp_path), callbacks=[callback])
+    assert result.step == 3
+    assert result.reason is not None
+    assert callback.seen[:-1] == [(row["step"], row["loss"]) for row in result.rows]
+    assert str(callback.seen[-1]) in result.reason
+
+
+@pytest.mark.parametrize(
+    ("callback", "said"),
+    [
+        (Stops, ["on_step"]),
+        (SimpleNamespace(on_stpe=print), ["on_stpe", "did you mean 'on_step'?"]),
+        (print, ["on_start", "got none"]),
+    ],
+)
+def test_what_is_no_callback_is_refused(callback: object, said: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        train(job(tmp_path), callbacks=[callback])
+    for part in said:
+        assert part in str(error.value)
 
 
 TWO_RANKS = """
@@ -404,6 +446,20 @@ def test_text_is_that_of_the_command(
     one = generate(generator, ["def"], max_new_tokens=12, temperature=0.7, top_k=40, seed=3)
     assert one == texts[1:]
     assert generate(generator, ["def"], max_new_tokens=1) != texts[1:]
+
+
+def test_it_starts_from_a_folder_of_hugging_face(trained: Path, tmp_path: Path) -> None:
+    theirs = trained / "checkpoint" / "export" / "step-2"
+    config = load_config(
+        job={"dump_folder": tmp_path / "run"},
+        model={"tokenizer_path": "byte"},
+        checkpoint={"enable": True, "initial_load_in_hf": True, "initial_load_path": theirs},
+        training={"dataset": "synthetic", "dataset_cache": tmp_path, "seq_len": 16, "steps": 0},
+    )
+    assert config.model.flavor == "hf"
+    result = train(config)
+    assert (result.step, result.loss, result.rows) == (0, None, [])
+    assert torch.equal(load_model(result.folder)(TOKENS), load_model(theirs)(TOKENS))
 
 
 def test_types_of_weights_are_few(trained: Path) -> None:

@@ -34,6 +34,7 @@ from torchtitan.assemble.generator import (
 from torchtitan.base.device import local_device
 from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.base.log import note_in_file
+from torchtitan.callbacks import check_callback
 from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.config.fields import file_key
 from torchtitan.config.layers import PYTHON, Layer, Setting, flatten, literal
@@ -120,8 +121,11 @@ def _as_toml(value: object) -> object:
     return value
 
 
-def train(config: Config) -> Result:
+def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
     """Train a job in this process, until its end or until it is asked to stop.
+
+    `callbacks` follow the run, after those of the settings: objects with any of the methods of
+    `torchtitan.callbacks.Callbacks`, the same on every rank.
 
     Alone it is one rank; under torchrun each rank calls it. Ctrl-C (SIGINT), SIGTERM and SIGUSR1
     stop the run after the step and save it; a second one, or one before the first step, raises
@@ -132,11 +136,18 @@ def train(config: Config) -> Result:
         UserError: A setting, a file or a checkpoint has to be mended, or the loss is not finite.
     """
     _check(config)
-    with watch_session() as stop, ExitStack() as undo:
+    for number, callback in enumerate(callbacks):
+        check_callback(callback, path=f"callbacks[{number}]")
+    with watch_session() as stop, ExitStack() as undo, torch.enable_grad():
         launch = prepare_process(undo)
         try:
             trainer, stopped = train_job(
-                config, launch=launch, stop=stop, undo=undo, wording=nullcontext()
+                config,
+                launch=launch,
+                stop=stop,
+                undo=undo,
+                wording=nullcontext(),
+                callbacks=callbacks,
             )
             folder = Path(config.job.dump_folder)
             rows = on_first_rank(

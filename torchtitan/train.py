@@ -93,6 +93,7 @@ def train_job(
     stop: StopRequest,
     undo: ExitStack,
     wording: AbstractContextManager[None],
+    callbacks: Sequence[object] = (),
 ) -> tuple[Trainer, str | None]:
     """Train in a prepared process, and raise as `train` does; return how it was stopped, if it was.
     `wording` adds to mistakes where the settings were given."""
@@ -104,7 +105,7 @@ def train_job(
     undo.callback(end_process_group)  # not before: a group that the process has already is not ours
     started = time.monotonic()
     with wording:
-        run = assemble(config, launch=launch, color=color, undo=undo)
+        run = assemble(config, launch=launch, color=color, undo=undo, callbacks=callbacks)
     bar = build_bar(run, show=shows_bar(launch.rank, shown=shown), color=color)
     trainer = Trainer(run, stop=stop, doing=bar.doing)
     undo.callback(trainer.close_after_failure)
