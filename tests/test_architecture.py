@@ -44,6 +44,7 @@ FLOORS: Mapping[str, int] = {
     "assemble": 6,
     "train": 7,
     "launch": 7,
+    "api": 8,
 }
 # what a package may import beyond its own, where that is not "all lower floors"
 NARROW: Mapping[str, frozenset[str]] = {
@@ -53,9 +54,9 @@ NARROW: Mapping[str, frozenset[str]] = {
 }
 # a room's section is plain data, which every other room may read
 SETTINGS = "settings"
-# a command that stands higher than its package, which nothing else imports
-COMMANDS = {"torchtitan/config/__main__.py": "train"}
-NAMES_CONFIG = ("train", "assemble", "plan", "job", "trajectory")
+# files that stand higher than their package: a command, and what `import torchtitan` offers
+HIGHER = {"torchtitan/config/__main__.py": "train", "torchtitan/__init__.py": "api"}
+NAMES_CONFIG = ("api", "train", "assemble", "plan", "job", "trajectory")
 MAX_FILE, MAX_FUNCTION = 350, 60
 
 
@@ -83,8 +84,8 @@ class File:
     @property
     def room(self) -> str:
         """The part of the package it belongs to: models, or trainer for torchtitan/trainer.py."""
-        if self.path in COMMANDS:
-            return COMMANDS[self.path]
+        if self.path in HIGHER:
+            return HIGHER[self.path]
         if self.in_package and self.path.endswith(f"/{SETTINGS}.py"):
             return SETTINGS
         return f"{self.module}.".split(".")[1] if self.in_package else ""

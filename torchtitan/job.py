@@ -23,6 +23,7 @@ from torchtitan.base.errors import Violation
 from torchtitan.base.own import is_import_path
 from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
 from torchtitan.config.foreign import Foreign, read_foreign
+from torchtitan.config.layers import Layer
 from torchtitan.config.load import Loaded, load
 from torchtitan.config.needs import JobFile, Needs
 from torchtitan.config.types import STRICT, InnerFile, Seed, Text
@@ -225,7 +226,7 @@ class Config:
             )
 
 
-def load_job(argv: Sequence[str]) -> Loaded[Config]:
+def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
     """Read the file that --job.config_file names, apply the other options, check everything.
 
     Raises ConfigError with every mistake of files and command line; prints the help and raises

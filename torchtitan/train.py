@@ -26,8 +26,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -49,6 +48,7 @@ from torchtitan.base.log import (
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.faults import PeerError
 from torchtitan.mesh.process_group import (
+    Launch,
     await_reports,
     end_process_group,
     init_process_group,
@@ -59,7 +59,7 @@ from torchtitan.mesh.process_group import (
 from torchtitan.mesh.stop import StopRequest, watch_signals
 from torchtitan.metrics.progress import ProgressBar, Summary, show_summary, shows_bar
 from torchtitan.metrics.sinks import RECORD
-from torchtitan.trainer import Trainer
+from torchtitan.trainer import Run, Trainer
 
 logger = logging.getLogger("torchtitan.train")  # __name__ is "__main__" when this is started
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
@@ -79,29 +79,34 @@ def train(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack | None = No
     if undo is None:
         with ExitStack() as undo:
             return train(argv, stop=stop, undo=undo)
-    launch, log_rank = read_launch(os.environ), os.environ.get("LOG_RANK")
-    shown = shown_ranks(log_rank or "0", world_size=launch.world_size)
-    undo.enter_context(keep_process_settings())
-    undo.enter_context(keep_logging())
-    log = partial(init_logging, rank=launch.rank, world_size=launch.world_size, log_rank=log_rank)
-    log(folder=None, color=False)  # the settings, which name the folder, may give notices already
+    launch = prepare_process(undo)
     job = load_job(argv)
-    config = job.config
+    _, stopped = train_job(job.config, launch=launch, stop=stop, undo=undo, wording=job.wording())
+    if stopped is not None:
+        raise StoppedError(stopped)
+
+
+def train_job(
+    config: Config,
+    *,
+    launch: Launch,
+    stop: StopRequest,
+    undo: ExitStack,
+    wording: AbstractContextManager[None],
+    callbacks: Sequence[object] = (),
+) -> tuple[Trainer, str | None]:
+    """Train in a prepared process, and raise as `train` does; return how it was stopped, if it was.
+    `wording` adds to mistakes where the settings were given."""
     stop.end_after(config.checkpoint.save_before_seconds)
     folder = Path(config.job.dump_folder)
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
-    log(folder=folder, color=color)
+    shown = log_to(folder, launch=launch, color=color)
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
     undo.callback(end_process_group)  # not before: a group that the process has already is not ours
     started = time.monotonic()
-    with job.wording():
-        run = assemble(config, launch=launch, color=color, undo=undo)
-    bar = ProgressBar(
-        done_steps=run.progress.step,
-        total_steps=run.training.steps,
-        show=shows_bar(launch.rank, shown=shown),
-        color=color,
-    )
+    with wording:
+        run = assemble(config, launch=launch, color=color, undo=undo, callbacks=callbacks)
+    bar = build_bar(run, show=shows_bar(launch.rank, shown=shown), color=color)
     trainer = Trainer(run, stop=stop, doing=bar.doing)
     undo.callback(trainer.close_after_failure)
     begin_together(stop)
@@ -111,10 +116,37 @@ def train(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack | None = No
             if reason is None and trainer.last_row is None and run.checkpoints is not None:
                 run.checkpoints.complete()
             trainer.close()
-    tell_end(trainer, config=config, reason=reason)
-    if trainer.last_row is not None and launch.rank == min(shown):
-        summary = summarize(trainer, config=config, seconds=time.monotonic() - started)
-        show_summary(summary, terminal=is_terminal(sys.stderr), color=color)
+    if reason is None and (trainer.last_row is None or launch.rank == min(shown)):
+        tell_end(trainer, config=config, seconds=time.monotonic() - started, color=color)
+    return trainer, reason and describe_stop(trainer, config=config, reason=reason)
+
+
+def prepare_process(undo: ExitStack) -> Launch:
+    """Keep for `undo` what a run changes in this process, and send the log to the console.
+
+    Raises:
+        ConfigError: The launcher's environment, or LOG_RANK, makes no sense.
+    """
+    launch = read_launch(os.environ)
+    shown_ranks(os.environ.get("LOG_RANK") or "0", world_size=launch.world_size)
+    undo.enter_context(keep_process_settings())
+    undo.enter_context(keep_logging())
+    # the settings, which name the folder, may give notices already
+    log_to(None, launch=launch, color=False)
+    return launch
+
+
+def log_to(folder: Path | None, *, launch: Launch, color: bool) -> frozenset[int]:
+    """Send the log to the console and to the run's folder; return the ranks that are shown."""
+    spec, world_size = os.environ.get("LOG_RANK"), launch.world_size
+    init_logging(rank=launch.rank, world_size=world_size, log_rank=spec, folder=folder, color=color)
+    return shown_ranks(spec or "0", world_size=world_size)
+
+
+def build_bar(run: Run, *, show: bool, color: bool) -> ProgressBar:
+    """Build the bar of a run, from where it is to its last step."""
+    done, steps = run.progress.step, run.training.steps
+    return ProgressBar(done_steps=done, total_steps=steps, show=show, color=color)
 
 
 def train_steps(trainer: Trainer, *, on_step: Callable[[int], None]) -> str | None:
@@ -155,19 +187,22 @@ def begin_together(stop: StopRequest) -> None:
         raise
 
 
-def tell_end(trainer: Trainer, *, config: Config, reason: str | None) -> None:
-    """Say why and where a run stopped and how it goes on, or that there was nothing to train.
-
-    Raises:
-        StoppedError: There is a `reason` for which it was stopped.
-    """
+def describe_stop(trainer: Trainer, *, config: Config, reason: str) -> str:
+    """Say why and where a run was stopped, and how it goes on."""
     step, steps = trainer.run.progress.step, trainer.run.training.steps
-    if reason is not None:
-        where = f"stopped after step {step} of {steps} by {reason}"
-        if config.checkpoint.enable:
-            raise StoppedError(f"{where}; it is saved: start the same command again to go on")
-        raise StoppedError(f"{where}; nothing is saved, since checkpoint.enable is off")
-    if trainer.last_row is None and steps > 0:
+    where = f"stopped after step {step} of {steps} by {reason}"
+    if config.checkpoint.enable:
+        return f"{where}; it is saved: start the same command again to go on"
+    return f"{where}; nothing is saved, since checkpoint.enable is off"
+
+
+def tell_end(trainer: Trainer, *, config: Config, seconds: float, color: bool) -> None:
+    """Say what a finished run comes to, or that there was nothing to train."""
+    step, steps = trainer.run.progress.step, trainer.run.training.steps
+    if trainer.last_row is not None:
+        summary = summarize(trainer, config=config, seconds=seconds)
+        show_summary(summary, terminal=is_terminal(sys.stderr), color=color)
+    elif steps > 0:
         logger.info(
             "Nothing to train: %s is at step %d of %d already; choose another job.dump_folder, or "
             "go on with --checkpoint.mode continue --training.steps N",

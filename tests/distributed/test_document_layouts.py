@@ -101,7 +101,7 @@ def alone() -> dict[str, list[Figures]]:
             loss = model(
                 tokens()[part],
                 torch.arange(first, first + stop - start),
-                labels_BS=labels_of(row, start, stop)[part],
+                labels=labels_of(row, start, stop)[part],
             )
             loss.backward()
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

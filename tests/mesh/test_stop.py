@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
 
-from torchtitan.mesh.stop import SIGNALS, StopRequest, describe, watch_signals
+from torchtitan.mesh.stop import SIGNALS, StopRequest, describe, watch_session, watch_signals
 
 
 class Process:
@@ -70,3 +71,32 @@ def test_signals_of_the_process_are_taken_inside_alone(number: signal.Signals) -
             time.sleep(0.001)
     assert [signal.getsignal(n) for n in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_session_is_interrupted_where_a_process_would_end(number: signal.Signals) -> None:
+    before = [signal.getsignal(n) for n in SIGNALS]
+    with pytest.raises(KeyboardInterrupt), watch_session():
+        signal.raise_signal(number)  # before the first step
+    with watch_session() as request:
+        request.defer()
+        signal.raise_signal(number)
+        signal.raise_signal(number)  # the same request
+        assert request.votes() == [1, 0]
+        request._first_signal = -1.0  # long ago
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert [signal.getsignal(n) for n in SIGNALS] == before
+
+
+def test_a_session_takes_no_signal_in_another_thread() -> None:
+    votes = []
+
+    def watch() -> None:
+        with watch_session() as request:
+            votes.append(request.votes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    thread.join()
+    assert votes == [[0, 0]]

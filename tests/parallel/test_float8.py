@@ -64,7 +64,7 @@ def test_gradients_are_those_of_bfloat16_to_the_rounding(recipe: str | None) -> 
     tokens = torch.randint(0, 263, (2, 16), generator=torch.Generator().manual_seed(0))
     grads = []
     for model in (built(), built(settings)):
-        model(tokens, labels_BS=tokens.roll(-1)).backward()
+        model(tokens, labels=tokens.roll(-1)).backward()
         grads.append({name: p.grad for name, p in model.named_parameters()})
     plain, quantized = grads
     assert plain.keys() == quantized.keys()

@@ -70,7 +70,7 @@ def gathers(
         seen.found.clear()
         tokens = torch.zeros(1, 8, dtype=torch.int64)
         for _ in range(2):  # a second step must find what the first one left as it was
-            model(tokens, labels_BS=tokens).backward()
+            model(tokens, labels=tokens).backward()
     assert all(number % 2 == 0 for number in seen.found.values())
     return Counter({key: number // 2 for key, number in seen.found.items()}), sizes
 

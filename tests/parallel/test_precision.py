@@ -46,7 +46,7 @@ def trained(model: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
     losses = []
     for _ in range(2):
         tokens, labels = torch.randint(0, TINY.vocab_size, (2, 2, 16), generator=generator)
-        loss = model(tokens, labels_BS=labels)
+        loss = model(tokens, labels=labels)
         (loss / 64).backward()
         losses.append(loss.item())
     grads = {}

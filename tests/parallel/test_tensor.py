@@ -135,7 +135,7 @@ def test_stages_take_and_return_plain_local_tensors(sequence: bool, loss: bool, 
         stream = first(tokens)
         assert type(stream) is Tensor
         assert stream.shape == (3, 4 if sequence else 16, config.dim)
-        summed = last(stream, positions, labels_BS=tokens)
+        summed = last(stream, positions, labels=tokens)
         assert type(summed) is Tensor
         assert summed.shape == ()
         summed.backward()
@@ -175,7 +175,7 @@ def a_layer_costs(*, tp: int, sequence: bool) -> tuple[float, dict[str, int]]:
             split(model, tp=tp, sequence=sequence)
             kept.append(autograd_keeps(model, tokens))
             with CommDebugMode() as mode:
-                model(tokens, labels_BS=tokens).backward()
+                model(tokens, labels=tokens).backward()
             counts.append({str(op).split(".")[-1]: n for op, n in mode.get_comm_counts().items()})
     unit = tokens.numel() * config.dim * 4
     more = {op: n - counts[0][op] for op, n in counts[1].items() if n > counts[0][op]}

@@ -45,10 +45,7 @@ def open_generator(
         UserError: The folder is damaged or holds no model, its tokenizer is not there, or the model
             cannot be split over so many ranks.
     """
-    group = None if mesh is None else mesh.get_group()
-    # a folder of neither kind says so itself
-    is_theirs = (path / CONFIG).is_file()
-    found = _of_hugging_face(path, group) if is_theirs else _of_run(path, group, verify=verify)
+    found = find_pretrained(path, verify=verify, group=None if mesh is None else mesh.get_group())
     tokenizer = tokenizer or found.tokenizer
     file = tokenizer_file(tokenizer)
     found = replace(
@@ -58,6 +55,19 @@ def open_generator(
         stop_ids=found.stop_ids | (frozenset() if file is None else stop_ids(file.parent)),
     )
     return build_generator(found, device=device, mesh=mesh, chats=chats, dtype=dtype)
+
+
+def find_pretrained(
+    path: Path, *, verify: bool = True, group: dist.ProcessGroup | None = None
+) -> Pretrained:
+    """Return the model that a folder holds, without memory yet, and where its weights are.
+
+    Raises:
+        UserError: The folder is damaged or holds no model.
+    """
+    # a folder of neither kind says so itself
+    is_theirs = (path / CONFIG).is_file()
+    return _of_hugging_face(path, group) if is_theirs else _of_run(path, group, verify=verify)
 
 
 def _of_run(path: Path, group: dist.ProcessGroup | None, *, verify: bool) -> Pretrained:

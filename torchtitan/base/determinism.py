@@ -65,7 +65,8 @@ def _prepare_cuda(environ: MutableMapping[str, str]) -> None:
 @contextmanager
 def keep_process_settings() -> Iterator[None]:
     """Give back the settings of this process that a run changes: environment, filters of warnings,
-    random generators, determinism, current GPU; and forget what was compiled."""
+    random generators, determinism, current GPU, what shows errors; forget what was compiled."""
+    excepthook = sys.excepthook  # torch's process groups leave one each
     environ, cudnn = dict(os.environ), torch.backends.cudnn.deterministic
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -77,6 +78,7 @@ def keep_process_settings() -> Iterator[None]:
         finally:
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
             torch.backends.cudnn.deterministic = cudnn
+            sys.excepthook = excepthook
             for gpu in gpus:
                 torch.cuda.set_device(gpu)
             for name in os.environ.keys() - environ.keys():

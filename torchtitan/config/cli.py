@@ -27,9 +27,14 @@ OPTION = re.compile(r"--[\w.-]+(=|\Z)|-[^\d.\s]\S*\Z")
 
 
 def read_command_line(
-    argv: Sequence[str], *, tree: type, renamed: Mapping[Path, Path]
+    argv: Sequence[str] | Layer, *, tree: type, renamed: Mapping[Path, Path]
 ) -> tuple[Layer, list[str]]:
-    """Split the words into settings, and mistakes for words that belong to no option."""
+    """Split the words into settings, and mistakes for words that belong to no option.
+
+    Settings that come from Python are returned as they are.
+    """
+    if isinstance(argv, dict):
+        return argv, []
     layer: Layer = {}
     mistakes = []
     words = list(argv)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 Path = tuple[str, ...]
 
 COMMAND_LINE = "command line"
+PYTHON = "load_config(...)"
 NUM_SHOWN = 100  # characters of a value that a message repeats
 MAX_BITS = 64 * 200  # Python writes no decimal number of more than 4300 digits
 
@@ -28,6 +29,11 @@ class Setting:
     written: Path
     given: str
     problem: str = ""
+
+    @property
+    def is_in_file(self) -> bool:
+        """Whether a file says it, not whoever starts the job."""
+        return self.origin not in (COMMAND_LINE, PYTHON)
 
     def where(self) -> str:
         """Say place, key and value, as every message about it begins."""

@@ -95,19 +95,19 @@ def worded(given: Layer) -> Iterator[None]:
 
 def load(
     tree: type[T],
-    argv: Sequence[str],
+    argv: Sequence[str] | Layer,
     *,
     foreign: Foreign,
     extend: Callable[[Layer], type[T]] | None = None,
 ) -> Loaded[T]:
-    """Read the file that the command line names, apply the other options, check everything.
+    """Read the file that `argv` names, apply its other options, check everything.
 
-    `extend` returns the tree to check by, from what files and command line say.
+    `argv`: a command line, or the settings that Python gives in its place. `extend` returns the
+    tree to check by, from what files and `argv` say. Notices are logged as warnings.
 
-    Raises ConfigError with every mistake of files and command line; prints the help and raises
-    SystemExit(0) on --help. Notices are logged as warnings.
+    Raises ConfigError with every mistake; prints the help and raises SystemExit(0) on --help.
     """
-    words = [word for word in argv if word not in HELP]
+    words = argv if isinstance(argv, dict) else [word for word in argv if word not in HELP]
     options, mistakes = read_command_line(words, tree=tree, renamed=foreign.renamed)
     layers: list[Layer] = []
     file_mistakes: list[str] = []
@@ -176,7 +176,7 @@ def build(
         setting.origin
         for layer in layers
         for path, setting in layer.items()
-        if setting.origin != COMMAND_LINE and foreign.holds(path, setting)
+        if setting.is_in_file and foreign.holds(path, setting)
     )
     return Loaded(config, merged, found.mistakes, found.notices, next(theirs, None))
 
@@ -244,7 +244,7 @@ def _with_tables(layer: Layer, *, below: Layer, tree: type) -> Layer:
 def _check_place(layer: Layer, found: Findings, *, tree: type) -> None:
     """Refuse the one key that a file cannot hold, before the command line's hides it."""
     setting = layer.get(file_key(tree) or ())
-    if setting is not None and setting.origin != COMMAND_LINE:
+    if setting is not None and setting.is_in_file:
         found.mistakes.append(
             f"{setting.where()}: is for the command line only; to build on another file "
             'write base = "other.toml" at the top'

@@ -116,7 +116,7 @@ def _base_of(base: object, *, origin: str) -> Setting | None:
 def _path_of(named_by: Setting) -> pathlib.Path:
     """Where the file lies: a base beside the file that names it, config_file as the shell sees."""
     path = pathlib.Path(str(named_by.value)).expanduser()
-    if named_by.origin == COMMAND_LINE:
+    if not named_by.is_in_file:
         return path
     return pathlib.Path(os.path.normpath(pathlib.Path(named_by.origin).parent / path))
 

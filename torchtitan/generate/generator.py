@@ -83,15 +83,21 @@ def build_generator(
     template = None
     if chats:
         template = find_template(found.chat_template, tokenizer=ids, tokenizer_path=path)
-    model = _split(found, mesh=mesh).to_empty(device=device)
-    found.weights.read(dict(model.named_parameters()))
+    _split(found, mesh=mesh)
     return Generator(
-        model=model.to(getattr(torch, dtype or found.dtype)),
+        model=read_model(found, device=device, dtype=dtype),
         tokenizer=ids,
         template=template,
         stop_ids=found.stop_ids | {ids.eos_id},
         context=found.context,
     )
+
+
+def read_model(found: Pretrained, *, device: torch.device, dtype: str | None) -> LanguageModel:
+    """Give the model its weights, or this rank's part of them, in `dtype`; None: as stored."""
+    model = found.model.to(getattr(torch, found.dtype)).to_empty(device=device)
+    found.weights.read(dict(model.named_parameters()))
+    return model.to(getattr(torch, dtype or found.dtype))
 
 
 def _find_tokenizer(path: str) -> Tokenizer:
@@ -101,16 +107,16 @@ def _find_tokenizer(path: str) -> Tokenizer:
         raise DataError(f"{error}; name the tokenizer of these weights by --tokenizer") from error
 
 
-def _split(found: Pretrained, *, mesh: DeviceMesh | None) -> LanguageModel:
+def _split(found: Pretrained, *, mesh: DeviceMesh | None) -> None:
     """Split the model over the ranks of a mesh, in place."""
-    model, spec = found.model.to(getattr(torch, found.dtype)), found.spec
+    model, spec = found.model, found.spec
     if "cache" not in inspect.signature(model.forward).parameters:
         raise ConfigError(
             f"to generate text a model must take a cache of keys and values, and the forward of "
             f"{spec.name} has no argument `cache`; docs/extend.md says what it is"
         )
     if mesh is None:
-        return model
+        return
     if unplanned := find_unplanned(model, plan=spec.tensor_plan):
         raise ConfigError(f"the number of ranks must be 1, got {mesh.size()}: {unplanned}")
     if misfit := find_misfit(model.config, tp=mesh.size()):
@@ -127,4 +133,3 @@ def _split(found: Pretrained, *, mesh: DeviceMesh | None) -> LanguageModel:
         sequence_parallel=False,
         loss_parallel=False,
     )
-    return model

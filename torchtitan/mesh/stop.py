@@ -49,7 +49,7 @@ class StopRequest:
         """Whether code of the user's own asks for the end."""
         self._deferring = False
         # held while a signal is judged, so that none falls between set-up and the first step
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a session's handler may interrupt whoever holds it
 
     def end_after(self, seconds: int | None) -> None:
         """Ask for the end of the run so long after this request was made; None: never."""
@@ -110,15 +110,39 @@ def watch_signals() -> Iterator[StopRequest]:
     thread = threading.Thread(target=_pass_on, args=(reader, request), name="signals", daemon=True)
     thread.start()
     woken_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    handlers = {number: signal.signal(number, _do_nothing) for number in SIGNALS}
     try:
-        yield request
+        with _handling(_do_nothing):
+            yield request
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         signal.set_wakeup_fd(woken_before)
         os.close(writer)  # ends the thread
         thread.join()
+
+
+@contextmanager
+def watch_session() -> Iterator[StopRequest]:
+    """Do the same in a process that goes on after the run, a notebook say: what would end it raises
+    KeyboardInterrupt instead. Only the main thread gets signals; in another one none is taken."""
+    request = StopRequest(leave=_interrupt)
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    with _handling(lambda number, frame: request.on_signal(number)):
+        yield request
+
+
+def _interrupt(exit_code: int) -> None:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def _handling(handler: Callable[[int, object], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, each in before.items():
+            signal.signal(number, each)
 
 
 def _do_nothing(number: int, frame: object) -> None:

@@ -87,7 +87,7 @@ class LanguageModel(nn.Module):
         tokens_BS: torch.Tensor,
         positions: torch.Tensor | None = None,
         documents: Documents | None = None,
-        labels_BS: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the summed loss of the labels, float32, or without them the logits (B, S, V).
 

@@ -119,7 +119,7 @@ class Decoder(LanguageModel):
         tokens_BS: torch.Tensor,
         positions: torch.Tensor | None = None,
         documents: Documents | None = None,
-        labels_BS: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
         """Return the logits of the token after each one, in the dtype of the computation.
@@ -152,5 +152,5 @@ class Decoder(LanguageModel):
         x_BSC = self.norm(x_BSC if cache is None else x_BSC[:, -1:])
         if isinstance(self.output, TiedOutput):
             assert self.tok_embeddings is not None
-            return self.output(x_BSC, self.tok_embeddings.weight, labels_BS)
-        return self.output(x_BSC, labels_BS)
+            return self.output(x_BSC, self.tok_embeddings.weight, labels)
+        return self.output(x_BSC, labels)

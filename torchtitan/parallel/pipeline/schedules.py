@@ -293,7 +293,7 @@ class Runtime:
                 {
                     "positions": part.positions,
                     "documents": part.documents,
-                    "labels_BS": part.labels,
+                    "labels": part.labels,
                 },
             )
             for part in microbatches

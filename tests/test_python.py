@@ -1,0 +1,572 @@
+"""`import torchtitan`: the same jobs, errors and models as from the command line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.distributed.jobs import read_rows, write_job
+from tests.test_two_runs import process_state
+from torchtitan import (
+    Config,
+    generate,
+    load_config,
+    load_generator,
+    load_model,
+    load_tokenizer,
+    train,
+)
+from torchtitan.base.errors import NonFiniteError, UserError
+from torchtitan.config.toml_files import to_toml
+from torchtitan.job import load_config as load_command
+from torchtitan.mesh.stop import StopRequest
+from torchtitan.train import train as train_command
+
+ROOT = Path(__file__).parent.parent
+FILE = "train_configs/debug_model.toml"
+
+
+def job(folder: Path, *, name: str = "run", **overrides: object) -> Config:
+    """The job of `write_job`, from Python."""
+    write_job(folder, name=name)
+    own: dict[str, object] = {
+        "job.dump_folder": folder / name,
+        "training.dataset_cache": folder / "cache",
+    }
+    return load_config(folder / f"{name}.toml", **own, **overrides)
+
+
+def test_the_functions_are_found_whatever_else_is_imported() -> None:
+    import torchtitan.generate
+    import torchtitan.train
+
+    assert set(torchtitan.__all__) <= set(dir(torchtitan))
+    for name in torchtitan.__all__:
+        assert getattr(torchtitan, name) is getattr(import_module("torchtitan.api"), name)
+    with pytest.raises(AttributeError, match="trian"):
+        torchtitan.trian  # type: ignore[attr-defined] # noqa: B018
+
+
+def test_to_import_it_takes_no_time() -> None:
+    code = "import sys, torchtitan; torchtitan.__version__; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "words"),
+    [
+        (None, {}, []),
+        (FILE, {}, []),
+        (Path(FILE), {"training": {"steps": 20}}, ["--training.steps=20"]),
+        (FILE, {"training.steps": 20}, ["--training.steps=20"]),
+        (
+            None,
+            {
+                "training": {"dataloader": {"num_workers": 1}},
+                "training.dataloader.pin_memory": False,
+            },
+            ["--training.dataloader.num_workers=1", "--training.dataloader.pin_memory=false"],
+        ),
+        (None, {"job": {"config_file": FILE}}, ["--job.config_file", FILE]),
+        (
+            None,
+            {"training": {"dataset": "files", "dataset_path": ("a.txt", Path("b") / "c.txt")}},
+            ["--training.dataset=files", "--training.dataset_path", "a.txt", "b/c.txt"],
+        ),
+        (
+            None,
+            {"training": {"dataset": "files", "dataset_mixture": {"a.txt": 2, "b/*.txt": 1.5}}},
+            [
+                "--training.dataset=files",
+                '--training.dataset_mixture={"a.txt" = 2, "b/*.txt" = 1.5}',
+            ],
+        ),
+        (FILE, {"training": {"steps": None}}, [f"--training.steps={Config().training.steps}"]),
+        (
+            None,
+            {"model": {"name": "examples.parallel_block:SPEC", "branch_scale": 0.5}},
+            ["--model.name=examples.parallel_block:SPEC", "--model.branch_scale=0.5"],
+        ),
+        (
+            None,
+            {
+                "checkpoint": {
+                    "enable": True,
+                    "initial_load_in_hf": True,
+                    "initial_load_path": Path("a"),
+                }
+            },
+            [
+                "--checkpoint.enable",
+                "--checkpoint.initial_load_in_hf",
+                "--checkpoint.initial_load_path=a",
+            ],
+        ),
+    ],
+)
+def test_settings_are_those_of_the_command_line(
+    path: str | None, overrides: dict[str, Any], words: list[str]
+) -> None:
+    given = words if path is None else ["--job.config_file", str(path), *words]
+    assert to_toml(load_config(path, **overrides)) == to_toml(load_command(given))
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "said"),
+    [
+        ("nowhere.toml", {}, ['path = "nowhere.toml"', "there is no file"]),
+        (None, {"training": {"stepz": 3}}, ["'stepz'", "did you mean [training] steps?"]),
+        (None, {"trainig.steps": 3}, ["no section [trainig]", "did you mean"]),
+        (None, {"training": {"steps": "3"}}, ["[training] steps", "must be an integer"]),
+        (None, {"training": {"steps": 2.5}}, ["[training] steps", "must be an integer"]),
+        (None, {"training": 3}, ["[training] is a section", "[training] key"]),
+        (None, {"training": {"steps": {"n": 3}}}, ["[training] steps is a value, not a table"]),
+        (None, {"training": {"steps": 3}, "training.steps": 3}, ["given twice", "remove one"]),
+        (FILE, {"job.config_file": FILE}, ["given twice", "remove one"]),
+        (
+            None,
+            {"training": {"mixed_precision_param": torch.bfloat16}},
+            ["mixed_precision_param", "did you mean 'bfloat16'?"],
+        ),
+        (None, {"model.name": "nowhere:SPEC"}, ["[model] name", "no nowhere"]),
+        (None, {"training.steps": 0, "optimizer": {"lr": -1, "lrr": 1}}, ["lr = -1", "'lrr'"]),
+    ],
+)
+def test_mistakes_are_told_together(path: str | None, overrides: Any, said: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(path, **overrides)
+    for part in said:
+        assert part in str(error.value)
+    assert "load_config(...): " in str(error.value)
+    assert "--" not in str(error.value)  # nobody has a command line here
+
+
+def test_a_run_is_that_of_the_command_line(tmp_path: Path) -> None:
+    """Bit for bit, its result is what it has written, and nothing stays in the process."""
+    command = [*write_job(tmp_path, name="command"), "--training.steps=12"]
+    train_command([*command, "--debug.deterministic"], stop=StopRequest())
+    before = process_state() | {"excepthook": sys.excepthook}
+    config = job(tmp_path, **{"training.steps": 12, "debug.deterministic": True})
+    result = train(config)
+    assert process_state() | {"excepthook": sys.excepthook} == before
+    rows = read_rows(tmp_path / "run")
+    assert result.rows == rows
+    assert [row["loss"] for row in rows] == [row["loss"] for row in read_rows(tmp_path / "command")]
+    assert (result.step, result.loss, result.reason) == (12, rows[-1]["loss"], None)
+    assert (result.folder, result.validation_loss) == (tmp_path / "run", None)
+    assert result.tokens == rows[-1]["num_tokens"] > 0
+    again = train(config)  # there is nothing left to do
+    assert replace(again, rows=rows) == result
+
+
+def test_it_resumes_and_validates(tmp_path: Path) -> None:
+    schedule = {"lr_scheduler.total_steps": 4, "validation": {"enable": True, "split": 0.002}}
+    train(job(tmp_path, **{"training.steps": 2}, **schedule))
+    result = train(job(tmp_path, **{"training.steps": 4}, **schedule))
+    assert [row["step"] for row in result.rows] == [1, 2, 3, 4]
+    assert result.validation_loss == result.rows[-1]["validation_loss"]
+
+
+def interrupt_at(step: int, *, folder: Path) -> threading.Thread:
+    """Press Ctrl-C once the log says that a step is done."""
+
+    def wait() -> None:
+        log = folder / "logs" / "rank_0.log"
+        while f"step: {step:>6}" not in (log.read_text() if log.is_file() else ""):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_ctrl_c_ends_the_run_and_not_the_process(tmp_path: Path) -> None:
+    endless = {"training.steps": 10**6, "lr_scheduler.total_steps": None}
+    config = job(tmp_path, **endless, **{"checkpoint.interval": 10**6})
+    thread = interrupt_at(3, folder=tmp_path / "run")
+    result = train(config)
+    thread.join()
+    assert result.reason is not None
+    assert "by a signal (to 1 rank); it is saved" in result.reason
+    assert 3 <= result.step < 10**6
+    assert [path.name for path in (tmp_path / "run" / "checkpoint").glob("step-*")] == [
+        f"step-{result.step}"
+    ]
+
+
+def test_ctrl_c_before_the_first_step_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(job(tmp_path, name="warm_up", **{"training.steps": 1}))
+    before = process_state()
+    monkeypatch.setattr(
+        import_module("torchtitan.train"),
+        "assemble",
+        lambda *args, **options: os.kill(os.getpid(), signal.SIGINT),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        train(job(tmp_path))
+    assert process_state() == before
+
+
+def test_in_another_thread_no_signal_is_taken(tmp_path: Path) -> None:
+    results = []
+
+    def run() -> None:
+        with torch.no_grad():  # as a notebook may have said for good
+            results.append(train(job(tmp_path, **{"training.steps": 2})))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert [result.step for result in results] == [2]
+
+
+def with_group(config: Config) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        train(config)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda config: train("job.toml"), ["needs a Config, got a str", "load_config(path"]),
+        (with_group, ["has one already", "destroy_process_group()"]),
+        (
+            lambda config: train(
+                replace(config, validation=replace(config.validation, enable=True, dataset="files"))
+            ),
+            ["validation.dataset_path"],
+        ),
+        (
+            lambda config: train(replace(config, model=replace(config.model, flavor="9B"))),
+            ["[model] flavor", "must be one of tiny"],
+        ),
+    ],
+)
+def test_a_run_that_cannot_start_says_why(
+    call: Callable[[Config], object], said: list[str], tmp_path: Path
+) -> None:
+    before = process_state()
+    with pytest.raises(UserError) as error:
+        call(job(tmp_path))
+    for part in said:
+        assert part in str(error.value)
+    assert process_state() == before
+
+
+def test_a_failure_is_raised_and_noted(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match="step 2"):
+        train(job(tmp_path, **{"optimizer.lr": 1e30}))
+    assert "step 2 must have a finite loss" in (tmp_path / "run/logs/rank_0.log").read_text()
+    assert not dist.is_initialized()
+
+
+class Stops:
+    """A callback that notes what it is told, and ends the run."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+
+    def on_step(self, step: int, row: dict[str, Any] | None) -> str | None:
+        self.seen.append((step, row and row["loss"]))
+        return "enough" if step == 2 else None
+
+    def on_end(self, reason: str | None) -> None:
+        self.seen.append(reason)
+
+
+def test_callbacks_follow_a_run(tmp_path: Path) -> None:
+    callback = Stops()
+    result = train(job(tmp_path), callbacks=[callback])
+    assert result.step == 3
+    assert result.reason is not None
+    assert callback.seen[:-1] == [(row["step"], row["loss"]) for row in result.rows]
+    assert str(callback.seen[-1]) in result.reason
+
+
+@pytest.mark.parametrize(
+    ("callback", "said"),
+    [
+        (Stops, ["on_step"]),
+        (SimpleNamespace(on_stpe=print), ["on_stpe", "did you mean 'on_step'?"]),
+        (print, ["on_start", "got none"]),
+    ],
+)
+def test_what_is_no_callback_is_refused(callback: object, said: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        train(job(tmp_path), callbacks=[callback])
+    for part in said:
+        assert part in str(error.value)
+
+
+TWO_RANKS = """
+import os, sys, torchtitan
+result = torchtitan.train(torchtitan.load_config(sys.argv[1], **{"job.dump_folder": sys.argv[2]}))
+with open(f"{sys.argv[2]}/{os.environ['RANK']}.txt", "w") as file:
+    print(result.step, result.loss, [row["loss"] for row in result.rows], file=file)
+"""
+
+
+def test_ranks_under_a_launcher_have_one_result(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO_RANKS)
+    write_job(tmp_path)
+    program = [str(tmp_path / "two.py"), str(tmp_path / "run.toml"), str(tmp_path / "run")]
+    subprocess.run(
+        [sys.executable, "-m", "torchtitan.launch", "--standalone", "--nproc_per_node=2", *program],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    first, second = ((tmp_path / "run" / f"{rank}.txt").read_text() for rank in range(2))
+    losses = [row["loss"] for row in read_rows(tmp_path / "run")]
+    assert first == second == f"20 {losses[-1]} {losses}\n"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(job(folder, **{"training.steps": 2, "checkpoint.last_save_in_hf": True}))
+    return folder / "run"
+
+
+TOKENS = torch.arange(24).view(2, 12)
+
+
+def test_a_model_is_the_same_from_each_folder(trained: Path) -> None:
+    folders = [
+        trained,
+        trained / "checkpoint",
+        trained / "checkpoint" / "step-2",
+        trained / "checkpoint" / "export" / "step-2",
+    ]
+    logits = [load_model(folder)(TOKENS) for folder in folders]
+    assert logits[0].shape == (2, 12, 263)
+    for other in logits[1:]:
+        assert torch.equal(other, logits[0])
+
+
+def test_a_model_is_a_plain_module(trained: Path) -> None:
+    model = load_model(str(trained), device="cpu", dtype="float32")
+    labels = TOKENS.roll(-1, 1)
+    labels[:, -1] = -100
+    loss = model(TOKENS, labels=labels)
+    wanted = F.cross_entropy(model(TOKENS).flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(loss, wanted)
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not model.training
+    halved = load_model(trained, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in halved.parameters()} == {torch.bfloat16}
+    assert halved(TOKENS).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("model", "lora"),
+    [
+        ({"name": "examples.parallel_block:SPEC", "flavor": "tiny", "branch_scale": 0.5}, 0),
+        ({"name": "qwen3", "flavor": "tiny"}, 2),
+    ],
+)
+def test_a_model_of_ones_own_and_one_with_adapters(
+    model: dict[str, object], lora: int, tmp_path: Path
+) -> None:
+    train(job(tmp_path, model=model, lora={"rank": lora} if lora else {}, training={"steps": 1}))
+    loaded = load_model(tmp_path / "run")
+    logits = loaded(TOKENS)
+    wanted = F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten(), reduction="sum")
+    torch.testing.assert_close(loaded(TOKENS, labels=TOKENS), wanted)
+
+
+def test_tokenizers(trained: Path) -> None:
+    byte = load_tokenizer("byte").encode("naïve")
+    assert load_tokenizer(trained).encode("naïve") == byte
+    assert load_tokenizer(trained / "checkpoint" / "step-2").encode("naïve") == byte
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda folder: load_model(folder), ["the folder of a step", "holds no whole checkpoint"]),
+        (lambda folder: load_model(folder / "no"), ["the folder of a step", "does not exist"]),
+        (lambda folder: load_model(folder, dtype="int8"), ["the folder of a step"]),
+        (lambda folder: load_tokenizer(folder), ["the folder of a step"]),
+        (lambda folder: load_tokenizer("bpe"), ["found nothing at 'bpe'"]),
+        (lambda folder: generate(folder, ["a"]), ["the folder of a step"]),
+        (lambda folder: generate(folder, "a"), ["a list of texts", "[text]"]),
+    ],
+)
+def test_a_folder_without_a_model_is_told(
+    call: Callable[[Path], object], said: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as error:
+        call(tmp_path)
+    for part in said:
+        assert part in str(error.value)
+
+
+def test_text_is_that_of_the_command(
+    trained: Path,
+) -> None:
+    options = ["--max_new_tokens=12", "--temperature=0.7", "--top_k=40", "--seed=3"]
+    command = [str(ROOT / "scripts/generate.py"), "--checkpoint", str(trained), *options]
+    done = subprocess.run(
+        [sys.executable, *command, "--prompt=naïve ", "--prompt=def"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    texts = generate(
+        trained, ["naïve ", "def"], max_new_tokens=12, temperature=0.7, top_k=40, seed=3
+    )
+    assert done.stdout == f"=== 1 of 2\n{texts[0]}\n=== 2 of 2\n{texts[1]}\n"
+    generator = load_generator(trained)
+    one = generate(generator, ["def"], max_new_tokens=12, temperature=0.7, top_k=40, seed=3)
+    assert one == texts[1:]
+    assert generate(generator, ["def"], max_new_tokens=1) != texts[1:]
+
+
+def test_it_starts_from_a_folder_of_hugging_face(trained: Path, tmp_path: Path) -> None:
+    theirs = trained / "checkpoint" / "export" / "step-2"
+    config = load_config(
+        job={"dump_folder": tmp_path / "run"},
+        model={"tokenizer_path": "byte"},
+        checkpoint={"enable": True, "initial_load_in_hf": True, "initial_load_path": theirs},
+        training={"dataset": "synthetic", "dataset_cache": tmp_path, "seq_len": 16, "steps": 0},
+    )
+    assert config.model.flavor == "hf"
+    result = train(config)
+    assert (result.step, result.loss, result.rows) == (0, None, [])
+    assert torch.equal(load_model(result.folder)(TOKENS), load_model(theirs)(TOKENS))
+
+
+def test_types_of_weights_are_few(trained: Path) -> None:
+    with pytest.raises(UserError, match="dtype must be one of float32"):
+        load_model(trained, dtype=torch.int8)
+
+
+USE = """
+from pathlib import Path
+from torch import Tensor
+import torchtitan
+from torchtitan import UserError, load_config, train
+
+config = load_config("job.toml", training={"steps": 20}, **{"optimizer.lr": 1e-3})
+steps: int = config.training.steps
+try:
+    result: torchtitan.Result = train(config)
+except UserError as error:
+    raise SystemExit(str(error)) from error
+loss: float | None = result.loss
+losses = [row["loss"] for row in result.rows]
+folder: Path = result.folder
+model = torchtitan.load_model(folder, device="cpu", dtype="bfloat16")
+ids: list[int] = torchtitan.load_tokenizer(folder).encode("def")
+generator = torchtitan.load_generator(folder)
+texts: list[str] = torchtitan.generate(generator, ["def "], max_new_tokens=5, top_k=3)
+again: list[str] = torchtitan.generate("outputs", ["def "], temperature=0, seed=1)
+"""
+MISUSE = """
+import torchtitan
+torchtitan.train("job.toml")  # error
+torchtitan.train(torchtitan.load_config(3))  # error
+config = torchtitan.load_config("job.toml")
+config.training.stepz  # error
+config.training.steps = 3  # error
+torchtitan.train(config).los  # error
+torchtitan.generate("outputs", [1])  # error
+torchtitan.generate("outputs", ["a"], topk=3)  # error
+torchtitan.trian(config)  # error
+steps: str = config.training.steps  # error
+"""
+
+
+def test_users_of_mypy_are_told(tmp_path: Path) -> None:
+    """By the package's own types alone: those of torch are its own affair."""
+    mypy = pytest.importorskip("mypy.api")
+    (tmp_path / "use.py").write_text(USE)
+    (tmp_path / "misuse.py").write_text(MISUSE)
+    (tmp_path / "mypy.ini").write_text(
+        f"[mypy]\nstrict = True\nmypy_path = {ROOT}\nfollow_imports = silent\n"
+        "[mypy-torch.*]\nfollow_imports = skip\n"
+    )
+    said, errors, _ = mypy.run(
+        [f"--config-file={tmp_path}/mypy.ini", f"--cache-dir={tmp_path}/cache"]
+        + [str(tmp_path / name) for name in ("use.py", "misuse.py")]
+    )
+    assert errors == ""
+    wanted = [n for n, line in enumerate(MISUSE.splitlines(), start=1) if "# error" in line]
+    lines = [line for line in said.splitlines() if ": error: " in line]
+    assert [int(line.split(":")[1]) for line in lines if "misuse.py" in line] == wanted, said
+    assert [line for line in lines if "misuse.py" not in line] == []
+
+
+def test_the_types_are_shipped() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "py.typed" in settings["package-data"]["torchtitan"]
+    assert (ROOT / "torchtitan" / "py.typed").is_file()
+
+
+def test_the_page_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks one after the other, with the output that stands behind one."""
+    page = (ROOT / "docs" / "python.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", page, re.S | re.M)
+    assert len(blocks) > 5
+    (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for code, shown in blocks:
+        with redirect_stdout(io.StringIO()) as out:
+            exec(code, names)
+        assert not shown or out.getvalue() == shown
+    assert names["losses"][-1] == names["result"].loss
+    assert names["logits"].shape == (1, 9, 263)
+
+
+@pytest.mark.timeout(600)
+def test_the_notebook_is_run(tmp_path: Path) -> None:
+    """In a folder and a home of its own, as somebody who has just installed the package."""
+    pytest.importorskip("nbconvert")
+    notebook = ROOT / "examples" / "train_in_a_notebook.ipynb"
+    cells = json.loads(notebook.read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells), "clear its outputs: they make no diff"
+    command = [sys.executable, "-m", "nbconvert", "--to=notebook", "--execute", str(notebook)]
+    subprocess.run(
+        [*command, f"--output-dir={tmp_path}", "--output=done"],
+        cwd=tmp_path,
+        env={**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    done = json.loads((tmp_path / "done.ipynb").read_text())["cells"]
+    outputs = [output for cell in done for output in cell.get("outputs", ())]
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) == 2
+    [result] = [text for text in map(_plain_text, outputs) if text.startswith("Result(step=200,")]
+    assert "reason=None" in result
+
+
+def _plain_text(output: dict[str, Any]) -> str:
+    return "".join(output.get("data", {}).get("text/plain", ""))

@@ -1,0 +1,287 @@
+"""What `import torchtitan` offers: jobs, training and trained models from Python.
+
+Settings come from the engine that reads files and command lines, and training is that of
+`python -m torchtitan.train`, so the same job trains the same model from a shell, a script under
+torchrun and a notebook. The only difference is who ends: a command reports a mistake and exits, a
+function raises it and leaves the process as it was. There is no trainer object to hold on to: a run
+is its folder, from which it resumes and from which its model is loaded.
+
+docs/python.md shows all of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torchtitan.assemble.generator import (
+    find_pretrained,
+    find_run_step,
+    open_generator,
+    read_settings,
+)
+from torchtitan.base.device import local_device
+from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.base.log import note_in_file
+from torchtitan.callbacks import check_callback
+from torchtitan.checkpoint.ranks import on_first_rank
+from torchtitan.config.fields import file_key
+from torchtitan.config.layers import PYTHON, Layer, Setting, flatten, literal
+from torchtitan.config.load import violations
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.generate.generator import DTYPES, Generator, read_model
+from torchtitan.generate.text import complete
+from torchtitan.hf.names import CONFIG
+from torchtitan.job import Config, load_job
+from torchtitan.mesh.process_group import read_launch
+from torchtitan.mesh.stop import watch_session
+from torchtitan.metrics.sinks import RECORD, Row, read_rows
+from torchtitan.optim.loss import build_loss
+from torchtitan.train import prepare_process, train_job
+
+__all__ = [
+    "Config",
+    "Result",
+    "UserError",
+    "generate",
+    "load_config",
+    "load_generator",
+    "load_model",
+    "load_tokenizer",
+    "train",
+]
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a call of `train` came to; the same on every rank."""
+
+    step: int
+    """The last step that was done."""
+    loss: float | None
+    """The loss of the last logged step; None if none was logged, or it had no labels."""
+    validation_loss: float | None
+    """The last that was measured; None if none was."""
+    tokens: int
+    """Tokens seen, by earlier starts of the run too."""
+    folder: Path
+    """The run's folder, job.dump_folder."""
+    reason: str | None
+    """Why the run was stopped before its last step; None if it was not."""
+    rows: list[Row] = field(repr=False)
+    """The figures of each logged step, those of earlier starts of the run too: the lines of its
+    metrics.jsonl."""
+
+
+def load_config(path: str | os.PathLike[str] | None = None, **overrides: object) -> Config:
+    """Return the settings of a TOML file, or the defaults, with `overrides` over them.
+
+    An override is a section, `training={"steps": 20}`, or one key, `**{"training.steps": 20}`. Its
+    value is what TOML would hold; paths and tuples will do, and None takes back what the file says.
+
+    Raises:
+        UserError: Lists every mistake in the file and the overrides, with its remedy.
+    """
+    layer: Layer = {}
+    if path is not None:
+        file, key = os.fspath(path), file_key(Config)
+        assert key is not None
+        layer[key] = Setting(file, PYTHON, ("path",), literal(file))
+    for name, value in overrides.items():
+        *section, last = name.split(".")
+        given = flatten({last: _as_toml(value)}, origin=PYTHON, prefix=tuple(section))
+        for key, setting in given.items():
+            if key in layer:
+                twice = f"is given twice, before as {layer[key].given}; remove one"
+                setting = replace(setting, problem=twice)
+            layer[key] = setting
+    return load_job(layer).config
+
+
+def _as_toml(value: object) -> object:
+    """Turn what Python has more types for into what TOML holds."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {str(key): _as_toml(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_toml(item) for item in value]
+    return value
+
+
+def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
+    """Train a job in this process, until its end or until it is asked to stop.
+
+    `callbacks` follow the run, after those of the settings: objects with any of the methods of
+    `torchtitan.callbacks.Callbacks`, the same on every rank.
+
+    Alone it is one rank; under torchrun each rank calls it. Ctrl-C (SIGINT), SIGTERM and SIGUSR1
+    stop the run after the step and save it; a second one, or one before the first step, raises
+    KeyboardInterrupt. Only the main thread gets signals. Another call with the same `config` goes
+    on where the run was stopped.
+
+    Raises:
+        UserError: A setting, a file or a checkpoint has to be mended, or the loss is not finite.
+    """
+    _check(config)
+    for number, callback in enumerate(callbacks):
+        check_callback(callback, path=f"callbacks[{number}]")
+    with watch_session() as stop, ExitStack() as undo, torch.enable_grad():
+        launch = prepare_process(undo)
+        try:
+            trainer, stopped = train_job(
+                config,
+                launch=launch,
+                stop=stop,
+                undo=undo,
+                wording=nullcontext(),
+                callbacks=callbacks,
+            )
+            folder = Path(config.job.dump_folder)
+            rows = on_first_rank(
+                lambda: read_rows(folder / f"{RECORD}.jsonl"), group=dist.group.WORLD
+            )
+        except (Exception, CheckpointException) as error:  # DCP's is no Exception
+            is_known = isinstance(error, UserError)
+            note_in_file(str(error) if is_known else traceback.format_exc())
+            raise
+        if stopped is not None:
+            logger.warning(stopped)
+        progress = trainer.run.progress
+        return Result(
+            step=progress.step,
+            loss=rows[-1]["loss"] if rows else None,
+            validation_loss=_last_of(rows, "validation_loss"),
+            tokens=progress.tokens_seen,
+            folder=folder,
+            reason=stopped,
+            rows=rows,
+        )
+
+
+def _check(config: Config) -> None:
+    """Refuse what no command line could ask for."""
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"train needs a Config, got a {type(config).__name__}; write "
+            f"train(load_config(path, training={{...}}))"
+        )
+    if dist.is_initialized():
+        raise ConfigError(
+            "train makes a process group of its own, and this process has one already, perhaps "
+            "of a train in another thread; call torch.distributed.destroy_process_group() first, "
+            "or train in another process"
+        )
+    # dataclasses.replace checks types alone
+    if wrong := [one for one in violations(config) if not one.is_notice]:
+        raise ConfigError(wrong)
+
+
+def _last_of(rows: list[Row], name: str) -> float | None:
+    found: list[Any] = [row[name] for row in rows if row.get(name) is not None]
+    return found[-1] if found else None
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> nn.Module:
+    """Return the model of a run, a step or a folder of Hugging Face, whole on one device.
+
+    `model(tokens)` returns the logits (B, S, V) of the tokens (B, S), and `labels=` (B, S) makes it
+    the summed cross-entropy, in which a label of -100 does not count. Of a run it is the newest
+    whole step. By default `device` is a GPU if there is one, `dtype` that of the stored weights.
+
+    Raises:
+        UserError: The folder is damaged, or holds no model.
+    """
+    found = find_pretrained(_folder(path))
+    model = read_model(found, device=_device(device), dtype=_dtype_name(dtype))
+    assert model.output is not None
+    model.output.loss = build_loss(None)
+    return model.eval()
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """Return the tokenizer of a run, a step or a folder of Hugging Face, or the one of a file or a
+    name, as model.tokenizer_path takes it.
+
+    Raises:
+        UserError: There is none.
+    """
+    name, folder = os.fspath(path), _folder(path)
+    is_run = folder.is_dir() and not any((folder / n).exists() for n in ("tokenizer.json", CONFIG))
+    if is_run:
+        name = read_settings(find_run_step(folder, verify=False)).model.tokenizer_path
+    return build_tokenizer(name)
+
+
+def load_generator(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> Generator:
+    """Return the model of `load_model` with its tokenizer, to generate from it more than once."""
+    return open_generator(_folder(path), device=_device(device), dtype=_dtype_name(dtype))
+
+
+def generate(
+    source: str | os.PathLike[str] | Generator,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> list[str]:
+    """Return each prompt with its continuation, by the model of a folder or of `load_generator`.
+
+    A text ends at an end token, or after `max_new_tokens`. `temperature` 0 takes the likeliest
+    token; `top_k` draws from so many. Each prompt is drawn with `seed`, whatever stands beside it.
+
+    Raises:
+        UserError: The folder holds no model or no tokenizer, or an argument has no meaning.
+    """
+    if isinstance(prompts, str):
+        raise ConfigError("prompts must be a list of texts, got one text; write [text]")
+    generator = source if isinstance(source, Generator) else load_generator(source)
+    return complete(
+        generator,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+    )
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    return Path(path).expanduser()
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    return (
+        local_device(read_launch(os.environ).local_rank) if device is None else torch.device(device)
+    )
+
+
+def _dtype_name(dtype: torch.dtype | str | None) -> str | None:
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    if name is not None and name not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {name}")
+    return name
