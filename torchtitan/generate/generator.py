@@ -104,6 +104,9 @@ def _split(found: Pretrained, *, mesh: DeviceMesh | None) -> LanguageModel:
             f"to generate text a model must take a cache of keys and values, and the forward of "
             f"{spec.name} has no argument `cache`; docs/extend.md says what it is"
         )
+    assert model.output is not None
+    # each rank takes the loss from its own part of the vocabulary; generation never asks for it
+    model.output.loss = build_loss(None if mesh is None else mesh.get_group())
     if mesh is None:
         return model
     if unplanned := find_unplanned(model, plan=spec.tensor_plan):
@@ -113,13 +116,11 @@ def _split(found: Pretrained, *, mesh: DeviceMesh | None) -> LanguageModel:
             f"the number of ranks must divide the model's heads, feed-forward width and "
             f"vocabulary, got {misfit}; start as many ranks with torchrun"
         )
-    assert model.output is not None
-    model.output.loss = build_loss(None)  # never called, but it is split with the head
     apply_tensor_parallel(
         model,
         mesh=mesh,
         plan=spec.tensor_plan,
         sequence_parallel=False,
-        loss_parallel=False,
+        loss_parallel=True,
     )
     return model

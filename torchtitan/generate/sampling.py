@@ -11,7 +11,7 @@ every rank draws by itself, from logits that were gathered and are the same bits
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import inf
 
 import torch
@@ -31,10 +31,12 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     stop_ids: Collection[int] = (),
+    is_over: Callable[[Sequence[int]], bool] | None = None,
 ) -> list[list[int]]:
     """Continue each prompt and return the new tokens alone, one of `stop_ids` included if drawn.
 
     At temperature 0 the likeliest token is taken. `top_k` draws from that many likeliest tokens.
+    `is_over` tells by the new tokens of a text whether it ends with them.
     Raises UserError for settings without a meaning.
     """
     for prompt in prompts:
@@ -61,7 +63,9 @@ def generate(
         return [
             number
             for number in numbers
-            if len(texts[number]) < max_new_tokens and texts[number][-1] not in stop_ids
+            if len(texts[number]) < max_new_tokens
+            and texts[number][-1] not in stop_ids
+            and not (is_over and is_over(texts[number]))
         ]
 
     going_on = [number for i, prompt in enumerate(prompts) for number in step([i], [prompt])]
