@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,21 +12,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from tests.evaluate.helpers import write_model, write_tasks
+from tests.evaluate.helpers import numbers_of, write_model, write_tasks
 from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.evaluate.harness import Adapter, find_tasks, run_tasks
 from torchtitan.evaluate.subject import open_subject
 
 NAMES = ("choose", "roll", "write")
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "with begin token"])
@@ -85,13 +75,9 @@ def test_scores_are_those_of_transformers(model, their_class, tmp_path, settings
     expected = run(theirs(their_class, model), tmp_path, **settings)
     assert set(found) == set(NAMES)
     for name in NAMES:
-        numbers = [task["figures"] for task in (found[name], expected[name])]
-        assert numbers[0].keys() == numbers[1].keys()
-        for metric, (value, stderr) in numbers[1].items():
-            assert numbers[0][metric][0] == pytest.approx(value, rel=1e-4), (name, metric)
-            assert numbers[0][metric][1] == pytest.approx(stderr, rel=1e-4), (name, metric)
+        assert numbers_of(found[name]) == pytest.approx(numbers_of(expected[name]), rel=1e-4)
+        assert numbers_of(found[name])
         assert found[name]["num_examples"] == settings.get("limit", 12)
-    assert 0 < found["write"]["figures"]["chrf"][0] < 100
 
 
 class Request:

@@ -75,3 +75,14 @@ def test_a_token_store_gives_the_figures_of_its_text(tmp_path: Path) -> None:
         file.rename(tmp_path / f"store{file.suffix}")
     store = evaluate(arguments(*words, "--perplexity", f"a={tmp_path / 'store'}"))
     assert store["perplexity"] == text["perplexity"]
+
+
+def test_a_run_may_be_measured_on_longer_sequences_than_its_own(
+    ranks: RankPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_texts(tmp_path / "a.jsonl")
+    ranks.run(jobs.train, [*jobs.write_job(tmp_path), "--training.steps=1"], world=1)
+    words = ["--checkpoint", tmp_path / "run", "--perplexity", f"a={tmp_path / 'a.jsonl'}"]
+    words += ["--dataset_cache", tmp_path / "cache", "--seq_len", 96]
+    assert evaluate(arguments(*words))["settings"]["seq_len"] == 96
+    assert "longer than the 32 tokens of the training" in caplog.text

@@ -111,15 +111,23 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "tasks": tasks,
         "settings": {
             **{key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items()},
+            **_settings(args, subject=subject, cut=cut),
             "perplexity": files,
-            "seq_len": cut.seq_len if files else args.seq_len,
-            "seq_len_of_tasks": (args.seq_len or subject.positions) if args.tasks else None,
-            "document_attention": cut.document_attention,
-            "document_positions": cut.document_positions,
-            "dtype": str(next(subject.generator.model.parameters()).dtype).removeprefix("torch."),
             "num_ranks": 1 if mesh is None else mesh.size(),
-            "version": __version__,
         },
+    }
+
+
+def _settings(args: argparse.Namespace, *, subject: Subject, cut: TrainingConfig) -> dict[str, Any]:
+    """Return what the figures depend on beside the arguments as they were given."""
+    dtype = next(subject.generator.model.parameters()).dtype
+    return {
+        "seq_len": cut.seq_len if args.perplexity else None,
+        "seq_len_of_tasks": (args.seq_len or subject.positions) if args.tasks else None,
+        "document_attention": cut.document_attention,
+        "document_positions": cut.document_positions,
+        "dtype": str(dtype).removeprefix("torch."),
+        "version": __version__,
     }
 
 

@@ -100,7 +100,7 @@ def run_tasks(
     }
 
 
-def _figures(row: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
+def _figures(row: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     """Return each metric, with its filter if it has one, and its standard error if it is known."""
     figures = {}
     for key, value in row.items():
@@ -108,7 +108,8 @@ def _figures(row: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
         if comma and not metric.endswith("_stderr"):
             stderr = row.get(f"{metric}_stderr,{filter_name}")
             name = metric if filter_name == "none" else f"{metric}, {filter_name}"
-            figures[name] = value, stderr if isinstance(stderr, float) else None
+            known = stderr if isinstance(stderr, float) else None
+            figures[name] = {"value": value, "stderr": known}
     return figures
 
 

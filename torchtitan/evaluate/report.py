@@ -46,10 +46,10 @@ def show(report: Mapping[str, Any]) -> None:
     if report["tasks"]:
         table = _table("task", "metric", "value", "stderr", "examples", "shots")
         for name, task in report["tasks"].items():
-            counts = tuple(str(task[key]) for key in ("num_examples", "num_fewshot"))
-            for metric, (value, stderr) in task["figures"].items():
-                error = "" if stderr is None else f"± {stderr:.4f}"
-                table.add_row(name, metric, f"{value:.4f}", error, *counts)
+            examples, shots = str(task["num_examples"]), str(task["num_fewshot"])
+            for metric, figure in task["figures"].items():
+                error = "" if figure["stderr"] is None else f"± {figure['stderr']:.4f}"
+                table.add_row(name, metric, f"{figure['value']:.4f}", error, examples, shots)
         console.print(table)
 
 

@@ -18,6 +18,8 @@ from torchtitan.assemble.generator import find_run_step, open_generator, read_se
 from torchtitan.checkpoint.files import read_json
 from torchtitan.checkpoint.storage import read_manifest
 from torchtitan.data.settings import TrainingConfig
+from torchtitan.data.tokenizer_hf import read_config as read_tokenizer_config
+from torchtitan.data.tokenizer_hf import token_of
 from torchtitan.generate.generator import Generator
 from torchtitan.hf.beside import tokenizer_file
 from torchtitan.hf.config import read_config
@@ -94,9 +96,8 @@ def _begin_tokens(tokenizer_path: str, generator: Generator) -> tuple[int, int |
     eos_id = generator.tokenizer.eos_id
     if file is None:
         return eos_id, None
-    config = file.with_name("tokenizer_config.json")
-    named = read_json(config).get("bos_token") if config.is_file() else None
-    named = named.get("content") if isinstance(named, dict) else named
+    config = read_tokenizer_config(file.with_name("tokenizer_config.json"))
+    named = token_of(config, "bos_token") or ""
     processor = read_json(file).get("post_processor") or {}
     added = None
     for part in processor.get("processors", [processor]):
