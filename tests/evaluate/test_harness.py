@@ -8,12 +8,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import lm_eval.tasks
 import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from tests.evaluate.helpers import numbers_of, write_model, write_tasks
 from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.evaluate import harness
 from torchtitan.evaluate.harness import Adapter, find_tasks, run_tasks
 from torchtitan.evaluate.subject import open_subject
 
@@ -47,9 +49,7 @@ def their_class() -> type[Any]:
 def ours(
     folder: Path, *, chats: bool = False, max_length: int = 64, batch_size: int = 3
 ) -> Adapter:
-    subject = open_subject(
-        folder, device=torch.device("cpu"), mesh=None, verify=True, tokenizer=None, chats=chats
-    )
+    subject = open_subject(folder, device=torch.device("cpu"), chats=chats)
     return Adapter(subject, max_length=max_length, batch_size=batch_size, chats=chats)
 
 
@@ -173,8 +173,20 @@ def test_logits_that_are_no_numbers_are_refused(model):
         adapter.loglikelihood([Request("a", "b")])
 
 
-def test_tasks_of_the_harness_are_known_and_a_wrong_name_is_told_the_nearest():
+def test_an_unknown_task_is_told_the_nearest(tmp_path, monkeypatch):
+    """The harness's own are looked at last: reading them takes half a minute."""
+    looked_at = []
+
+    def manager(include_path: str, *, include_defaults: bool) -> Any:
+        looked_at.append(include_defaults)
+        return lm_eval.tasks.TaskManager(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr(harness, "TaskManager", manager)
+    folder = write_tasks(tmp_path)
+    find_tasks(["choose", str(folder / "roll.yaml")], include_path=folder)
+    assert looked_at == [False]
     with pytest.raises(ConfigError) as caught:
-        find_tasks(["hellaswag", "hellaswog"], include_path=None)
-    assert "'hellaswog'" in str(caught.value)
-    assert "did you mean 'hellaswag'" in str(caught.value)
+        find_tasks(["choose", "chose"], include_path=folder)
+    assert looked_at == [False, False, True]
+    assert "'chose'" in str(caught.value)
+    assert "did you mean 'choose'" in str(caught.value)

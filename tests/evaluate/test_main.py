@@ -34,6 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty.txt").write_text("")
     write_tasks(folder / "tasks")
     write_tokenizer(folder / "bare")
+    lost = (folder / "tasks" / "roll.yaml").read_text().replace("rows.json", "no_such_rows.json")
+    (folder / "tasks" / "lost.yaml").write_text(lost.replace('"roll"', '"lost"'))
     return folder
 
 
@@ -71,6 +73,7 @@ def on_ranks(words: list[str], cache: Path) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     with pytest.MonkeyPatch.context() as patch:
         stay_offline(patch, cache=cache / str(dist.get_rank()))
+        patch.setenv("LOCAL_RANK", "0")  # by which the harness decides who gets its figures
         patch.setattr(command, "join_ranks", lambda: (torch.device("cpu"), mesh))
         return command.evaluate(arguments(*words))
 
@@ -124,6 +127,7 @@ TASKS = "--tasks choose --include_path {}/tasks"
         ((TASKS, "--include_path {}/none"), ("--include_path", "must be a folder")),
         ((TASKS, "--chat_template {}/x"), ("--chat_template", "--apply_chat_template")),
         ((TASKS, "--tokenizer {}/bare --apply_chat_template"), ("--chat_template",)),
+        (("--tasks lost --include_path {}/tasks",), ("no_such_rows.json",)),
         ((TASKS, "--seq_len 100"), ("--seq_len", "at most 64")),
     ],
 )

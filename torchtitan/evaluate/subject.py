@@ -50,18 +50,24 @@ class Subject:
 
 
 def open_subject(
-    path: Path, *, device: torch.device, mesh: DeviceMesh | None, verify: bool, **options: Any
+    path: Path,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+    verify: bool = True,
+    tokenizer: str | None = None,
+    **options: Any,
 ) -> Subject:
-    """Open what `path` names; `options` are those of `open_generator`.
+    """Open what `path` names; the arguments are those of `open_generator`.
 
     Raises:
         UserError: As `open_generator` raises.
     """
-    open_here = {"device": device, "mesh": mesh, **options}
+    options |= {"device": device, "mesh": mesh, "tokenizer": tokenizer}
     if (path / CONFIG).is_file():
-        generator = open_generator(path, **open_here)
+        generator = open_generator(path, **options)
         positions = read_config(path).get("max_position_embeddings", UNSAID)
-        first_id, begin_id = _begin_tokens(options["tokenizer"] or str(path), generator)
+        first_id, begin_id = _begin_tokens(tokenizer or str(path), generator)
         return Subject(
             folder=path,
             step=None,
@@ -72,7 +78,7 @@ def open_subject(
             begin_id=begin_id,
         )
     step = find_run_step(path, verify=verify, group=None if mesh is None else mesh.get_group())
-    generator = open_generator(step, verify=False, **open_here)
+    generator = open_generator(step, verify=False, **options)
     training = read_settings(step).training
     return Subject(
         folder=step,
