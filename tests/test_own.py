@@ -14,12 +14,13 @@ from torchtitan.assemble.model import find_model
 from torchtitan.assemble.resume import warn_of_other_code
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.own import is_import_path, load_object
+from torchtitan.callbacks import build_callbacks
 from torchtitan.checkpoint.files import Content
 from torchtitan.config.fields import fields
 from torchtitan.config.toml_files import to_toml
 from torchtitan.job import Config, load_config
-from torchtitan.own import hash_own
-from torchtitan.trajectory import Job, trajectory_differences
+from torchtitan.own import own_sections
+from torchtitan.trajectory import Job, shaping_code, trajectory_differences
 
 MODULE = """
 from dataclasses import dataclass, replace
@@ -126,7 +127,7 @@ def test_a_resume_under_changed_code_says_so(
 ) -> None:
     (folder / "my_model.py").write_text(MODULE)
     config = load_config(own("my_model"))
-    stored = {"code": hash_own(config.model), "config": to_toml(config), "layout": {}}
+    stored = {"code": shaping_code(config), "config": to_toml(config), "layout": {}}
     assert list(stored["code"]) == ["my_model:SPEC"]
     for text, is_warned in ((MODULE, False), (MODULE + "\n# another\n", True)):
         (folder / "my_model.py").write_text(text)
@@ -165,3 +166,142 @@ def test_only_that_form_is_an_import_path() -> None:
     for other in ("llama3", "a:", ":b", "C:\\x", "s3://b", "a b:c", "", 3, None):
         assert not is_import_path(other)
     assert load_object("collections:abc.Mapping", key="k").__name__ == "Mapping"
+
+
+SECTIONED = '''
+from __future__ import annotations
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+from pydantic import Field
+
+@dataclass{frozen}
+class Mine:
+    """Settings of mine."""
+    size: int = 3
+    """Size of it."""
+    share: Annotated[float, Field(ge=0)] = 0.5
+    kind: Literal["a", "b"] = "a"
+    names: tuple[str, ...] = ("x",)
+    more: str | None = None
+    made: tuple[int, ...] = field(default_factory=lambda: (1, 2))
+
+    def violations(self):
+        from torchtitan.base.errors import Violation
+        if self.size == 7:
+            yield Violation(("size", "kind"), "must not be 7; take another")
+
+SECTIONS = {"mine": Mine}
+
+class Hooks:
+    def __init__(self, mine):
+        self.mine = mine
+    def on_end(self, reason): pass
+
+def decay(progress):
+    return 1 - progress
+'''
+HOOKED = "--training.callbacks=my_hooks:Hooks"
+
+
+@pytest.mark.parametrize("frozen", ["", "(frozen=True)"])
+def test_a_module_brings_sections_that_its_objects_read(frozen: str, folder: Path) -> None:
+    (folder / "my_hooks.py").write_text(SECTIONED.replace("{frozen}", frozen))
+    (folder / "job.toml").write_text('[mine]\nkind = "b"\nnames = ["y", "z"]\nmore = "m"\n')
+    config = load_config([f"--job.config_file={folder / 'job.toml'}", HOOKED, "--mine.size=4"])
+    [hooks] = build_callbacks(config.training.callbacks, sections=own_sections(config))
+    mine = hooks.mine  # type: ignore[attr-defined]
+    assert (mine.size, mine.kind, mine.names, mine.more) == (4, "b", ("y", "z"), "m")
+    assert (mine.share, mine.made) == (0.5, (1, 2))
+    stored = Job.stored(to_toml(config)).config
+    assert to_toml(stored) == to_toml(config)
+    facts = fields(type(config))
+    assert facts["mine", "size"].help == "Size of it."
+    assert facts["mine", "kind"].choices == ("a", "b")
+    assert load_config([]) == Config()
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--mine.sise=4", "did you mean --mine.size?"),
+        ("--mine.size=4.5", "must be an integer"),
+        ("--mine.share=-1", "must be greater than or equal to 0"),
+        ("--mine.kind=c", "must be 'a' or 'b'"),
+        ("--mine.size=7", "must not be 7; take another"),
+        ("--yours.size=7", "did you mean"),
+    ],
+)
+def test_own_sections_are_as_strict_as_ours(option: str, said: str, folder: Path) -> None:
+    (folder / "my_hooks.py").write_text(SECTIONED.replace("{frozen}", ""))
+    with pytest.raises(ConfigError) as error:
+        load_config([HOOKED, option])
+    assert said in str(error.value)
+    assert option.partition("=")[0] in str(error.value)
+
+
+def test_own_sections_are_in_the_help(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "my_hooks.py").write_text(SECTIONED.replace("{frozen}", ""))
+    with pytest.raises(SystemExit):
+        load_config([HOOKED, "--help"])
+    shown = capsys.readouterr().out
+    assert "Settings of mine." in shown
+    assert "Size of it. (int; default: 3)" in " ".join(shown.split())
+
+
+def test_sections_count_unless_only_watchers_bring_them(folder: Path) -> None:
+    (folder / "my_hooks.py").write_text(SECTIONED.replace("{frozen}", ""))
+    for shaping, counts in (([], False), (["--lr_scheduler.decay_type=my_hooks:decay"], True)):
+        one, other = (
+            Job(config=load_config([HOOKED, *shaping, f"--mine.size={size}"])) for size in (4, 5)
+        )
+        differences = trajectory_differences(one, other)
+        assert [line.startswith("mine.size: stored 4") for line in differences] == [True] * counts
+        assert shaping_code(one.config).keys() == {"my_hooks:decay"} & {"my_hooks:decay" * counts}
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("SECTIONS = {'mine': 3}", "must be a dataclass, got 3"),
+        ("SECTIONS = [3]", "must be a dictionary"),
+        ("SECTIONS = {'training': Mine}", "brings a section [training], and there is another"),
+        ("@dataclass\nclass M:\n    n: int\nSECTIONS = {'m': M}", "n has none"),
+        (
+            "@dataclass\nclass M:\n    n: dict = None\nSECTIONS = {'m': M}",
+            "n is <class 'dict'>",
+        ),
+        ("@dataclass\nclass M:\n    n: Oops = None\nSECTIONS = {'m': M}", "'Oops' is not defined"),
+    ],
+)
+def test_what_is_no_section(code: str, said: str, folder: Path) -> None:
+    (folder / "my_hooks.py").write_text(SECTIONED.replace("{frozen}", "") + code)
+    with pytest.raises(ConfigError) as error:
+        load_config([HOOKED])
+    assert "--training.callbacks" in str(error.value)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "said"),
+    [
+        (["--training.loss=m:f", "--parallelism.tensor_parallel_degree=2"], "loss", "of the"),
+        (
+            ["--training.dataset=m:D", "--validation.split=0.1"],
+            "split",
+            "name a validation.dataset",
+        ),
+        (["--metrics.sinks=console"], "sinks", "must be an import path"),
+        (["--training.dataset=m:D", "--training.dataset_path=x"], "dataset_path", "needs dataset"),
+        (["--optimizer.name=m:O", "--optimizer.beta1=0.5"], "beta1", "needs name"),
+    ],
+)
+def test_what_own_things_are_not_combined_with(
+    options: list[str], key: str, said: str, folder: Path
+) -> None:
+    (folder / "m.py").write_text("f = D = O = print")
+    with pytest.raises(ConfigError) as error:
+        load_config(options)
+    [mistake] = error.value.mistakes
+    assert key in str(mistake)
+    assert said in str(mistake)
+    sys.modules.pop("m", None)

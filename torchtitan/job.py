@@ -20,6 +20,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from torchtitan.base.errors import Violation
+from torchtitan.base.own import is_import_path
 from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
 from torchtitan.config.foreign import Foreign, read_foreign
 from torchtitan.config.load import Loaded, load
@@ -100,6 +101,7 @@ class Config:
         yield from self._schedule()
         yield from self._batches()
         yield from self._float8_tokens()
+        yield from self._of_their_own()
         if self.validation.enable:
             yield from self._validation_data()
         option = self.activation_checkpoint.selective_ac_option
@@ -173,6 +175,27 @@ class Config:
                 f"needs a number of tokens per rank that is a multiple of {MULTIPLE}, got "
                 f"{num_tokens} (local_batch_size x seq_len / context_parallel_degree); try seq_len "
                 f"= {max(training.seq_len // (MULTIPLE * cp), 1) * MULTIPLE * cp}",
+            )
+
+    def _of_their_own(self) -> Iterator[Violation]:
+        """Check what a loss and data of the user's own cannot be combined with."""
+        training, parallelism = self.training, self.parallelism
+        is_split = parallelism.tensor_parallel_degree > 1 and not parallelism.disable_loss_parallel
+        if is_import_path(training.loss) and is_split:
+            yield Violation(
+                (
+                    "training.loss",
+                    "parallelism.disable_loss_parallel",
+                    "parallelism.tensor_parallel_degree",
+                ),
+                "takes the logits of the whole vocabulary, and tensor parallelism splits them; "
+                "write parallelism.disable_loss_parallel = true",
+            )
+        if is_import_path(training.dataset) and self.validation.split is not None:
+            yield Violation(
+                ("validation.split", "training.dataset"),
+                "holds out documents of text that is read here, and training.dataset is of your "
+                "own; remove it, and name a validation.dataset",
             )
 
     def _validation_data(self) -> Iterator[Violation]:

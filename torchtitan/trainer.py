@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchtitan.callbacks import Hooks
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.state import Progress
 from torchtitan.data.loader import Loader, Samples
@@ -63,6 +64,7 @@ class Run:
     meter: Meter
     sinks: Sequence[Sink]
     profiler: Profiler | None
+    hooks: Hooks
     training: TrainingConfig
     tokens_per_step: int
     log_freq: int
@@ -95,9 +97,12 @@ class Trainer:
         self.run = run
         self.last_row: Row | None = None
         checkpoints, dims = run.checkpoints, run.mesh.dims
+        stop = stop or StopRequest()
+        stop.is_asked = lambda: run.hooks.stops
+        save_failed = (lambda: False) if checkpoints is None else checkpoints.has_failed
         self._agreement = Agreement(
-            stop or StopRequest(),
-            save_failed=(lambda: False) if checkpoints is None else checkpoints.has_failed,
+            stop,
+            failures=[save_failed, run.hooks.has_failed],
             equal_ranks=dims.pp * dims.tp,  # along these two all hold the same tokens
             device=run.device,
         )
@@ -123,6 +128,7 @@ class Trainer:
         run, progress, agreement = self.run, self.run.progress, self._agreement
         first_step = progress.step + 1
         finished = self._is_finished()
+        run.hooks.start(run)
         run.meter.start_interval()
         with _collecting_garbage_by_hand() as collect:
             while not (finished or agreement.stopped):
@@ -133,8 +139,11 @@ class Trainer:
                 progress.tokens_seen += run.tokens_per_step
                 run.meter.count(run.tokens_per_step)
                 finished = self._is_finished()
-                if agreement.read_flags() and run.checkpoints is not None:
+                save_failed, hook_failed = agreement.read_flags()
+                if save_failed and run.checkpoints is not None:
                     run.checkpoints.wait()  # raises the error of the failed save
+                if hook_failed:
+                    run.hooks.raise_failure()
                 if progress.step == first_step:
                     tighten_timeout(run.train_timeout_seconds, groups=run.mesh.groups())
                 validates = self._is_validation_due(last=finished)
@@ -146,13 +155,16 @@ class Trainer:
                     self._report(figures, validates=validates)
                 if self._save(last=finished) and not finished:
                     agreement.vote_again()  # a signal during the save need not wait for a step
+                run.hooks.step(progress.step, self.last_row if logged else None)
                 on_step(progress.step)
                 if run.profiler is not None:
                     run.profiler.step(progress.step)
                 if progress.step % run.training.gc_freq == 0:
                     collect()
             agreement.check_pending_norm()
-        return None if finished else agreement.stopped
+        reason = None if finished else agreement.stopped
+        run.hooks.end(reason)
+        return reason
 
     def _is_validation_due(self, *, last: bool) -> bool:
         validator = self.run.validator
@@ -170,11 +182,9 @@ class Trainer:
         if self.run.checkpoints is None or not self._is_save_due(last=last):
             return False
         with self.run.meter.paused(), self._doing("saving"):
-            return self.run.checkpoints.save_if_due(
-                last=last,
-                now=self._agreement.stopped is not None,
-                validation_loss=self._validation_loss(),
-            )
+            path = self.run.checkpoints.save(last=last, validation_loss=self._validation_loss())
+        self.run.hooks.checkpoint(self.run.progress.step, path)
+        return True
 
     def _validation_loss(self) -> float | None:
         """Return the validation loss of the present weights, if it was measured."""
@@ -233,6 +243,7 @@ class Trainer:
         if validates and run.validator is not None:
             with run.meter.paused(), self._doing("validating"):
                 self.last_row |= run.validator.measure(step)
+                self.last_row |= run.hooks.validation(step, self.last_row)
         for sink in run.sinks:
             sink.write(self.last_row)
 

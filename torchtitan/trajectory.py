@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torchtitan.base.errors import ConfigError
+from torchtitan.base.own import source_hash
 from torchtitan.config.fields import values_of
 from torchtitan.config.layers import Layer, Path, Setting, flatten, literal
 from torchtitan.config.load import build
 from torchtitan.config.toml_files import parse
 from torchtitan.job import Config, torchtitans_keys
-from torchtitan.own import with_own
+from torchtitan.own import find_own, sections_of, with_own
 
 CONFIG_FILE = "config.toml"
 """The resolved settings in a run's folder."""
@@ -42,6 +43,7 @@ IGNORED: Mapping[Path, str] = {
     ("training", "enable_cpu_offload"): "where the same numbers are kept",
     ("training", "loss_chunks"): _ROUNDING,
     ("training", "gc_freq"): "when memory is tidied up",
+    ("training", "callbacks"): "what follows the run",
     ("optimizer", "implementation"): _ROUNDING,
     ("lora", "save"): "what is written at the end",
     ("debug", "deterministic"): _ROUNDING,
@@ -137,7 +139,8 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
     matter.
     """
     before, after = _resolved(then), _resolved(now)
-    for path in before.keys() ^ after.keys():  # sizes of a model of the user's own
+    watching = _watching(then.config) | _watching(now.config)
+    for path in before.keys() ^ after.keys():  # of the user's own
         before.setdefault(path, None)
         after.setdefault(path, None)
     if before[TOTAL_STEPS] == 0:  # nothing was trained yet
@@ -168,8 +171,26 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
         for path in after
         if before[path] != after[path]
         and not _is_ignored(path)
+        and path[0] not in watching
         and not (data_is_checked and path in PLACES_OF_DATA)
     ]
+
+
+def shaping_code(config: Config) -> dict[str, str]:
+    """Return the hash of the source behind each import path that shapes the training."""
+    return {
+        text: source_hash(text, key=".".join(path))
+        for path, text in find_own(config)
+        if not _is_ignored(path)
+    }
+
+
+def _watching(config: Config) -> set[str]:
+    """Return the sections that are brought only by what watches the training."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for path, text in find_own(config):
+        found[_is_ignored(path)] |= sections_of(text, key=".".join(path)).keys()
+    return found[True] - found[False]
 
 
 def _is_ignored(path: Path) -> bool:

@@ -146,7 +146,7 @@ def _measure_blocked(
 
     def run() -> float:
         progress.step += 1
-        seconds = timed(lambda: manager.save_if_due(last=False))
+        seconds = timed(lambda: manager.save(last=False))
         while find_steps(folder) != [progress.step]:  # also the one before is gone
             time.sleep(0.05)
         return seconds

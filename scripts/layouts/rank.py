@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
     def assemble_and_save(*args: Any, **kwargs: Any) -> Run:
         run = assemble(*args, **kwargs)
         assert run.checkpoints is not None, "compare_layouts.py switches checkpoints on"
-        run.checkpoints.save_if_due(last=False, now=True)
+        run.checkpoints.save(last=False)
         folder, num_steps = _folder(argv) / GRADIENTS, int(os.environ[NUM_STEPS])
         return record_gradients(run, folder=folder, num_steps=num_steps)
 

@@ -223,7 +223,10 @@ def test_one_notice_a_feature_that_is_off() -> None:
 @pytest.mark.parametrize("switch", ["", "enable = false\n"])
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("c4_validation", "is not downloaded here"), ("my_own", "must be 'python_stdlib', 'synth")],
+    [
+        ("c4_validation", "is not downloaded here"),
+        ("my_own", "must be one of python_stdlib"),
+    ],
 )
 def test_data_that_are_not_here_load_where_nothing_reads_them(
     switch: str, name: str, reason: str

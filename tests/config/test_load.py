@@ -261,6 +261,8 @@ def random_value(path: Path, facts: FieldFacts, rng: random.Random) -> object:
                 )
                 for _ in range(count)
             )
+        if facts.may_be_own:
+            return tuple(rng.choice(["random:Random", "json:dumps"]) for _ in range(count))
         if facts.nested:
             return tuple((rng.choice(TEXTS), "norm") for _ in range(count))
         return tuple(

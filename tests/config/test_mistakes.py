@@ -93,7 +93,7 @@ def test_empty_known_tables_load(text: str) -> None:
         ("training", "dataset_weights = [0]", "item 1 must be greater than 0, got 0"),
         ("training", "dataset_weights = [true]", "item 1 must be a number, got true"),
         ("training", 'dtype = "Float32"', "did you mean 'float32'?"),
-        ("optimizer", 'name = "adamw"', "'RMSprop' or 'SGD'; did you mean 'AdamW'?"),
+        ("optimizer", 'name = "adamw"', "my_module:NAME; did you mean 'AdamW'?"),
         ("optimizer", 'name = "Adafactor"', 'cannot do on shards; try "AdamW"'),
         ("optimizer", 'name = "LBFGS"', 'computes the loss several times per step; try "AdamW"'),
         ("optimizer", "lr = inf", "must be a finite number"),

@@ -197,7 +197,7 @@ def stopped_into_a_bad_step(job: list[str]) -> str:
 
     class Asked(StopRequest):
         def votes(self) -> list[int]:
-            return [int(run.progress.step == 3), 0]
+            return [int(run.progress.step == 3), 0, 0]
 
     def spoiled(correct: HeadLoss) -> HeadLoss:
         return lambda x, weight, labels: (
@@ -228,7 +228,7 @@ def test_a_stop_is_heard_in_the_step_that_asks(ranks: RankPool, tmp_path: Path) 
 def stopped_in_step_two(job: list[str]) -> str:
     class Asked(StopRequest):
         def votes(self) -> list[int]:
-            return [int(run.progress.step == 2), 0]
+            return [int(run.progress.step == 2), 0, 0]
 
     run = jobs.start(job)
     return f"stopped by {Trainer(run, stop=Asked()).train()} after step {run.progress.step}"

@@ -18,7 +18,7 @@ class Late(StopRequest):
     """Votes to stop once its deadline is over."""
 
     def votes(self) -> list[int]:
-        return [0, int(self.is_late)]
+        return [0, int(self.is_late), 0]
 
     is_late = False
 
@@ -27,29 +27,29 @@ def test_flags_are_those_of_the_start_of_the_step(monkeypatch: pytest.MonkeyPatc
     collectives: list[list[int]] = []
     monkeypatch.setattr(dist, "all_reduce", lambda sums: collectives.append(sums.tolist()))
     failed, stop = [False], Late()
-    found = Agreement(stop, save_failed=lambda: failed[0], equal_ranks=2, device=CPU)
+    found = Agreement(stop, failures=[lambda: failed[0]], equal_ranks=2, device=CPU)
     assert found.sum_valid(torch.tensor(10)).item() == 5
     stop.is_late = failed[0] = True
-    assert not found.read_flags()
+    assert found.read_flags() == [False]
     assert found.stopped is None
     assert found.sum_valid(torch.tensor(4)).item() == 2
-    assert found.read_flags()
+    assert found.read_flags() == [True]
     assert found.stopped is not None
     found.vote_again()  # known already
-    assert collectives == [[10, 0, 0, 0], [4, 1, 0, 1]]
+    assert collectives == [[10, 0, 0, 0, 0], [4, 1, 0, 1, 0]]
 
 
 def test_a_vote_after_a_save_counts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     collectives: list[list[int]] = []
     monkeypatch.setattr(dist, "all_reduce", lambda sums: collectives.append(sums.tolist()))
     stop = Late()
-    found = Agreement(stop, save_failed=lambda: False, equal_ranks=1, device=CPU)
+    found = Agreement(stop, failures=[], equal_ranks=1, device=CPU)
     found.vote_again()
     assert found.stopped is None
     stop.is_late = True
     found.vote_again()
     assert found.stopped is not None
-    assert collectives == [[0, 0], [0, 1]]
+    assert collectives == [[0, 0, 0], [0, 1, 0]]
 
 
 def test_a_norm_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_a_norm_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         checked.append((norm, step))
 
     monkeypatch.setattr(agreement, "raise_if_nonfinite", note)
-    found = Agreement(StopRequest(), save_failed=lambda: False, equal_ranks=1, device=CPU)
+    found = Agreement(StopRequest(), failures=[], equal_ranks=1, device=CPU)
     found.check_pending_norm()
     found.add_norm(torch.tensor(2.0), loss=torch.tensor(1.0), step=7)
     found.check_pending_norm()

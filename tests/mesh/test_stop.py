@@ -30,9 +30,9 @@ def test_a_signal_before_the_first_step_ends_the_process() -> None:
 def test_later_it_is_a_vote_and_the_second_ends_the_process(number: signal.Signals) -> None:
     process = Process()
     process.request.defer()
-    assert process.request.votes() == [0, 0]
+    assert process.request.votes() == [0, 0, 0]
     process.request.on_signal(number)
-    assert process.request.votes() == [1, 0]
+    assert process.request.votes() == [1, 0, 0]
     process.now += 0.9  # the same request, passed on by the launcher
     process.request.on_signal(signal.SIGTERM)
     assert process.codes == []
@@ -45,18 +45,19 @@ def test_the_deadline_counts_from_the_start() -> None:
     process = Process()
     process.request.end_after(10)
     process.now += 9
-    assert process.request.votes() == [0, 0]
+    assert process.request.votes() == [0, 0, 0]
     process.now += 1
-    assert process.request.votes() == [0, 1]
+    assert process.request.votes() == [0, 1, 0]
     process.request.end_after(None)
-    assert process.request.votes() == [0, 0]
+    assert process.request.votes() == [0, 0, 0]
 
 
 def test_reasons() -> None:
-    assert describe([0, 0]) is None
-    assert describe([1, 0]) == "a signal (to 1 rank)"
-    assert describe([2, 2]) == "a signal (to 2 ranks)"
-    assert describe([0, 2]) == "its deadline, checkpoint.save_before_seconds"
+    assert describe([0, 0, 0]) is None
+    assert describe([1, 0, 0]) == "a signal (to 1 rank)"
+    assert describe([2, 2, 2]) == "a signal (to 2 ranks)"
+    assert describe([0, 2, 1]) == "its deadline, checkpoint.save_before_seconds"
+    assert describe([0, 0, 1]) == "a callback (on 1 rank)"
 
 
 @pytest.mark.parametrize("number", SIGNALS)

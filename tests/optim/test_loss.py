@@ -14,8 +14,16 @@ from torch import Tensor
 
 from tests.distributed.rank_pool import RankPool
 from tests.parallel.test_context_attention import Watch
+from torchtitan.base.errors import ConfigError
 from torchtitan.optim import loss as module
-from torchtitan.optim.loss import FEWEST_TOKENS, IGNORE_INDEX, build_loss, chunk_size, count_valid
+from torchtitan.optim.loss import (
+    FEWEST_TOKENS,
+    IGNORE_INDEX,
+    build_loss,
+    chunk_size,
+    count_valid,
+    find_loss,
+)
 
 B, S, C, V = 2, 6, 5, 24
 WEIGHT = 0.3
@@ -353,3 +361,67 @@ def test_a_missing_reduction_is_seen(kept: str, ranks: RankPool) -> None:
     expected = exact(*tensors)
     for value, *_ in answers:
         assert value != pytest.approx(expected[0], rel=1e-3)
+
+
+def crossed(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.2)
+
+
+def one_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    return crossed(logits, labels).sum()
+
+
+def centred(logits: Tensor, labels: Tensor) -> Tensor:
+    return crossed(logits - logits.mean(0), labels)
+
+
+def without_gradient(logits: Tensor, labels: Tensor) -> Tensor:
+    return crossed(logits.detach(), labels)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("num_chunks", [1, 5])
+@pytest.mark.parametrize("case", ["some due", "none due"])
+def test_a_loss_of_the_users_own(case: str, num_chunks: int, recompute: bool) -> None:
+    x, weight, labels = inputs(case)
+    losses = find_loss(f"{__name__}:smoothed")
+    built = build_loss(None, num_chunks=num_chunks, recompute=recompute, token_losses=losses)
+    ends = [tensor.clone().requires_grad_() for tensor in (x, weight)]
+    summed = built(*ends, labels)
+    (summed * WEIGHT).backward()
+    exact_ends = [tensor.double().requires_grad_() for tensor in (x, weight)]
+    logits = F.linear(*exact_ends).flatten(0, 1)
+    wanted = F.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=0.2)
+    (wanted * WEIGHT).backward()
+    torch.testing.assert_close(summed.double(), wanted, rtol=1e-5, atol=1e-6)
+    for end, right in zip(ends, exact_ends, strict=True):
+        assert end.grad is not None
+        torch.testing.assert_close(end.grad.double(), right.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_cross_entropy_as_ones_own_is_ours() -> None:
+    x, weight, labels = inputs()
+    built = [build_loss(None, token_losses=losses) for losses in (None, crossed)]
+    ours, theirs = (loss(x, weight, labels) for loss in built)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("one_sum", "got tensor("),
+        ("centred", "depends on the others"),
+        ("without_gradient", "got tensor("),
+        ("V", "not callable"),
+        ("crosed", "did you mean 'crossed'"),
+    ],
+)
+def test_a_loss_that_is_none(name: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        find_loss(f"{__name__}:{name}")
+    assert "training.loss" in error.value.mistakes[0].keys  # type: ignore[union-attr]
+    assert said in str(error.value)

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError
-from torchtitan.optim.optimizer import build_optimizer, check_optimizer, create_state
+from torchtitan.optim.optimizer import build_optimizer, check_optimizer
 from torchtitan.optim.schedule import set_lr
 from torchtitan.optim.settings import GroupConfig, OptimizerConfig
+from torchtitan.optim.state import create_state
 
 
 def model() -> nn.Module:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan.optim.schedule import build_schedule, set_lr
+from torchtitan.base.errors import ConfigError
+from torchtitan.optim.schedule import build_schedule, find_decay, set_lr
 from torchtitan.optim.settings import LRSchedulerConfig
 
 
@@ -131,3 +132,46 @@ def test_set_lr_writes_every_group() -> None:
     optimizer = torch.optim.SGD(params, lr=1.0)
     set_lr(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.125]
+
+
+def cubic(progress: float) -> float:
+    return (1 - progress) ** 3
+
+
+def raises(progress: float) -> float:
+    return 1 / progress
+
+
+NUMBER = 3
+
+
+@pytest.mark.parametrize("end", ["after_last_step", "last_step"])
+def test_a_decay_of_the_users_own(end: str) -> None:
+    own, linear = (
+        rates(12, decay_type=decay, warmup_steps=2, min_lr_factor=0.25, decay_end=end)
+        for decay in (f"{__name__}:cubic", "linear")
+    )
+    # of a peak of 2: what is left by the linear decay, to the third power, over the floor
+    for cube, straight in zip(own, linear, strict=True):
+        left = (straight / 2 - 0.25) / 0.75 if straight >= 0.5 else None
+        expected = straight if left is None or straight == 1.0 else 2 * (0.25 + 0.75 * left**3)
+        assert cube == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cubik", "did you mean 'cubic'"),
+        ("raises", "ZeroDivisionError"),
+        ("NUMBER", "not callable"),
+    ],
+)
+def test_a_decay_that_is_none(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        find_decay(f"{__name__}:{name}")
+
+
+def test_a_decay_must_give_numbers() -> None:
+    for name in ("str", "len"):
+        with pytest.raises(ConfigError, match="decay_type"):
+            find_decay(f"builtins:{name}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -10,15 +10,18 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import amount
+from torchtitan.base.own import is_import_path
 from torchtitan.checkpoint.state import Progress
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.loader import Loader, Numbered
+from torchtitan.data.own import build_own
 from torchtitan.data.sample_log import SampleLog
 from torchtitan.data.settings import SUPERVISED, TrainingConfig
 from torchtitan.data.split import Side
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
 from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh
+from torchtitan.own import own_sections
 from torchtitan.parallel.layout import Layout
 
 
@@ -31,12 +34,13 @@ def build_samples(
     split: float | None,
     held_out: bool = False,
     of_validation: Collection[str] = ("split",),
+    sections: Mapping[str, object],
 ) -> Numbered:
     """Build the samples that `source` describes, tokenised first where that is not done yet.
 
     `split`: the fraction of documents that `held_out` selects. Without one `held_out` selects, of
     generated data, the part that is never trained on. `of_validation`: the settings that come from
-    [validation], for errors; the others come from [training].
+    [validation], for errors; the others come from [training]. `sections`: of the user's own.
     """
     side = None if split is None else Side(split, held_out=held_out)
     held_out = held_out and side is None
@@ -47,6 +51,10 @@ def build_samples(
 
         build = partial(build_examples, tokenizer_path=tokenizer_path)
     try:
+        if is_import_path(source.dataset):
+            return build_own(
+                source, tokenizer=tokenizer, seed=seed, held_out=held_out, sections=sections
+            )
         return build(source, tokenizer=tokenizer, seed=seed, held_out=held_out, side=side)
     except DataError as error:
         section = "validation" if error.key in of_validation else "training"
@@ -64,6 +72,7 @@ def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progre
         tokenizer_path=config.model.tokenizer_path,
         seed=config.debug.seed,
         split=config.validation.split,
+        sections=own_sections(config),
     )
     global_batch_size = layout.samples_per_step(training)
     if dataset.num_samples is not None and dataset.num_samples < global_batch_size:

@@ -23,6 +23,8 @@ from torchtitan.mesh.dims import resolve_dims
 from torchtitan.models.contract import LanguageModel, check_contract, count
 from torchtitan.models.rope_scaling import warn_of_positions
 from torchtitan.models.spec import ModelSpec
+from torchtitan.optim.loss import find_loss
+from torchtitan.optim.schedule import find_decay
 from torchtitan.parallel.compile import check_backend, check_compile
 from torchtitan.parallel.context.build import check_attention
 from torchtitan.parallel.float8 import check_float8, find_converted
@@ -45,6 +47,8 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
     dims = mistakes.of(lambda: resolve_dims(parallelism, world_size=world_size))
     found = mistakes.of(lambda: find_model(config.model))
     mistakes.of(lambda: check_backend(config.compile, is_installed=False))
+    mistakes.of(lambda: find_decay(config.lr_scheduler.decay_type))
+    mistakes.of(lambda: find_loss(training.loss))
     if found is None:
         mistakes.report()
     assert found is not None

@@ -52,9 +52,8 @@ from torchtitan.lora.layer import is_adapter
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.faults import Pulse
 from torchtitan.mesh.process_group import job_store
-from torchtitan.own import hash_own
 from torchtitan.parallel.layout import Layout
-from torchtitan.trajectory import CONFIG_FILE, Job, trajectory_differences
+from torchtitan.trajectory import CONFIG_FILE, Job, shaping_code, trajectory_differences
 from torchtitan.validate import Validator
 
 logger = logging.getLogger(__name__)
@@ -181,7 +180,7 @@ def compare_jobs(manifest: Content, *, now: Job) -> Comparison:
 
 def warn_of_other_code(manifest: Content, *, now: Config) -> None:
     """Warn if the source of a thing of the user's own is not the one of the checkpoint."""
-    code = hash_own(now.model)
+    code = shaping_code(now)
     for path, then in manifest.get("code", {}).items():
         if code.get(path, then) != then:
             logger.warning(
@@ -220,7 +219,7 @@ def build_checkpoints(
         manifest={
             "layout": asdict(dims),
             "config": to_toml(config),
-            "code": hash_own(config.model),
+            "code": shaping_code(config),
         },
         group=group,
         pulse=Pulse(

@@ -9,6 +9,7 @@ A mistake in a setting or a file fails here, before the first long work.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,7 @@ from torchtitan.assemble.resume import build_checkpoints, describe_lr, find_star
 from torchtitan.assemble.validation import build_validator
 from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_type, local_device
+from torchtitan.callbacks import Hooks, build_callbacks
 from torchtitan.checkpoint.manager import build_group
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import Progress, RunState
@@ -34,9 +36,10 @@ from torchtitan.metrics.meter import Meter, build_meter
 from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.metrics.trace import Profiler, build_profiler
 from torchtitan.models.parts import ModelParts
-from torchtitan.optim.loss import build_loss
+from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
+from torchtitan.own import own_sections
 from torchtitan.parallel.build import build_model_and_execution
 from torchtitan.parallel.context.build import build_shard
 from torchtitan.parallel.execution import Execution
@@ -44,9 +47,16 @@ from torchtitan.parallel.layout import Layout
 from torchtitan.trainer import Run
 
 
-def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | None = None) -> Run:
+def assemble(
+    config: Config,
+    *,
+    launch: Launch,
+    color: bool,
+    undo: ExitStack | None = None,
+    callbacks: Sequence[object] = (),
+) -> Run:
     """Build the run, resumed where there is a checkpoint; the process group must exist. The folder
-    is locked until `undo`, or the end of the process.
+    is locked until `undo`, or the end of the process. `callbacks` come after those of the settings.
 
     Raises:
         UserError: Degrees, sizes, files or a checkpoint do not fit this job.
@@ -55,6 +65,7 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
     layout = find_layout(config, world_size=launch.world_size)
     check_device(config, layout=layout, device_type=device_type())
     config, precision = resolve_precision(config)
+    own = build_callbacks(config.training.callbacks, sections=own_sections(config))
     group = build_group() if config.checkpoint.enable else None
     start = find_start(config, layout=layout, group=group, undo=undo)
     set_determinism(  # before anything runs on the device
@@ -69,7 +80,14 @@ def assemble(config: Config, *, launch: Launch, color: bool, undo: ExitStack | N
     mesh = build_mesh(layout.dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
     return build_run(
-        config, layout=layout, mesh=mesh, device=device, start=start, group=group, color=color
+        config,
+        layout=layout,
+        mesh=mesh,
+        device=device,
+        start=start,
+        group=group,
+        color=color,
+        hooks=Hooks([*own, *callbacks], device=device),
     )
 
 
@@ -82,6 +100,7 @@ def build_run(
     start: Start | None,
     group: dist.ProcessGroup | None,
     color: bool,
+    hooks: Hooks,
 ) -> Run:
     """Build all parts of the run: data, model, optimizer, checkpoints, metrics."""
     training, progress = config.training, Progress()
@@ -97,10 +116,9 @@ def build_run(
         device=device,
         loader=loader,
     )
-    dtype = getattr(torch, training.mixed_precision_param)
     state = RunState(
         model=model,
-        optimizer=build_optimizer(model, settings=config.optimizer, dtype=dtype),
+        optimizer=build_optimizer_of(config, model=model),
         lr_settings=describe_lr(config),
         loader=loader,
         progress=progress,
@@ -127,11 +145,19 @@ def build_run(
         meter=meter,
         sinks=sinks,
         profiler=profiler,
+        hooks=hooks,
         training=training,
         tokens_per_step=layout.samples_per_step(training) * training.seq_len,
         log_freq=config.metrics.log_freq,
         train_timeout_seconds=config.comm.train_timeout_seconds,
     )
+
+
+def build_optimizer_of(config: Config, *, model: ModelParts) -> torch.optim.Optimizer:
+    """Build the optimizer of this rank's parts of the model."""
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    sections = own_sections(config)
+    return build_optimizer(model, settings=config.optimizer, dtype=dtype, sections=sections)
 
 
 def build_schedule_of(config: Config) -> Schedule:
@@ -152,6 +178,7 @@ def build_model(
         num_chunks=config.training.loss_chunks,
         # each loss that waits for its backward would hold a gradient as large as the weight
         recompute=in_flight > 1,
+        token_losses=find_loss(config.training.loss),
     )
     return build_model_and_execution(
         layout,
@@ -190,5 +217,6 @@ def build_reports(
         color=color,
         job_config=asdict(config),
         description=config.job.description,
+        sections=own_sections(config),
     )
     return meter, sinks, build_profiler(config.profiling, folder=folder, rank=rank, device=device)

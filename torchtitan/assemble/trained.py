@@ -17,6 +17,7 @@ from torchtitan.models.contract import LanguageModel
 from torchtitan.models.trained import Trained, check_pattern
 from torchtitan.optim.optimizer import check_optimizer
 from torchtitan.optim.settings import OptimizerConfig
+from torchtitan.own import own_sections
 from torchtitan.trajectory import Job
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ def find_trained(config: Config, *, model: LanguageModel) -> tuple[Trained, Adap
     check_optimizer(
         config.optimizer,
         trained={name: p for name, p in model.named_parameters() if trained.includes(name)},
+        sections=own_sections(config),
     )
     return trained, adapt
 

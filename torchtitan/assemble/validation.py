@@ -20,6 +20,7 @@ from torchtitan.data.validation import WholeBatches
 from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh
 from torchtitan.models.parts import ModelParts
+from torchtitan.own import own_sections
 from torchtitan.parallel.context.layout import SequenceShard
 from torchtitan.parallel.execution import Execution
 from torchtitan.validate import Validator
@@ -166,4 +167,5 @@ def build_held_out(config: Config, *, source: TrainingConfig, tokenizer: Tokeniz
         split=split,
         held_out=True,
         of_validation=("split", "seq_len") if split is not None else OWN_KEYS,
+        sections=own_sections(config),
     )

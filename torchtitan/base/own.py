@@ -1,24 +1,26 @@
 """Things of the user's own, named by import path: "package.module:NAME".
 
-No registry and no import for its side effects: the settings name the object, and whoever uses it
-checks that it is what its protocol says.
+No registry and no import for its side effects: the settings name the object. A class or function is
+called with the arguments that it names, of those that its place has on offer, and what comes of it
+must have the methods of that place's protocol.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torchtitan.base.errors import ConfigError, did_you_mean
+from torchtitan.base.errors import ConfigError, UserError, did_you_mean
 
 _PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
@@ -58,7 +60,7 @@ def within(path: str, *, key: str) -> Iterator[None]:
     """Word what is raised inside of the user's code as a mistake of the setting that names it."""
     try:
         yield
-    except ConfigError:
+    except UserError:
         raise
     except Exception as error:
         if not is_import_path(path):
@@ -86,6 +88,60 @@ def load_object(path: str, *, key: str) -> Any:
     return found
 
 
+def make(path: str, *, key: str, offered: Mapping[str, object]) -> Any:
+    """Return what an import path names; a class or function is called first.
+
+    Each of its parameters gets what is `offered` under its name.
+
+    Raises:
+        ConfigError: It is not there, asks for something else, or raises an error of its own.
+    """
+    found = load_object(path, key=key)
+    if not (isinstance(found, type) or inspect.isroutine(found)):
+        return found
+    arguments: dict[str, object] = {}
+    for name, parameter in inspect.signature(found).parameters.items():
+        is_needed = parameter.default is parameter.empty
+        if name in offered:
+            arguments[name] = offered[name]
+        elif is_needed and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError.at(
+                key,
+                f"'{path}' must ask for what there is, and nothing is called {name!r}"
+                f"{did_you_mean(name, offered)}; rename it, give it a default, or take one of "
+                f"{', '.join(offered)}",
+            )
+    with within(path, key=key):
+        return found(**arguments)
+
+
+def check_methods(
+    found: object, protocol: type, *, path: str, key: str, optional: Collection[str] = ()
+) -> None:
+    """Check that an object has the methods of a protocol, and that they take its arguments.
+
+    Raises:
+        ConfigError: Names the method that is missing or takes others.
+    """
+    for name, wanted in vars(protocol).items():
+        if not inspect.isfunction(wanted) or name in ("__init__", "__subclasshook__"):
+            continue  # the latter two are what `Protocol` adds
+        parameters = list(inspect.signature(wanted).parameters)[1:]
+        method = getattr(found, name, None)
+        if method is None and name in optional:
+            continue
+        rule = f"'{path}' must have a method {name}({', '.join(parameters)})"
+        if not callable(method):
+            raise ConfigError.at(key, f"{rule}, and {found!r:.80} has none; add it")
+        try:
+            signature = inspect.signature(method)
+            signature.bind(*parameters)
+        except TypeError as error:
+            raise ConfigError.at(key, f"{rule}, got {name}{signature}; mend it") from error
+        except ValueError:  # of a class written in C, which does not tell
+            continue
+
+
 def source_hash(path: str, *, key: str) -> str:
     """Return the hash of the file of an import path's module, "" where there is none."""
     file = load_module(path, key=key).__file__
@@ -96,10 +152,17 @@ def source_hash(path: str, *, key: str) -> str:
 
 def _raised(path: str, *, key: str, error: Exception) -> ConfigError:
     """Say what was raised inside of the user's module, and where."""
+    return ConfigError.at(
+        key, f"'{path}' raised an error of its own; mend it:\n{describe_error(error)}"
+    )
+
+
+def describe_error(error: Exception) -> str:
+    """Return an error of the user's code with the lines of it that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     # our call and importlib's frames come first
     theirs = [frame for frame in frames if "importlib" not in frame.filename][1:]
     said = "".join(traceback.format_list(theirs)) + "".join(
         traceback.format_exception_only(type(error), error)
     )
-    return ConfigError.at(key, f"'{path}' raised an error of its own; mend it:\n{said.rstrip()}")
+    return said.rstrip()

@@ -91,16 +91,13 @@ class CheckpointManager:
         self._staging = Staging(pinned=settings.async_mode == PINNED)
 
     def is_due(self, *, last: bool, now: bool = False) -> bool:
-        """Tell whether `save_if_due` would save."""
+        """Tell whether the cadence, the end of the run or `now` asks for a save."""
         step = self._state.progress.step
         first = step == 1 and self._settings.enable_first_step_checkpoint
         return last or now or first or step % self._settings.interval == 0
 
-    def save_if_due(
-        self, *, last: bool, now: bool = False, validation_loss: float | None = None
-    ) -> bool:
-        """Save where the cadence, the end of the run or `now` asks for it; tell whether a save was
-        made or, if asynchronous, begun.
+    def save(self, *, last: bool, validation_loss: float | None = None) -> Path:
+        """Save or, if asynchronous, begin to; return the folder.
 
         `validation_loss` is that of the present weights, where it was measured.
 
@@ -108,8 +105,6 @@ class CheckpointManager:
             CheckpointError: This save, or an earlier one in the background, failed.
             PeerError: Another rank hangs.
         """
-        if not self.is_due(last=last, now=now):
-            return False
         step = self._state.progress.step
         self.wait()
         components = self._state.components()
@@ -120,7 +115,7 @@ class CheckpointManager:
         if last:
             self._start(partial(self._write_export, step, components))
             self.wait()
-        return True
+        return self.folder / f"step-{step}"
 
     def _start(self, action: Callable[[], None]) -> None:
         """Run `action`, which all ranks take part in, in a thread; `wait` tells how it ended."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.storage import Component
 from torchtitan.models.parts import HasParameters
-from torchtitan.optim.optimizer import create_state
+from torchtitan.optim.state import create_state
 
 COMPONENTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"

@@ -19,8 +19,9 @@ from pydantic_core import PydanticUndefined
 
 from torchtitan.config.layers import Path, literal
 from torchtitan.config.needs import InsteadOf, JobFile, Needs, Replaced
+from torchtitan.config.types import Own
 
-DECLARED = (Needs, InsteadOf, JobFile, Replaced)
+DECLARED = (Needs, InsteadOf, JobFile, Replaced, Own)
 LIMITS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
 
 
@@ -40,7 +41,7 @@ class FieldFacts:
     default: object
     help: str
     declared: tuple[object, ...]
-    """Needs, InsteadOf, JobFile and Replaced."""
+    """Needs, InsteadOf, JobFile, Replaced and Own."""
 
     @property
     def needs(self) -> list[Needs]:
@@ -53,6 +54,11 @@ class FieldFacts:
         return [key for said in self.declared if isinstance(said, InsteadOf) for key in said.keys]
 
     @property
+    def may_be_own(self) -> bool:
+        """Whether it may name something of the user's own."""
+        return any(isinstance(said, Own) for said in self.declared)
+
+    @property
     def is_replaced(self) -> bool:
         """Whether a later file's table replaces an earlier one's."""
         return any(isinstance(said, Replaced) for said in self.declared)
@@ -61,6 +67,8 @@ class FieldFacts:
     def type_text(self) -> str:
         """Name the type and its limits, as `int > 0` or `list of str`."""
         name = " | ".join(self.choices) or self.item.__name__
+        if self.may_be_own:
+            name = " | ".join([*self.choices, "package.module:NAME"])
         if self.kind is dict:
             name = "table of any keys"
         if is_dataclass(self.item):
@@ -166,11 +174,12 @@ def _facts(info: FieldInfo) -> FieldFacts:
             assert origin is tuple
             depth += 1
         annotation = first
+    own = [name for one in said if isinstance(one, Own) for name in one.names]
     return FieldFacts(
         kind=tuple if depth else annotation,
         item=annotation,
         nested=depth > 1,
-        choices=choices,
+        choices=tuple(choices) or tuple(own),
         bounds=_bounds(said),
         optional=optional,
         default=info.get_default(call_default_factory=True),

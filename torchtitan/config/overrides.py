@@ -66,17 +66,72 @@ def with_overrides(section: type[S], of: type[DataclassInstance], *, remark: str
     return typing.cast(type[S], made)
 
 
-def with_section(tree: type[S], name: str, section: type) -> type[S]:
-    """Return a tree with another section in the place of its own one."""
+def with_sections(tree: type[S], sections: Mapping[str, type]) -> type[S]:
+    """Return a tree with sections more, or in the place of its own of that name."""
 
     def fill(namespace: dict[str, Any]) -> None:
-        namespace[name] = Field(default_factory=section)
-        namespace["__annotations__"] = {name: section}
+        namespace |= {name: Field(default_factory=cls) for name, cls in sections.items()}
+        namespace["__annotations__"] = dict(sections)
         namespace["__doc__"], namespace["__module__"] = tree.__doc__, tree.__module__
 
     plain = types.new_class(tree.__name__, (tree,), {}, fill)
     made = dataclass(frozen=True, kw_only=True, config=_NO_DOCSTRINGS)(plain)
     return typing.cast(type[S], made)
+
+
+def strict_section(section: Any) -> type:
+    """Return a plain dataclass as a section: with strict types, and its docstrings as help.
+
+    Raises:
+        TypeError: It is no dataclass, a field has no default, or a type that no setting can have.
+    """
+    if not (isinstance(section, type) and dataclasses.is_dataclass(section)):
+        raise TypeError(f"a section must be a dataclass, got {section!r}")
+    hints, docs = typing.get_type_hints(section, include_extras=True), _docstrings(section)
+    defaults: dict[str, Any] = {}
+    for one in dataclasses.fields(section):
+        if one.default is one.default_factory is dataclasses.MISSING:
+            raise TypeError(f"each field of a section needs a default, and {one.name} has none")
+        if not _is_settable(hints[one.name]):
+            raise TypeError(
+                f"a field must be a number, switch, text, Literal, a tuple of these, or one of "
+                f"them or None, and {one.name} is {hints[one.name]}"
+            )
+        defaults[one.name] = one.default
+        if one.default_factory is not dataclasses.MISSING:
+            defaults[one.name] = Field(default_factory=one.default_factory)
+
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace |= defaults
+        namespace["__annotations__"] = {
+            name: typing.Annotated[hint, Field(strict=False)]  # TOML has lists alone
+            if typing.get_origin(hint) is tuple
+            else hint
+            for name, hint in hints.items()
+            if name in defaults
+        }
+        namespace["__doc__"], namespace["__module__"] = section.__doc__, section.__module__
+
+    plain = types.new_class(section.__name__, (section,), {}, fill)
+    is_frozen = section.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    made = dataclass(frozen=is_frozen, kw_only=True, config=_NO_DOCSTRINGS)(plain)
+    for name, info in section_fields(made).items():
+        info.description = docs.get(name)
+    return made
+
+
+def _is_settable(hint: object) -> bool:
+    if hint in (str, int, float, bool, types.NoneType, ...):
+        return True
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _is_settable(arguments[0])
+    if origin is typing.Literal:
+        return all(isinstance(one, str) for one in arguments)
+    is_pair = len(arguments) == 2 and all(map(_is_settable, arguments))
+    if origin in (typing.Union, types.UnionType):
+        return is_pair and arguments[1] is types.NoneType
+    return origin is tuple and is_pair and arguments[1] is ...
 
 
 def given_overrides(section: object, of: type[DataclassInstance]) -> dict[str, Any]:
@@ -96,7 +151,7 @@ def _docstrings(cls: type) -> dict[str, str]:
     for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
         try:
             [tree] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        except OSError:  # a class that no file has
+        except (OSError, TypeError):  # a class that no file has
             continue
         assert isinstance(tree, ast.ClassDef)
         for field, text in zip(tree.body, tree.body[1:], strict=False):

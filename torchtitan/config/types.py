@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+)
+from pydantic_core import CoreSchema, core_schema
 
 from torchtitan.base.errors import did_you_mean
+from torchtitan.base.own import is_import_path
 
 STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -71,6 +79,30 @@ def _minus_one_or_more(value: int) -> int:
     return value
 
 
+class Own:
+    """Lets a text name something of the user's own by import path, besides `names` of ours.
+
+    With `others` any other text is left for a later check.
+    """
+
+    def __init__(self, *names: str, others: bool = False) -> None:
+        self.names, self._others = names, others
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: str) -> str:
+        if value in self.names or self._others or is_import_path(value):
+            return value
+        ours = f"one of {', '.join(self.names)}, or " if self.names else ""
+        raise ValueError(
+            f"must be {ours}an import path as my_package.my_module:NAME"
+            f"{did_you_mean(value, self.names)}"
+        )
+
+
 Text = Annotated[str, Field(min_length=1)]
 NumberOrText = Annotated[Text, BeforeValidator(_number_as_text)]
 InnerFolder = Annotated[Text, AfterValidator(_inside("folder"))]
@@ -92,6 +124,9 @@ Converters = Annotated[
 ]
 Weights = Annotated[
     tuple[FinitePositive, ...], Field(strict=False), BeforeValidator(_number_in_a_list)
+]
+ImportPaths = Annotated[
+    tuple[Annotated[Text, Own()], ...], Field(strict=False), BeforeValidator(_in_a_list)
 ]
 Names = Annotated[tuple[Text, ...], Field(strict=False)]
 ListsOfNames = Annotated[tuple[Names, ...], Field(strict=False), BeforeValidator(_in_lists)]

@@ -24,7 +24,7 @@ from functools import partial
 from itertools import count, islice
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -56,6 +56,17 @@ class Numbered(Protocol):
 
     def __getitem__(self, k: int) -> Samples:
         """Return the k-th sample of the run, always the same."""
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """Samples that are read one after another, from a state."""
+
+    def state_at(self, position: int) -> dict[str, Any]:
+        """Return the state before a sample that is not read yet."""
+
+    def load_state(self, state: dict[str, Any], *, position: int) -> None:
+        """Go on with a sample from the state before it."""
 
 
 def accumulation_steps(global_batch_size: int, *, local_batch_size: int, dp: int) -> int:
@@ -162,7 +173,10 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the fingerprint of the data, equal on all ranks."""
-        return {"position": self._position, "fingerprint": dict(self.dataset.fingerprint)}
+        state = {"position": self._position, "fingerprint": dict(self.dataset.fingerprint)}
+        if isinstance(self.dataset, Streaming):
+            state["stream"] = self.dataset.state_at(self._position)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a stored position; raise DataError if the data differ."""
@@ -181,6 +195,8 @@ class Loader:
             )
         self.close()
         self._position = state["position"]
+        if isinstance(self.dataset, Streaming):
+            self.dataset.load_state(state["stream"], position=self._position)
 
     def rewind(self) -> None:
         """Go back to the first sample."""

@@ -14,7 +14,9 @@ from torchtitan.config.needs import AtLeast, InsteadOf, Needs, Replaced
 from torchtitan.config.types import (
     STRICT,
     FinitePositive,
+    ImportPaths,
     MinusOneOrMore,
+    Own,
     Share,
     Strings,
     Text,
@@ -44,8 +46,16 @@ def template_rule(error: ValueError) -> str:
     return f'must hold keys in braces, as "{{title}} {{body}}": {error}; mend it'
 
 
-DatasetKind = Literal[
-    "python_stdlib", "synthetic", "synthetic_masked", "files", "examples", "synthetic_examples"
+DatasetKind = Annotated[
+    Text,
+    Own(
+        "python_stdlib",
+        "synthetic",
+        "synthetic_masked",
+        "files",
+        "examples",
+        "synthetic_examples",
+    ),
 ]
 
 
@@ -87,7 +97,8 @@ class TrainingConfig:
     """python_stdlib: sources of this Python's library; synthetic: generated text; synthetic_masked:
     the same with a random number of labels per sample masked, to compare layouts with; files:
     what dataset_path names; examples: chats, or prompts and completions, of dataset_path, to
-    fine-tune on; synthetic_examples: generated ones."""
+    fine-tune on; synthetic_examples: generated ones; or a class of your own: see
+    torchtitan.data.own."""
     dataset_path: Annotated[Strings, Needs("dataset", READS_FILES)] = ()
     """Text (.txt, .md, .py ...), JSON (.jsonl, .json), tables (.csv, .tsv, .parquet, .arrow),
     archives of these (.zip, .tar), token stores (.bin/.idx), folders of datasets.save_to_disk;
@@ -136,6 +147,11 @@ class TrainingConfig:
     """Type in which gradients are summed across ranks."""
     enable_cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory; layers visit the GPU."""
+    loss: Annotated[Text, Own("cross_entropy")] = "cross_entropy"
+    """What is minimised, a loss of each token: cross-entropy, or a function of your own, from
+    float32 logits (tokens, vocabulary) and labels (tokens) to losses (tokens)."""
+    callbacks: ImportPaths = ()
+    """Classes of your own that follow the run: see torchtitan.callbacks.Callbacks."""
     loss_chunks: NonNegativeInt = 0
     """Chunks of tokens whose logits exist one after the other; 1: all at once. 0: as many as the
     sizes call for."""

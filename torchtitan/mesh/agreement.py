@@ -11,7 +11,7 @@ next one; whoever needs to know before asks for it (`check_pending_norm`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,40 +25,41 @@ from torchtitan.mesh.stop import StopRequest, describe
 class Agreement:
     """Exchanges this rank's flags with all others, and holds what they agreed on.
 
-    `save_failed` tells whether a save of this rank failed in the background; `equal_ranks` is the
-    number of ranks that hold the same tokens.
+    `failures` tell what has failed on this rank since: a save in the background, a callback.
+    `equal_ranks` is the number of ranks that hold the same tokens.
     """
 
     def __init__(
         self,
         stop: StopRequest,
         *,
-        save_failed: Callable[[], bool],
+        failures: Sequence[Callable[[], bool]],
         equal_ranks: int,
         device: torch.device,
     ) -> None:
         self.stopped: str | None = None
         """Why the run stops before its end, the same on all ranks; None: it does not."""
-        self._stop, self._save_failed = stop, save_failed
+        self._stop, self._failures = stop, failures
         self._equal_ranks, self._device = equal_ranks, device
         self._flags: HostCopy | None = None
         self._unchecked: tuple[HostCopy, Tensor, int] | None = None
 
     def sum_valid(self, num_valid: Tensor) -> Tensor:
         """Return the valid tokens of the global batch, and exchange flags in the same reduction."""
-        flags = to_device([int(self._save_failed()), *self._stop.votes()], num_valid.device)
+        failed = [int(has_failed()) for has_failed in self._failures]
+        flags = to_device([*failed, *self._stop.votes()], num_valid.device)
         sums = torch.cat([num_valid.reshape(1), flags])
         dist.all_reduce(sums)
         self._flags = HostCopy(sums[1:])
         return sums[0] // self._equal_ranks
 
-    def read_flags(self) -> bool:
+    def read_flags(self) -> list[bool]:
         """Read the flags all ranks exchanged at the start of this step: set `stopped`, and return
-        whether a save has failed on any rank."""
+        which of the failures any rank has."""
         assert self._flags is not None, "sum_valid comes first"
-        num_failed, *votes = self._flags.read()
-        self.stopped = self.stopped or describe([int(vote) for vote in votes])
-        return num_failed > 0
+        flags = [int(flag) for flag in self._flags.read()]
+        self.stopped = self.stopped or describe(flags[len(self._failures) :])
+        return [flag > 0 for flag in flags[: len(self._failures)]]
 
     def vote_again(self) -> None:
         """Exchange the votes to stop once more, after a save: it may have taken long."""

@@ -45,6 +45,8 @@ class StopRequest:
         self._started = clock()
         self._seconds: int | None = None
         self._first_signal: float | None = None
+        self.is_asked: Callable[[], bool] = lambda: False
+        """Whether code of the user's own asks for the end."""
         self._deferring = False
         # held while a signal is judged, so that none falls between set-up and the first step
         self._lock = threading.Lock()
@@ -59,9 +61,10 @@ class StopRequest:
         return self._first_signal is not None
 
     def votes(self) -> list[int]:
-        """Return what to sum over all ranks: 1 for a signal, 1 for a deadline that is over."""
+        """Return what to sum over all ranks: 1 for a signal, for a deadline that is over, and for
+        a callback."""
         late = self._seconds is not None and self._clock() - self._started >= self._seconds
-        return [int(self.is_signalled), int(late)]
+        return [int(self.is_signalled), int(late), int(self.is_asked())]
 
     def defer(self) -> None:
         """From now on a signal is only noted: the step loop agrees on it with all ranks."""
@@ -90,10 +93,12 @@ class StopRequest:
 
 def describe(votes: Sequence[int]) -> str | None:
     """Say why the run stops, from the votes summed over all ranks; None where it goes on."""
-    num_signalled, num_late = votes
+    num_signalled, num_late, num_asked = votes
     if num_signalled:
         return f"a signal (to {amount(num_signalled, 'rank')})"
-    return "its deadline, checkpoint.save_before_seconds" if num_late else None
+    if num_late:
+        return "its deadline, checkpoint.save_before_seconds"
+    return f"a callback (on {amount(num_asked, 'rank')})" if num_asked else None
 
 
 @contextmanager

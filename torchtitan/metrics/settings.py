@@ -8,7 +8,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.base.errors import Violation
-from torchtitan.config.types import STRICT, Text
+from torchtitan.config.types import STRICT, ImportPaths, Text
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -21,6 +21,8 @@ class MetricsConfig:
     """Write TensorBoard event files to save_tb_folder."""
     save_tb_folder: Text = "tb"
     """Folder of the TensorBoard files, inside dump_folder."""
+    sinks: ImportPaths = ()
+    """Classes of your own that receive the figures: see torchtitan.metrics.sinks.Sink."""
     enable_wandb: bool = False
     """Send figures to Weights & Biases; WANDB_MODE=offline keeps them in dump_folder/wandb."""
     save_for_all_ranks: bool = False

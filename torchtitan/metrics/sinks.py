@@ -18,11 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.base.log import Style, paint
+from torchtitan.base.own import check_methods, make
 
 if TYPE_CHECKING:
     from torchtitan.metrics.settings import MetricsConfig
@@ -205,11 +206,12 @@ def build_sinks(
     color: bool,
     job_config: Mapping[str, Any],
     description: str,
+    sections: Mapping[str, object] = MappingProxyType({}),
 ) -> list[Sink]:
     """Return the sinks of this rank: files on rank 0, or on all ranks if asked; a console on each.
 
-    `folder`: the run's. `job_config`: all settings as plain values. Raises ConfigError for an
-    optional package that is missing.
+    `folder`: the run's. `job_config`: all settings as plain values. `sections`: the user's own.
+    Raises ConfigError for an optional package that is missing, or a sink that is none.
     """
     sinks: list[Sink] = []
     everyone = metrics.save_for_all_ranks
@@ -224,7 +226,15 @@ def build_sinks(
         if metrics.enable_wandb:
             name = f"{description} rank {rank}" if everyone else description
             sinks.append(WandbSink(folder, name=name, settings=job_config))
+        offered = {"folder": folder, "rank": rank, "resume_step": resume_step, **sections}
+        sinks += [_build_own(path, offered) for path in metrics.sinks]
     return [*sinks, ConsoleSink(color=color)]
+
+
+def _build_own(path: str, offered: Mapping[str, object]) -> Sink:
+    sink: Sink = make(path, key="metrics.sinks", offered=offered)
+    check_methods(sink, Sink, path=path, key="metrics.sinks")
+    return sink
 
 
 def tagged(row: Row) -> dict[str, float]:

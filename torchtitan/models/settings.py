@@ -15,7 +15,15 @@ from pydantic.dataclasses import dataclass
 
 from torchtitan.config.needs import GIVEN, Needs
 from torchtitan.config.overrides import with_overrides
-from torchtitan.config.types import STRICT, AboveOne, AtLeastOne, Converters, FinitePositive, Text
+from torchtitan.config.types import (
+    STRICT,
+    AboveOne,
+    AtLeastOne,
+    Converters,
+    FinitePositive,
+    Own,
+    Text,
+)
 from torchtitan.models.rope_scaling import reading
 from torchtitan.models.sizes import DecoderConfig
 
@@ -57,7 +65,7 @@ class RopeScalingConfig:
 class ModelConfig:
     """Which model, and the tokenizer that goes with it."""
 
-    name: Text = "llama3"
+    name: Annotated[Text, Own(others=True)] = "llama3"
     """Model family: a key of torchtitan.models.families.MODELS, or the import path of your own
     ModelSpec, "package.module:SPEC"."""
     flavor: Text = "debugmodel"

@@ -33,6 +33,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.base.errors import ConfigError
+from torchtitan.base.own import is_import_path, load_object, within
+
 IGNORE_INDEX = -100
 
 FEW_LOGITS = 2**24
@@ -43,8 +46,16 @@ PRODUCT = 2**22
 """Elements of a gradient that are added at a time, if the addition is not part of the product."""
 
 
+TokenLosses = Callable[[Tensor, Tensor], Tensor]
+"""From logits (M, V) in float32 and labels (M) to the loss of each token (M)."""
+
+
 def build_loss(
-    group: dist.ProcessGroup | None, *, num_chunks: int = 0, recompute: bool = False
+    group: dist.ProcessGroup | None,
+    *,
+    num_chunks: int = 0,
+    recompute: bool = False,
+    token_losses: TokenLosses | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return what makes the head's input (B, S, C), its weight (V, C) and labels a summed loss.
 
@@ -52,12 +63,15 @@ def build_loss(
     rank has all of it. The tokens are taken in `num_chunks` chunks, 0: as `chunk_size` finds right.
     Gradients are computed in the forward pass and held until backward, or, with `recompute`, in
     backward from the input and the weight. A label outside the vocabulary makes the loss NaN.
+
+    `token_losses` take the place of the cross-entropy, on ranks that have all of the vocabulary.
     """
+    assert group is None or token_losses is None
 
     def loss(x_BSC: Tensor, weight_VC: Tensor, labels_BS: Tensor) -> Tensor:
         x_NC, labels_N = x_BSC.flatten(0, 1), labels_BS.flatten()
         size = chunk_size(len(x_NC), len(weight_VC), width=x_NC.shape[1], num_chunks=num_chunks)
-        head = _Head(group, size)
+        head = _Head(group, size) if token_losses is None else _OwnHead(None, size, token_losses)
         if recompute:
             summed, *_ = head(x_NC, weight_VC, labels_N, (False, False))
             # two nodes: a pipeline may ask for one gradient now and for the other one later
@@ -153,6 +167,55 @@ class _Head:
         is_known_M = (labels_M >= 0) & (labels_M < whole)
         loss_M = sum_M.log() - at_label_M
         return loss_M.where(is_known_M, torch.nan).where(is_due_M, 0.0)
+
+
+@dataclass(frozen=True)
+class _OwnHead(_Head):
+    """The same with the loss of each token by a function of the user's own."""
+
+    token_losses: TokenLosses
+
+    def _loss(self, logits_MV: Tensor, labels_M: Tensor, *, slope: bool) -> Tensor:
+        is_due_M = labels_M != IGNORE_INDEX
+        with torch.set_grad_enabled(slope):
+            leaf_MV = logits_MV.detach().clone().requires_grad_(slope)
+            loss_M = self.token_losses(leaf_MV, labels_M.where(is_due_M, 0))
+            due_M = loss_M.where(is_due_M, 0.0)
+            summed = due_M.sum()
+        if slope:
+            logits_MV.copy_(torch.autograd.grad(summed, leaf_MV)[0])
+        return due_M.detach()
+
+
+def find_loss(name: str) -> TokenLosses | None:
+    """Return the user's own loss; None: cross-entropy.
+
+    Raises:
+        ConfigError: It is not there, or is no loss of each token by itself that has a gradient.
+    """
+    if not is_import_path(name):
+        return None
+    key = "training.loss"
+    losses: TokenLosses = load_object(name, key=key)
+    logits_MV = torch.linspace(-2, 2, 15).reshape(3, 5).sin().requires_grad_()
+    labels_M = torch.tensor([4, 0, 2])
+    with within(name, key=key):
+        together = losses(logits_MV, labels_M)
+        is_right = isinstance(together, Tensor) and together.shape == labels_M.shape
+        if is_right and together.requires_grad:
+            [last] = losses(logits_MV[2:], labels_M[2:])
+            is_right = torch.allclose(together[2], last, rtol=1e-5, atol=1e-6)
+            if is_right:
+                return losses
+            got = "a loss of the last token that depends on the others"
+        else:
+            got = f"{together!r:.80}"
+    rule = (
+        f"'{name}' must return the loss of each token by itself, a tensor (tokens) with gradients, "
+        f"from logits (tokens, vocabulary) and labels (tokens), got {got}; mend it: sums and "
+        f"means are taken over the global batch"
+    )
+    raise ConfigError.at(key, rule)
 
 
 def _add_product(total_VC: Tensor, left_VM: Tensor, right_MC: Tensor) -> None:

@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,10 +19,13 @@ from torch import Tensor
 
 from torchtitan.base.errors import ConfigError, did_you_mean
 from torchtitan.base.log import amount
+from torchtitan.base.own import is_import_path
 from torchtitan.models.parts import HasParameters
 from torchtitan.models.trained import check_pattern
 from torchtitan.optim.muon import Muon
+from torchtitan.optim.own import check_own, make_optimizer
 from torchtitan.optim.settings import WITH_BETAS, GroupConfig, OptimizerConfig
+from torchtitan.optim.state import create_state
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +40,19 @@ REFUSED_OPTIONS: Mapping[str, str] = {
 
 
 def build_optimizer(
-    model: HasParameters, *, settings: OptimizerConfig, dtype: torch.dtype = torch.float32
+    model: HasParameters,
+    *,
+    settings: OptimizerConfig,
+    dtype: torch.dtype = torch.float32,
+    sections: Mapping[str, object] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
     """Build the optimizer over the parameters of `model` that require gradients, on all ranks.
 
-    `dtype`: in which Muon computes.
+    `dtype`: in which Muon computes. `sections`: the user's own, for an optimizer of theirs.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if is_import_path(settings.name):
+        return make_optimizer(_groups(named, settings), settings=settings, sections=sections)
     if settings.name != "Muon":
         return _torchs_own(_groups(named, settings), settings=settings)
     matrices = {name: p for name, p in named.items() if _is_muons(name, p, settings)}
@@ -60,7 +70,12 @@ def build_optimizer(
     )
 
 
-def check_optimizer(settings: OptimizerConfig, *, trained: Mapping[str, Tensor]) -> None:
+def check_optimizer(
+    settings: OptimizerConfig,
+    *,
+    trained: Mapping[str, Tensor],
+    sections: Mapping[str, object] = MappingProxyType({}),
+) -> None:
     """Check the settings against the parameters of the whole model that are trained.
 
     Logs how many of them Muon updates, and how many each group has.
@@ -95,7 +110,10 @@ def check_optimizer(settings: OptimizerConfig, *, trained: Mapping[str, Tensor])
             raise ConfigError.at("optimizer.muon_excluded_params", rule)
         muons = f"Muon updates {amount(size, 'parameter')}, AdamW {len(trained) - size}"
         shares.insert(0, muons)
-    _check_options(settings)
+    if is_import_path(settings.name):
+        check_own(settings, sections=sections)
+    else:
+        _check_options(settings)
     if shares:
         logger.info("%s", "; ".join(shares))
 
@@ -209,23 +227,6 @@ def _arguments(settings: OptimizerConfig) -> dict[str, Any]:
     if settings.name in WITH_BETAS:
         arguments |= {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     return arguments
-
-
-def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that the first step would begin with, and change no weight."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for p in group["params"]:
-            p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, lr in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = lr
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                value.fill_(1.0 if key == "mu_product" else 0.0)  # NAdam's product of decays
 
 
 def skips_by_itself(optimizer: torch.optim.Optimizer, *, device: torch.device) -> bool:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 
 import torch
 
+from torchtitan.base.errors import ConfigError
+from torchtitan.base.own import load_object, within
 from torchtitan.optim.settings import LRSchedulerConfig
 
 Schedule = Callable[[int], float]
@@ -41,7 +43,7 @@ def build_schedule(settings: LRSchedulerConfig, *, peak_lr: float, training_step
     if settings.decay_ratio is not None:
         num_decay = min(num_decay, round(total * settings.decay_ratio))
     last_at_peak = total - num_decay + (settings.decay_end == "after_last_step")
-    remaining = _REMAINING[settings.decay_type]
+    remaining = find_decay(settings.decay_type)
 
     def lr_at(step: int) -> float:
         assert step >= 1, f"steps are counted from 1, got {step}"
@@ -54,6 +56,28 @@ def build_schedule(settings: LRSchedulerConfig, *, peak_lr: float, training_step
         return peak_lr * (settings.min_lr_factor + (1.0 - settings.min_lr_factor) * left)
 
     return lr_at
+
+
+def find_decay(name: str) -> Callable[[float], float]:
+    """Return the shape of a decay: from the part that is done, 0 to 1, to the part that is left.
+
+    Raises:
+        ConfigError: A function of the user's own is not there, or returns no finite number.
+    """
+    if name in _REMAINING:
+        return _REMAINING[name]
+    key = "lr_scheduler.decay_type"
+    decay: Callable[[float], float] = load_object(name, key=key)
+    for progress in (0.0, 0.5, 1.0):
+        with within(name, key=key):
+            left = decay(progress)
+        if not isinstance(left, (int, float)) or not math.isfinite(left) or left < 0:
+            rule = (
+                f"'{name}' must return a number from 0 on for each part from 0 to 1 of the decay "
+                f"that is done, got {left!r:.80} for {progress}; mend it"
+            )
+            raise ConfigError.at(key, rule)
+    return decay
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

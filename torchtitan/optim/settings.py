@@ -16,7 +16,9 @@ from torchtitan.config.types import (
     FiniteNonNegative,
     FinitePositive,
     Fraction,
+    Own,
     Strings,
+    Text,
 )
 
 REFUSED: Mapping[str, str] = {
@@ -27,6 +29,19 @@ REFUSED: Mapping[str, str] = {
     "SparseAdam": "needs sparse gradients",
 }
 """Optimizers of torch that do not fit the step."""
+
+OPTIMIZERS = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "SGD",
+)
 
 WITH_BETAS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Muon")
 """Those that beta1, beta2 and eps are for."""
@@ -54,22 +69,9 @@ class GroupConfig:
 class OptimizerConfig:
     """The optimizer and its constants."""
 
-    name: Annotated[
-        Literal[
-            "Adadelta",
-            "Adagrad",
-            "Adam",
-            "AdamW",
-            "Adamax",
-            "Muon",
-            "NAdam",
-            "RAdam",
-            "RMSprop",
-            "SGD",
-        ],
-        BeforeValidator(_not_refused),
-    ] = "AdamW"
-    """Update rule: Muon for matrices with AdamW for the rest, or one of torch.optim's."""
+    name: Annotated[Text, Own(*OPTIMIZERS), BeforeValidator(_not_refused)] = "AdamW"
+    """Update rule: Muon for matrices with AdamW for the rest, one of torch.optim's, or a
+    torch.optim.Optimizer of your own, which gets its arguments from options."""
     lr: FinitePositive = 8e-4
     """Peak learning rate; the schedule multiplies it."""
     beta1: Annotated[Decay, Needs("name", WITH_BETAS)] = 0.9
@@ -92,7 +94,7 @@ class OptimizerConfig:
     )
     """Matrices (shell patterns) that AdamW updates, as it does vectors."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of torch's class, as amsgrad = true."""
+    """More arguments of the optimizer's class, as amsgrad = true."""
     weight_decay: FiniteNonNegative = 0.1
     """Weight decay of every parameter that no_decay_params does not match."""
     groups: tuple[GroupConfig, ...] = ()
@@ -132,8 +134,9 @@ class LRSchedulerConfig:
     training.steps."""
     decay_ratio: Fraction | None = None
     """Part of total_steps spent in decay; if not given the decay starts right after the warmup."""
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
-    """Shape of the decay."""
+    decay_type: Annotated[Text, Own("linear", "sqrt", "cosine")] = "linear"
+    """Shape of the decay; or a function of your own, from the part of the decay that is done, 0 to
+    1, to the part of the rate that is left."""
     decay_end: Literal["after_last_step", "last_step"] = "after_last_step"
     """Where the decay reaches min_lr_factor. after_last_step: the step after total_steps would, so
     that every step trains; last_step: the last one does."""

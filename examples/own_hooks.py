@@ -1,0 +1,73 @@
+"""Code of your own around the loop: a callback, a sink, a loss and a decay.
+
+    python -m torchtitan.train --training.callbacks examples.own_hooks:StopEarly \
+        --metrics.sinks examples.own_hooks:CsvSink --training.loss examples.own_hooks:smoothed \
+        --lr_scheduler.decay_type examples.own_hooks:quadratic --validation.enable \
+        --validation.split 0.05 --training.steps 20
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StopEarlyConfig:
+    """Stop when the validation loss no longer falls."""
+
+    patience: int = 3
+    """Validations without a new lowest loss before the run is stopped."""
+
+
+SECTIONS = {"stop_early": StopEarlyConfig}
+
+
+class StopEarly:
+    """A callback: any of on_start, on_step, on_validation, on_checkpoint and on_end."""
+
+    def __init__(self, stop_early: StopEarlyConfig) -> None:
+        self.patience, self.lowest, self.num_worse = stop_early.patience, float("inf"), 0
+
+    def on_validation(self, step: int, row: Mapping[str, Any]) -> dict[str, float]:
+        """Count validations since the lowest loss; what is returned joins the row."""
+        self.num_worse = 0 if row["validation_loss"] < self.lowest else self.num_worse + 1
+        self.lowest = min(self.lowest, row["validation_loss"])
+        return {"lowest_validation_loss": self.lowest}
+
+    def on_step(self, step: int, row: Mapping[str, Any] | None) -> str | None:
+        """Ask for the end, on all ranks, with a checkpoint."""
+        is_over = self.num_worse >= self.patience
+        return f"no lower validation loss than {self.lowest:.4f}" if is_over else None
+
+
+class CsvSink:
+    """A sink: takes the figures of each logged step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / "losses.csv").open("a", newline="")
+        self._writer = csv.writer(self._file)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Write a line."""
+        self._writer.writerow([row["step"], row["loss"], row["grad_norm"]])
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return cross-entropy with a tenth of the label's share spread over the vocabulary."""
+    return F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
+
+
+def quadratic(progress: float) -> float:
+    """Return the part of the peak rate that is left: fast first, slow at the end."""
+    return (1 - progress) ** 2

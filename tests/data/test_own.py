@@ -1,0 +1,215 @@
+"""Data of the user's own: the same samples on any number of ranks, resumed at the next one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.data.helpers import SEQ_LEN, loader_of, rows, training
+from torchtitan.base.errors import DataError
+from torchtitan.data.loader import Loader, Numbered
+from torchtitan.data.own import build_own
+from torchtitan.data.tokenizer import ByteTokenizer
+
+MODULE = '''
+import itertools
+
+def sample(i):
+    return [(i * 7 + j) % 250 for j in range(17)]
+
+class Indexed:
+    def __init__(self, seq_len, tokenizer, held_out=False):
+        assert seq_len == 16 and tokenizer.vocab_size > 255
+        self.first = 1001 if held_out else 0
+    def __len__(self):
+        return 24
+    def __getitem__(self, i):
+        return sample(self.first + i)
+
+class Endless:
+    def __getitem__(self, k):
+        return {"tokens": sample(k)[:-1], "labels": [-100] * 15 + [3]}
+
+class Stream:
+    """10 samples and again."""
+    def __init__(self, seed=0):
+        self.next = self.begin = 0
+    def __iter__(self):
+        for self.next in range(self.begin, 10):
+            self.next += 1
+            yield sample(self.next - 1)
+        self.begin = 0
+    def state_dict(self):
+        return {"next": self.next % 10}
+    def load_state_dict(self, state):
+        self.begin = self.next = state["next"]
+
+class Documents:
+    def __getitem__(self, k):
+        return {"tokens": sample(k)[:-1], "labels": sample(k)[1:], "document_lengths": [4, 12]}
+'''
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    path = tmp_path / "my_data.py"
+    path.write_text(MODULE)
+    yield path
+    sys.modules.pop("my_data", None)
+
+
+def build(name: str, tmp_path: Path, *, held_out: bool = False, **settings: Any) -> Numbered:
+    return build_own(
+        training(tmp_path / "cache", dataset=f"my_data:{name}", **settings),
+        tokenizer=ByteTokenizer(),
+        seed=3,
+        held_out=held_out,
+        sections={},
+    )
+
+
+def steps(loader: Loader, number: int) -> list[list[tuple[int, ...]]]:
+    return [rows(next(loader)) for _ in range(number)]
+
+
+@pytest.mark.parametrize("name", ["Indexed", "Endless", "Stream"])
+def test_ranks_share_the_samples_of_one(name: str, tmp_path: Path) -> None:
+    alone = steps(loader_of(build(name, tmp_path), batch=2, accumulation=2), 9)
+    ranks = [
+        steps(loader_of(build(name, tmp_path), batch=2, rank=rank, degree=2), 9)
+        for rank in range(2)
+    ]
+    assert [one + other for one, other in zip(*ranks, strict=True)] == alone
+
+
+@pytest.mark.parametrize("name", ["Indexed", "Endless", "Stream"])
+def test_a_run_goes_on_with_the_next_sample_on_other_ranks(name: str, tmp_path: Path) -> None:
+    straight = steps(loader_of(build(name, tmp_path), batch=4), 9)
+    states = []
+    for rank in range(2):
+        first = loader_of(build(name, tmp_path), batch=2, rank=rank, degree=2)
+        steps(first, 5)
+        states.append(first.state_dict())
+    assert states[0] == states[1]
+    then = loader_of(build(name, tmp_path), batch=4)
+    then.load_state_dict(states[0])
+    assert steps(then, 4) == straight[5:]
+
+
+def test_samples_by_number_are_shuffled_each_epoch_and_seen_once(tmp_path: Path) -> None:
+    data = build("Indexed", tmp_path, num_epochs=2)
+    assert data.num_samples == 48
+    epochs = [[tuple(data[k]["tokens"].tolist()) for k in range(a, a + 24)] for a in (0, 24)]
+    assert epochs[0] != epochs[1]
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    assert len(set(epochs[0])) == 24
+
+
+def test_a_stream_begins_again(tmp_path: Path) -> None:
+    data = build("Stream", tmp_path)
+    first = [data[k]["tokens"][0].item() for k in range(25)]
+    assert first == [7 * (k % 10) for k in range(25)]
+
+
+def test_labels_and_documents_are_taken_as_given(tmp_path: Path) -> None:
+    sample = build("Endless", tmp_path)[2]
+    assert sample["labels"].tolist() == [-100] * 15 + [3]
+    assert set(sample) == {"tokens", "labels"}
+    told = build("Documents", tmp_path, document_attention="within")[0]
+    assert told["document_lengths"].tolist() == [4, 12]
+    assert set(build("Documents", tmp_path)[0]) == {"tokens", "labels"}
+    plain = build("Indexed", tmp_path)[0]
+    assert plain["tokens"].dtype == plain["labels"].dtype == torch.int64
+    assert torch.equal(plain["tokens"][1:], plain["labels"][:-1])
+    assert len(plain["tokens"]) == SEQ_LEN
+
+
+def test_what_is_held_out_is_other_data(tmp_path: Path) -> None:
+    one, other = (build("Indexed", tmp_path, held_out=held_out) for held_out in (False, True))
+    assert one.fingerprint["data"] != other.fingerprint["data"]
+    assert one[0]["tokens"].tolist() != other[0]["tokens"].tolist()
+    one, other = (build("Endless", tmp_path, held_out=held_out) for held_out in (False, True))
+    assert one.fingerprint == other.fingerprint  # it did not ask
+
+
+def test_workers_read_it_too(tmp_path: Path) -> None:
+    data = build("Indexed", tmp_path)
+    alone, helped = loader_of(data), loader_of(data, num_workers=1)
+    assert steps(alone, 3) == steps(helped, 3)
+    helped.close()
+
+
+WRONG = {
+    "no such name": ("", "Nothing", {}, "has no Nothing"),
+    "no form": ("class D: pass", "D", {}, "must have a method __iter__()"),
+    "no state": ("class D:\n def __iter__(self): yield 1", "D", {}, "method state_dict()"),
+    "other signature": ("class D:\n def __getitem__(self): pass", "D", {}, "method __getitem__(i)"),
+    "asks too much": ("class D:\n def __init__(self, tokeniser): pass", "D", {}, "'tokenizer'"),
+    "raises": ("class D:\n def __init__(self): raise OSError('gone')", "D", {}, "OSError: gone"),
+    "empty": ("class D(Indexed):\n def __len__(self): return 0", "D", {}, "must hold samples"),
+    "epochs of a stream": ("", "Stream", {"num_epochs": 1}, "needs data with a length"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_data_that_are_none(case: str, tmp_path: Path, module: Path) -> None:
+    code, name, settings, said = WRONG[case]
+    module.write_text(f"{MODULE}\n{code}\n")
+    with pytest.raises(DataError) as error:
+        build(name, tmp_path, **settings)
+    assert "my_data" in str(error.value)
+    assert said in str(error.value)
+    assert error.value.key in ("dataset", "num_epochs")
+
+
+def test_a_stream_has_no_workers(tmp_path: Path) -> None:
+    dataloader = training(tmp_path).dataloader.__class__(num_workers=1)
+    with pytest.raises(DataError, match="must be 0 for a stream"):
+        build("Stream", tmp_path, dataloader=dataloader)
+
+
+BAD_SAMPLES = {
+    "too short": ("[1, 2]", "must be 17 token ids"),
+    "text": ("'abc'", "must be 17 token ids"),
+    "floats": ("[0.5] * 17", "ids must be integers"),
+    "out of the vocabulary": ("[1000] * 17", "0 to 257, got 1000 to 1000"),
+    "negative": ("[-1] * 17", "0 to 257, got -1"),
+    "no labels": ("{'tokens': [1] * 16}", "KeyError: 'labels'"),
+    "unequal": ("{'tokens': [1] * 16, 'labels': [1] * 15}", "'labels': (15,)"),
+    "none": ("None", "must be 17 token ids"),
+    "an error": ("1 / 0", "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SAMPLES)
+def test_a_sample_that_is_none(case: str, tmp_path: Path, module: Path) -> None:
+    code, said = BAD_SAMPLES[case]
+    module.write_text(f"class D:\n    def __getitem__(self, k):\n        return {code}\n")
+    with pytest.raises(DataError) as error:
+        next(loader_of(build("D", tmp_path)))
+    assert "sample 0" in str(error.value)
+    assert said in str(error.value)
+
+
+def test_documents_must_be_told_where_they_are_kept_apart(tmp_path: Path) -> None:
+    data = build("Endless", tmp_path, document_attention="within")
+    with pytest.raises(DataError, match="document_lengths from 1 on that add up to 16"):
+        data[0]
+
+
+def test_a_stream_that_yields_nothing_or_no_json(tmp_path: Path, module: Path) -> None:
+    module.write_text(
+        MODULE + "class Empty(Stream):\n    def __iter__(self): return iter(())\n"
+        "class Odd(Stream):\n    def state_dict(self): return {1: object()}\n"
+    )
+    with pytest.raises(DataError, match="must yield samples"):
+        build("Empty", tmp_path)[0]
+    with pytest.raises(DataError, match="not JSON serializable"):
+        loader_of(build("Odd", tmp_path)).state_dict()

@@ -1,0 +1,132 @@
+"""Things of the user's own, in layouts: the examples train the same model, and nobody is parted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed import jobs
+from tests.distributed import pipeline_jobs as pj
+from tests.distributed.conftest import OneDevice
+from tests.distributed.pipeline_jobs import TINY8, assert_same_training
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_elastic import LOGGED, samples
+from tests.distributed.test_matrix import WHERE, WHOLE_LOGITS, Where
+
+OWN = (
+    "--training.dataset=examples.own_dataset:Sums",
+    "--sums.digits=1",
+    "--training.loss=examples.own_hooks:smoothed",
+    "--lr_scheduler.decay_type=examples.own_hooks:quadratic",
+    "--optimizer.name=examples.own_optimizer:Lion",
+    "--optimizer.lr=1e-4",
+    "--optimizer.options.betas=[0.9, 0.98]",
+    "--metrics.sinks=examples.own_hooks:CsvSink",
+)
+LAYOUTS: dict[str, tuple[Where, int]] = {
+    "hsdp 2x2": (WHERE["hsdp 2x2"], 2),
+    "fsdp 2 x tp 2": (WHERE["fsdp 2 x tp 2"], 4),
+    "pp 2, halves": (Where({"pp": 2}, pj.pipeline("ZBVZeroBubble")), 4),
+    "cp 2": (WHERE["cp 2 ring"], 8),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_examples_train_the_same_model(
+    layout: str, ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
+) -> None:
+    where, size = LAYOUTS[layout]
+    sizes = pj.FOUR_LAYERS
+    reference = on_one_device(pj.train, *OWN, WHOLE_LOGITS, sizes=sizes)
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *OWN, WHOLE_LOGITS, jobs.UNSAVED]
+    job += [*where.arguments, f"--training.local_batch_size={size}"]
+    results = ranks.run(pj.train, job, sizes=sizes, world=where.world)
+    assert_same_training(results, reference)
+    lines = (tmp_path / "run" / "losses.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["1", "2", "3"]
+
+
+def test_they_resume_bit_for_bit(ranks: RankPool, tmp_path: Path) -> None:
+    straight, twice = (
+        [*jobs.write_job(tmp_path, name=name), *OWN, "--training.steps=3"]
+        for name in ("straight", "twice")
+    )
+    expected = ranks.run(jobs.train, straight, world=2)
+    ranks.run(jobs.train, [*twice, "--training.steps=2"], world=2)
+    found = ranks.run(jobs.train, twice, world=2)
+    assert [r.state_hash for r in found] == [r.state_hash for r in expected]
+    assert found[0].rows[-1]["loss"] == expected[0].rows[-1]["loss"]
+
+
+class Counted:
+    """Samples one after another."""
+
+    def __init__(self) -> None:
+        self.begin = self.next = 0
+
+    def __iter__(self) -> Counted:
+        return self
+
+    def __next__(self) -> list[int]:
+        self.next += 1
+        return [(self.next * 7 + i) % 250 for i in range(33)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+def test_a_stream_goes_on_with_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """Where it is read is written down with each sample's number and hash."""
+    data = (f"--training.dataset={__name__}:Counted", LOGGED)
+    job, alone = (
+        [*jobs.write_job(tmp_path, name=name), *data, "--training.steps=4"]
+        for name in ("split", "alone")
+    )
+    ranks.run(jobs.train, [*job, "--training.steps=2"], world=2)
+    ranks.run(jobs.train, job, world=4)
+    ranks.run(jobs.train, alone, world=1)
+    assert samples(tmp_path / "split") == samples(tmp_path / "alone")
+
+
+class Parting:
+    """Does on rank 1 alone what would part the ranks."""
+
+    def __init__(self, how: str = "") -> None:
+        self.how = how
+
+    def on_step(self, step: int, row: object) -> str | None:
+        if dist.get_rank() == 0 or step < 2:
+            return None
+        if self.how == "stops":
+            return "enough"
+        raise OSError("the mail server is gone")
+
+    def on_end(self, reason: str | None) -> None:
+        if dist.get_rank() == 1 and self.how == "at the end":
+            raise OSError("the mail server is gone")
+
+
+def stops() -> Parting:
+    return Parting("stops")
+
+
+def test_an_error_of_a_callback_on_one_rank_ends_all(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*jobs.write_job(tmp_path), f"--training.callbacks={__name__}:Parting"]
+    for steps, last in ((5, 3), (2, 2)):
+        messages = ranks.run(jobs.failure, [*job, f"--training.steps={steps}"], world=2)
+        assert len({*messages}) == 1
+        assert "the mail server is gone" in messages[0]
+        assert "(on rank 1)" in messages[0]
+        assert jobs.read_rows(tmp_path / "run")[-1]["step"] == last - (steps == 5)
+
+
+def test_a_callback_on_one_rank_stops_all_and_it_is_saved(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*jobs.write_job(tmp_path), f"--training.callbacks={__name__}:stops"]
+    first, _ = ranks.run(jobs.train, job, world=2)
+    assert first.rows[-1]["step"] == 3
+    assert (tmp_path / "run" / "checkpoint" / "step-3" / "manifest.json").is_file()

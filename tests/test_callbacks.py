@@ -1,0 +1,165 @@
+"""Callbacks on one rank: what they are given, and what they cannot disturb."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.callbacks import HOOKS, Hooks, build_callbacks
+
+CPU = torch.device("cpu")
+
+
+class Noting:
+    """Draws, and notes what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        for hook in HOOKS:
+            setattr(self, hook, lambda *given, hook=hook: self.note(hook, *given))
+
+    def note(self, *call: Any) -> None:
+        torch.rand(3)
+        self.calls.append(call)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "all_reduce", lambda number: None)
+    monkeypatch.setattr(dist, "all_gather_object", lambda into, one: into.__setitem__(0, one))
+
+
+@pytest.mark.usefixtures("alone")
+def test_each_hook_is_called_and_its_draws_are_given_back() -> None:
+    noting = Noting()
+    hooks = Hooks([noting], device=CPU)
+    before = torch.get_rng_state()
+    hooks.start("run")
+    hooks.step(1, None)
+    assert hooks.validation(1, {"loss": 2.0}) == {}
+    hooks.checkpoint(1, Path("step-1"))
+    hooks.end(None)
+    assert noting.calls == [
+        ("on_start", "run"),
+        ("on_step", 1, None),
+        ("on_validation", 1, {"loss": 2.0}),
+        ("on_checkpoint", 1, Path("step-1")),
+        ("on_end", None),
+    ]
+    assert torch.equal(before, torch.get_rng_state())
+    assert not hooks.stops
+    assert not hooks.has_failed()
+
+
+class Answers:
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def on_step(self, step: int, row: object) -> Any:
+        return self.answer
+
+    def on_validation(self, step: int, row: object) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [3, True, {}, 0])
+def test_a_step_answers_with_a_text_or_nothing(answer: object) -> None:
+    hooks = Hooks([Answers(answer)], device=CPU)
+    hooks.step(1, None)
+    assert hooks.has_failed()
+    assert not hooks.stops
+
+
+def test_a_text_asks_for_the_end() -> None:
+    hooks = Hooks([Answers(None), Answers("enough")], device=CPU)
+    hooks.step(1, None)
+    assert hooks.stops
+    assert not hooks.has_failed()
+
+
+def test_figures_of_a_validation_are_numbers_with_new_names() -> None:
+    row = {"loss": 2.0}
+    assert Hooks([Answers({"a": 1, "b": None})], device=CPU).validation(1, row) == {
+        "a": 1,
+        "b": None,
+    }
+    for answer in (
+        {"loss": 1.0},
+        {"a": "x"},
+        {"a": torch.ones(())},
+        {"a": float("nan")},
+        3,
+        {"": 1},
+    ):
+        hooks = Hooks([Answers(answer)], device=CPU)
+        assert hooks.validation(1, row) == {}
+        assert hooks.has_failed(), answer
+    both = Hooks([Answers({"a": 1}), Answers({"a": 2})], device=CPU)
+    assert both.validation(1, row) == {"a": 1}
+    assert both.has_failed()
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_first_error_is_kept_and_told_with_its_lines() -> None:
+    class Raises(Noting):
+        def note(self, *call: Any) -> None:
+            super().note(*call)
+            raise ZeroDivisionError(call[0])
+
+    raising = Raises()
+    hooks = Hooks([raising], device=CPU)
+    hooks.start("run")
+    assert hooks.has_failed()
+    hooks.step(1, None)  # no longer called
+    assert len(raising.calls) == 1
+    with pytest.raises(ConfigError) as error:
+        hooks.end(None)
+    said = str(error.value)
+    assert "callbacks: a callback failed" in said
+    assert "raise ZeroDivisionError(call[0])" in said
+    assert said.endswith("ZeroDivisionError: on_start\n(on rank 0)")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    yield tmp_path
+    sys.modules.pop("my_hooks", None)
+
+
+WRONG = {
+    "none": ("class C: pass", "some of the methods on_start, on_step"),
+    "misspelt": ("class C:\n def on_steps(self): pass", "did you mean 'on_step'"),
+    "other arguments": ("class C:\n def on_step(self, step): pass", "on_step(step, row), got"),
+    "asks too much": ("class C:\n def __init__(self, run): pass", "called 'run'"),
+    "raises": ("class C:\n def __init__(self): raise KeyError('x')", "KeyError: 'x'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_callback(case: str, folder: Path) -> None:
+    code, said = WRONG[case]
+    (folder / "my_hooks.py").write_text(code)
+    with pytest.raises(ConfigError) as error:
+        build_callbacks(["my_hooks:C"], sections={"mine": 1})
+    [mistake] = error.value.mistakes
+    assert mistake.keys == ("training.callbacks",)  # type: ignore[union-attr]
+    assert said in str(mistake)
+
+
+def test_a_section_is_given_by_name(folder: Path) -> None:
+    (folder / "my_hooks.py").write_text(
+        "class C:\n def __init__(self, mine, other=2): self.mine = mine\n"
+        " def on_end(self, *a): pass\nDONE = C(7)\n"
+    )
+    made, as_is = build_callbacks(["my_hooks:C", "my_hooks:DONE"], sections={"mine": 1})
+    assert (made.mine, as_is.mine) == (1, 7)  # type: ignore[attr-defined]

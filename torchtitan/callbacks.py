@@ -1,0 +1,173 @@
+"""Code of the user's own that follows a run.
+
+The loop is one for all ranks: if one rank left it, or did something more or less, the others would
+wait for it in their next collective. So a hook is called on every rank, at the same steps, and
+nothing that it does on one of them alone can part the ranks. An error is kept, travels with the
+reduction of the next step, and ends the run on all ranks with the same message. A request to stop
+travels in the same way. Figures go into this rank's row and nowhere else. What a hook draws from
+torch's random generators is given back. (A collective in a hook is allowed: all ranks are there.)
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.base.errors import ConfigError, did_you_mean
+from torchtitan.base.own import check_methods, describe_error, make
+
+logger = logging.getLogger(__name__)
+KEY = "training.callbacks"
+
+
+class Callbacks(Protocol):
+    """What follows a run: a class with any of these methods, each called on every rank."""
+
+    def on_start(self, run: Any) -> None:
+        """Look at what is about to be trained, before the first step: a torchtitan.trainer.Run."""
+
+    def on_step(self, step: int, row: Mapping[str, object] | None) -> str | None:
+        """Follow each step; `row` holds its figures if it is logged.
+
+        A text asks for the end of the run on all ranks, with a checkpoint, after the next step.
+        """
+
+    def on_validation(
+        self, step: int, row: Mapping[str, object]
+    ) -> Mapping[str, float | None] | None:
+        """Follow each validation; what is returned joins the row's figures."""
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """Follow each save; one in the background has only begun."""
+
+    def on_end(self, reason: str | None) -> None:
+        """Follow the end of the run, or its stop for a `reason`; not one that failed."""
+
+
+HOOKS = tuple(name for name in vars(Callbacks) if name.startswith("on_"))
+
+
+class Hooks:
+    """Calls the hooks of all callbacks, and keeps what they ask for and what fails."""
+
+    def __init__(self, callbacks: Sequence[object], *, device: torch.device) -> None:
+        self._callbacks, self._device = list(callbacks), device
+        self._anywhere = False
+        self._error = ""
+        self.stops = False
+        """Whether one has asked for the end."""
+
+    def has_failed(self) -> bool:
+        """Tell whether one has raised an error."""
+        return bool(self._error)
+
+    def start(self, run: object) -> None:
+        """Before the first step; all ranks must call this, and find out if any has callbacks."""
+        number = torch.tensor(len(self._callbacks), device=self._device)
+        dist.all_reduce(number)
+        self._anywhere = number.item() > 0
+        self._call("on_start", run)
+
+    def step(self, step: int, row: Mapping[str, object] | None) -> None:
+        """After a step."""
+        for asked in self._call("on_step", step, row):
+            if not isinstance(asked, str):
+                self._fail(f"on_step must return a text or None, got {asked!r:.80}")
+            else:
+                logger.warning("A callback asks for the end of the run: %s", asked)
+                self.stops = True
+
+    def validation(self, step: int, row: Mapping[str, object]) -> dict[str, Any]:
+        """After a validation; returns figures to add to the row."""
+        figures: dict[str, Any] = {}
+        for found in self._call("on_validation", step, row):
+            for name, value in found.items() if isinstance(found, Mapping) else [("", found)]:
+                is_number = value is None or (
+                    isinstance(value, (int, float)) and math.isfinite(value)
+                )
+                if not name or not is_number or name in row or name in figures:
+                    rule = "on_validation must return new names with finite numbers, or None"
+                    self._fail(f"{rule}, got {name!s:.60}: {value!r:.60}")
+                else:
+                    figures[name] = value
+        return figures
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """After a save, or when one has begun."""
+        self._call("on_checkpoint", step, path)
+
+    def end(self, reason: str | None) -> None:
+        """After the last step; all ranks must call this.
+
+        Raises:
+            ConfigError: A callback has failed here, or since the ranks last met.
+        """
+        self._call("on_end", reason)
+        if self._anywhere:
+            self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what has failed on any rank; all must call this.
+
+        Raises:
+            ConfigError: The same on all of them.
+        """
+        errors = [""] * dist.get_world_size()
+        dist.all_gather_object(errors, self._error)
+        for rank, error in enumerate(errors):
+            if error:
+                raise ConfigError.at(KEY, f"{error}\n(on rank {rank})")
+
+    def _call(self, hook: str, *arguments: object) -> list[object]:
+        """Return what the hook of each callback returns, but for None."""
+        if self._error:
+            return []
+        found = []
+        devices = [self._device] if self._device.type == "cuda" else []
+        for callback in self._callbacks:
+            if not hasattr(callback, hook):
+                continue
+            with torch.random.fork_rng(devices):
+                try:
+                    found.append(getattr(callback, hook)(*arguments))
+                except Exception as error:  # noqa: BLE001 - whatever it is, all ranks will raise it
+                    self._fail(describe_error(error))
+        return [one for one in found if one is not None]
+
+    def _fail(self, said: str) -> None:
+        self._error = self._error or f"a callback failed: {said}"
+
+
+def build_callbacks(paths: Sequence[str], *, sections: Mapping[str, object]) -> list[object]:
+    """Build the callbacks that the settings name.
+
+    Raises:
+        ConfigError: One is not there, asks for something else, or has a hook that is none of ours.
+    """
+    made = []
+    for path in paths:
+        made.append(make(path, key=KEY, offered=sections))
+        check_callback(made[-1], path=path)
+    return made
+
+
+def check_callback(callback: object, *, path: str) -> None:
+    """Check the hooks of a callback, which messages name `path`.
+
+    Raises:
+        ConfigError: It has none, one that is never called, or one that takes other arguments.
+    """
+    names = [name for name, _ in inspect.getmembers(callback, callable) if name.startswith("on_")]
+    unknown = [name for name in names if name not in HOOKS]
+    if unknown or not names:
+        got = f"{unknown[0]}{did_you_mean(unknown[0], HOOKS)}" if unknown else "none"
+        rule = f"'{path}' must have some of the methods {', '.join(HOOKS)}, got {got}; rename it"
+        raise ConfigError.at(KEY, rule)
+    check_methods(callback, Callbacks, path=path, key=KEY, optional=HOOKS)
