@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -9,12 +10,16 @@ import pytest
 import torch
 
 from tests.distributed import jobs
+from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.evaluate.helpers import arguments, write_model, write_texts
+from torchtitan.base.errors import UserError
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.evaluate.__main__ import evaluate
 
 SEQ_LEN = 48
+CALLBACK = "torchtitan.evaluate.callback:Perplexity"
+BPE, OFF = "--evaluation.tokenizer_path=bpe_2048", "--validation.enable=false"
 
 
 def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
@@ -86,3 +91,58 @@ def test_a_run_may_be_measured_on_longer_sequences_than_its_own(
     words += ["--dataset_cache", tmp_path / "cache", "--seq_len", 96]
     assert evaluate(arguments(*words))["settings"]["seq_len"] == 96
     assert "longer than the 32 tokens of the training" in caplog.text
+
+
+WATCHED = {
+    "pp 2": pipeline("1F1B"),
+    "cp 2": ("--parallelism.context_parallel_degree=2",),
+    "fsdp 2": (),
+}
+
+
+@pytest.mark.parametrize("layout", WATCHED)
+def test_a_callback_finds_in_any_layout_what_the_command_finds(
+    layout: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    write_texts(tmp_path / "a.jsonl")
+    (tmp_path / "b.txt").write_text("nothing more, " * 30)
+    domains = [f"{name}={tmp_path / file}" for name, file in (("a", "a.jsonl"), ("b", "b.txt"))]
+    job = [*jobs.write_job(tmp_path, TINY8), *WATCHED[layout], "--training.steps=2"]
+    job += ["--validation.enable", "--validation.dataset=synthetic"]
+    job += [f"--training.callbacks={CALLBACK}", "--evaluation.tokenizer_path=byte"]
+    job += [f"--evaluation.domains={json.dumps(domains)}", "--training.local_batch_size=4"]
+    job += ["--optimizer.lr=0.1"]
+    trained = ranks.run(jobs.train, job, world=2)[0]
+    words = ["--checkpoint", tmp_path / "run", "--perplexity", *domains]
+    found = evaluate(arguments(*words, "--dataset_cache", tmp_path / "cache"))["perplexity"]
+    for name, figures in found.items():
+        assert trained.rows[-1][f"loss_{name}"] == pytest.approx(figures["loss"], rel=1e-6)
+        assert trained.rows[-1][f"perplexity_{name}"] == pytest.approx(figures["perplexity"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), ("evaluation", "must name a domain")),
+        (('--evaluation.domains=["a.txt"]',), ("evaluation", "NAME=FILES")),
+        (('--evaluation.domains=["a=none.txt"]',), ("domains a", "no file matches")),
+        (('--evaluation.domains=["a=a.txt"]', BPE), ("tokenizer_path", "model.tokenizer_path")),
+        (('--evaluation.domains=["a=a.txt"]', OFF), ("validation", "enable", "remove")),
+    ],
+)
+def test_mistakes_of_the_callback_end_the_run(
+    words: tuple[str, ...], said: tuple[str, ...], ranks: RankPool, tmp_path: Path
+) -> None:
+    job = [*jobs.write_job(tmp_path), "--training.steps=1", jobs.UNSAVED]
+    job += ["--validation.enable=true", "--validation.dataset=synthetic"]
+    job += [f"--training.callbacks={CALLBACK}", "--evaluation.tokenizer_path=byte", *words]
+    [message] = ranks.run(refusal, job, world=1)
+    assert all(word in message for word in said), message
+
+
+def refusal(job: list[str]) -> str:
+    try:
+        jobs.train(job)
+    except UserError as error:
+        return str(error)
+    return "none"

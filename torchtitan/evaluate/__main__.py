@@ -16,6 +16,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torchtitan import __version__
 from torchtitan.assemble.generator import join_ranks
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
 from torchtitan.data.settings import TrainingConfig
-from torchtitan.evaluate.perplexity import measure, open_domain
+from torchtitan.evaluate.perplexity import measure, open_domain, parse_domains
 from torchtitan.evaluate.report import is_first_rank, show
 from torchtitan.evaluate.subject import Subject, open_subject
 from torchtitan.generate.generator import DTYPES
@@ -174,13 +175,8 @@ def _check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
         ConfigError: Arguments are wrong, or not of use together.
     """
     mistakes = Mistakes()
-    files: dict[str, tuple[str, ...]] = {}
-    for text in args.perplexity:
-        name, _, pattern = text.partition("=")
-        if not name or not pattern:
-            mistakes.add("--perplexity", f"must be NAME=FILES, as web='data/*.jsonl', got {text!r}")
-        files[name] = (*files.get(name, ()), pattern)
-    if not files and not args.tasks:
+    files = mistakes.of(partial(parse_domains, args.perplexity, key="--perplexity"))
+    if not args.perplexity and not args.tasks:
         mistakes.add("--perplexity", "or --tasks must be given; say what to evaluate")
     for needed, keys in (("tasks", OF_TASKS), ("perplexity", OF_PERPLEXITY)):
         if not getattr(args, needed):
@@ -213,7 +209,7 @@ def _check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
             '"torchtitan[eval]"',
         )
     mistakes.report()
-    return files
+    return files or {}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,12 +14,13 @@ Bits per byte make tokenizers comparable: (tokens / bytes) x loss / ln 2 over th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from torchtitan.base.errors import DataError, UserError
+from torchtitan.base.errors import DataError, Mistakes, UserError
 from torchtitan.data.dataset import Dataset, build_dataset
 from torchtitan.data.loader import Loader
 from torchtitan.data.prepare import open_cached
@@ -64,10 +65,32 @@ class Domain:
     cut: TrainingConfig
 
 
+def parse_domains(texts: Sequence[str], *, key: str) -> dict[str, tuple[str, ...]]:
+    """Return the files of each domain, of texts NAME=FILES that the setting `key` holds.
+
+    Raises:
+        ConfigError: One is of another form.
+    """
+    files: dict[str, tuple[str, ...]] = {}
+    mistakes = Mistakes()
+    for text in texts:
+        name, _, pattern = text.partition("=")
+        if not name or not pattern:
+            mistakes.add(key, f"must be NAME=FILES, as web='data/*.jsonl', got {text!r}; name both")
+        files[name] = (*files.get(name, ()), pattern)
+    mistakes.report()
+    return files
+
+
 def open_domain(
-    name: str, files: tuple[str, ...], *, cut: TrainingConfig, tokenizer: Tokenizer
+    name: str,
+    files: tuple[str, ...],
+    *,
+    cut: TrainingConfig,
+    tokenizer: Tokenizer,
+    of: str = "--perplexity",
 ) -> Domain:
-    """Read the text of a domain, tokenised now unless it was before.
+    """Read the text of a domain, tokenised now unless it was before; `of`: the setting it is in.
 
     Raises:
         DataError: Files are missing, empty, damaged or hold less than a sequence.
@@ -77,7 +100,7 @@ def open_domain(
         # the seed decides the order alone
         samples = build_dataset(source, tokenizer=tokenizer, seed=0)
     except DataError as error:
-        raise error.within(f"--perplexity {name}") from error
+        raise error.within(f"{of} {name}") from error
     return Domain(name, samples, source)
 
 
