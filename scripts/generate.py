@@ -25,33 +25,23 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
-from torchtitan.assemble.generator import open_generator
-from torchtitan.base.device import device_type, local_device
+from torchtitan.assemble.generator import join_ranks, open_generator
 from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.data.text import check_characters
 from torchtitan.generate.chat import Chat, talk
 from torchtitan.generate.generator import DTYPES
 from torchtitan.generate.sampling import Sampling
 from torchtitan.generate.text import BATCH_SIZE, answer, complete
-from torchtitan.mesh.process_group import (
-    await_reports,
-    init_process_group,
-    is_first_to_report,
-    leave,
-    read_launch,
-)
-from torchtitan.mesh.settings import CommConfig
+from torchtitan.mesh.process_group import await_reports, is_first_to_report, leave
 
 MOST_TOKENS = 10**6
 
@@ -92,17 +82,12 @@ def write(args: argparse.Namespace) -> list[str]:
     for number, text in enumerate([*prompts, args.system or ""], start=1):
         where = f"prompt {number}" if number <= len(prompts) else "--system"
         check_characters(text, where=where)
-    launch = read_launch(os.environ)
-    if is_talk and launch.world_size > 1:
+    device, mesh = join_ranks()
+    if is_talk and mesh is not None:
         raise ConfigError(
-            f"a chat in the terminal runs on one rank, got {launch.world_size}; give --prompt, or "
-            f"start one process"
+            f"a chat in the terminal runs on one rank, got {mesh.size()}; give --prompt, or start "
+            f"one process"
         )
-    device, mesh = local_device(launch.local_rank), None
-    if launch.world_size > 1:
-        settings = CommConfig(trace_buf_size=0)
-        init_process_group(launch, device_type=device_type(), settings=settings, dump_folder=Path())
-        mesh = init_device_mesh(device.type, (launch.world_size,), mesh_dim_names=("tp",))
     generator = open_generator(
         args.checkpoint,
         device=device,

@@ -45,6 +45,7 @@ FLOORS: Mapping[str, int] = {
     "train": 7,
     "launch": 7,
     "api": 8,
+    "evaluate": 7,
 }
 # what a package may import beyond its own, where that is not "all lower floors"
 NARROW: Mapping[str, frozenset[str]] = {

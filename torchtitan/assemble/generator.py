@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan.assemble.model import find_model
+from torchtitan.base.device import device_type, local_device
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.source import Step
 from torchtitan.checkpoint.steps import find_step
@@ -21,8 +23,22 @@ from torchtitan.hf.folder import open_folder
 from torchtitan.hf.names import ADAPTER_CONFIG, CONFIG
 from torchtitan.job import Config
 from torchtitan.lora.layer import apply_lora
+from torchtitan.mesh.process_group import init_process_group, read_launch
+from torchtitan.mesh.settings import CommConfig
 from torchtitan.models.families import MODELS
 from torchtitan.trajectory import CONFIG_FILE, Job
+
+
+def join_ranks() -> tuple[torch.device, DeviceMesh | None]:
+    """Return this process's device, and the mesh of the ranks that torchrun started beside it, to
+    share a model's matrices; None: it is alone."""
+    launch = read_launch(os.environ)
+    device = local_device(launch.local_rank)
+    if launch.world_size == 1:
+        return device, None
+    settings = CommConfig(trace_buf_size=0)
+    init_process_group(launch, device_type=device_type(), settings=settings, dump_folder=Path())
+    return device, init_device_mesh(device.type, (launch.world_size,), mesh_dim_names=("tp",))
 
 
 def open_generator(

@@ -115,6 +115,9 @@ def _split(found: Pretrained, *, mesh: DeviceMesh | None) -> None:
             f"to generate text a model must take a cache of keys and values, and the forward of "
             f"{spec.name} has no argument `cache`; docs/extend.md says what it is"
         )
+    assert model.output is not None
+    # each rank takes the loss from its own part of the vocabulary; generation never asks for it
+    model.output.loss = build_loss(None if mesh is None else mesh.get_group())
     if mesh is None:
         return
     if unplanned := find_unplanned(model, plan=spec.tensor_plan):
@@ -124,12 +127,10 @@ def _split(found: Pretrained, *, mesh: DeviceMesh | None) -> None:
             f"the number of ranks must divide the model's heads, feed-forward width and "
             f"vocabulary, got {misfit}; start as many ranks with torchrun"
         )
-    assert model.output is not None
-    model.output.loss = build_loss(None)  # never called, but it is split with the head
     apply_tensor_parallel(
         model,
         mesh=mesh,
         plan=spec.tensor_plan,
         sequence_parallel=False,
-        loss_parallel=False,
+        loss_parallel=True,
     )

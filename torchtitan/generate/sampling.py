@@ -11,7 +11,7 @@ every rank draws by itself, from logits that were gathered and are the same bits
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from math import inf
 from typing import TYPE_CHECKING, TypedDict
 
@@ -43,14 +43,16 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     stop_ids: Collection[int] = (),
+    is_over: Callable[[Sequence[int]], bool] | None = None,
     **sampling: Unpack[Sampling],
 ) -> list[list[int]]:
     """Continue each prompt and return the new tokens alone, one of `stop_ids` included if drawn.
 
-    Raises UserError for settings without a meaning.
+    `is_over` tells by the new tokens of a text whether it ends with them. Raises UserError for
+    settings without a meaning.
     """
     texts: list[list[int]] = [[] for _ in prompts]
-    for number, token in draw(model, prompts, stop_ids=stop_ids, **sampling):
+    for number, token in draw(model, prompts, stop_ids=stop_ids, is_over=is_over, **sampling):
         texts[number].append(token)
     return texts
 
@@ -65,8 +67,10 @@ def draw(
     top_k: int | None = None,
     seed: int = 0,
     stop_ids: Collection[int] = (),
+    is_over: Callable[[Sequence[int]], bool] | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Yield each new token as it is drawn, after the number of its prompt.
+    """Yield each new token as it is drawn, after the number of its prompt; for `is_over` see
+    `generate`.
 
     Raises UserError for settings without a meaning.
     """
@@ -76,7 +80,7 @@ def draw(
     device = model.tok_embeddings.weight.device
     cache = KVCache(model.config, max_lens=[len(prompt) + max_new_tokens for prompt in prompts])
     generators = [torch.Generator().manual_seed(seed) for _ in prompts]
-    num_drawn = [0] * len(prompts)
+    texts: list[list[int]] = [[] for _ in prompts]
 
     def step(
         numbers: Sequence[int], tokens: Sequence[Sequence[int]]
@@ -95,8 +99,10 @@ def draw(
             generator = generators[number]
             token = _draw_one(logits_V, temperature=temperature, top_k=top_k, generator=generator)
             yield number, token
-            num_drawn[number] += 1
-            if num_drawn[number] < max_new_tokens and token not in stop_ids:
+            text = texts[number]
+            text.append(token)
+            ends = token in stop_ids or (is_over is not None and is_over(text))
+            if len(text) < max_new_tokens and not ends:
                 going_on[number] = token
         return going_on
 
