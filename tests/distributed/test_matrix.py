@@ -34,6 +34,7 @@ SIZES = {"num_layers": 4, "dim": 16, "hidden_dim": 42, "vocab_size": 266}
 TP2 = "--parallelism.tensor_parallel_degree=2"
 COPIED = "--parallelism.enable_sequence_parallel=false"
 WHOLE_LOGITS = "--parallelism.disable_loss_parallel"
+TWO_STEPS = "--training.steps=2"
 PP2, PP2_ZBV = pipeline("1F1B"), pipeline("ZBVZeroBubble")
 IN_TWOS = "--parallelism.pipeline_parallel_microbatch_size=2"
 
@@ -208,10 +209,11 @@ def test_every_pair_has_its_row() -> None:
 
 
 def options(what: str, texts: Path) -> tuple[str, ...]:
-    files = ("--training.dataset=files", f"--training.dataset_path={texts}")
+    """Two steps: the second one begins with the first one's weights and moments."""
+    files = ("--training.dataset=files", f"--training.dataset_path={texts}", TWO_STEPS)
     if what == "documents":
         return (*files, "--training.seq_len=64", *WHAT[what].arguments)
-    return ("--training.seq_len=40", *WHAT[what].arguments)
+    return ("--training.seq_len=40", TWO_STEPS, *WHAT[what].arguments)
 
 
 def sizes_of(what: str) -> dict[str, Any]:

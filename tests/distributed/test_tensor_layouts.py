@@ -216,17 +216,17 @@ def test_a_checkpoint_loads_into_another_layout(
     source: str, ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
     job = [*jobs.write_job(tmp_path, cache=cache), BATCH_12[1]]
-    one = "--training.local_batch_size=1"
+    four = "--training.local_batch_size=4"
     world, overrides = RESHARDING[source]
-    one_step = [*job, *overrides, one, "--training.steps=1"]
+    one_step = [*job, *overrides, four, "--training.steps=1"]
     [trained, *_] = ranks.run(resized, jobs.train, SIZES, one_step, world=world)
-    [saved, *_] = ranks.run(resized, begin, SIZES, [*job, *overrides, one], world=world)
+    [saved, *_] = ranks.run(resized, begin, SIZES, [*job, *overrides, four], world=world)
     assert all(saved.model[n].equal(t) for n, t in trained.final.items())
     assert any(t.any() for n, t in saved.optimizer.items() if n.endswith(".exp_avg"))
     targets = list(RESHARDING)
     # the next one: each is read, and reads, once
     world, overrides = RESHARDING[targets[(targets.index(source) + 1) % len(targets)]]
-    for loaded in ranks.run(resized, begin, SIZES, [*job, *overrides, one], world=world):
+    for loaded in ranks.run(resized, begin, SIZES, [*job, *overrides, four], world=world):
         assert_equal(loaded, saved)
 
 

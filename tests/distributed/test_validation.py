@@ -125,11 +125,11 @@ def test_the_same_figure_in_any_layout(
 ) -> None:
     world, arguments = LAYOUTS[layout]
     job = [*validated(tmp_path, cache=cache), *arguments, "--metrics.save_for_all_ranks"]
-    ranks.run(train, job, world=world)
+    ranks.run(train, [*job, jobs.UNSAVED, "--training.steps=2"], world=world)
     for name in ("metrics.jsonl", *(f"metrics.rank_{rank}.jsonl" for rank in range(1, world))):
         lines = (tmp_path / "run" / name).read_text().splitlines()
         losses = [json.loads(line)["validation_loss"] for line in lines]
-        assert losses == pytest.approx(reference.losses, rel=1e-6)
+        assert losses == pytest.approx(reference.losses[:2], rel=1e-6)
 
 
 WORKERS = ("--training.dataloader.num_workers=1", "--validation.dataloader.num_workers=1")
