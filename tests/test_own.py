@@ -305,3 +305,44 @@ def test_what_own_things_are_not_combined_with(
     assert key in str(mistake)
     assert said in str(mistake)
     sys.modules.pop("m", None)
+
+
+def test_stored_settings_miss_no_module_but_the_models(folder: Path) -> None:
+    (folder / "my_hooks.py").write_text(SECTIONED.replace("{frozen}", ""))
+    (folder / "my_model.py").write_text(MODULE)
+    decay = "--lr_scheduler.decay_type=my_hooks:decay"
+    config = load_config([*own("my_model"), HOOKED, decay, "--mine.size=4"])
+    stored = to_toml(config)
+    (folder / "my_hooks.py").unlink()
+    del sys.modules["my_hooks"]
+    again = Job.stored(stored)
+    assert not hasattr(again.config, "mine")
+    assert find_model(again.config.model)[0].name == "mine"
+    (folder / "my_model.py").unlink()
+    del sys.modules["my_model"]
+    with pytest.raises(ConfigError, match="there is no my_model"):
+        Job.stored(stored)
+
+
+def test_code_that_came_with_a_checkpoint_is_not_imported(folder: Path) -> None:
+    step = folder / "run" / "checkpoint" / "step-3"
+    step.mkdir(parents=True)
+    (folder / "my_model.py").write_text(MODULE)
+    stored = to_toml(load_config(own("my_model")))
+    for place in (folder / "run", step, step / "my_model"):
+        (folder / "run" / "config.toml").write_text(stored if place == folder / "run" else "")
+        if place != folder / "run":
+            (folder / "run" / "config.toml").unlink()
+        place.mkdir(exist_ok=True)
+        name = "__init__.py" if place.name == "my_model" else "my_model.py"
+        (place / name).write_text("raise SystemExit('it ran')")
+        here = place.parent if place.name == "my_model" else place
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(here)
+            patch.setattr(sys, "path", [str(here), *sys.path])
+            patch.delitem(sys.modules, "my_model", raising=False)
+            with pytest.raises(ConfigError, match="code that comes with a checkpoint is not run"):
+                Job.stored(stored, file=step / "manifest.json")
+        (place / name).unlink()
+    patched = Job.stored(stored, file=step / "manifest.json")  # it lies elsewhere
+    assert patched.config.model.name == "my_model:SPEC"

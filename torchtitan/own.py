@@ -6,11 +6,12 @@ bring sections, by a dictionary `SECTIONS` from a name to a dataclass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.own import is_import_path, load_module, load_object
+from torchtitan.base.own import is_import_path, load_module, load_object, refuse_within
 from torchtitan.config.fields import fields, section_fields, values_of
 from torchtitan.config.layers import Layer, Path
 from torchtitan.config.overrides import strict_section, with_sections
@@ -26,9 +27,43 @@ def with_own(tree: type[T], given: Layer) -> type[T]:
     Raises:
         ConfigError: A module cannot be imported, or what it brings is no section.
     """
+    return _with(tree, _find_given(tree, given))
+
+
+def with_stored_own(
+    tree: type[T], stored: Layer, *, folder: pathlib.Path | None
+) -> tuple[type[T], Layer]:
+    """Do the same for settings that a checkpoint in `folder` holds; return them too.
+
+    They import no module that lies in that folder. Modules that are gone are left out with their
+    sections, but for the model's: what reads the settings may have no need of the others.
+
+    Raises:
+        ConfigError: The model's module cannot be imported, or lies in the folder.
+    """
+    found, is_whole = [], True
+    for path, text in _find_given(tree, stored):
+        key = ".".join(path)
+        try:
+            if folder is not None:
+                refuse_within(folder, text, key=key)
+            load_object(text, key=key)
+        except ConfigError:
+            if path == MODEL:
+                raise
+            is_whole = False
+        else:
+            found.append((path, text))
+    made = _with(tree, found)
+    if not is_whole:
+        stored = {path: one for path, one in stored.items() if path[0] in section_fields(made)}
+    return made, stored
+
+
+def _with(tree: type[T], named: Iterable[tuple[Path, str]]) -> type[T]:
     added: dict[str, type] = {}
     brought: dict[str, type] = {}
-    for path, text in _find(tree, {path: setting.value for path, setting in given.items()}):
+    for path, text in named:
         key = ".".join(path)
         found = load_object(text, key=key)
         # without flavors it is refused at assembly, with what it has to be
@@ -60,11 +95,27 @@ def sections_of(text: str, *, key: str) -> Mapping[str, type]:
     return found
 
 
+def watching_sections(config: object, *, is_watcher: Callable[[Path], bool]) -> set[str]:
+    """Return the sections in a job's settings that only modules of watchers bring, by the key that
+    names them."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for path, text in find_own(config):
+        try:
+            found[is_watcher(path)] |= sections_of(text, key=".".join(path)).keys()
+        except ConfigError:  # of stored settings, whose sections are left out then
+            continue
+    return found[True] - found[False]
+
+
 def own_sections(config: object) -> dict[str, Any]:
     """Return the values of all such sections of a job, by name."""
     named = find_own(config)
     names = {name for path, text in named for name in sections_of(text, key=".".join(path))}
     return {name: getattr(config, name) for name in sorted(names)}
+
+
+def _find_given(tree: type, given: Layer) -> Iterator[tuple[Path, str]]:
+    return _find(tree, {path: setting.value for path, setting in given.items()})
 
 
 def _find(tree: type, values: Mapping[Path, object]) -> Iterator[tuple[Path, str]]:

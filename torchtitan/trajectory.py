@@ -19,7 +19,7 @@ from torchtitan.config.layers import Layer, Path, Setting, flatten, literal
 from torchtitan.config.load import build
 from torchtitan.config.toml_files import parse
 from torchtitan.job import Config, torchtitans_keys
-from torchtitan.own import find_own, sections_of, with_own
+from torchtitan.own import find_own, watching_sections, with_stored_own
 
 CONFIG_FILE = "config.toml"
 """The resolved settings in a run's folder."""
@@ -81,7 +81,7 @@ class Job:
         try:
             layer = _as_meant_then(flatten(parse(toml, origin=str(file)), origin=str(file)))
             # the version that stored them has checked them by its own rules
-            tree = with_own(Config, layer)
+            tree, layer = with_stored_own(Config, layer, folder=_folder_of(file))
             loaded = build(tree, [layer], foreign=torchtitans_keys(), check_rules=False)
             return cls(config=loaded.checked(), dp=dp)
         except ConfigError as error:
@@ -107,6 +107,14 @@ class Job:
         if training.global_batch_size != -1:
             return training.global_batch_size
         return None if self.dp is None else training.local_batch_size * self.dp
+
+
+def _folder_of(file: pathlib.Path | str) -> pathlib.Path | None:
+    """Return the folder that stored settings came with: the run's if that is there, or a step's."""
+    if isinstance(file, str):
+        return None
+    runs = [folder for folder in file.parents[:4] if (folder / CONFIG_FILE).is_file()]
+    return runs[0] if runs else file.parent
 
 
 def _as_meant_then(stored: Layer) -> Layer:
@@ -139,7 +147,11 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
     matter.
     """
     before, after = _resolved(then), _resolved(now)
-    watching = _watching(then.config) | _watching(now.config)
+    watching = {
+        name
+        for job in (then, now)
+        for name in watching_sections(job.config, is_watcher=_is_ignored)
+    }
     for path in before.keys() ^ after.keys():  # of the user's own
         before.setdefault(path, None)
         after.setdefault(path, None)
@@ -183,14 +195,6 @@ def shaping_code(config: Config) -> dict[str, str]:
         for path, text in find_own(config)
         if not _is_ignored(path)
     }
-
-
-def _watching(config: Config) -> set[str]:
-    """Return the sections that are brought only by what watches the training."""
-    found: dict[bool, set[str]] = {True: set(), False: set()}
-    for path, text in find_own(config):
-        found[_is_ignored(path)] |= sections_of(text, key=".".join(path)).keys()
-    return found[True] - found[False]
 
 
 def _is_ignored(path: Path) -> bool:

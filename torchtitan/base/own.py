@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -36,10 +37,7 @@ def load_module(path: str, *, key: str) -> ModuleType:
     Raises:
         ConfigError: It is not there, or raises when it is imported; `key` is the setting to blame.
     """
-    name = path.partition(":")[0]
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+    name, here = path.partition(":")[0], _search_here()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -53,6 +51,35 @@ def load_module(path: str, *, key: str) -> ModuleType:
         raise _raised(path, key=key, error=error) from error
     except Exception as error:  # whatever the module does when it is imported
         raise _raised(path, key=key, error=error) from error
+
+
+def refuse_within(folder: Path, path: str, *, key: str) -> None:
+    """Refuse to import, for settings that came with a folder, a module that came with it too.
+
+    Raises:
+        ConfigError: The module lies in the folder, and is not imported yet.
+    """
+    top = path.partition(":")[0].partition(".")[0]
+    if top in sys.modules:
+        return
+    _search_here()
+    spec = importlib.util.find_spec(top)
+    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    for place in places:
+        if place is not None and Path(place).resolve().is_relative_to(folder.resolve()):
+            raise ConfigError.at(
+                key,
+                f"'{path}' is named by settings in {folder}, and lies there too, at {place}: code "
+                f"that comes with a checkpoint is not run; move it to where you keep your own",
+            )
+
+
+def _search_here() -> str:
+    """Let modules of the current folder be found, and return it."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    return here
 
 
 @contextmanager
