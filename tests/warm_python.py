@@ -169,7 +169,7 @@ if __name__ == "__main__":
     import matplotlib.pyplot  # noqa: F401
     import tiktoken  # noqa: F401
     import torch
-    import torch.distributed.run  # noqa: F401
+    import torch.distributed.run
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     import torchtitan.assemble  # noqa: F401
