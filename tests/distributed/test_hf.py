@@ -128,7 +128,8 @@ def test_the_last_weights_go_to_transformers(
     tokens = torch.arange(40).reshape(2, 20)
     with torch.no_grad():
         assert torch.equal(found(tokens).logits, expected(tokens).logits)
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["README.md", "config.json", "model.safetensors"]
     config = json.loads((folder / "config.json").read_text())
     kept = ("bos_token_id", "eos_token_id", "max_position_embeddings")
     assert {key: config[key] for key in kept} == {key: said[key] for key in kept}

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from scripts import benchmark
-from scripts.benchmarks import attention, gpu, loss, pipeline, recompute, train
+from scripts.benchmarks import attention, gpu, loss, pipeline, prepare, recompute, train
 from scripts.benchmarks.llama_hf import build_llama
 from scripts.benchmarks.pairs import Comparison, DisagreementError, alternate, check_close
 from scripts.benchmarks.trace import top_operations
@@ -257,6 +257,24 @@ def test_data_counts_its_tokens(tmp_path: Path) -> None:
     ours = [f"{name}, {n} workers / numpy" for name in ("store", "JSONL", "mix") for n in (0, 2)]
     assert names(figures)[:6] == ours
     assert all(row["amount"] == 2 * 2 * 64 for row in figures["comparisons"])
+
+
+def test_prepare_makes_the_same_tokens_in_every_way(tmp_path: Path) -> None:
+    sizes = ("--megabytes", "0.05", "--vocab_size", "512", "--workers", "1")
+    figures = measured(tmp_path, "prepare", *sizes, num_pairs=1)
+    assert names(figures) == ["tokenizer.json / datasets", "tiktoken file / datasets"]
+    assert figures["num_tokens"] > 10_000
+    assert min(figures["memory_gib"].values()) > 0
+
+
+def test_prepare_gives_no_ratio_where_tokens_differ(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, num_tokens in (("_ours", 100), ("_peer", 101)):
+        turn = prepare._Turn(1.0, 1.0, num_tokens)
+        monkeypatch.setattr(prepare, name, lambda *args, turn=turn, **settings: turn)
+    assert benchmark.main(["prepare", "--megabytes", "0.05", "--vocab_size", "512"]) == 1
+    assert "100.0 and 101.0" in capsys.readouterr().err
 
 
 def test_startup_compares_the_loss_of_the_first_step(tmp_path: Path) -> None:
