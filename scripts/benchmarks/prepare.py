@@ -114,9 +114,9 @@ def _report(args: argparse.Namespace, turns: dict[str, list[_Turn]], *, megabyte
         counts = [[float(turn.num_tokens) for turn in each] for each in (found, peer)]
         check_close(f"tokens by {name} and by datasets", *counts, tolerance=0.0)
         if found is not peer:
-            seconds = [[turn.seconds for turn in each] for each in (found, peer)]
+            ours, theirs = ([turn.seconds for turn in each] for each in (found, peer))
             what = f"{name} / datasets"
-            comparisons.append(Comparison(what, TARGET, *seconds, 1000 * megabytes, "kB"))
+            comparisons.append(Comparison(what, TARGET, ours, theirs, 1000 * megabytes, "kB"))
     peaks = ", ".join(f"{name} {gib:.2f}" for name, gib in memory.items())
     return Report(
         about={"megabytes": round(megabytes, 1), "workers": args.workers}
