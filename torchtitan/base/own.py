@@ -162,11 +162,12 @@ def check_methods(
             raise ConfigError.at(key, f"{rule}, and {found!r:.80} has none; add it")
         try:
             signature = inspect.signature(method)
+        except ValueError:  # of a class written in C, which does not tell
+            continue
+        try:
             signature.bind(*parameters)
         except TypeError as error:
             raise ConfigError.at(key, f"{rule}, got {name}{signature}; mend it") from error
-        except ValueError:  # of a class written in C, which does not tell
-            continue
 
 
 def source_hash(path: str, *, key: str) -> str:
