@@ -59,6 +59,11 @@ def test_each_hook_is_called_and_its_draws_are_given_back() -> None:
     assert not hooks.has_failed()
 
 
+class Leaves:
+    def on_end(self, reason: str | None) -> None:
+        sys.exit(3)
+
+
 class Answers:
     def __init__(self, answer: Any) -> None:
         self.answer = answer
@@ -114,6 +119,10 @@ def test_the_first_error_is_kept_and_told_with_its_lines() -> None:
             super().note(*call)
             raise ZeroDivisionError(call[0])
 
+    leaving = Hooks([Leaves()], device=CPU)
+    leaving.start("run")
+    with pytest.raises(ConfigError, match="SystemExit: 3"):
+        leaving.end(None)
     raising = Raises()
     hooks = Hooks([raising], device=CPU)
     hooks.start("run")

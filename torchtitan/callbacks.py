@@ -76,8 +76,8 @@ class Hooks:
         self._call("on_start", run)
 
     def step(self, step: int, row: Mapping[str, object] | None) -> None:
-        """After a step."""
-        for asked in self._call("on_step", step, row):
+        """After a step; hooks get a copy of the row, which sinks have had."""
+        for asked in self._call("on_step", step, None if row is None else dict(row)):
             if not isinstance(asked, str):
                 self._fail(f"on_step must return a text or None, got {asked!r:.80}")
             else:
@@ -87,7 +87,7 @@ class Hooks:
     def validation(self, step: int, row: Mapping[str, object]) -> dict[str, Any]:
         """After a validation; returns figures to add to the row."""
         figures: dict[str, Any] = {}
-        for found in self._call("on_validation", step, row):
+        for found in self._call("on_validation", step, dict(row)):
             for name, value in found.items() if isinstance(found, Mapping) else [("", found)]:
                 is_number = value is None or (
                     isinstance(value, (int, float)) and math.isfinite(value)
@@ -137,7 +137,7 @@ class Hooks:
             with torch.random.fork_rng(devices):
                 try:
                     found.append(getattr(callback, hook)(*arguments))
-                except Exception as error:  # noqa: BLE001 - whatever it is, all ranks will raise it
+                except (Exception, SystemExit) as error:  # noqa: BLE001 - all ranks will raise it
                     self._fail(describe_error(error))
         return [one for one in found if one is not None]
 

@@ -135,8 +135,15 @@ def test_what_is_held_out_is_other_data(tmp_path: Path) -> None:
     one, other = (build("Indexed", tmp_path, held_out=held_out) for held_out in (False, True))
     assert one.fingerprint["data"] != other.fingerprint["data"]
     assert one[0]["tokens"].tolist() != other[0]["tokens"].tolist()
-    one, other = (build("Endless", tmp_path, held_out=held_out) for held_out in (False, True))
-    assert one.fingerprint == other.fingerprint  # it did not ask
+
+
+def test_who_does_not_ask_gets_the_same_data_to_validate_on(tmp_path: Path, module: Path) -> None:
+    module.write_text(MODULE + "class All(Indexed):\n    def __init__(self): self.first = 0\n")
+    one, other = (build("All", tmp_path, held_out=held_out) for held_out in (False, True))
+    assert one.fingerprint == other.fingerprint
+    for name in ("Endless", "Stream"):
+        with pytest.raises(DataError, match="must have a length to validate on"):
+            build(name, tmp_path, held_out=True)
 
 
 def test_workers_read_it_too(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def check_methods(
 
 def source_hash(path: str, *, key: str) -> str:
     """Return the hash of the file of an import path's module, "" where there is none."""
-    file = load_module(path, key=key).__file__
+    file = getattr(load_module(path, key=key), "__file__", None)  # a notebook has none
     if file is None or not Path(file).is_file():
         return ""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
@@ -185,7 +185,7 @@ def _raised(path: str, *, key: str, error: Exception) -> ConfigError:
     )
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error of the user's code with the lines of it that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     # our call and importlib's frames come first

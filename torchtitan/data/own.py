@@ -94,6 +94,9 @@ def build_own(
             raise DataError.at(KEY, f"'{path}' must hold samples, got none; add data")
         fingerprint["samples"] = str(source.num_samples)
         return Dataset([source], seed=seed, fingerprint=fingerprint, num_epochs=training.num_epochs)
+    if held_out:
+        rule = f"must have a length to validate on, and '{path}' has none; add __len__"
+        raise DataError.at(KEY, rule)
     if training.num_epochs is not None:
         rule = f"needs data with a length, and '{path}' has none; remove it, or add __len__"
         raise DataError.at(("num_epochs", KEY), rule)
