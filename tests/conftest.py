@@ -19,9 +19,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
+LONGEST = ("test_commands_run", "test_this_code_computes", "test_inductor", "test_eight_steps")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the pages of commands: the longest tests, for which nobody should wait alone."""
-    items.sort(key=lambda item: "test_commands_run" not in item.nodeid)
+    """Begin with the longest tests, for which nobody should wait alone at the end."""
+    items.sort(key=lambda item: not item.name.startswith(LONGEST))
 
 
 @pytest.fixture(scope="session", autouse=True)

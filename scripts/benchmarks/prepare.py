@@ -8,7 +8,8 @@
 The text is JSON Lines: made-up words as frequent as Zipf's law has them, in documents of many
 lengths, on which a byte-level BPE is trained first. Each way is a command of its own with the same
 number of processes, and takes its turn; the numbers of tokens must be equal. Files are in the page
-cache. Memory is the largest sum over the processes of a command, without mapped files (Linux).
+cache. On a busy machine compare processor seconds, of a command and what it starts. Memory is the
+largest sum over the processes of a command, without mapped files (Linux).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from scripts.benchmarks.pairs import Comparison, DisagreementError, Report, check_close
+from scripts.benchmarks.startup import processor_seconds
 from scripts.train_tokenizer import tokens_by_rank, train, write_tiktoken
 from torchtitan.base.errors import DataError
 from torchtitan.data.store import TokenStore
@@ -102,6 +104,7 @@ def measure(args: argparse.Namespace) -> Report:
 @dataclass(frozen=True)
 class _Turn:
     seconds: float
+    processor_seconds: float
     memory_gib: float
     num_tokens: int
 
@@ -113,10 +116,12 @@ def _report(args: argparse.Namespace, turns: dict[str, list[_Turn]], *, megabyte
     for name, found in turns.items():
         counts = [[float(turn.num_tokens) for turn in each] for each in (found, peer)]
         check_close(f"tokens by {name} and by datasets", *counts, tolerance=0.0)
-        if found is not peer:
-            ours, theirs = ([turn.seconds for turn in each] for each in (found, peer))
-            what = f"{name} / datasets"
-            comparisons.append(Comparison(what, TARGET, ours, theirs, 1000 * megabytes, "kB"))
+        if found is peer:
+            continue
+        for what, clock in (("elapsed", "seconds"), ("processor", "processor_seconds")):
+            ours, other = ([getattr(turn, clock) for turn in each] for each in (found, peer))
+            title = f"{name} / datasets, {what}"
+            comparisons.append(Comparison(title, TARGET, ours, other, 1000 * megabytes, "kB"))
     peaks = ", ".join(f"{name} {gib:.2f}" for name, gib in memory.items())
     return Report(
         about={"megabytes": round(megabytes, 1), "workers": args.workers}
@@ -175,8 +180,8 @@ def _ours(files: Sequence[Path], tokenizer: Path, *, folder: Path, workers: int)
     shutil.rmtree(store.parent, ignore_errors=True)
     script = str(ROOT / "scripts" / "prepare_data.py")
     options = ["--tokenizer", str(tokenizer), "--workers", str(workers)]
-    _, seconds, memory = _watch([script, str(store), *map(str, files), *options])
-    return _Turn(seconds, memory, TokenStore(store).num_tokens)
+    _, seconds, processor, memory = _watch([script, str(store), *map(str, files), *options])
+    return _Turn(seconds, processor, memory, TokenStore(store).num_tokens)
 
 
 def _peer(files: Sequence[Path], tokenizer: Path, *, folder: Path, workers: int) -> _Turn:
@@ -184,14 +189,15 @@ def _peer(files: Sequence[Path], tokenizer: Path, *, folder: Path, workers: int)
     shutil.rmtree(cache, ignore_errors=True)
     script.write_text(PEER, encoding="utf-8")
     command = [str(script), str(workers), str(tokenizer), str(cache), *map(str, files)]
-    output, seconds, memory = _watch(command)
-    return _Turn(seconds, memory, int(output.split()[-1]))
+    output, seconds, processor, memory = _watch(command)
+    return _Turn(seconds, processor, memory, int(output.split()[-1]))
 
 
-def _watch(command: Sequence[str]) -> tuple[str, float, float]:
-    """Run a script; return its output, its seconds, and GiB of memory at its largest."""
+def _watch(command: Sequence[str]) -> tuple[str, float, float, float]:
+    """Run a script; return its output, its seconds, elapsed and of processors, and GiB of memory
+    at its largest."""
     environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    began, peak = time.perf_counter(), 0
+    spent, began, peak = processor_seconds(), time.perf_counter(), 0
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, *command], stdout=output, stderr=errors, env=environ
@@ -205,7 +211,7 @@ def _watch(command: Sequence[str]) -> tuple[str, float, float]:
             raise DisagreementError(
                 f"{Path(command[0]).name} failed, so there is nothing to compare:\n{errors.read()}"
             )
-        return output.read(), seconds, peak / 2**30
+        return output.read(), seconds, processor_seconds() - spent, peak / 2**30
 
 
 def _memory_of_tree(process: int) -> int:

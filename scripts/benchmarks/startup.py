@@ -146,18 +146,19 @@ class _Start:
 
 def _start(command: Sequence[str]) -> _Start:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])}
-    spent, began = _processor_seconds(), time.perf_counter()
+    spent, began = processor_seconds(), time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
     seconds = time.perf_counter() - began
     if done.returncode:
         raise DisagreementError(f"a start failed, so there is nothing to compare:\n{done.stderr}")
-    return _Start(done.stdout, seconds, _processor_seconds() - spent)
+    return _Start(done.stdout, seconds, processor_seconds() - spent)
 
 
 def _python_path() -> list[str]:
     return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 
-def _processor_seconds() -> float:
+def processor_seconds() -> float:
+    """Return what processes that have ended, started by this one, have used."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -37,7 +37,7 @@ def save(seconds: float) -> Iterator[Future[None]]:
     timer = threading.Timer(seconds, lambda: future.set_result(None))
     timer.start()
     yield future
-    timer.join()
+    timer.cancel()
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

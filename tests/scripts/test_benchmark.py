@@ -262,7 +262,8 @@ def test_data_counts_its_tokens(tmp_path: Path) -> None:
 def test_prepare_makes_the_same_tokens_in_every_way(tmp_path: Path) -> None:
     sizes = ("--megabytes", "0.05", "--vocab_size", "512", "--workers", "1")
     figures = measured(tmp_path, "prepare", *sizes, num_pairs=1)
-    assert names(figures) == ["tokenizer.json / datasets", "tiktoken file / datasets"]
+    ways, clocks = ("tokenizer.json", "tiktoken file"), ("elapsed", "processor")
+    assert names(figures) == [f"{way} / datasets, {clock}" for way in ways for clock in clocks]
     assert figures["num_tokens"] > 10_000
     assert min(figures["memory_gib"].values()) > 0
 
@@ -271,7 +272,7 @@ def test_prepare_gives_no_ratio_where_tokens_differ(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, num_tokens in (("_ours", 100), ("_peer", 101)):
-        turn = prepare._Turn(1.0, 1.0, num_tokens)
+        turn = prepare._Turn(1.0, 1.0, 1.0, num_tokens)
         monkeypatch.setattr(prepare, name, lambda *args, turn=turn, **settings: turn)
     assert benchmark.main(["prepare", "--megabytes", "0.05", "--vocab_size", "512"]) == 1
     assert "100.0 and 101.0" in capsys.readouterr().err
