@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,7 +42,7 @@ from torchtitan.generate.chat import Chat, talk
 from torchtitan.generate.generator import DTYPES
 from torchtitan.generate.sampling import Sampling
 from torchtitan.generate.text import BATCH_SIZE, answer, complete
-from torchtitan.mesh.process_group import await_reports, is_first_to_report, leave
+from torchtitan.mesh.process_group import await_reports, is_first_to_report, leave, read_launch
 
 MOST_TOKENS = 10**6
 
@@ -82,12 +83,13 @@ def write(args: argparse.Namespace) -> list[str]:
     for number, text in enumerate([*prompts, args.system or ""], start=1):
         where = f"prompt {number}" if number <= len(prompts) else "--system"
         check_characters(text, where=where)
-    device, mesh = join_ranks()
-    if is_talk and mesh is not None:
+    world_size = read_launch(os.environ).world_size
+    if is_talk and world_size > 1:
         raise ConfigError(
-            f"a chat in the terminal runs on one rank, got {mesh.size()}; give --prompt, or start "
+            f"a chat in the terminal runs on one rank, got {world_size}; give --prompt, or start "
             f"one process"
         )
+    device, mesh = join_ranks()
     generator = open_generator(
         args.checkpoint,
         device=device,
