@@ -159,7 +159,7 @@ def test_what_is_no_callback(case: str, folder: Path) -> None:
     code, said = WRONG[case]
     (folder / "my_hooks.py").write_text(code)
     with pytest.raises(ConfigError) as error:
-        build_callbacks(["my_hooks:C"], sections={"mine": 1})
+        build_callbacks(["my_hooks:C"], offered={"mine": 1})
     [mistake] = error.value.mistakes
     assert mistake.keys == ("training.callbacks",)  # type: ignore[union-attr]
     assert said in str(mistake)
@@ -170,5 +170,5 @@ def test_a_section_is_given_by_name(folder: Path) -> None:
         "class C:\n def __init__(self, mine, other=2): self.mine = mine\n"
         " def on_end(self, *a): pass\nDONE = C(7)\n"
     )
-    made, as_is = build_callbacks(["my_hooks:C", "my_hooks:DONE"], sections={"mine": 1})
+    made, as_is = build_callbacks(["my_hooks:C", "my_hooks:DONE"], offered={"mine": 1})
     assert (made.mine, as_is.mine) == (1, 7)  # type: ignore[attr-defined]

@@ -145,15 +145,15 @@ class Hooks:
         self._error = self._error or f"a callback failed: {said}"
 
 
-def build_callbacks(paths: Sequence[str], *, sections: Mapping[str, object]) -> list[object]:
-    """Build the callbacks that the settings name.
+def build_callbacks(paths: Sequence[str], *, offered: Mapping[str, object]) -> list[object]:
+    """Build the callbacks that the settings name, with what they ask for of what is `offered`.
 
     Raises:
         ConfigError: One is not there, asks for something else, or has a hook that is none of ours.
     """
     made = []
     for path in paths:
-        made.append(make(path, key=KEY, offered=sections))
+        made.append(make(path, key=KEY, offered=offered))
         check_callback(made[-1], path=path)
     return made
 

@@ -156,6 +156,7 @@ def test_workers_read_it_too(tmp_path: Path) -> None:
 WRONG = {
     "no such name": ("", "Nothing", {}, "has no Nothing"),
     "no form": ("class D: pass", "D", {}, "must have a method __iter__()"),
+    "no samples by number": ("class D:\n def __len__(self): return 3", "D", {}, "__getitem__(i)"),
     "no state": ("class D:\n def __iter__(self): yield 1", "D", {}, "method state_dict()"),
     "other signature": ("class D:\n def __getitem__(self): pass", "D", {}, "method __getitem__(i)"),
     "asks too much": ("class D:\n def __init__(self, tokeniser): pass", "D", {}, "'tokenizer'"),
@@ -217,6 +218,23 @@ def test_a_stream_that_yields_nothing_or_no_json(tmp_path: Path, module: Path) -
         "class Odd(Stream):\n    def state_dict(self): return {1: object()}\n"
     )
     with pytest.raises(DataError, match="must yield samples"):
-        build("Empty", tmp_path)[0]
+        build("Empty", tmp_path)
     with pytest.raises(DataError, match="not JSON serializable"):
-        loader_of(build("Odd", tmp_path)).state_dict()
+        build("Odd", tmp_path)
+
+
+LATE = """
+class Late(Stream):
+    def __iter__(self):
+        for i in range(self.begin, 10):
+            yield sample(i)
+            self.next = i + 1
+        self.begin = 0
+"""
+
+
+def test_a_stream_that_would_repeat_a_sample_after_a_resume(tmp_path: Path, module: Path) -> None:
+    """It counts after its yield, where its state is asked for before."""
+    module.write_text(MODULE + LATE)
+    with pytest.raises(DataError, match="count before each yield"):
+        build("Late", tmp_path)

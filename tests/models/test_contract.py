@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +18,13 @@ from tests.models.own_family import in_models, load_family, write_family
 from torchtitan.assemble.find import find_layout
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
+from torchtitan.models import llama3
 from torchtitan.models.contract import Counts, check_contract, count
 from torchtitan.models.decoder import Block, Decoder, TiedOutput
 from torchtitan.models.families import MODELS
-from torchtitan.models.init import initialize
-from torchtitan.models.spec import HFFormat, ModelSpec
+from torchtitan.models.init import Constant, initialize
+from torchtitan.models.spec import NO_HF_FILES, HFFormat, ModelSpec
+from torchtitan.parallel.tensor import find_unplanned
 
 JOB = ["--model.name=parallel", "--model.flavor=tiny", "--training.seq_len=32"]
 LLAMA3 = MODELS["llama3"]
@@ -224,3 +227,38 @@ def test_an_export_that_would_lack_or_invent_a_parameter_is_refused_before_the_t
             assert part in str(error.value)
     with in_models(without_w3(replace(LLAMA3.hf, names=fewer))):
         find_layout(config, world_size=1)
+
+
+class Gated(Decoder):
+    """A block of it has a parameter beside its modules."""
+
+    shape: tuple[int, ...] = (1,)
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for block in self.layers.values():
+            block.gate = nn.Parameter(torch.ones(self.shape))
+
+    def initial(self, name: str) -> Any:
+        return Constant(1.0) if name.endswith("gate") else llama3.initial(self.config, name)
+
+
+class Scalar(Gated):
+    shape = ()
+
+
+def test_a_parameter_has_a_dimension() -> None:
+    """One without would train on one rank, and could not be sharded on two."""
+    for build, is_right in ((Gated, True), (Scalar, False)):
+        spec = replace(LLAMA3, name="gated", build=build, hf=NO_HF_FILES)
+        with (
+            nullcontext() if is_right else pytest.raises(ConfigError, match=r"layers\.0\.gate one")
+        ):
+            check_contract(spec.build_meta(LLAMA3.flavors["tiny"]), spec=spec)
+
+
+def test_a_parameter_of_a_block_is_no_part_of_a_tensor_plan() -> None:
+    plan = {**LLAMA3.tensor_plan, "layers.*": "norm"}
+    spec = replace(LLAMA3, name="gated", build=Gated, hf=NO_HF_FILES, tensor_plan=plan)
+    said = find_unplanned(spec.build_meta(LLAMA3.flavors["tiny"]), plan=spec.tensor_plan)
+    assert said.startswith("layers.0 has parameters of its own")

@@ -90,7 +90,7 @@ WRONG = {
         + "s.mul_(0.5).add_(p.grad * p.grad)",
         {},
         "name",
-        "a state of zeros",
+        "begin with a state of zeros",
     ),
 }
 

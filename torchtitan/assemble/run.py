@@ -65,7 +65,8 @@ def assemble(
     layout = find_layout(config, world_size=launch.world_size)
     check_device(config, layout=layout, device_type=device_type())
     config, precision = resolve_precision(config)
-    own = build_callbacks(config.training.callbacks, sections=own_sections(config))
+    offered = {"folder": Path(config.job.dump_folder), "rank": launch.rank, **own_sections(config)}
+    own = build_callbacks(config.training.callbacks, offered=offered)
     group = build_group() if config.checkpoint.enable else None
     start = find_start(config, layout=layout, group=group, undo=undo)
     set_determinism(  # before anything runs on the device

@@ -108,10 +108,15 @@ def warn_of_overlap(
             kind in SUPERVISED
             for kind in (validation.dataset or training.dataset, training.dataset)
         )
-        # examples and text are never stored as the same numbers
-        if supervised == other and (
-            documents := describe_shared_documents(
-                dataset.stores, trained_on.stores, tokenizer=tokenizer, shift=int(supervised)
+        # examples and text are never stored as the same numbers; data of one's own not at all
+        are_stored = dataset.stores and trained_on.stores
+        if (
+            are_stored
+            and supervised == other
+            and (
+                documents := describe_shared_documents(
+                    dataset.stores, trained_on.stores, tokenizer=tokenizer, shift=int(supervised)
+                )
             )
         ):
             found.append(documents)

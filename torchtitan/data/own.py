@@ -68,16 +68,14 @@ def build_own(
         DataError: They are not there, have none of the forms, or are too short.
     """
     path = training.dataset
-    found, is_held_out = _make(
-        path,
-        {
-            "tokenizer": tokenizer,
-            "seq_len": training.seq_len,
-            "seed": seed,
-            "held_out": held_out,
-            **sections,
-        },
-    )
+    offered = {
+        "tokenizer": tokenizer,
+        "seq_len": training.seq_len,
+        "seed": seed,
+        "held_out": held_out,
+        **sections,
+    }
+    found, is_held_out = _make(path, offered)
     reader = SampleReader(path, training, vocab_size=tokenizer.vocab_size)
     parts = [path, getattr(found, "fingerprint", ""), "held out" * is_held_out]
     fingerprint = {
@@ -108,6 +106,7 @@ def build_own(
             f"give it __getitem__ in place of __iter__"
         )
         raise DataError.at(("dataloader.num_workers", KEY), rule)
+    _try_stream(*(Stream(_make(path, offered)[0], reader, {}) for _ in range(2)))
     return Stream(found, reader, fingerprint)
 
 
@@ -115,8 +114,8 @@ def _make(path: str, offered: Mapping[str, object]) -> tuple[Any, bool]:
     """Return the data, and whether they are the held-out ones that were asked for."""
     try:
         found = make(path, key=KEY, offered=offered)
-        protocol = Indexed if hasattr(found, "__getitem__") else Streamed
-        check_methods(found, protocol, path=path, key=KEY)
+        is_stream = not hasattr(found, "__getitem__") and not hasattr(found, "__len__")
+        check_methods(found, Streamed if is_stream else Indexed, path=path, key=KEY)
         named = load_object(path, key=KEY)
     except ConfigError as error:
         [mistake] = error.mistakes
@@ -124,6 +123,22 @@ def _make(path: str, offered: Mapping[str, object]) -> tuple[Any, bool]:
         raise DataError(mistake) from error
     asks = callable(named) and "held_out" in inspect.signature(named).parameters
     return found, asks and bool(offered["held_out"])
+
+
+def _try_stream(straight: Stream, resumed: Stream) -> None:
+    """Check that a stream goes on from its state with the next sample.
+
+    Raises:
+        DataError: It repeats or skips one.
+    """
+    resumed.load_state(straight.state_at(2), position=2)  # reads two
+    if not torch.equal(straight[2]["tokens"], resumed[2]["tokens"]):
+        rule = (
+            f"'{straight.path}' must go on from its state with the next sample: after two samples "
+            f"another one came from the state than without; count before each yield, and let the "
+            f"state say what comes next"
+        )
+        raise DataError.at(KEY, rule)
 
 
 class SampleReader:
@@ -148,8 +163,9 @@ class SampleReader:
                 is_right = all(ids.shape == (self._seq_len,) for ids in sample.values())
             else:
                 row = _ids(raw)
-                sample = {"tokens": row[:-1], "labels": row[1:]}
-                is_right = row.shape == (self._seq_len + 1,)
+                if row.shape != (self._seq_len + 1,):
+                    self._refuse(number, wanted, f"ids of shape {tuple(row.shape)}")
+                sample, is_right = {"tokens": row[:-1], "labels": row[1:]}, True
             if self._tells_documents:
                 lengths = sample["document_lengths"] = _ids(raw["document_lengths"])
                 is_right &= bool(lengths.sum() == self._seq_len and (lengths > 0).all())
@@ -228,6 +244,11 @@ class Stream:
     def __getitem__(self, k: int) -> Samples:
         self._skip_to(k)
         return self._reader.read(self._read(), number=k)
+
+    @property
+    def path(self) -> str:
+        """Return its import path."""
+        return self._reader.path
 
     def state_at(self, position: int) -> dict[str, Any]:
         """Return the stream's state before sample `position`, which is none of the past ones."""

@@ -196,6 +196,8 @@ def _wrong_parameters(model: LanguageModel) -> list[str]:
         except (AssertionError, LookupError, NotImplementedError, ValueError) as error:
             mistakes.append(f"its initial({name!r}) must say how that starts, got {error!r}")
             continue
+        if not parameter.ndim:
+            mistakes.append(f"a parameter must have a dimension, to be sharded: give {name} one")
         if not isinstance(rule, Normal | Constant):
             mistakes.append(f"its initial({name!r}) must be a Normal or a Constant, got {rule!r}")
     return mistakes

@@ -74,7 +74,8 @@ def check_own(settings: OptimizerConfig, *, sections: Mapping[str, object]) -> N
         if not isinstance(value, torch.Tensor) or (value.ndim and value.shape not in shapes):
             rule = (
                 f"'{settings.name}' must keep tensors of a parameter's shape, or of none, in its "
-                f"state, which checkpoints hold, and {key!r} is {value!r:.60}; mend it"
+                f"state, which checkpoints hold, and {key!r} is {value!r:.60}; for a number keep "
+                f"torch.zeros(())"
             )
             raise ConfigError.at(NAME, rule)
     fresh, prepared = _Trial(settings, sections), _Trial(settings, sections)
@@ -84,8 +85,9 @@ def check_own(settings: OptimizerConfig, *, sections: Mapping[str, object]) -> N
         trial.step(lr=0.5)
     if not torch.equal(fresh.weights(), prepared.weights()):
         rule = (
-            f"'{settings.name}' must begin with a state of zeros: made by a step without gradient "
-            f"at lr 0 and set to 0, it goes on otherwise than fresh; mend it"
+            f"'{settings.name}' must begin with a state of zeros, which is made before the first "
+            f"step and filled from checkpoints: with zeros in its state it takes other steps than "
+            f"fresh; begin with zeros"
         )
         raise ConfigError.at(NAME, rule)
 

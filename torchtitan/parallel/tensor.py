@@ -84,6 +84,11 @@ def check_tensor_parallel(
 def find_unplanned(model: nn.Module, *, plan: Mapping[str, TensorRole]) -> str:
     """Say which modules with parameters the plan leaves out; nothing where there are none."""
     places = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    if of_blocks := [p for p in sorted(places) if p.startswith("layers.") and p.count(".") == 1]:
+        return (
+            f"{of_blocks[0]} has parameters of its own, and a block cannot be split: put them into "
+            f"a module of their own, with a role in the tensor_plan"
+        )
     left = [p for p in sorted(places) if not any(_matches(p, pattern) for pattern in plan)]
     some = ", ".join(left[:4]) + (" ..." if len(left) > 4 else "")
     return f"the model's tensor_plan does not say how to split {some}" if left else ""
