@@ -72,7 +72,12 @@ class Names:
         if guess is None:
             valid = [key[-1] for key in self._fields if key[:-1] == path[:-1]]
             theirs = [key[-1] for key in self._theirs if key[:-1] == path[:-1]]
-            return f"; valid are {', '.join(valid or theirs or self._tops)}"
+            if valid or theirs:
+                return f"; valid are {', '.join(valid or theirs)}"
+            return (
+                f"; valid are {', '.join(self._tops)}, and what modules of your own bring that the "
+                f"job names"
+            )
         is_section = guess in self._sections and origin != COMMAND_LINE
         return f"; did you mean {section(guess) if is_section else spell(guess, origin=origin)}?"
 
