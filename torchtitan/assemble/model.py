@@ -52,6 +52,8 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
             f"must be one of {', '.join(flavors)} for {spec.name}, got '{settings.flavor}'"
             f"{did_you_mean(settings.flavor, flavors)}"
         )
+        if others := [name for name, other in MODELS.items() if settings.flavor in other.flavors]:
+            rule += f"; it is a flavor of {' and '.join(others)}"
         raise ConfigError.at(("model.flavor", "model.name"), rule)
     if settings.rope_scaling.type != "flavor":
         values = asdict(settings.rope_scaling)
