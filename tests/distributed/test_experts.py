@@ -22,7 +22,7 @@ from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_hf import folder_of, job_from
 from tests.distributed.test_intentions import begin
-from tests.distributed.test_matrix import HOW, WHERE, cp, frozen
+from tests.distributed.test_matrix import HOW, cp, frozen
 from tests.distributed.test_resume import exact
 from torchtitan.models import qwen3_moe
 from torchtitan.models.init import Init, Normal
@@ -208,7 +208,10 @@ def test_each_rank_reads_its_own_experts_alone(
             ("--parallelism.tensor_parallel_degree=2",),
             ["tensor_parallel_degree: must be 1, got 2", "layers.0.moe.experts"],
         ),
-        (("--lora.rank=4", '--lora.modules=["*.experts.*"]'), ["lora.modules", "linear layer"]),
+        (
+            ("--lora.rank=4", '--lora.modules=["*.experts.*"]'),
+            ["modules", "must match a linear layer"],
+        ),
         (("--model.num_experts=3", "--model.num_experts_per_token=4"), ["num_experts", "got 4 of"]),
         (("--model.num_dense_layers=2",), ["num_dense_layers", "write fewer"]),
         (("--model.name=llama3", "--model.num_experts=4"), ["num_experts", "take qwen3_moe"]),

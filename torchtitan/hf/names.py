@@ -1,8 +1,8 @@
 """The same weights under two names: our parameters, and the tensors of Hugging Face's files.
 
-Three things differ, and the model's spec describes them (`HFFormat`): the names, for some parameters
-the order of rows (`checkpoint/rows.py`), and experts, which are a tensor each there and stacked
-here. Nothing else in the library reads these tables.
+Three things differ, and the model's spec describes them (`HFFormat`): the names, for some
+parameters the order of rows (`checkpoint/rows.py`), and experts, which are a tensor each there and
+stacked here. Nothing else in the library reads these tables.
 """
 
 from __future__ import annotations

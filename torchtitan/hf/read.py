@@ -168,7 +168,9 @@ def _in_pieces(tensor: StoredTensor) -> TensorStorageMetadata:
     size = torch.Size(tensor.shape)
     num_pieces = len(_pieces(tensor))
     piece = torch.Size([1, *size[1:]]) if tensor.parts else size
-    first = [torch.Size([number, *[0] * len(size[1:])][: len(size)]) for number in range(num_pieces)]
+    first = [
+        torch.Size([number, *[0] * len(size[1:])][: len(size)]) for number in range(num_pieces)
+    ]
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
         size=size,

@@ -1,4 +1,4 @@
-"""Mixture of experts: each token is sent to few of many feed-forwards, and takes their weighted sum.
+"""Mixture of experts: each token is sent to few of many feed-forwards, whose results are weighed.
 
 The router scores the experts for each token; the best K get it. All choices are then sorted by
 expert, so that each expert multiplies its tokens as one matrix, and sorted back. No token is

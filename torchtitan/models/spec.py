@@ -74,9 +74,7 @@ class HFFormat:
         return [
             theirs
             for ours, theirs in self.names.items()
-            if counts[theirs] > 1
-            or ours.count("*") != theirs.count("*")
-            or theirs.count(EACH) > 1
+            if counts[theirs] > 1 or ours.count("*") != theirs.count("*") or theirs.count(EACH) > 1
         ]
 
 
