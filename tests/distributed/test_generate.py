@@ -33,7 +33,7 @@ def texts(folder: Path) -> tuple[list[list[int]], int] | str:
     return generate(generator.model, PROMPTS, max_new_tokens=LENGTH, temperature=0), held
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", [name for name in MODELS if name != "qwen3_moe"])
 def test_greedy_text_of_two_ranks_is_that_of_transformers(
     family: str, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -56,9 +56,14 @@ def test_greedy_text_of_two_ranks_is_that_of_transformers(
 
 
 def test_a_model_that_cannot_be_split_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    reference_of(random_decoder(MODELS["qwen3"].flavors["tiny"])).save_pretrained(tmp_path)
-    for message in ranks.run(texts, tmp_path, world=2):
-        assert "got 2 for vocab_size 263; this model can be split by 1;" in message
+    for family, parts in (
+        ("qwen3", "got 2 for vocab_size 263; this model can be split by 1;"),
+        ("qwen3_moe", "the model's tensor_plan does not say how to split layers.0.moe.experts"),
+    ):
+        folder = tmp_path / family
+        reference_of(random_decoder(MODELS[family].flavors["tiny"])).save_pretrained(folder)
+        for message in ranks.run(texts, folder, world=2):
+            assert parts in message
 
 
 def test_text_of_low_rank_factors_is_that_of_the_merged_export(

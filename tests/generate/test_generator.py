@@ -48,7 +48,17 @@ def their_text(folder: Path, prompt: list[int], length: int = 20) -> list[int]:
 
 @pytest.mark.parametrize(
     "variant",
-    ["scaled", "yarn", "tied", "normed heads", "normed heads, tied", "biased, tied", "window"],
+    [
+        "scaled",
+        "yarn",
+        "tied",
+        "normed heads",
+        "normed heads, tied",
+        "biased, tied",
+        "window",
+        "experts",
+        "experts, first layer dense",
+    ],
 )
 def test_greedy_text_is_that_of_transformers_whatever_the_sizes(
     variant: str, tmp_path: Path

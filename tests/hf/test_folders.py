@@ -17,7 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from tests.models.reference import VARIANTS, family_name, random_decoder, reference_of
+from tests.models.reference import (
+    VARIANTS,
+    family_name,
+    new_decoder,
+    random_decoder,
+    reference_of,
+)
 from torchtitan.assemble import find_model
 from torchtitan.assemble.hf import chosen_rotation
 from torchtitan.assemble.model import describe
@@ -57,6 +63,8 @@ NAMES = (
     "biased, tied",
     "window",
     "window of one",
+    "experts",
+    "experts, first layer dense",
 )
 
 
@@ -86,7 +94,7 @@ def theirs(folder: Path, config: DecoderConfig = VARIANTS["grouped"], **options:
 
 
 def imported(folder: Path, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> Decoder:
-    model = Decoder(config).to(dtype)
+    model = new_decoder(config).to(dtype)
     found = open_folder(folder, spec=spec_of(config), architecture=config, group=None)
     found.read(dict(model.named_parameters()))
     return model
@@ -447,6 +455,129 @@ def test_the_sizes_of_a_folder_as_settings(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         open_folder(folder, spec=LLAMA, architecture=LLAMA.flavors["tiny8"], group=None)
     assert 'write model.flavor = "hf"' in str(error.value).splitlines()[-1]
+
+
+EXPERTS = "experts, first layer dense"
+
+
+def test_experts_are_written_as_they_were_read(tmp_path: Path) -> None:
+    """Byte for byte: one tensor per expert, as published folders have them."""
+    config = VARIANTS[EXPERTS]
+    folder = theirs(tmp_path / "theirs", config)
+    found = load_file(folder / "model.safetensors")
+    gates = [name for name in found if name.endswith(".gate_proj.weight")]
+    assert sorted(gates) == [
+        "model.layers.0.mlp.gate_proj.weight",
+        *(f"model.layers.1.mlp.experts.{expert}.gate_proj.weight" for expert in range(5)),
+    ]
+    out = exported(imported(folder, config), tmp_path)
+    assert equal(load_file(out / "model.safetensors"), found)
+    _, architecture = to_dcp(out, tmp_path / "dcp", dtype=torch.float32, models=MODELS)
+    assert architecture == config
+
+
+def test_experts_in_any_number_of_files(tmp_path: Path) -> None:
+    """An expert is never split, and a layer's may be in several files."""
+    model = random_decoder(VARIANTS["experts"])
+    folder = exported(model, tmp_path, max_file_bytes=8_000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    names = [f"model.layers.0.mlp.experts.{expert}.up_proj.weight" for expert in range(5)]
+    assert len({index[name] for name in names}) > 1
+    assert equal(imported(folder, model.config).state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("flavor", "sizes"),
+    {
+        "30B-A3B": (2048, 6144, 48, 32, 768),
+        "235B-A22B": (4096, 12_288, 94, 64, 1536),
+    }.items(),
+)
+def test_published_qwen3_moe_find_their_flavor(
+    flavor: str, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    hidden, intermediate, layers, heads, expert = sizes
+    said = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": 40960,
+        "max_window_layers": layers,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": expert,
+        "norm_topk_prob": True,
+        "num_attention_heads": heads,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    for key in ("num_experts", "num_local_experts"):  # the second as transformers 5 writes it
+        (tmp_path / "config.json").write_text(json.dumps({**said, key: 128}))
+        assert flavor_of(tmp_path) == ("qwen3_moe", flavor)
+
+
+def without(part: str) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: [tensors.pop(name) for name in [*tensors] if part in name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_local_experts": 6}, "num_experts: 6 there, 5 in this job"),
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok: 2 there, 3 in this job"),
+        ({"num_experts_per_tok": "3"}, "'num_experts_per_tok' must be of type int, got '3'"),
+        ({"norm_topk_prob": True}, "norm_topk_prob: True there, False in this job"),
+        ({"norm_topk_prob": 1}, "'norm_topk_prob' must be of type bool, got '1'"),
+        ({"mlp_only_layers": []}, "mlp_only_layers: [] there, [0] in this job"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2, only 1 is"),
+        (without(".experts.2.up"), "got no number 2 beside 'model.layers.1.mlp.experts.0.up_proj"),
+        (without(".experts.4.up"), "has shape [4, 20, 32], not [5, 20, 32]"),
+        (without(".mlp.gate.weight"), "1 missing: 'layers.1.moe.router.gate.weight'"),
+        (
+            lambda t: t.update({"model.layers.1.mlp.experts.3.up_proj.weight": torch.ones(2, 2)}),
+            "got ((2, 2), 'F32') and ((20, 32), 'F32') beside",
+        ),
+        (lambda t: t.update({"layers.1.moe.experts.w3": torch.ones(5, 20, 32)}), "once, as one"),
+    ],
+)
+def test_what_does_not_fit_of_experts_is_named(changes: Any, said: str, tmp_path: Path) -> None:
+    folder = theirs(tmp_path, VARIANTS[EXPERTS])
+    change = change_config(**changes) if isinstance(changes, dict) else change_tensors(changes)
+    change(folder)
+    with pytest.raises(CheckpointError) as error:
+        imported(folder, VARIANTS[EXPERTS])
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mlp_only_layers": [1]}, "must list the first few layers under mlp_only_layers"),
+        ({"mlp_only_layers": [0, 1]}, "a layer must be left to have experts"),
+        ({"num_experts_per_tok": 9}, "a token is sent to different experts, got 9 of 5"),
+        ({"num_local_experts": 0}, "must give counts of 1 and more"),
+    ],
+)
+def test_experts_that_no_model_has_are_refused(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    folder = theirs(tmp_path, VARIANTS[EXPERTS])
+    change_config(**changes)(folder)
+    with pytest.raises(CheckpointError, match=said):
+        architecture_of(read_config(folder), spec=MODELS["qwen3_moe"])
 
 
 def test_what_some_writers_leave_in_a_folder_is_not_read(tmp_path: Path) -> None:

@@ -28,7 +28,13 @@ from torchtitan.job import load_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 VLLM = "https://github.com/vllm-project/vllm/blob/main/vllm"
-BUILT_IN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+BUILT_IN = {
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+}
 """Of those of its models that are built here."""
 EXPECTED_MODULES = {f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")}
 """What its models give as names of layers that take an adapter, packed ones taken apart."""

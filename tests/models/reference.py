@@ -16,16 +16,19 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import (
     LinearScaling,
     Llama3Scaling,
     RopeScaling,
     YarnScaling,
 )
-from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig, MoEConfig
 
 NAMES = {
     "tok_embeddings": "model.embed_tokens",
@@ -42,10 +45,21 @@ NAMES = {
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
+    "moe.router.gate": "mlp.gate",
 }
 
 TINY = DecoderConfig(
     dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96, vocab_size=263
+)
+EXPERTS = MoEConfig(
+    **{
+        **vars(TINY),
+        "qk_norm": True,
+        "head_dim": 12,
+        "num_experts": 5,
+        "num_experts_per_token": 2,
+        "expert_hidden_dim": 20,
+    }
 )
 VARIANTS = {
     "grouped": TINY,
@@ -84,25 +98,39 @@ VARIANTS = {
     ),
     "window": dataclasses.replace(TINY, window=7),
     "window of one": dataclasses.replace(TINY, window=1, num_kv_heads=1),
+    "experts": EXPERTS,
+    "experts, first layer dense": dataclasses.replace(
+        EXPERTS, num_dense_layers=1, norm_expert_weights=False, num_experts_per_token=3
+    ),
 }
 PUBLIC: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
     "llama3": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
 
 def family_name(config: DecoderConfig) -> str:
     """Name the family that has what a model of these sizes has; Llama has nothing of its own."""
+    if isinstance(config, MoEConfig):
+        return "qwen3_moe"
     if config.window is not None:
         return "mistral"
     return "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama3"
 
 
+def new_decoder(config: DecoderConfig) -> Decoder:
+    """Build a decoder of these sizes, with weights that say nothing."""
+    model = MODELS[family_name(config)].build(config)
+    assert isinstance(model, Decoder)
+    return model
+
+
 def random_decoder(config: DecoderConfig) -> Decoder:
     """Build a decoder whose every parameter matters to the logits, norms included."""
-    model = Decoder(config)
+    model = new_decoder(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -128,9 +156,17 @@ def public_model(config: PretrainedConfig) -> PreTrainedModel:
 def reference_config(config: DecoderConfig) -> PretrainedConfig:
     """Say the sizes in the words of the public model."""
     family, _ = PUBLIC[family_name(config)]
-    windowed = {"sliding_window": config.window} if family is MistralConfig else {}
+    own: dict[str, object] = {"sliding_window": config.window} if family is MistralConfig else {}
+    if isinstance(config, MoEConfig):
+        own = {
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.num_experts_per_token,
+            "moe_intermediate_size": config.expert_hidden_dim,
+            "norm_topk_prob": config.norm_expert_weights,
+            "mlp_only_layers": list(range(config.num_dense_layers or 0)),
+        }
     return family(
-        **windowed,
+        **own,
         vocab_size=config.vocab_size,
         hidden_size=config.dim,
         intermediate_size=config.hidden_dim,
@@ -169,5 +205,13 @@ def _translate(model: Decoder) -> dict[str, torch.Tensor]:
             # neighbouring channel pairs -> first half with second half, head by head
             head_dim = model.config.head_width
             weight = weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-        translated[f"{prefix}{NAMES[key]}.{kind}"] = weight
+        if key == "moe.experts":  # in memory theirs are stacked too, the first two in one
+            translated[f"{prefix}mlp.experts.{kind}"] = weight
+        else:
+            translated[f"{prefix}{NAMES[key]}.{kind}"] = weight
+    for name in [name for name in translated if name.endswith("experts.w1")]:
+        stacks = {w: translated.pop(f"{name[:-1]}{w}") for w in "123"}
+        where = name.removesuffix("w1")
+        translated[f"{where}gate_up_proj"] = torch.cat([stacks["1"], stacks["3"]], dim=1)
+        translated[f"{where}down_proj"] = stacks["2"]
     return translated

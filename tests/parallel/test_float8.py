@@ -18,7 +18,7 @@ from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel import float8
-from torchtitan.parallel.float8 import apply_float8, check_float8
+from torchtitan.parallel.float8 import apply_float8, check_float8, find_converted
 from torchtitan.parallel.settings import Float8Config
 
 # a head that float8 could take
@@ -94,6 +94,16 @@ def test_the_head_and_what_is_named_stay() -> None:
         built(Float8Config(filter_fqns=("wk", "wg")))
     with pytest.raises(ConfigError, match="no layer is left to convert"):
         built(Float8Config(filter_fqns=("layers",)))
+
+
+def test_experts_and_their_router_stay() -> None:
+    """Sizes that float8 could take."""
+    spec = MODELS["qwen3_moe"]
+    sizes = {"vocab_size": 272, "head_dim": 16, "num_experts": 16}
+    model = spec.build_meta(replace(spec.flavors["tiny8"], **sizes))  # type: ignore[arg-type]
+    found = find_converted(model, settings=EMULATED)
+    parts = {name.partition(".")[2].partition(".")[2].partition(".")[0] for name in found}
+    assert parts == {"attention", "feed_forward"}
 
 
 def test_a_device_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

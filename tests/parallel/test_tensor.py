@@ -55,7 +55,7 @@ def meta_model(config: DecoderConfig) -> Decoder:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", [name for name in MODELS if name != "qwen3_moe"])
 def test_every_entry_of_the_plan_is_a_module_and_every_parameter_has_one(
     family: str, tied: bool
 ) -> None:

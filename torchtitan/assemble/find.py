@@ -165,10 +165,11 @@ def log_job(
     dims = layout.dims
     seq_len = config.training.seq_len
     logger.info(
-        "%s %s: %s parameters, %.3g FLOPs per token at seq_len %d",
+        "%s %s: %s parameters%s, %.3g FLOPs per token at seq_len %d",
         config.model.name,
         describe_model(config.model, spec=layout.spec),
         f"{layout.counts.num_parameters:,}",
+        f" ({layout.counts.num_active:,} active)" if layout.counts.num_idle else "",
         layout.counts.flops_per_token(seq_len),
         seq_len,
     )

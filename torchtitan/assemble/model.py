@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,13 @@ from torchtitan.hf.names import CONFIG
 from torchtitan.job import Config
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import build_scaling
-from torchtitan.models.settings import HF, ModelConfig, ModelSection, RopeScalingConfig
+from torchtitan.models.settings import (
+    ALL_SIZES,
+    HF,
+    ModelConfig,
+    ModelSection,
+    RopeScalingConfig,
+)
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 from torchtitan.trajectory import CONFIG_FILE, Job
@@ -46,16 +52,20 @@ def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
             f"must be one of {', '.join(flavors)} for {spec.name}, got '{settings.flavor}'"
             f"{did_you_mean(settings.flavor, flavors)}"
         )
+        if others := [name for name, other in MODELS.items() if settings.flavor in other.flavors]:
+            rule += f"; it is a flavor of {' and '.join(others)}"
         raise ConfigError.at(("model.flavor", "model.name"), rule)
     if settings.rope_scaling.type != "flavor":
         values = asdict(settings.rope_scaling)
         scaling = build_scaling(values.pop("type"), values)
         architecture = replace(architecture, rope_scaling=scaling)
+    given |= given_overrides(settings, of=ALL_SIZES)
     wrong = [*architecture.violations()]
-    if architecture.window is not None and not _has_windows(spec):
-        windowed = [other.name for other in MODELS.values() if _has_windows(other)]
-        rule = f"is no size of {spec.name}; remove it, or take {' or '.join(windowed)}"
-        wrong.append(Violation(("window", "name"), rule))
+    for key in sorted({*given, *architecture.given(of_family=False)}):
+        if not _has_size(spec, key):
+            having = [other.name for other in MODELS.values() if _has_size(other, key)]
+            rule = f"is no size of {spec.name}; remove it, or take {' or '.join(having)}"
+            wrong.append(Violation((key, "name"), rule))
     if wrong:
         raise ConfigError([_tell(one, given=given, settings=settings) for one in wrong])
     return spec, architecture
@@ -78,10 +88,12 @@ def resolve_model(config: Config) -> Config:
         UserError: The folder is not there, or of a model that is not built here.
     """
     model, run = config.model, Path(config.job.dump_folder) / CONFIG_FILE
-    sizes = given_overrides(model, of=DecoderConfig)
     path = config.checkpoint.initial_load_path
-    is_complete = model.name != HF and not DecoderConfig.missing(sizes)
-    if model.flavor != HF or is_complete or not config.checkpoint.initial_load_in_hf:
+    if model.flavor != HF or not config.checkpoint.initial_load_in_hf:
+        return config
+    kind = ALL_SIZES if model.name == HF else _find_spec(model).sizes
+    sizes = given_overrides(model, of=kind)
+    if model.name != HF and not kind.missing(sizes):
         return config
     assert path is not None, "initial_load_in_hf needs initial_load_path"
     if not (Path(path) / CONFIG).is_file() and run.is_file():
@@ -95,7 +107,7 @@ def resolve_model(config: Config) -> Config:
             check_family(theirs, format=spec.hf)
         found = describe(spec, architecture_of(theirs, spec=spec))
     scaling = model.rope_scaling if model.rope_scaling.type != "flavor" else found.rope_scaling
-    sizes = {**given_overrides(found, of=DecoderConfig), **sizes}
+    sizes = {**given_overrides(found, of=kind), **sizes}
     return replace(config, model=replace(model, name=found.name, rope_scaling=scaling, **sizes))
 
 
@@ -145,6 +157,8 @@ def _tell(violation: Violation, *, given: Mapping[str, Any], settings: ModelConf
     return replace(violation, rule=rule).within("model")
 
 
-def _has_windows(spec: ModelSpec) -> bool:
-    """Tell whether sizes of the family may have windows: any, without files of Hugging Face."""
+def _has_size(spec: ModelSpec, key: str) -> bool:
+    """Tell whether a family has a size; a window it also has without files of Hugging Face."""
+    if key != "window":
+        return any(one.name == key for one in fields(spec.sizes))
     return not spec.hf.names or any(ours == "window" for ours, _ in spec.hf.more_counts.values())

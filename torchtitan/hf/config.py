@@ -55,8 +55,8 @@ SIZES: Mapping[str, Size] = {
     "rope_theta": Size(ours="rope_theta", kind=float, absent=10_000.0),
     "rope_scaling": Size(ours="rope_scaling", kind=dict, absent=None),
 }
-"""The sizes of every family by their names in config.json; `HFFormat.more_counts` has a family's
-own."""
+"""The sizes of every family by their names in config.json; `HFFormat.more_counts` and
+`first_layers` have a family's own."""
 SEEN_IN_SHAPES = ("num_hidden_layers", "vocab_size", "tie_word_embeddings")
 """Sizes that say no more than names and shapes of the tensors do."""
 NULLABLE = ("sliding_window",)
@@ -71,13 +71,20 @@ Sizes = dict[str, Any]
 
 def size_table(format: HFFormat) -> Mapping[str, Size]:
     """Return the sizes that a family's config.json holds."""
-    more = {key: Size(ours=o, absent=unsaid) for key, (o, unsaid) in format.more_counts.items()}
-    return {**SIZES, **more}
+    more = {
+        key: Size(ours=ours, kind=bool if isinstance(unsaid, bool) else int, absent=unsaid)
+        for key, (ours, unsaid) in format.more_counts.items()
+    }
+    lists = {
+        key: Size(ours=ours, kind=list, absent=[]) for key, ours in format.first_layers.items()
+    }
+    return {**SIZES, **more, **lists}
 
 
 def sizes_of(architecture: DecoderConfig, format: HFFormat = NO_HF_FILES) -> Sizes:
     """Return the sizes of a model as its config.json says them."""
     sizes = {key: getattr(architecture, size.ours) for key, size in size_table(format).items()}
+    sizes |= {key: list(range(sizes[key] or 0)) for key in format.first_layers}
     scaling = their_scaling(architecture.rope_scaling)
     return {**sizes, "head_dim": architecture.head_width, "rope_scaling": scaling}
 
@@ -111,7 +118,10 @@ def stored_sizes(config: Content, format: HFFormat = NO_HF_FILES) -> Sizes:
     heads = config["num_attention_heads"]
     absent = {key: size.absent for key, size in table.items() if size.absent is not NEEDED}
     absent |= {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // max(heads, 1)}
-    said = Content(config.path, {**absent, **config})
+    given = {format.aliases.get(key, key): value for key, value in config.items()}
+    said = Content(config.path, {**absent, **given})
+    own = {key: table[key].kind for key in (*format.more_counts, *format.first_layers)}
+    checked_kinds(said, kinds={key: k for key, k in own.items() if said[key] is not None})
     said["rope_theta"] = rope.get("rope_theta", said["rope_theta"])
     said["rope_scaling"] = their_scaling(stored_scaling(rope))
     return {key: said[key] for key in table}
@@ -178,7 +188,17 @@ def architecture_of(config: Content, *, spec: ModelSpec) -> DecoderConfig:
     ours = {size.ours: sizes[key] for key, size in table.items()}
     ours["rope_theta"] = float(ours["rope_theta"])  # JSON may say 10000
     ours["rope_scaling"] = stored_scaling(rope_table(config))
-    return spec.sizes(**ours, **spec.of_family)
+    for key, name in spec.hf.first_layers.items():
+        if ours[name] != [*range(len(ours[name]))]:
+            raise CheckpointError(
+                f"{config.path} must list the first few layers under {key}, from 0 on, got "
+                f"{str(ours[name])[:60]}; no other order is built: take another model"
+            )
+        ours[name] = len(ours[name]) or None
+    architecture = spec.sizes(**ours, **spec.of_family)
+    if wrong := next(architecture.violations(), None):
+        raise CheckpointError(f"{config.path} is of no model that can be: {wrong.rule}")
+    return architecture
 
 
 def check_family(config: Content, *, format: HFFormat) -> None:

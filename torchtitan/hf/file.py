@@ -27,8 +27,8 @@ from torchtitan.checkpoint.ranks import on_first_rank, reason
 from torchtitan.checkpoint.source import ALL, Selection
 from torchtitan.checkpoint.state import EMBEDDING, OUTPUT
 from torchtitan.hf.folder import NO_WEIGHT
-from torchtitan.hf.names import Names
-from torchtitan.hf.read import DTYPES, HFWeights, Open, StoredTensor, check_fit
+from torchtitan.hf.names import Names, Place
+from torchtitan.hf.read import DTYPES, HFWeights, Open, StoredTensor, check_fit, stack
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec, RopeOrder
 
@@ -66,24 +66,23 @@ def open_file(
 
     def survey() -> dict[str, StoredTensor]:
         tensors = map_file(path)
-        found: dict[str, StoredTensor] = {}
+        places: dict[Place, StoredTensor] = {}
         for name, tensor in tensors.items():
-            translated = names.ours(name)
-            # a name that both have is ours
-            theirs = translated is not None and name != translated
-            ours = translated if translated is not None else name
-            if ours in found:
+            place = ours, _ = names.ours(name) or (name, None)
+            theirs = name != ours  # a name that both have is ours
+            if place in places:
                 raise CheckpointError(
-                    f"{path} must hold each parameter once, got '{ours}' as '{found[ours].name}' "
+                    f"{path} must hold each parameter once, got '{ours}' as '{places[place].name}' "
                     f"and as '{name}'; save it by one kind of names alone"
                 )
             rotary = names.head_dim(ours)
-            found[ours] = StoredTensor(
+            places[place] = StoredTensor(
                 name=name,
                 shape=tuple(tensor.shape),
                 dtype=_NAMES.get(tensor.dtype, str(tensor.dtype)),
                 head_dim=None if rotary is None or order(theirs) == "interleaved" else rotary,
             )
+        found = stack(path, places)
         if architecture.tie_embeddings and _holds_embedding_twice(tensors, found):
             del found[OUTPUT]
         check_fit(path, found, spec=spec, architecture=architecture, selection=selection)

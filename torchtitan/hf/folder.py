@@ -29,8 +29,8 @@ from torchtitan.hf.config import (
     sizes_of,
     stored_sizes,
 )
-from torchtitan.hf.names import CONFIG, INDEX, WEIGHTS, Names
-from torchtitan.hf.read import HFWeights, StoredTensor, check_fit
+from torchtitan.hf.names import CONFIG, INDEX, WEIGHTS, Names, Place
+from torchtitan.hf.read import HFWeights, StoredTensor, check_fit, stack
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 
@@ -103,17 +103,17 @@ def _check_is_folder(path: Path) -> None:
 
 def _survey(path: Path, *, names: Names) -> dict[str, StoredTensor]:
     places = _places(path)
-    found: dict[str, StoredTensor] = {}
+    found: dict[Place, StoredTensor] = {}
     for file in sorted(set(places.values())) or [WEIGHTS]:
         for name, (shape, dtype) in _read_header(path / file).items():
             if places.get(name, file) == file and not NO_WEIGHT.fullmatch(name):
-                ours = names.ours(name) or name
-                if ours in found:
+                place = ours, _ = names.ours(name) or (name, None)
+                if place in found:
                     raise CheckpointError(
                         f"{path} must hold each parameter once, got '{ours}' as "
-                        f"'{found[ours].name}' and as '{name}'; get the folder again"
+                        f"'{found[place].name}' and as '{name}'; get the folder again"
                     )
-                found[ours] = StoredTensor(
+                found[place] = StoredTensor(
                     name=name, shape=shape, dtype=dtype, head_dim=names.head_dim(ours), file=file
                 )
     here = {(tensor.name, tensor.file) for tensor in found.values()}
@@ -122,7 +122,7 @@ def _survey(path: Path, *, names: Names) -> dict[str, StoredTensor]:
         raise CheckpointError(
             f"{path / INDEX} names what is not there: {summary(absent)}; get the folder again"
         )
-    return found
+    return stack(path, found)
 
 
 def _places(path: Path) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The same weights under two names: our parameters, and the tensors of Hugging Face's files.
 
-Two things differ, and the model's spec describes both (`HFFormat`): the names, and for some
-parameters the order of rows (`checkpoint/rows.py`). Nothing else in the library reads these tables.
+Three things differ, and the model's spec describes them (`HFFormat`): the names, for some
+parameters the order of rows (`checkpoint/rows.py`), and experts, which are a tensor each there and
+stacked here. Nothing else in the library reads these tables.
 """
 
 from __future__ import annotations
@@ -11,24 +12,22 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from torchtitan.models.sizes import DecoderConfig
-from torchtitan.models.spec import HFFormat
+from torchtitan.models.spec import EACH, HFFormat
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """What PEFT calls the files of an adapter."""
+Place = tuple[str, int | None]
+"""A parameter of ours, and which entry along its first dimension; None: all of it."""
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
+_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 
 
 @dataclass(frozen=True)
 class Names:
-    """Translates the names of one model.
-
-    Assumes that each parameter is exactly one tensor in the files, of the same shape, and the
-    reverse. A mixture of experts breaks this: its files have a tensor per expert where we have one
-    for all of them. Then this class, and the reading and writing by its names, has to change.
-    """
+    """Translates the names of one model."""
 
     format: HFFormat
     architecture: DecoderConfig
@@ -36,14 +35,22 @@ class Names:
     """The weight whose rows a parameter's are, where that is another one."""
 
     def theirs(self, ours: str) -> str:
-        """Return the tensor that holds a parameter."""
+        """Return the tensor that holds a parameter, or with `EACH` in it those that do."""
         theirs = _translated(ours, self.format.names)
         assert theirs is not None, f"{self.format.architecture} has no name for {ours}"
         return theirs
 
-    def ours(self, theirs: str) -> str | None:
-        """Return the parameter that a tensor holds; None: we have no such parameter."""
-        return _translated(theirs, {value: key for key, value in self.format.names.items()})
+    def ours(self, theirs: str) -> Place | None:
+        """Return what a tensor holds; None: we have no such parameter."""
+        table = {value: key for key, value in self.format.names.items()}
+        if (whole := _translated(theirs, table)) is not None:
+            return whole, None
+        layer = _LAYER.search(theirs)
+        number = _NUMBER.search(theirs, 0 if layer is None else layer.end())
+        if number is None:
+            return None
+        stack = _translated(theirs[: number.start()] + EACH + theirs[number.end() :], table)
+        return None if stack is None else (stack, int(number[1]))
 
     def head_dim(self, ours: str) -> int | None:
         """Return the width of the heads whose rows lie in halves; None: they lie as ours."""
@@ -57,13 +64,12 @@ class Names:
         """
         if not self.format.names:
             return "Hugging Face has no files of the family (no hf)"
-        tied = self.architecture.tie_embeddings
-        due = {
+        named = {
             name.replace("*", str(layer))
             for name in self.format.names
             for layer in range(self.architecture.num_layers if "*" in name else 1)
-            if not (tied and name == "output.weight")
         }
+        due = set(filter(self.architecture.has, named))
         wrong = {
             f"the files of a {self.format.architecture} have no name for": set(ours) - due,
             "the model lacks, of what they hold,": due - set(ours),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.pieces import PieceReader, fill
 from torchtitan.checkpoint.ranks import reason
 from torchtitan.checkpoint.source import Selection
-from torchtitan.hf.names import Names
+from torchtitan.hf.names import Names, Place
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 
@@ -51,6 +52,37 @@ class StoredTensor:
     """Width of the heads whose rows lie in halves; None: they lie as ours."""
     file: str = ""
     """Its file in the folder."""
+    parts: tuple[StoredTensor, ...] = ()
+    """Of a parameter with a tensor for each entry along its first dimension: these tensors."""
+
+
+def stack(path: Path, found: Mapping[Place, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors by our names, those that are entries of one parameter as one.
+
+    Raises:
+        CheckpointError: One of them is missing, or there are several kinds.
+    """
+    stacked = {ours: tensor for (ours, number), tensor in found.items() if number is None}
+    entries: dict[str, dict[int, StoredTensor]] = defaultdict(dict)
+    for (ours, number), tensor in found.items():
+        if number is not None:
+            entries[ours][number] = tensor
+    for ours, numbered in entries.items():
+        parts = tuple(numbered[number] for number in sorted(numbered))
+        kinds = {(part.shape, part.dtype) for part in parts}
+        missing = [number for number in range(max(numbered)) if number not in numbered]
+        if missing or len(kinds) > 1 or ours in stacked:
+            wrong = f"no number {missing[0]}" if missing else " and ".join(map(str, sorted(kinds)))
+            raise CheckpointError(
+                f"{path} must hold '{ours}' once, as one tensor or as tensors numbered from 0 on, "
+                f"of one shape and type, got {wrong} beside '{parts[0].name}'; get it again"
+            )
+        [(shape, dtype)] = kinds
+        whole = (len(parts), *shape)
+        stacked[ours] = StoredTensor(
+            name=parts[0].name, shape=whole, dtype=dtype, head_dim=None, parts=parts
+        )
+    return stacked
 
 
 Open = Callable[[Path, StoredTensor], AbstractContextManager[Any]]
@@ -102,21 +134,47 @@ class _Reader(PieceReader):
     def __init__(self, source: HFWeights) -> None:
         self.stored = {name: t for name, t in source.tensors.items() if t.dtype in DTYPES}
         self._open_tensor = source.open_tensor
-        entries = {name: _as_one_piece(tensor) for name, tensor in self.stored.items()}
-        places = {MetadataIndex(n, e.chunks[0].offsets): self.stored[n] for n, e in entries.items()}
+        entries = {name: _in_pieces(tensor) for name, tensor in self.stored.items()}
+        places = {
+            MetadataIndex(name, chunk.offsets): piece
+            for name, entry in entries.items()
+            for chunk, piece in zip(entry.chunks, _pieces(self.stored[name]), strict=True)
+        }
         super().__init__(source.path, Metadata(dict(entries), storage_data=places))
 
-    def open_piece(self, index: MetadataIndex) -> AbstractContextManager[Any]:
+    @contextmanager
+    def open_piece(self, index: MetadataIndex) -> Iterator[Any]:
         """Open a tensor."""
-        return self._open_tensor(Path(self.path), self.stored[index.fqn])
+        with self._open_tensor(Path(self.path), self.storage_data[index]) as opened:
+            yield _Entry(opened) if self.stored[index.fqn].parts else opened
 
 
-def _as_one_piece(tensor: StoredTensor) -> TensorStorageMetadata:
-    shape = torch.Size(tensor.shape)
+class _Entry:
+    """A tensor as the only entry along one more dimension, the first."""
+
+    def __init__(self, opened: Any) -> None:
+        self._opened = opened
+
+    def __getitem__(self, places: tuple[slice, ...]) -> Tensor:
+        part: Tensor = self._opened[places[1:]]
+        return part[None]
+
+
+def _pieces(tensor: StoredTensor) -> tuple[StoredTensor, ...]:
+    return tensor.parts or (tensor,)
+
+
+def _in_pieces(tensor: StoredTensor) -> TensorStorageMetadata:
+    size = torch.Size(tensor.shape)
+    num_pieces = len(_pieces(tensor))
+    piece = torch.Size([1, *size[1:]]) if tensor.parts else size
+    first = [
+        torch.Size([number, *[0] * len(size[1:])][: len(size)]) for number in range(num_pieces)
+    ]
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
-        size=shape,
-        chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)],
+        size=size,
+        chunks=[ChunkStorageMetadata(offsets=offsets, sizes=piece) for offsets in first],
     )
 
 

@@ -3,7 +3,7 @@
 The source is the checkpoint on disk, not the ranks' memory: the weights are whole there in any
 layout, so nothing is gathered, no GPU has to hold a full tensor, and the same code converts a
 checkpoint long after its run. Each file of the folder is written by one rank from front to back, so
-that a rank holds one tensor at a time. The price: a run reads its weights once more at its end.
+that a rank holds one parameter at a time. The price: a run reads its weights once more at its end.
 
 The folder is there whole or not at all: it is written under another name, and renamed when every
 rank is done.
@@ -15,8 +15,9 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ from torchtitan.checkpoint.rows import to_their_rows
 from torchtitan.hf.card import CARD
 from torchtitan.hf.config import new_config
 from torchtitan.hf.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, INDEX, WEIGHTS, Names
+from torchtitan.models.spec import EACH
 
 logger = logging.getLogger(__name__)
 MAX_FILE_BYTES = 5_000_000_000
@@ -100,6 +102,8 @@ class Planned:
     """Theirs."""
     shape: tuple[int, ...]
     dtype: torch.dtype
+    number: int | None = None
+    """Which entry of ours along its first dimension it is; None: all of it."""
 
     @property
     def num_bytes(self) -> int:
@@ -173,18 +177,27 @@ def plan_files(reader: TensorReader, *, settings: HFExport) -> list[list[Planned
         assert is_tensor(entry), f"{ours} is no parameter"
         if settings.is_adapters(ours) != settings.adapter_alone:
             continue
-        tensor = Planned(
+        whole = Planned(
             ours=ours,
             name=_their_name(ours, settings=settings),
             shape=tuple(entry.size),
             dtype=settings.dtype or entry.properties.dtype,
         )
-        if files[-1] and size + tensor.num_bytes > limit:
-            files.append([])
-            size = 0
-        files[-1].append(tensor)
-        size += tensor.num_bytes
+        for tensor in _each(whole) if EACH in whole.name else [whole]:
+            if files[-1] and size + tensor.num_bytes > limit:
+                files.append([])
+                size = 0
+            files[-1].append(tensor)
+            size += tensor.num_bytes
     return files
+
+
+def _each(whole: Planned) -> Iterator[Planned]:
+    """Yield a tensor for each entry along the first dimension."""
+    num, *shape = whole.shape
+    for number in range(num):
+        name = whole.name.replace(EACH, str(number))
+        yield replace(whole, name=name, shape=tuple(shape), number=number)
 
 
 def _their_name(ours: str, *, settings: HFExport) -> str:
@@ -224,12 +237,16 @@ def _write_file(
     with HashingFile(path) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for tensor in tensors:
-            file.write(_bytes_of(_read(tensor, reader=reader, settings=settings)))
+        # entries of one parameter follow each other: it is read once for all of them
+        for _, parts in groupby(tensors, key=lambda tensor: tensor.ours):
+            first, *others = parts
+            weight = _read(first, reader=reader, settings=settings)
+            for part in (first, *others):
+                file.write(_bytes_of(weight if part.number is None else weight[part.number]))
 
 
 def _read(tensor: Planned, *, reader: TensorReader, settings: HFExport) -> Tensor:
-    """Return a whole tensor in their order of rows, in its new type."""
+    """Return the whole parameter of a tensor in their order of rows, in its new type."""
     stored = reader.entries
     adapter, parts = settings.adapter, [tensor.ours]
     if adapter is not None and not adapter.owns(tensor.ours):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from fnmatch import fnmatchcase
 from functools import partial
 
 from torchtitan.base.errors import ConfigError
@@ -25,8 +26,15 @@ def build_adapt(settings: LoRAConfig, *, model: LanguageModel) -> Adapt | None:
         return None
     linears = linear_names(model)
     key = "lora.modules"
-    for pattern in settings.modules:
-        check_pattern(pattern, linears, key=key, what="linear layer")
+    # those of the default may match nothing: experts are no linear layers
+    is_default = settings.modules == LoRAConfig().modules
+    if not is_default or not _match(settings.modules, linears):
+        for pattern in settings.modules:
+            check_pattern(pattern, linears, key=key, what="linear layer")
     if not settings.modules:
         raise ConfigError.at(key, 'must name a layer, got none; try "layers.*"')
     return partial(apply_lora, rank=settings.rank, alpha=settings.alpha, patterns=settings.modules)
+
+
+def _match(patterns: Collection[str], names: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)

@@ -51,6 +51,16 @@ def has_window(model: nn.Module) -> bool:
     return any(m.window is not None for m in model.modules() if isinstance(m, Attends))
 
 
+class StackedExperts(nn.Module):
+    """A module whose parameters are experts, stacked along the first dimension.
+
+    A token is multiplied by `num_chosen` of them. What it computes depends on how many tokens each
+    expert gets, so it is left out of compiled graphs.
+    """
+
+    num_chosen: int
+
+
 class CastsWeights:
     """Marks a module with weights that computes in the type of its input, casting them itself."""
 
@@ -210,13 +220,20 @@ class Counts:
     num_parameters: int
     """All of them, a tied matrix once."""
     num_multiplied: int
-    """Weights that multiply each token. (Of experts that is what a token is sent to, not all.)"""
+    """Weights that multiply each token: of experts those that it is sent to."""
     num_head: int
     """Those of them that the output head multiplies by."""
     attention_width: int
     """`Attends.width` of all layers together, but for those with a window."""
     window_widths: Mapping[int, int] = field(default_factory=dict)
     """The same of those with a window, by its tokens."""
+    num_idle: int = 0
+    """Parameters of experts that a token is not sent to."""
+
+    @property
+    def num_active(self) -> int:
+        """Parameters without those of experts that a token is not sent to."""
+        return self.num_parameters - self.num_idle
 
     def flops_per_token(self, seq_len: int) -> int:
         """Return the FLOPs of training on one token, forward and backward: 6 N + 12 W S.
@@ -236,7 +253,8 @@ def count(model: LanguageModel) -> Counts:
 
     Matrices are the parameters of two dimensions and more, and multiply each token. Those of an
     `nn.Embedding` do not, for they are looked up; where the head has no matrix of its own, the
-    embedding's counts all the same, for the head multiplies by it.
+    embedding's counts all the same, for the head multiplies by it. Of experts those count that a
+    token is sent to.
     """
     assert model.tok_embeddings is not None, "a stage is no model"
     assert model.output is not None, "a stage is no model"
@@ -250,10 +268,17 @@ def count(model: LanguageModel) -> Counts:
         if isinstance(module, Attends):
             widths[module.window] += module.width
     matrices = [p for p in model.parameters() if p.ndim > 1 and id(p) not in looked_up]
+    idle = sum(
+        p.numel() // len(p) * (len(p) - module.num_chosen)
+        for module in model.modules()
+        if isinstance(module, StackedExperts)
+        for p in module.parameters()
+    )
     return Counts(
         num_parameters=sum(p.numel() for p in model.parameters()),
-        num_multiplied=sum(p.numel() for p in matrices) - own + head,
+        num_multiplied=sum(p.numel() for p in matrices) - own + head - idle,
         num_head=head,
         attention_width=widths.pop(None, 0),
         window_widths={window: width for window, width in widths.items() if window is not None},
+        num_idle=idle,
     )

@@ -1,6 +1,7 @@
 """The settings of the model: the sections [model] and [model.rope_scaling].
 
-The sizes of a model, `DecoderConfig`, are keys of [model] too, each in place of the flavor's.
+The sizes of a model are keys of [model] too, each in place of the flavor's: those of all families
+here, of which `assemble/model.py` refuses what a family lacks.
 
 Each type of scaling reads some of the keys. A key that the type does not read is refused, not
 ignored, which is why none has a default here: the defaults are those of the type.
@@ -25,7 +26,7 @@ from torchtitan.config.types import (
     Text,
 )
 from torchtitan.models.rope_scaling import reading
-from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.sizes import MoEConfig
 
 STRETCHED = reading("factor")
 BY_WAVELENGTH = reading("original_max_position")
@@ -98,9 +99,11 @@ def model_section(sizes: type) -> type[ModelConfig]:
     return with_overrides(ModelConfig, of=sizes, remark="In place of the flavor's.")
 
 
+ALL_SIZES = MoEConfig
+"""Has the sizes of every family here."""
 if TYPE_CHECKING:
     ModelSection = ModelConfig
 else:
-    ModelSection = model_section(DecoderConfig)
+    ModelSection = model_section(ALL_SIZES)
 HF = "hf"
 """The flavor, and the name, of a job whose model is that of a Hugging Face folder."""

@@ -69,6 +69,10 @@ class DecoderConfig:
         """Width of one attention head."""
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
+    def has(self, name: str) -> bool:
+        """Tell whether a model of these sizes has a parameter of the family's."""
+        return not (self.tie_embeddings and name == "output.weight")
+
     def violations(self) -> Iterator[Violation]:
         """Yield what keeps these sizes from being a model, by key, with what would fit."""
         dim, heads, kv_heads = self.dim, self.num_heads, self.num_kv_heads
@@ -92,4 +96,54 @@ class DecoderConfig:
                 ("num_kv_heads", "num_heads"),
                 f"num_kv_heads must divide num_heads, got {kv_heads} and {heads}; write "
                 f"num_kv_heads = {heads}, or one of {', '.join(fitting[:-1][-6:]) or heads}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(DecoderConfig):
+    """Sizes of a decoder with a mixture of experts: in most layers a token takes few of many
+    feed-forwards, the experts."""
+
+    num_experts: int
+    """Experts of a layer."""
+    num_experts_per_token: int
+    """Experts that a token is sent to."""
+    expert_hidden_dim: int
+    """Width of an expert; hidden_dim is that of the layers without experts."""
+    norm_expert_weights: bool = True
+    """The weights of the experts that a token is sent to are divided by their sum."""
+    num_dense_layers: int | None = None
+    """First layers, which have one feed-forward instead of experts; none if not given."""
+    expert_score: str = field(default="softmax", metadata=OF_FAMILY)
+    """How the router scores experts: softmax, over all of them, or sigmoid, each by itself."""
+    expert_weight_scale: float = field(default=1.0, metadata=OF_FAMILY)
+    """The weights of experts are multiplied by this at last."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Tell whether a layer has experts."""
+        return layer >= (self.num_dense_layers or 0)
+
+    def has(self, name: str) -> bool:
+        """Tell whether a model of these sizes has a parameter of the family's."""
+        match name.split("."):
+            case ["layers", layer, "feed_forward", *_]:
+                return not self.has_experts(int(layer))
+            case ["layers", layer, "moe", *_]:
+                return self.has_experts(int(layer))
+        return super().has(name)
+
+    def violations(self) -> Iterator[Violation]:
+        """Yield what keeps these sizes from being a model, by key, with what would fit."""
+        yield from super().violations()
+        if self.num_experts_per_token > self.num_experts:
+            yield Violation(
+                ("num_experts_per_token", "num_experts"),
+                f"a token is sent to different experts, got {self.num_experts_per_token} of "
+                f"{self.num_experts}; write num_experts_per_token = {self.num_experts} or fewer",
+            )
+        if not self.has_experts(self.num_layers - 1):
+            yield Violation(
+                ("num_dense_layers", "num_layers"),
+                f"a layer must be left to have experts, got num_dense_layers "
+                f"{self.num_dense_layers} of {self.num_layers}; write fewer, or take a dense model",
             )

@@ -4,9 +4,9 @@
 a registry with decorators would hide where an entry comes from and depend on the order of imports.
 `contract.py` says what the module itself must be.
 
-Three things hold for every family today, and a mixture of experts may have to change them: all
-state is parameters (`ModelSpec.find_buffers`), tensor parallelism places every parameter
-(`ModelSpec.tensor_plan`), and one parameter is one tensor of Hugging Face (`HFFormat.find_shared`).
+Three things hold for every family: all state is parameters (`ModelSpec.find_buffers`), tensor
+parallelism places every parameter or is refused (`ModelSpec.tensor_plan`), and a tensor of Hugging
+Face is one parameter, or one entry along its first dimension (`HFFormat.find_shared`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ matrix, or what multiplies by the embedding's, from the whole sequence to logits
 """
 
 
+EACH = "#"
+"""In a name of Hugging Face: the place of a tensor in a parameter of ours."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HFFormat:
     """How the files of Hugging Face spell a family, whose sizes they call as Llama does."""
@@ -43,7 +47,8 @@ class HFFormat:
     model_type: str
     """`model_type` of config.json."""
     names: Mapping[str, str]
-    """Their name of each parameter by ours, a star for the layer in both."""
+    """Their name of each parameter by ours, a star for the layer in both. With a # in theirs each
+    entry along the first dimension is a tensor by itself, whose number stands there: experts."""
     rotary: frozenset[str]
     """Those of ours whose rows, or elements, are channels of heads that the rotation pairs: theirs
     are in another order."""
@@ -51,21 +56,25 @@ class HFFormat:
     """Keys of config.json that must have this value if they are there: `Decoder` knows no other."""
     each_layer: Mapping[str, object] = field(default_factory=dict)
     """The same for keys that hold a list, one value per layer."""
-    more_counts: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
-    """Counts, or null, that the family's config.json holds beyond Llama's: what `DecoderConfig`
-    calls each, and what transformers takes where it is left out."""
+    more_counts: Mapping[str, tuple[str, int | bool | None]] = field(default_factory=dict)
+    """Counts, or null, and switches that the family's config.json holds beyond Llama's: what the
+    class of its sizes calls each, and what transformers takes where it is left out."""
+    first_layers: Mapping[str, str] = field(default_factory=dict)
+    """Keys that list the first few layers, from 0 on: what the sizes call their number."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names by which some versions of transformers write a key."""
 
     def find_shared(self) -> list[str]:
         """Return the names in which `names` is not one to one; there must be none.
 
         Reading and writing rename tensor by tensor: a tensor of theirs that holds several of our
-        parameters, or is spread over several, would be overwritten or incomplete.
+        parameters would be overwritten, and one that several layers share is in one of them.
         """
         counts = Counter(self.names.values())
         return [
             theirs
             for ours, theirs in self.names.items()
-            if counts[theirs] > 1 or ours.count("*") != theirs.count("*")
+            if counts[theirs] > 1 or ours.count("*") != theirs.count("*") or theirs.count(EACH) > 1
         ]
 
 

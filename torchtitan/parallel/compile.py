@@ -7,9 +7,9 @@ one graph takes as many times longer to compile as it has layers, and FSDP, whic
 block's weights at a time, would lie inside the graph.) Modules stay the same objects, so parameters
 keep their names. Embedding, last norm, head and loss are no blocks and stay as they are.
 
-A block is one graph, and whatever would break it in two is an error. The exception is attention
-that talks to other ranks or depends on the lengths of documents: it runs uncompiled, between the
-graphs of what comes before and after it.
+A block is one graph, and whatever would break it in two is an error. The exceptions are attention
+that talks to other ranks or depends on the lengths of documents, and experts, of which each gets
+its own number of tokens: they run uncompiled, between the graphs of what comes before and after.
 
 Recomputation wraps the compiled block instead of being compiled into it: so blocks that are
 recomputed and blocks that are not share one graph, and a recomputed block keeps only its input.
@@ -31,7 +31,7 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 from torchtitan.base.errors import ConfigError, did_you_mean
-from torchtitan.models.contract import Attends
+from torchtitan.models.contract import Attends, StackedExperts
 from torchtitan.parallel.settings import CompileConfig
 
 INDUCTOR = "inductor"
@@ -86,6 +86,7 @@ def apply_compile(
     is recomputed. `opaque_attention`: attention cannot be compiled. `sequence_comes_async`: the
     embedding's output may still be on its way from other ranks.
     """
+    has_experts = _leave_out_experts(model)
     compiled: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
     for block in model.layers.values():
         forward = block.forward
@@ -93,7 +94,10 @@ def apply_compile(
         shared = forward.__func__ if is_own_method else forward
         if shared not in compiled:
             graphs: Any = torch.compile(
-                shared, backend=backend, fullgraph=not opaque_attention, dynamic=False
+                shared,
+                backend=backend,
+                fullgraph=not (opaque_attention or has_experts),
+                dynamic=False,
             )
             budgeted = graphs if memory_budget == 1.0 else _within(memory_budget, graphs)
             compiled[shared] = budgeted
@@ -106,6 +110,20 @@ def apply_compile(
     if sequence_comes_async and model.tok_embeddings is not None:
         # a compiled block would wait for such an input, and drop its history
         model.tok_embeddings.register_forward_hook(_arrived)
+
+
+def _leave_out_experts(model: nn.Module) -> bool:
+    """Leave experts out of compiled graphs, in place; tell whether there are any."""
+    disabled: dict[type[nn.Module], Callable[..., Tensor]] = {}
+    for module in model.modules():
+        if isinstance(module, StackedExperts):
+            kind = type(module)
+            if kind not in disabled:  # one function for all layers: a graph holds for that alone
+                disabled[kind] = torch.compiler.disable(
+                    kind.forward, reason="each expert has its own number of tokens"
+                )
+            module.forward = MethodType(disabled[kind], module)
+    return bool(disabled)
 
 
 def _within(memory_budget: float, compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -6,7 +6,8 @@ have it. A scale fits each tensor, or each row of it, to so small a range; it is
 product from the largest number there. What surrounds the products stays bfloat16, weights and
 optimizer float32, and the layer's parameter is the one that it had, so checkpoints interchange.
 
-The output head stays bfloat16: its loss is most sensitive to rounding.
+The output head stays bfloat16: its loss is most sensitive to rounding. So do experts, which are no
+linear layers, and their router, which computes in float32.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.models.decoder import Output
+from torchtitan.models.contract import CastsWeights
 from torchtitan.parallel.settings import MULTIPLE, Float8Config
 
 SECTION = "quantize.linear.float8"
@@ -74,7 +75,7 @@ def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
 
     def is_converted(module: nn.Linear, name: str) -> bool:
         return (
-            not isinstance(module, Output)
+            not isinstance(module, CastsWeights)
             and not any(part in name for part in settings.filter_fqns)
             and module.in_features % MULTIPLE == 0
             and module.out_features % MULTIPLE == 0

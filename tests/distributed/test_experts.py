@@ -1,0 +1,232 @@
+"""A model with experts trains alike in every layout in which a rank runs whole experts.
+
+The first of four layers is dense, so that stages with and without experts are there. Gradients of
+every parameter are compared before an optimizer sees them: Adam hides a wrong scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import hf_jobs, jobs
+from tests.distributed import pipeline_jobs as pj
+from tests.distributed.conftest import OneDevice
+from tests.distributed.pipeline_jobs import TINY8, pipeline
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_hf import folder_of, job_from
+from tests.distributed.test_intentions import begin
+from tests.distributed.test_matrix import HOW, cp, frozen
+from tests.distributed.test_resume import exact
+from torchtitan.models import qwen3_moe
+from torchtitan.models.init import Init, Normal
+from torchtitan.models.moe import Router
+from torchtitan.models.sizes import DecoderConfig
+
+MOE = TINY8.replace("[model]", '[model]\nname = "qwen3_moe"')
+NAME = "--model.name=qwen3_moe"
+SHORT = ("--training.seq_len=40", "--training.steps=2")
+IN_SIXES = ("--training.global_batch_size=6",)
+WITHIN = ("--training.document_attention=within",)
+ADAPTER = ("--lora.rank=4", "--lora.alpha=8.0", '--lora.modules=["layers.*.attention.w*"]')
+MUON = ("--optimizer.name=Muon",)
+CHUNKS = ("--training.seq_len=41",)
+# ranks, samples of a rank and microbatch, what is trained, where and how
+LAYOUTS: dict[str, tuple[int, int, tuple[str, ...], tuple[str, ...]]] = {
+    "one device, accumulating, recomputed": (1, 2, (), HOW["recomputed"]),
+    "one device, compiled": (1, 8, (), HOW["compiled"]),
+    "fsdp 2, by operator": (2, 4, (), HOW["by operator"]),
+    "fsdp 2, adapters": (2, 4, ADAPTER, ()),
+    "fsdp 2, frozen experts": (2, 4, (frozen("*.experts.*"),), HOW["half recomputed"]),
+    "fsdp 2, frozen routers, odd tokens": (2, 4, (frozen("*.router.*"), *CHUNKS), ()),
+    "fsdp 3, uneven": (3, 2, IN_SIXES, ()),
+    "fsdp 3, Muon": (3, 2, (*IN_SIXES, *MUON), ()),
+    "ddp 2, accumulating": (2, 2, (), jobs.DDP),
+    "hsdp 2x2, Muon": (4, 2, MUON, jobs.HSDP),
+    "hsdp 2x2, kept, offloaded": (4, 2, (), (*jobs.HSDP, *HOW["kept"], *HOW["offloaded"])),
+    "cp 2, ring, recomputed": (2, 8, (), (*cp(2, "ring"), *HOW["recomputed"])),
+    "cp 2, documents": (2, 8, WITHIN, cp(2, "ulysses")),
+    "cp 2, fsdp 2": (4, 4, (), cp(2, "allgather")),
+    "pp 2, recomputed": (2, 4, (), (*pipeline("1F1B"), *HOW["recomputed"])),
+    "pp 2, ZBV": (2, 4, (), pipeline("ZBVZeroBubble")),
+    "pp 2, fsdp 2, interleaved, compiled": (
+        4,
+        4,
+        (),
+        (*pipeline("Interleaved1F1B"), *HOW["compiled"]),
+    ),
+    "pp 2, cp 2": (4, 4, (), (*pipeline("1F1B"), *cp(2, "ring"))),
+}
+
+
+@contextmanager
+def strong_experts() -> Iterator[None]:
+    """Let experts start so large that they matter, and routers so that few choices nearly tie."""
+    correct = qwen3_moe.initial
+
+    def initial(config: DecoderConfig, name: str) -> Init:
+        return Normal(std=0.3) if ".moe." in name else correct(config, name)
+
+    qwen3_moe.initial = initial
+    try:
+        yield
+    finally:
+        qwen3_moe.initial = correct
+
+
+def train(job: list[str], *, evaluating: bool = False) -> pj.Trained:
+    with strong_experts():
+        return pj.train(job, evaluating=evaluating)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_model(
+    layout: str, ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
+) -> None:
+    world, size, what, how = LAYOUTS[layout]
+    evaluating = world > 1 and "compiled" not in layout
+    local = ("--training.local_batch_size=2",) if IN_SIXES[0] in what else ()
+    reference = on_one_device(train, *SHORT, *what, *local, toml=MOE, evaluating=evaluating)
+    job = [*jobs.write_job(tmp_path, MOE, cache=cache), *SHORT, *what, *how, jobs.UNSAVED]
+    job += [f"--training.local_batch_size={size}"]
+    results = ranks.run(train, job, evaluating=evaluating, world=world)
+    pj.assert_same_training(results, reference)
+    if evaluating:
+        pj.assert_same_evaluation(results, reference, cp=2 if "cp 2" in layout else 1)
+
+
+def test_experts_and_routers_are_trained(on_one_device: OneDevice) -> None:
+    """What the layouts are compared with is no model whose experts do nothing."""
+    result = on_one_device(train, *SHORT, toml=MOE, evaluating=True)
+    names = {name for name in result.gradients if ".moe." in name}
+    assert len(names) == 3 * 4
+    largest = max(float(gradient.norm()) for gradient in result.gradients.values())
+    assert all(float(result.gradients[name].norm()) > 1e-3 * largest for name in names)
+
+
+def train_among_two(job: list[str]) -> pj.Trained:
+    """Train with routers that all send to the first two experts: six get no token on any rank."""
+    correct = Router.forward
+
+    def forward(self: Router, x_TC: Tensor) -> tuple[Tensor, Tensor]:
+        ids_TK, weights_TK = correct(self, x_TC)
+        return torch.arange(2).expand_as(ids_TK), weights_TK
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Router, "forward", forward)
+        return train(job)
+
+
+@pytest.mark.parametrize("layout", ["fsdp 3", "pp 2 ZBV"])
+def test_experts_without_a_token(
+    layout: str, ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
+) -> None:
+    options = (*SHORT, *IN_SIXES, "--training.local_batch_size=2")
+    reference = on_one_device(train_among_two, *options, toml=MOE)
+    assert not reference.gradients["layers.1.moe.experts.w2"][2:].any()
+    how = pipeline("ZBVZeroBubble") if layout == "pp 2 ZBV" else ()
+    job = [*jobs.write_job(tmp_path, MOE, cache=cache), *options, *how, jobs.UNSAVED]
+    job += ["--training.local_batch_size=6"] if how else []
+    results = ranks.run(train_among_two, job, world=2 if how else 3)
+    pj.assert_same_training(results, reference)
+
+
+def test_bfloat16_is_near_float32(
+    ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
+) -> None:
+    """On one device, which casts weights where they are used, and where FSDP casts them."""
+    expected = [row["loss"] for row in on_one_device(train, *SHORT, toml=MOE).rows]
+    in_bfloat16 = (*SHORT, "--training.mixed_precision_param=bfloat16", jobs.UNSAVED)
+    found = []
+    for world in (1, 2):
+        job = [*jobs.write_job(tmp_path, MOE, name=f"on{world}", cache=cache), *in_bfloat16]
+        job += [f"--training.local_batch_size={8 // world}"]
+        result = ranks.run(train, job, world=world)[0]
+        found.append([row["loss"] for row in result.rows])
+    assert found[0] == pytest.approx(expected, rel=2**-8)
+    assert found[0] != pytest.approx(expected, rel=1e-6)
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+
+
+@pytest.mark.parametrize(("world", "how"), [(1, ()), (2, ("--optimizer.name=Muon",))])
+def test_a_resumed_run_goes_on_bit_for_bit(
+    world: int, how: tuple[str, ...], ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    jobs_of = [
+        [*jobs.write_job(tmp_path, MOE, name=name, cache=cache), "--training.steps=4", *how]
+        for name in ("through", "parts")
+    ]
+    through = ranks.run(jobs.train, jobs_of[0], world=world)[0]
+    ranks.run(jobs.train, [*jobs_of[1], "--training.steps=2"], world=world)
+    resumed = ranks.run(jobs.train, jobs_of[1], world=world)[0]
+    assert exact(resumed.rows) == exact(through.rows)
+    assert resumed.state_hash == through.state_hash
+
+
+def test_a_checkpoint_loads_into_other_layouts(
+    ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    job = [*jobs.write_job(tmp_path, MOE, cache=cache), "--training.local_batch_size=1"]
+    job += ["--training.global_batch_size=12"]
+    trained = ranks.run(jobs.train, [*job, "--training.steps=1"], world=3)[0]
+    layouts: list[tuple[int, tuple[str, ...]]] = [
+        (1, ()),
+        (2, jobs.DDP),
+        (4, jobs.HSDP),
+        (2, (*pipeline("1F1B"), "--training.local_batch_size=2")),
+    ]
+    for world, how in layouts:
+        loaded = ranks.run(begin, [*job, *how], world=world)
+        found = {name: tensor for one in loaded for name, tensor in one.model.items()}
+        assert found.keys() == trained.final.keys()
+        assert all(found[name].equal(tensor) for name, tensor in trained.final.items())
+        assert all((one.step, one.position) == (1, 12) for one in loaded)
+
+
+@pytest.mark.parametrize(("world", "flavor"), [(1, "tiny"), (3, "tiny"), (2, "tiny8")])
+def test_each_rank_reads_its_own_experts_alone(
+    world: int, flavor: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    source, model = folder_of(tmp_path / "theirs", flavor, family="qwen3_moe")
+    job = job_from(tmp_path, source, NAME, "--training.global_batch_size=-1", flavor=flavor)
+    expected = model.state_dict()
+    for weights, num_read, num_held in ranks.run(hf_jobs.begin, job, flavor, {}, world=world):
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+        assert num_read == num_held  # files and job are in float32
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (
+            ("--parallelism.tensor_parallel_degree=2",),
+            ["tensor_parallel_degree: must be 1, got 2", "layers.0.moe.experts"],
+        ),
+        (
+            ("--lora.rank=4", '--lora.modules=["*.experts.*"]'),
+            ["modules", "must match a linear layer"],
+        ),
+        (("--model.num_experts=3", "--model.num_experts_per_token=4"), ["num_experts", "got 4 of"]),
+        (("--model.num_dense_layers=2",), ["num_dense_layers", "write fewer"]),
+        (("--model.name=llama3", "--model.num_experts=4"), ["num_experts", "take qwen3_moe"]),
+        (("--model.name=qwen3", "--model.flavor=30B-A3B"), ["flavor", "qwen3_moe"]),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    options: tuple[str, ...], parts: list[str], ranks: RankPool, tmp_path: Path
+) -> None:
+    job = [*jobs.write_job(tmp_path), NAME, *options]
+    for message in ranks.run(jobs.refusal, job, world=2):
+        assert all(part in message for part in parts), message
+
+
+def test_the_log_says_what_a_token_meets(ranks: RankPool, tmp_path: Path, cache: Path) -> None:
+    job: Any = [*jobs.write_job(tmp_path, cache=cache), NAME, jobs.UNSAVED]
+    [lines] = ranks.run(jobs.logged, job, world=1)
+    assert any("qwen3_moe tiny: 63,632 parameters (35,984 active)" in line for line in lines)

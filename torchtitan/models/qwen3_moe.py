@@ -1,0 +1,120 @@
+"""Qwen3 with a mixture of experts: its sizes, and the experts' initial weights and names.
+
+Attention, norms and dense layers are Qwen3's (arXiv:2505.09388). The router takes a softmax over
+all experts, and the weights of the chosen ones are divided by their sum. `tiny`, `tiny8` and
+`debugmodel` are our own; the first layer of `tiny8` is dense. In `debugmodel` a token meets as many
+weights as in Qwen3's dense `small`.
+
+There is no plan for the experts under tensor parallelism yet, so that refuses them by name.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from torchtitan.models import qwen3
+from torchtitan.models.init import Init, Normal
+from torchtitan.models.moe import MoEBlock
+from torchtitan.models.sizes import DecoderConfig, MoEConfig
+from torchtitan.models.spec import HFFormat, ModelSpec
+
+
+def _with_experts(dense: DecoderConfig, **sizes: int) -> MoEConfig:
+    return MoEConfig(**{**vars(dense), **sizes})
+
+
+FLAVORS = {
+    "tiny": _with_experts(
+        qwen3.FLAVORS["tiny"], num_experts=8, num_experts_per_token=2, expert_hidden_dim=24
+    ),
+    "tiny8": _with_experts(
+        qwen3.FLAVORS["tiny8"],
+        tie_embeddings=False,
+        num_experts=8,
+        num_experts_per_token=2,
+        expert_hidden_dim=24,
+        num_dense_layers=1,
+    ),
+    "debugmodel": _with_experts(
+        qwen3.FLAVORS["small"], num_experts=16, num_experts_per_token=4, expert_hidden_dim=192
+    ),
+    "30B-A3B": _with_experts(
+        qwen3.LARGE,
+        dim=2048,
+        num_layers=48,
+        num_kv_heads=4,
+        hidden_dim=6144,
+        num_experts=128,
+        num_experts_per_token=8,
+        expert_hidden_dim=768,
+    ),
+    "235B-A22B": _with_experts(
+        qwen3.LARGE,
+        num_layers=94,
+        num_heads=64,
+        num_kv_heads=4,
+        num_experts=128,
+        num_experts_per_token=8,
+        expert_hidden_dim=1536,
+    ),
+}
+
+HF = HFFormat(
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    names={
+        **qwen3.HF.names,
+        "layers.*.moe.router.gate.weight": "model.layers.*.mlp.gate.weight",
+        "layers.*.moe.experts.w1": "model.layers.*.mlp.experts.#.gate_proj.weight",
+        "layers.*.moe.experts.w3": "model.layers.*.mlp.experts.#.up_proj.weight",
+        "layers.*.moe.experts.w2": "model.layers.*.mlp.experts.#.down_proj.weight",
+    },
+    rotary=qwen3.HF.rotary,
+    fixed={**qwen3.HF.fixed, "decoder_sparse_step": 1},
+    each_layer=qwen3.HF.each_layer,
+    more_counts={
+        "num_experts": ("num_experts", 128),
+        "num_experts_per_tok": ("num_experts_per_token", 8),
+        "moe_intermediate_size": ("expert_hidden_dim", 768),
+        "norm_topk_prob": ("norm_expert_weights", False),
+    },
+    first_layers={"mlp_only_layers": "num_dense_layers"},
+    aliases={"num_local_experts": "num_experts"},
+)
+
+
+def initial(config: DecoderConfig, name: str) -> Init:
+    """Say how a parameter starts: those of an expert as those of a dense feed-forward."""
+    match name.split("."):
+        case ["layers", _, "moe", "router", "gate", "weight"] | [*_, "experts", "w1"]:
+            return Normal(std=0.02)
+        case ["layers", layer, "moe", "experts", "w2" | "w3"]:
+            return Normal(std=0.02 / math.sqrt(2 * (int(layer) + 1)))
+    return qwen3.initial(config, name)
+
+
+class Qwen3MoE(qwen3.Qwen3):
+    """Qwen3 with experts in all layers but the first few."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        assert isinstance(config, MoEConfig)
+        super().__init__(config)
+        sparse = {name: MoEBlock(config) for name in self.layers if config.has_experts(int(name))}
+        self.layers = nn.ModuleDict({**self.layers, **sparse})
+
+    def initial(self, name: str) -> Init:
+        """Say how a parameter starts."""
+        return initial(self.config, name)
+
+
+SPEC = ModelSpec(
+    name="qwen3_moe",
+    flavors=FLAVORS,
+    build=Qwen3MoE,
+    tensor_plan=qwen3.TENSOR_PLAN,
+    stages=True,
+    hf=HF,
+    torchtitan_rope="halves",
+)
