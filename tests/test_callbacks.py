@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.callbacks import HOOKS, Hooks, build_callbacks
@@ -83,6 +84,21 @@ def test_a_step_answers_with_a_text_or_nothing(answer: object) -> None:
     assert not hooks.stops
 
 
+def test_what_is_no_exception_is_an_error_too_but_an_interrupt_is_none() -> None:
+    class Raises:
+        def __init__(self, error: BaseException) -> None:
+            self.error = error
+
+        def on_checkpoint(self, step: int, path: Path) -> None:
+            raise self.error
+
+    hooks = Hooks([Raises(CheckpointException("x", {}))], device=CPU)
+    hooks.checkpoint(1, Path())
+    assert hooks.has_failed()
+    with pytest.raises(KeyboardInterrupt):
+        Hooks([Raises(KeyboardInterrupt())], device=CPU).checkpoint(1, Path())
+
+
 def test_a_text_asks_for_the_end() -> None:
     hooks = Hooks([Answers(None), Answers("enough")], device=CPU)
     hooks.step(1, None)
@@ -101,6 +117,7 @@ def test_figures_of_a_validation_are_numbers_with_new_names() -> None:
         {"a": "x"},
         {"a": torch.ones(())},
         {"a": float("nan")},
+        {"a": 10**400},
         3,
         {"": 1},
     ):
@@ -125,10 +142,10 @@ def test_the_first_error_is_kept_and_told_with_its_lines() -> None:
         leaving.end(None)
     raising = Raises()
     hooks = Hooks([raising], device=CPU)
-    hooks.start("run")
-    assert hooks.has_failed()
-    hooks.step(1, None)  # no longer called
-    assert len(raising.calls) == 1
+    with pytest.raises(ConfigError):
+        hooks.start("run")
+    hooks.step(1, None)  # called on, as on ranks that have not failed: hooks may meet in it
+    assert [call[0] for call in raising.calls] == ["on_start", "on_step"]
     with pytest.raises(ConfigError) as error:
         hooks.end(None)
     said = str(error.value)

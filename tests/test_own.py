@@ -264,6 +264,7 @@ def test_sections_count_unless_only_watchers_bring_them(folder: Path) -> None:
     [
         ("SECTIONS = {'mine': 3}", "must be a dataclass, got 3"),
         ("SECTIONS = [3]", "must be a dictionary"),
+        ("SECTIONS = {'violations': Mine}", "brings a section [violations]"),
         ("SECTIONS = {'training': Mine}", "brings a section [training], and there is another"),
         ("@dataclass\nclass M:\n    n: int\nSECTIONS = {'m': M}", "n has none"),
         (

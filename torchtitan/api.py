@@ -136,6 +136,7 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
         UserError: A setting, a file or a checkpoint has to be mended, or the loss is not finite.
     """
     _check(config)
+    callbacks = list(callbacks)
     for number, callback in enumerate(callbacks):
         check_callback(callback, path=f"callbacks[{number}]")
     with watch_session() as stop, ExitStack() as undo, torch.enable_grad():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,11 +69,17 @@ class Hooks:
         return bool(self._error)
 
     def start(self, run: object) -> None:
-        """Before the first step; all ranks must call this, and find out if any has callbacks."""
+        """Before the first step; all ranks must call this, and find out if any has callbacks.
+
+        Raises:
+            ConfigError: One has failed, on any rank.
+        """
         number = torch.tensor(len(self._callbacks), device=self._device)
         dist.all_reduce(number)
         self._anywhere = number.item() > 0
         self._call("on_start", run)
+        if self._anywhere:
+            self.raise_failure()
 
     def step(self, step: int, row: Mapping[str, object] | None) -> None:
         """After a step; hooks get a copy of the row, which sinks have had."""
@@ -90,7 +96,7 @@ class Hooks:
         for found in self._call("on_validation", step, dict(row)):
             for name, value in found.items() if isinstance(found, Mapping) else [("", found)]:
                 is_number = value is None or (
-                    isinstance(value, (int, float)) and math.isfinite(value)
+                    isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
                 )
                 if not name or not is_number or name in row or name in figures:
                     rule = "on_validation must return new names with finite numbers, or None"
@@ -127,8 +133,6 @@ class Hooks:
 
     def _call(self, hook: str, *arguments: object) -> list[object]:
         """Return what the hook of each callback returns, but for None."""
-        if self._error:
-            return []
         found = []
         devices = [self._device] if self._device.type == "cuda" else []
         for callback in self._callbacks:
@@ -137,7 +141,9 @@ class Hooks:
             with torch.random.fork_rng(devices):
                 try:
                     found.append(getattr(callback, hook)(*arguments))
-                except (Exception, SystemExit) as error:  # noqa: BLE001 - all ranks will raise it
+                except KeyboardInterrupt:  # of a signal, which nobody waits for
+                    raise
+                except BaseException as error:  # noqa: BLE001 - all ranks will raise it
                     self._fail(describe_error(error))
         return [one for one in found if one is not None]
 

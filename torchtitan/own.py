@@ -7,6 +7,7 @@ bring sections, by a dictionary `SECTIONS` from a name to a dataclass.
 from __future__ import annotations
 
 import pathlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -35,29 +36,28 @@ def with_stored_own(
 ) -> tuple[type[T], Layer]:
     """Do the same for settings that a checkpoint in `folder` holds; return them too.
 
-    They import no module that lies in that folder. Modules that are gone are left out with their
-    sections, but for the model's: what reads the settings may have no need of the others.
+    They import the model's module alone, and not if it lies in that folder. Others add to the
+    settings where the job has imported them; what is not known is left out.
 
     Raises:
         ConfigError: The model's module cannot be imported, or lies in the folder.
     """
-    found, is_whole = [], True
+    found: list[tuple[Path, str]] = []
     for path, text in _find_given(tree, stored):
-        key = ".".join(path)
-        try:
+        if path == MODEL:
             if folder is not None:
-                refuse_within(folder, text, key=key)
-            load_object(text, key=key)
-        except ConfigError:
-            if path == MODEL:
-                raise
-            is_whole = False
-        else:
+                refuse_within(folder, text, key=".".join(path))
             found.append((path, text))
-    made = _with(tree, found)
-    if not is_whole:
-        stored = {path: one for path, one in stored.items() if path[0] in section_fields(made)}
-    return made, stored
+        elif text.partition(":")[0] in sys.modules:
+            found.append((path, text))
+    try:
+        made = _with(tree, found)
+    except ConfigError:  # a name that the module has no longer, say
+        made = _with(tree, [one for one in found if one[0] == MODEL])
+    ours = section_fields(tree)
+    names_own = next(_find_given(tree, stored), None) is not None
+    known = {path: one for path, one in stored.items() if path[0] in ours or path in fields(made)}
+    return made, known if names_own else stored
 
 
 def _with(tree: type[T], named: Iterable[tuple[Path, str]]) -> type[T]:
@@ -70,7 +70,11 @@ def _with(tree: type[T], named: Iterable[tuple[Path, str]]) -> type[T]:
         if path == MODEL and getattr(found, "flavors", None):
             added["model"] = model_section(found.sizes)
         for name, section in sections_of(text, key=key).items():
-            if name in section_fields(tree) or brought.setdefault(name, section) is not section:
+            if (
+                hasattr(tree, name)
+                or name in section_fields(tree)
+                or brought.setdefault(name, section) is not section
+            ):
                 rule = f"'{text}' brings a section [{name}], and there is another; rename one"
                 raise ConfigError.at(key, rule)
             try:
@@ -100,10 +104,8 @@ def watching_sections(config: object, *, is_watcher: Callable[[Path], bool]) -> 
     names them."""
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for path, text in find_own(config):
-        try:
+        if text.partition(":")[0] in sys.modules:  # the others' sections were left out
             found[is_watcher(path)] |= sections_of(text, key=".".join(path)).keys()
-        except ConfigError:  # of stored settings, whose sections are left out then
-            continue
     return found[True] - found[False]
 
 

@@ -245,7 +245,7 @@ class Trainer:
                 self.last_row |= run.validator.measure(step)
                 self.last_row |= run.hooks.validation(step, self.last_row)
         for sink in run.sinks:
-            sink.write(self.last_row)
+            sink.write(dict(self.last_row))
 
     def close(self) -> None:
         """Finish the save, the sinks and the loader's workers, each also if another one fails. A

@@ -110,11 +110,10 @@ class Job:
 
 
 def _folder_of(file: pathlib.Path | str) -> pathlib.Path | None:
-    """Return the folder that stored settings came with: the run's if that is there, or a step's."""
+    """Return the folder that stored settings came with: the run's, or what holds a step's."""
     if isinstance(file, str):
         return None
-    runs = [folder for folder in file.parents[:4] if (folder / CONFIG_FILE).is_file()]
-    return runs[0] if runs else file.parent
+    return file.parent if file.name == CONFIG_FILE else file.parents[2]
 
 
 def _as_meant_then(stored: Layer) -> Layer:

@@ -33,7 +33,8 @@ LARGEST_EXPONENT = 700.0  # exp of more overflows a float
 class Validator:
     """Measures the model as it is.
 
-    `data` identifies the validation's data. `before_saves`: validate before each save. The first
+    `data` identifies the validation's data. `before_saves`: validate before each save.
+    `tells_perplexity`: the loss is cross-entropy. The first
     validation of a start may compile, so it has `first_timeout_seconds`.
     """
 
@@ -51,13 +52,14 @@ class Validator:
         before_saves: bool,
         first_timeout_seconds: int,
         timeout_seconds: int,
+        tells_perplexity: bool = True,
     ) -> None:
         self.data = data
         self._loader, self._execution, self._shard = loader, execution, shard
         self._model, self._mesh, self._device = model, mesh, device
         self._freq, self._before_saves = freq, before_saves
         self._first_timeout, self._timeout = first_timeout_seconds, timeout_seconds
-        self._has_run = False
+        self._has_run, self._tells_perplexity = False, tells_perplexity
 
     def is_due(self, step: int, *, last: bool, saves: bool) -> bool:
         """Tell whether to validate after a step, which is the `last` one, or is saved."""
@@ -91,11 +93,10 @@ class Validator:
                 f"step {step} must have a finite validation loss, got {loss}; go on from an "
                 f"earlier checkpoint with checkpoint.mode = 'continue' and a lower optimizer.lr"
             )
-        return {
-            "validation_loss": loss,
-            "validation_perplexity": math.exp(min(loss, LARGEST_EXPONENT)),
-            "validation_time_s": time.perf_counter() - started,
-        }
+        row: Row = {"validation_loss": loss}
+        if self._tells_perplexity:
+            row["validation_perplexity"] = math.exp(min(loss, LARGEST_EXPONENT))
+        return row | {"validation_time_s": time.perf_counter() - started}
 
     def _sum(self) -> tuple[Tensor, Tensor]:
         """Return this rank's summed loss and the number of its labels."""

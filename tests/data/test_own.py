@@ -223,6 +223,38 @@ def test_a_stream_that_yields_nothing_or_no_json(tmp_path: Path, module: Path) -
         build("Odd", tmp_path)
 
 
+TORCHS = """
+from torch.utils.data import IterableDataset
+class Torchs(Stream, IterableDataset):
+    pass
+class Keyed(Stream):
+    def state_dict(self): return {0: self.next % 10}
+class Reused(Indexed):
+    buffer = __import__("torch").zeros(17, dtype=__import__("torch").int64)
+    def __getitem__(self, i):
+        self.buffer[:] = __import__("torch").tensor(super().__getitem__(i))
+        return self.buffer
+"""
+
+
+def test_torchs_iterable_dataset_is_a_stream(tmp_path: Path, module: Path) -> None:
+    module.write_text(MODULE + TORCHS)
+    torchs, plain = (build(name, tmp_path) for name in ("Torchs", "Stream"))
+    assert all(torch.equal(torchs[k]["tokens"], plain[k]["tokens"]) for k in range(3))
+
+
+def test_a_state_that_json_changes_is_refused(tmp_path: Path, module: Path) -> None:
+    module.write_text(MODULE + TORCHS)
+    with pytest.raises(DataError, match="must come back from JSON as it is"):
+        build("Keyed", tmp_path)
+
+
+def test_memory_that_is_filled_again_makes_other_samples(tmp_path: Path, module: Path) -> None:
+    module.write_text(MODULE + TORCHS)
+    reused, plain = (steps(loader_of(build(n, tmp_path)), 3) for n in ("Reused", "Indexed"))
+    assert reused == plain
+
+
 LATE = """
 class Late(Stream):
     def __iter__(self):

@@ -403,6 +403,19 @@ def test_a_loss_of_the_users_own(case: str, num_chunks: int, recompute: bool) ->
         torch.testing.assert_close(end.grad.double(), right.grad, rtol=1e-4, atol=1e-5)
 
 
+def focal(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = crossed(logits, labels)
+    return (1 - (-losses).exp()) ** 0.5 * losses
+
+
+def test_what_a_loss_makes_of_tokens_without_one_is_left_out() -> None:
+    """Of a token whose label is certain the gradient of this one is infinite."""
+    x, weight = torch.ones(1, 2, 1), torch.tensor([[200.0], [0.0]])
+    ends = [tensor.requires_grad_() for tensor in (x, weight)]
+    build_loss(None, token_losses=focal)(*ends, torch.tensor([[-100, 1]])).backward()
+    assert all(end.grad is not None and end.grad.isfinite().all() for end in ends)
+
+
 def test_cross_entropy_as_ones_own_is_ours() -> None:
     x, weight, labels = inputs()
     built = [build_loss(None, token_losses=losses) for losses in (None, crossed)]

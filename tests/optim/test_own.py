@@ -80,6 +80,19 @@ WRONG = {
         "name",
         "'n' is 2",
     ),
+    "a count in its groups": (
+        STEP + " " * 16 + "group['n'] = group.get('n', 0) + 1; p.sub_(group['lr'] * p.grad)",
+        {},
+        "name",
+        "changes its param_groups[0]['n']",
+    ),
+    "a count of its own": (
+        STEP + " " * 16 + "self.n = getattr(self, 'n', 0) + 1; p.sub_(group['lr'] * p.grad)",
+        {},
+        "name",
+        "a step changes its n;",
+    ),
+    "options without a name": ("def O(params, **more): pass", {"eps": 1}, "options", "no named"),
     "state that begins with ones": (
         STEP
         + " " * 16

@@ -171,6 +171,22 @@ def test_a_decay_that_is_none(name: str, said: str) -> None:
         find_decay(f"{__name__}:{name}")
 
 
+def dips(progress: float) -> float:
+    return -5.0 if 0.3 < progress < 0.35 else 1 - progress
+
+
+def rarely(progress: float) -> float:
+    return math.nan if progress == 1 / 3 else 1 - progress
+
+
+def test_a_decay_is_a_number_from_0_on_all_along() -> None:
+    with pytest.raises(ConfigError, match="must return a number from 0 on"):
+        find_decay(f"{__name__}:dips")
+    decay = find_decay(f"{__name__}:rarely")
+    with pytest.raises(ConfigError, match="got nan"):
+        decay(1 / 3)
+
+
 def test_a_decay_must_give_numbers() -> None:
     for name in ("str", "len"):
         with pytest.raises(ConfigError, match="decay_type"):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from torchtitan.assemble.data import build_samples
 from torchtitan.base.log import amount
+from torchtitan.base.own import is_import_path
 from torchtitan.data.loader import Loader, Numbered
 from torchtitan.data.overlap import describe_shared_documents, shared_files
 from torchtitan.data.settings import SUPERVISED, TrainingConfig
@@ -78,6 +79,7 @@ def build_validator(
         before_saves=config.checkpoint.enable and config.checkpoint.keep_best > 0,
         first_timeout_seconds=config.comm.init_timeout_seconds,
         timeout_seconds=config.comm.train_timeout_seconds,
+        tells_perplexity=not is_import_path(config.training.loss),
     )
 
 

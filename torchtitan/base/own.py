@@ -37,9 +37,10 @@ def load_module(path: str, *, key: str) -> ModuleType:
     Raises:
         ConfigError: It is not there, or raises when it is imported; `key` is the setting to blame.
     """
-    name, here = path.partition(":")[0], _search_here()
+    name = path.partition(":")[0]
     try:
-        return importlib.import_module(name)
+        with _search_here() as here:
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise ConfigError.at(
@@ -49,7 +50,7 @@ def load_module(path: str, *, key: str) -> ModuleType:
                 + ("; write the module without .py" if name.endswith(".py") else ""),
             ) from error
         raise _raised(path, key=key, error=error) from error
-    except Exception as error:  # whatever the module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         raise _raised(path, key=key, error=error) from error
 
 
@@ -62,8 +63,8 @@ def refuse_within(folder: Path, path: str, *, key: str) -> None:
     top = path.partition(":")[0].partition(".")[0]
     if top in sys.modules:
         return
-    _search_here()
-    spec = importlib.util.find_spec(top)
+    with _search_here():
+        spec = importlib.util.find_spec(top)
     places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
     for place in places:
         if place is not None and Path(place).resolve().is_relative_to(folder.resolve()):
@@ -74,12 +75,16 @@ def refuse_within(folder: Path, path: str, *, key: str) -> None:
             )
 
 
-def _search_here() -> str:
-    """Let modules of the current folder be found, and return it."""
-    here = os.getcwd()
+@contextmanager
+def _search_here() -> Iterator[str]:
+    """Let modules of the current folder be found, inside, and give it."""
+    here, before = os.getcwd(), [*sys.path]
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
-    return here
+    try:
+        yield here
+    finally:
+        sys.path[:] = before
 
 
 @contextmanager
@@ -89,7 +94,7 @@ def within(path: str, *, key: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if not is_import_path(path):
             raise
         raise _raised(path, key=key, error=error) from error
@@ -178,7 +183,7 @@ def source_hash(path: str, *, key: str) -> str:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-def _raised(path: str, *, key: str, error: Exception) -> ConfigError:
+def _raised(path: str, *, key: str, error: BaseException) -> ConfigError:
     """Say what was raised inside of the user's module, and where."""
     return ConfigError.at(
         key, f"'{path}' raised an error of its own; mend it:\n{describe_error(error)}"
@@ -187,6 +192,8 @@ def _raised(path: str, *, key: str, error: Exception) -> ConfigError:
 
 def describe_error(error: BaseException) -> str:
     """Return an error of the user's code with the lines of it that raised it."""
+    if isinstance(error, UserError):
+        return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     # our call and importlib's frames come first
     theirs = [frame for frame in frames if "importlib" not in frame.filename][1:]

@@ -85,7 +85,7 @@ def build_own(
         "seed": str(seed),
         "order": ORDER,
     }
-    is_indexed = hasattr(found, "__getitem__")
+    is_indexed = not _is_stream(found)
     if is_indexed and hasattr(found, "__len__"):
         source = OwnSource(found, reader)
         if not source.num_samples:
@@ -114,8 +114,7 @@ def _make(path: str, offered: Mapping[str, object]) -> tuple[Any, bool]:
     """Return the data, and whether they are the held-out ones that were asked for."""
     try:
         found = make(path, key=KEY, offered=offered)
-        is_stream = not hasattr(found, "__getitem__") and not hasattr(found, "__len__")
-        check_methods(found, Streamed if is_stream else Indexed, path=path, key=KEY)
+        check_methods(found, Streamed if _is_stream(found) else Indexed, path=path, key=KEY)
         named = load_object(path, key=KEY)
     except ConfigError as error:
         [mistake] = error.mistakes
@@ -123,6 +122,14 @@ def _make(path: str, offered: Mapping[str, object]) -> tuple[Any, bool]:
         raise DataError(mistake) from error
     asks = callable(named) and "held_out" in inspect.signature(named).parameters
     return found, asks and bool(offered["held_out"])
+
+
+def _is_stream(found: object) -> bool:
+    """Tell which form data are meant to have: torch's IterableDataset has a __getitem__ too."""
+    if hasattr(found, "__len__"):
+        return False
+    has_state = hasattr(found, "state_dict") and hasattr(found, "load_state_dict")
+    return (has_state and hasattr(found, "__iter__")) or not hasattr(found, "__getitem__")
 
 
 def _try_stream(straight: Stream, resumed: Stream) -> None:
@@ -202,7 +209,7 @@ def _ids(raw: Any) -> torch.Tensor:
     ids = torch.as_tensor(raw)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"ids must be integers, not {ids.dtype}")
-    return ids.to(torch.int64)
+    return ids.to(torch.int64, copy=True)  # the user's code may fill the same memory again
 
 
 class OwnSource:
@@ -258,6 +265,11 @@ class Stream:
             found: dict[str, Any] = json.loads(json.dumps(state))
         except Exception as error:  # whatever the user's code raises, or is not JSON
             raise self._reader.raised(error, number=position) from error
+        if found != state:
+            rule = (
+                f"the state of '{self.path}' must come back from JSON as it is, got {state!r:.80}"
+            )
+            raise DataError(f"{rule}, which comes back as {found!r:.80}; use texts, lists, numbers")
         return found
 
     def load_state(self, state: dict[str, Any], *, position: int) -> None:

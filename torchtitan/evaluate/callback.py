@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.base.errors import ConfigError
+from torchtitan.base.own import is_import_path
 from torchtitan.data.loader import Loader
 from torchtitan.data.settings import DataLoaderConfig
 from torchtitan.data.tokenizer import build_tokenizer
@@ -62,6 +63,12 @@ class Perplexity:
                 "validation.enable",
                 "must be true for torchtitan.evaluate.callback:Perplexity, which measures at each "
                 "validation; set it, or remove the callback",
+            )
+        if is_import_path(run.training.loss):
+            raise ConfigError.at(
+                "training.loss",
+                f"must be cross_entropy for a perplexity, got '{run.training.loss}'; measure the "
+                f"checkpoints by python -m torchtitan.evaluate, and remove the callback",
             )
         cut = replace(run.training, dataset_weights=(), dataset_mixture={})
         size = cut.local_batch_size

@@ -178,7 +178,8 @@ class _OwnHead(_Head):
     def _loss(self, logits_MV: Tensor, labels_M: Tensor, *, slope: bool) -> Tensor:
         is_due_M = labels_M != IGNORE_INDEX
         with torch.set_grad_enabled(slope):
-            leaf_MV = logits_MV.detach().clone().requires_grad_(slope)
+            # tokens without a loss have equal logits: what is left out cannot be infinite
+            leaf_MV = logits_MV.detach().where(is_due_M[:, None], 0.0).requires_grad_(slope)
             loss_M = self.token_losses(leaf_MV, labels_M.where(is_due_M, 0))
             due_M = loss_M.where(is_due_M, 0.0)
             summed = due_M.sum()

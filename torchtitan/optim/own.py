@@ -51,16 +51,15 @@ def check_own(settings: OptimizerConfig, *, sections: Mapping[str, object]) -> N
         ConfigError: Says what it lacks.
     """
     taken = inspect.signature(load_object(settings.name, key=NAME)).parameters
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in taken.values())
     for name in settings.options:
         if name in ("params", "lr", "weight_decay") or name in sections:
             raise ConfigError.at(OPTIONS, f"{name!r} has a place of its own; remove it here")
-        if name not in taken and not takes_all:
-            rule = f"{name!r} is no argument of {settings.name}{did_you_mean(name, taken)}"
+        if name not in taken:
+            rule = f"{name!r} is no named argument of {settings.name}{did_you_mean(name, taken)}"
             raise ConfigError.at(OPTIONS, f"{rule}; it takes {', '.join(taken)}")
     plain = _Trial(settings, sections)
     with within(settings.name, key=NAME):
-        before = plain.weights()
+        before, hidden = plain.weights(), plain.hidden()
         plain.step(lr=0.0)
         stayed = torch.equal(before, plain.weights())
         plain.step(lr=0.5)
@@ -69,6 +68,12 @@ def check_own(settings: OptimizerConfig, *, sections: Mapping[str, object]) -> N
         rule = "must move weights by the lr of its param_groups, read in each step"
         got = "moves none at lr 0.5" if stayed else "moves them at lr 0"
         raise ConfigError.at(NAME, f"'{settings.name}' {rule}, and {got}; mend it")
+    if changed := [key for key, value in plain.hidden().items() if hidden.get(key) != value]:
+        rule = (
+            f"'{settings.name}' must keep what changes in its state, which checkpoints hold, and a "
+            f"step changes its {', '.join(changed)}; keep it in self.state[p]"
+        )
+        raise ConfigError.at(NAME, rule)
     for key, value in plain.state():
         shapes = [p.shape for p in plain.parameters]
         if not isinstance(value, torch.Tensor) or (value.ndim and value.shape not in shapes):
@@ -120,6 +125,22 @@ class _Trial:
     def weights(self) -> torch.Tensor:
         """Return all elements."""
         return torch.cat([p.detach().flatten() for p in self.parameters])
+
+    def hidden(self) -> dict[str, str]:
+        """Return what it keeps outside of its state: in its groups, and as attributes."""
+        groups = {
+            f"param_groups[{number}][{key!r}]": repr(value)
+            for number, group in enumerate(self.optimizer.param_groups)
+            for key, value in group.items()
+            if key not in ("params", "lr")
+        }
+        plain = (bool, int, float, str, list, tuple, dict, torch.Tensor)
+        return groups | {
+            key: repr(value)
+            for key, value in vars(self.optimizer).items()
+            if isinstance(value, plain) and key not in ("state", "param_groups", "defaults")
+            if not key.startswith(("_optimizer_", "_zero_grad", "_patch"))
+        }
 
     def state(self) -> list[tuple[str, object]]:
         """Return name and value of all that it keeps."""

@@ -11,6 +11,7 @@ that would have the floor, as in torchtitan 0.2.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 
 import torch
@@ -68,16 +69,21 @@ def find_decay(name: str) -> Callable[[float], float]:
         return _REMAINING[name]
     key = "lr_scheduler.decay_type"
     decay: Callable[[float], float] = load_object(name, key=key)
-    for progress in (0.0, 0.5, 1.0):
+
+    def checked(progress: float) -> float:
         with within(name, key=key):
             left = decay(progress)
-        if not isinstance(left, (int, float)) or not math.isfinite(left) or left < 0:
+        if not isinstance(left, (int, float)) or not 0 <= left <= sys.float_info.max:
             rule = (
                 f"'{name}' must return a number from 0 on for each part from 0 to 1 of the decay "
                 f"that is done, got {left!r:.80} for {progress}; mend it"
             )
             raise ConfigError.at(key, rule)
-    return decay
+        return left
+
+    for percent in range(101):
+        checked(percent / 100)
+    return checked
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
