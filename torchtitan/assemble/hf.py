@@ -19,9 +19,10 @@ from torchtitan.hf.beside import (
     carried_over,
     files_to_copy,
     generation_config,
+    has_chat_template,
     tokenizer_file,
 )
-from torchtitan.hf.card import Card, find_hub_id, find_license, shown
+from torchtitan.hf.card import Card, base_name, find_hub_id, find_license, shown
 from torchtitan.hf.names import Names
 from torchtitan.hf.write import HFExport
 from torchtitan.job import Config
@@ -58,7 +59,11 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
         adapter=LoRAExport.of(config.lora, base=checkpoint.initial_load_path),
         files=files,
         generation=generation,
-        card=describe_card(config).text,
+        card=describe_card(
+            config,
+            has_chat=has_chat_template(files),
+            has_generation=generation is not None or GENERATION_CONFIG in files,
+        ).text,
     )
 
 
@@ -98,11 +103,13 @@ def describe_generation(
     return found
 
 
-def describe_card(config: Config) -> Card:
+def describe_card(config: Config, *, has_chat: bool, has_generation: bool) -> Card:
     """Describe what the model card of a job's exports says."""
     training, checkpoint, lora = config.training, config.checkpoint, config.lora
     base = None if checkpoint.initial_load_path is None else Path(checkpoint.initial_load_path)
-    names = [f"`{shown(path)}`" for path in training.paths] or [f"`{training.dataset}`"]
+    names = [f"`{shown(path, num_names=2)}`" for path in training.paths] or [
+        f"`{training.dataset}`"
+    ]
     if training.weights:
         shares = zip(names, training.weights, strict=True)
         names = [f"{name} (weight {weight:g})" for name, weight in shares]
@@ -110,13 +117,15 @@ def describe_card(config: Config) -> Card:
     return Card(
         name=Path(job.dump_folder).resolve().name,
         description="" if job.description == type(job)().description else job.description,
-        base=None if base is None else find_hub_id(base) or shown(str(base)),
+        base=None if base is None else base_name(base, checkpoint_folder=checkpoint.folder),
         base_id=None if base is None else find_hub_id(base),
         license={} if base is None else find_license(base),
         data=names,
         template=training.chat_template and shown(training.chat_template),
         tokenizer=shown(config.model.tokenizer_path),
         has_tokenizer=tokenizer_file(config.model.tokenizer_path) is not None,
+        has_chat=has_chat,
+        has_generation=has_generation,
         seq_len=training.seq_len,
         lr=config.optimizer.lr,
         decay=config.lr_scheduler.decay_type,
@@ -124,7 +133,7 @@ def describe_card(config: Config) -> Card:
         rank=lora.rank,
         alpha=lora.alpha,
         alone=lora.save == "adapter",
-        settings=to_toml(config),
+        settings=to_toml(config, only_changed=True),
         checkpoint_folder=Path(checkpoint.folder),
     )
 

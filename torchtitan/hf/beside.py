@@ -45,6 +45,14 @@ def files_to_copy(tokenizer_path: str, *, chat_template: str | None) -> Mapping[
     return files
 
 
+def has_chat_template(files: Mapping[str, Path]) -> bool:
+    """Tell whether a chat template is among the files of a tokenizer that were found."""
+    config = files.get("tokenizer_config.json")
+    return CHAT_TEMPLATE in files or (
+        config is not None and read_json(config).get("chat_template") is not None
+    )
+
+
 def warn_of_other_tokenizer(tokenizer_path: str, *, origin: Path) -> None:
     """Warn where the folder that a run begins from has another tokenizer than the job: ids that
     mean other text train without an error."""
