@@ -386,7 +386,7 @@ def test_resolved_toml_names_every_key_but_those_not_set() -> None:
     for path, value in values_of(Config()).items():
         header = f"\n[{'.'.join(path)}]"
         assert f"\n{path[-1]} = " in text or value is None or header in text
-    resolved = "[lr_scheduler]\nwarmup_steps = 200\n"  # its default follows from other settings
+    resolved = "[lr_scheduler]\nwarmup_steps = 200\n"  # what not setting it means
     assert to_toml(Config(), only_changed=True) == resolved
     assert "config_file" not in text
     # what is left out must come back by itself

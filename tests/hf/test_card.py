@@ -16,7 +16,7 @@ from scripts.convert_hf import to_hf
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
-from tests.sft.chats import CHATML, write_lines, write_tokenizer
+from tests.sft.chats import CHATML, SPECIAL, write_lines, write_tokenizer
 from torchtitan.assemble.generator import read_settings
 from torchtitan.assemble.hf import describe_export
 from torchtitan.hf.card import (
@@ -126,6 +126,10 @@ def test_an_adapter_is_loaded_upon_its_base(tuned: Path, tmp_path: Path) -> None
     assert "A LoRA adapter (rank 12, alpha 16) trained from the weights of" in text
     assert "--max-lora-rank 16 --lora-modules run=FOLDER" in text
     assert "PeftModel.from_pretrained" in text
+    merged = tuned / "checkpoint" / "export" / "step-2"
+    for folder in (tmp_path / "out", merged):
+        ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+        assert ends[:2] == [SPECIAL.index("<|im_end|>"), SPECIAL.index("<|end|>")]
     assert 'base.generation_config = GenerationConfig.from_pretrained("FOLDER")' in text
     assert "=FOLDER --generation-config FOLDER\n" in text
     assert "apply_chat_template" in text
