@@ -11,6 +11,7 @@ import pytest
 from torchtitan.assemble.find import find_layout
 from torchtitan.assemble.model import describe, describe_model, find_model, resolve_model
 from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.config.__main__ import main as check_config
 from torchtitan.config.toml_files import to_toml
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hf.config import sizes_of
@@ -155,6 +156,24 @@ def test_a_folder_of_another_family_than_named_is_refused(tmp_path: Path) -> Non
         resolve_model(load_config(job_from(folder_of(folder, architectures=["GPT2LMHeadModel"]))))
     with pytest.raises(UserError, match=r"config\.json"):
         resolve_model(load_config(job_from(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_on_hub"),
+    [("Qwen/Qwen3-0.6B-Base", True), ("{}/nowhere", False), ("tests/nowhere", False)],
+)
+def test_a_folder_that_is_not_there_is_named_with_how_to_get_it(
+    name: str, is_on_hub: bool, tmp_path: Path, capsys
+) -> None:
+    path = name.format(tmp_path)
+    option = f"--checkpoint.initial_load_path={path}"
+    job = ["--checkpoint.enable", option, "--checkpoint.initial_load_in_hf"]
+    assert check_config(job) == 2
+    said = capsys.readouterr().err
+    assert option.split("=")[0] in said
+    assert f"there is no folder {path}; " in said
+    assert (f"hf download {path} --local-dir DIR" in said) == is_on_hub
+    assert ("name a folder of Hugging Face" in said) != is_on_hub
 
 
 def test_a_run_has_no_more_need_of_the_folder(tmp_path: Path) -> None:

@@ -368,6 +368,7 @@ def test_resolved_toml_loads_to_an_equal_config(jobs: Jobs, seed: int) -> None:
     again = jobs.load(to_toml(config))
     assert replace(again, job=replace(again.job, config_file=None)) == config
     assert to_toml(again) == to_toml(config)
+    assert to_toml(jobs.load(to_toml(config, only_changed=True))) == to_toml(config)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -385,6 +386,8 @@ def test_resolved_toml_names_every_key_but_those_not_set() -> None:
     for path, value in values_of(Config()).items():
         header = f"\n[{'.'.join(path)}]"
         assert f"\n{path[-1]} = " in text or value is None or header in text
+    resolved = "[lr_scheduler]\nwarmup_steps = 200\n"  # what not setting it means
+    assert to_toml(Config(), only_changed=True) == resolved
     assert "config_file" not in text
     # what is left out must come back by itself
     assert all(facts.default is None for facts in fields(Config).values() if facts.optional)

@@ -218,6 +218,9 @@ def test_refusals_reach_every_rank_before_anything_is_built(
     wrong = job_from(tmp_path, source, flavor="tiny8")
     for message in ranks.run(jobs.refusal, wrong, world=2):
         assert 'write model.flavor = "hf"' in message
+    nowhere = job_from(tmp_path, tmp_path / "nowhere")
+    for message in ranks.run(jobs.refusal, nowhere, world=2):
+        assert f"initial_load_path: there is no folder {tmp_path / 'nowhere'}; name" in message
     file = sorted(source.glob("*.safetensors"))[3]
     file.write_bytes(file.read_bytes()[:-8])
     for message in ranks.run(jobs.refusal, job_from(tmp_path, source), world=2):

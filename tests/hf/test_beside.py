@@ -5,15 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tests.sft.chats import CHATML, write_tokenizer
+from tests.models.reference import random_decoder, reference_of
+from tests.sft.chats import CHATML, SPECIAL, write_tokenizer
+from torchtitan.assemble.generator import open_generator
 from torchtitan.assemble.hf import describe_export
-from torchtitan.hf.beside import warn_of_other_tokenizer
-from torchtitan.job import load_config
+from torchtitan.assemble.model import resolve_model
+from torchtitan.generate.text import encode_chats
+from torchtitan.hf.beside import GENERATION_CONFIG, warn_of_other_tokenizer
+from torchtitan.hf.write import export
+from torchtitan.job import Config, load_config
+from torchtitan.models.families import MODELS
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+END, TURN = SPECIAL.index("<|end|>"), SPECIAL.index("<|im_end|>")
 
 
 @pytest.mark.parametrize("has_own_file", [False, True])
@@ -47,6 +59,84 @@ def test_the_context_is_the_longest_the_weights_have_met(
     config = load_config([*job, f"--checkpoint.initial_load_path={tmp_path}"])
     carried = describe_export(config, dtype=None).carried
     assert carried["max_position_embeddings"] == expected
+
+
+def base_with(generation: dict | None, folder: Path, *, eos: int | None = END) -> Path:
+    """A base with a chat template whose turns end at another token than its texts."""
+    model = random_decoder(replace(MODELS["llama3"].flavors["tiny"], vocab_size=420))
+    reference_of(model).save_pretrained(write_tokenizer(folder, template=CHATML))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": eos}))
+    (folder / GENERATION_CONFIG).unlink(missing_ok=True)
+    if generation is not None:
+        (folder / GENERATION_CONFIG).write_text(json.dumps(generation))
+    return folder
+
+
+def tuning(base: Path, *options: str) -> Config:
+    job = ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", *options]
+    job += ["--training.dataset=synthetic_examples", f"--checkpoint.initial_load_path={base}"]
+    return resolve_model(load_config(job))
+
+
+@pytest.mark.parametrize(
+    ("there", "eos", "expected"),
+    [
+        ({"eos_token_id": END, "_from_model_config": True}, END, {"eos_token_id": [TURN, END]}),
+        ({"eos_token_id": [9, TURN], "top_k": 2}, 7, {"eos_token_id": [TURN, 1, 7, 9], "top_k": 2}),
+        ({"top_k": 2}, None, {"eos_token_id": [TURN, END], "top_k": 2}),
+        (None, 7, {"eos_token_id": [TURN, END, 7]}),
+    ],
+)
+def test_a_fine_tune_ends_its_turn(
+    there: dict | None, eos: int | None, expected: dict, tmp_path: Path, caplog
+) -> None:
+    with caplog.at_level(logging.INFO):
+        settings = describe_export(tuning(base_with(there, tmp_path / "base", eos=eos)), dtype=None)
+    generation = dict(settings.generation or {})
+    if there is None:
+        generation = {"eos_token_id": generation["eos_token_id"]}  # and config.json's begin
+    assert generation == expected
+    assert GENERATION_CONFIG not in settings.files
+    assert "at <|im_end|>, which ends a turn" in caplog.text
+
+
+def test_transformers_stops_where_an_answer_stops(tmp_path: Path) -> None:
+    base = base_with({"eos_token_id": END, "_from_model_config": True}, tmp_path / "base")
+    model = random_decoder(replace(MODELS["llama3"].flavors["tiny"], vocab_size=420))
+    weights = dcp.FileSystemWriter(tmp_path / "step-1" / "model")
+    dcp.save(model.state_dict(), storage_writer=weights, no_dist=True)
+    settings = replace(describe_export(tuning(base), dtype=None), card=None)
+    export(tmp_path / "step-1", tmp_path / "out", settings=settings, group=None)
+    lengths = {}
+    for folder in (base, tmp_path / "out"):
+        theirs = AutoModelForCausalLM.from_pretrained(folder)
+        favored = 10 * torch.nn.functional.one_hot(torch.tensor(TURN), 420)
+        theirs.lm_head.register_forward_hook(lambda _, given, logits, by=favored: logits + by)
+        asked = torch.tensor([[5, 6, 7]])
+        lengths[folder.name] = theirs.generate(asked, max_new_tokens=5, do_sample=False).shape[1]
+    assert lengths == {"base": 8, "out": 4}
+    ours = open_generator(tmp_path / "out", device=torch.device("cpu"), chats=True)
+    _, stop_ids = encode_chats(ours, [[{"role": "user", "content": "Who?"}]])
+    assert stop_ids == {*GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id}
+
+
+def test_the_files_generation_config_stays_where_no_turn_is_known(tmp_path: Path, caplog) -> None:
+    base = base_with({"eos_token_id": END}, tmp_path / "base")
+    (tmp_path / "silent.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    (tmp_path / "fails.jinja").write_text("{{ raise_exception('no') }}")
+    plain = tuning(base)
+    plain = replace(plain, training=replace(plain.training, dataset="python_stdlib"))
+    silent, fails = (
+        tuning(base, f"--training.chat_template={tmp_path / name}.jinja")
+        for name in ("silent", "fails")
+    )
+    for config, is_warned in ((plain, False), (silent, False), (fails, True)):
+        caplog.clear()
+        settings = describe_export(config, dtype=None)
+        assert settings.generation is None
+        assert settings.files[GENERATION_CONFIG] == base / GENERATION_CONFIG
+        assert ("Which token ends a turn is not known" in caplog.text) == is_warned
 
 
 def test_another_tokenizer_than_the_one_beside_the_weights_is_warned_of(

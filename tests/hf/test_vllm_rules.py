@@ -77,6 +77,10 @@ class Rule:
     breaks: Callable[[Folder], object]
 
 
+def id_of(tokenizer: dict[str, Any], name: str) -> int:
+    return next(one["id"] for one in tokenizer["added_tokens"] if one["content"] == name)
+
+
 def yarn_fits(folder: Folder) -> bool:
     """The longest text by the two ways to reckon it."""
     rope = folder.rope
@@ -230,10 +234,14 @@ CHAT_RULES = [
         lambda f: f.files.pop("chat_template.jinja"),
     ),
     Rule(
-        "generation_config.json, which it takes defaults from, ends a text as the tokenizer does",
+        "generation_config.json, which it takes defaults from, ends a text at a turn's end, and as "
+        "the tokenizer does",
         "https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html (generation-config)",
-        lambda f: f.files["generation_config.json"]["eos_token_id"] == f.config["eos_token_id"],
-        lambda f: f.files["generation_config.json"].update(eos_token_id=-1),
+        lambda f: (
+            f.files["generation_config.json"]["eos_token_id"]
+            == [id_of(f.files["tokenizer.json"], "<|im_end|>"), f.config["eos_token_id"]]
+        ),
+        lambda f: f.files["generation_config.json"].update(eos_token_id=f.config["eos_token_id"]),
     ),
 ]
 
@@ -315,8 +323,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """The export of a job with a tokenizer of Hugging Face and a template of its own."""
     tmp = tmp_path_factory.mktemp("chats")
     tokenizer = write_tokenizer(tmp / "tokenizer")
-    ids = json.loads((tokenizer / "tokenizer.json").read_text())["added_tokens"]
-    end = next(token["id"] for token in ids if token["content"] == "<|end|>")
+    end = id_of(json.loads((tokenizer / "tokenizer.json").read_text()), "<|end|>")
     (tokenizer / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
     (tmp / "mine.jinja").write_text(CHATML)
     model = random_decoder(replace(VARIANTS["grouped"], vocab_size=420))

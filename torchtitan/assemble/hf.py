@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torchtitan.assemble.model import find_model
+from torchtitan.base.errors import DataError
 from torchtitan.config.toml_files import to_toml
-from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.hf.beside import carried_over, files_to_copy, tokenizer_file
-from torchtitan.hf.card import Card, find_hub_id, find_license, shown
+from torchtitan.data.settings import SUPERVISED
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.hf.beside import (
+    GENERATION_CONFIG,
+    carried_over,
+    files_to_copy,
+    generation_config,
+    has_chat_template,
+    tokenizer_file,
+)
+from torchtitan.hf.card import Card, base_name, find_hub_id, find_license, shown
 from torchtitan.hf.names import Names
 from torchtitan.hf.write import HFExport
 from torchtitan.job import Config
 from torchtitan.lora.export import LoRAExport, weight_beside
 from torchtitan.models.settings import ModelConfig
+from torchtitan.sft.chat_files import find_template
+
+logger = logging.getLogger(__name__)
 
 
 def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
@@ -27,25 +42,74 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
     spec, architecture = find_model(config.model)
     checkpoint, tokenizer_path = config.checkpoint, config.model.tokenizer_path
     path = checkpoint.initial_load_path if checkpoint.initial_load_in_hf else None
+    tokenizer = build_tokenizer(tokenizer_path)
+    carried = carried_over(
+        None if path is None else Path(path),
+        seq_len=config.training.seq_len,
+        eos_id=tokenizer.eos_id,
+    )
+    files = files_to_copy(tokenizer_path, chat_template=config.training.chat_template)
+    generation = describe_generation(config, tokenizer=tokenizer, carried=carried)
+    if generation is not None:
+        files = {name: file for name, file in files.items() if name != GENERATION_CONFIG}
     return HFExport(
         names=Names(spec.hf, architecture, weight_beside),
         dtype=dtype,
-        carried=carried_over(
-            None if path is None else Path(path),
-            seq_len=config.training.seq_len,
-            eos_id=build_tokenizer(tokenizer_path).eos_id,
-        ),
+        carried=carried,
         adapter=LoRAExport.of(config.lora, base=checkpoint.initial_load_path),
-        files=files_to_copy(tokenizer_path, chat_template=config.training.chat_template),
-        card=describe_card(config).text,
+        files=files,
+        generation=generation,
+        card=describe_card(
+            config,
+            has_chat=has_chat_template(files),
+            has_generation=generation is not None or GENERATION_CONFIG in files,
+        ).text,
     )
 
 
-def describe_card(config: Config) -> Card:
+def describe_generation(
+    config: Config, *, tokenizer: Tokenizer, carried: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return the generation_config.json of a model that was trained to end its turn; None: it was
+    not, or its template writes no token there."""
+    training, path = config.training, config.model.tokenizer_path
+    if training.dataset not in SUPERVISED:
+        return None
+    try:
+        template = find_template(training.chat_template, tokenizer=tokenizer, tokenizer_path=path)
+        ending = None if template is None else template.end_of_turn()
+    except DataError as error:
+        logger.warning(
+            "Which token ends a turn is not known, add it to eos_token_id of the export's %s: %s",
+            GENERATION_CONFIG,
+            error,
+        )
+        return None
+    if ending is None:
+        return None
+    file = tokenizer_file(path)
+    found = generation_config(
+        None if file is None else file.parent,
+        turn_id=tokenizer.special_tokens[ending],
+        eos_id=tokenizer.eos_id,
+        carried=carried,
+    )
+    logger.info(
+        "The export's %s ends a text at %s, which ends a turn: eos_token_id = %s",
+        GENERATION_CONFIG,
+        ending,
+        found["eos_token_id"],
+    )
+    return found
+
+
+def describe_card(config: Config, *, has_chat: bool, has_generation: bool) -> Card:
     """Describe what the model card of a job's exports says."""
     training, checkpoint, lora = config.training, config.checkpoint, config.lora
     base = None if checkpoint.initial_load_path is None else Path(checkpoint.initial_load_path)
-    names = [f"`{shown(path)}`" for path in training.paths] or [f"`{training.dataset}`"]
+    names = [f"`{shown(path, num_names=2)}`" for path in training.paths] or [
+        f"`{training.dataset}`"
+    ]
     if training.weights:
         shares = zip(names, training.weights, strict=True)
         names = [f"{name} (weight {weight:g})" for name, weight in shares]
@@ -53,13 +117,15 @@ def describe_card(config: Config) -> Card:
     return Card(
         name=Path(job.dump_folder).resolve().name,
         description="" if job.description == type(job)().description else job.description,
-        base=None if base is None else find_hub_id(base) or shown(str(base)),
+        base=None if base is None else base_name(base, checkpoint_folder=checkpoint.folder),
         base_id=None if base is None else find_hub_id(base),
         license={} if base is None else find_license(base),
         data=names,
         template=training.chat_template and shown(training.chat_template),
         tokenizer=shown(config.model.tokenizer_path),
         has_tokenizer=tokenizer_file(config.model.tokenizer_path) is not None,
+        has_chat=has_chat,
+        has_generation=has_generation,
         seq_len=training.seq_len,
         lr=config.optimizer.lr,
         decay=config.lr_scheduler.decay_type,
@@ -67,7 +133,7 @@ def describe_card(config: Config) -> Card:
         rank=lora.rank,
         alpha=lora.alpha,
         alone=lora.save == "adapter",
-        settings=to_toml(config),
+        settings=to_toml(config, only_changed=True),
         checkpoint_folder=Path(checkpoint.folder),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from torchtitan.models.settings import (
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 from torchtitan.trajectory import CONFIG_FILE, Job
+
+HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
@@ -99,6 +102,8 @@ def resolve_model(config: Config) -> Config:
     if not (Path(path) / CONFIG).is_file() and run.is_file():
         found = Job.stored_in(run).config.model
     else:
+        if not Path(path).is_dir():
+            raise not_there(path)
         theirs = read_config(Path(path))
         if model.name == HF:
             spec = family_of(theirs, models=MODELS)
@@ -109,6 +114,18 @@ def resolve_model(config: Config) -> Config:
     scaling = model.rope_scaling if model.rope_scaling.type != "flavor" else found.rope_scaling
     sizes = {**given_overrides(found, of=kind), **sizes}
     return replace(config, model=replace(model, name=found.name, rope_scaling=scaling, **sizes))
+
+
+def not_there(path: str) -> ConfigError:
+    """Return the error of a folder of Hugging Face that is not there, perhaps a name on its Hub."""
+    remedy = "name a folder of Hugging Face: config.json and safetensors files"
+    if HUB_NAME.fullmatch(path) and not Path(path).parent.exists():
+        remedy = (
+            f'nothing is downloaded here: fetch it with "hf download {path} --local-dir DIR", and '
+            f"name DIR"
+        )
+    rule = f"there is no folder {path}; {remedy}"
+    return ConfigError.at("checkpoint.initial_load_path", rule)
 
 
 def describe(spec: ModelSpec, architecture: DecoderConfig) -> ModelConfig:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.assemble.hf import chosen_rotation, describe_export
+from torchtitan.assemble.model import not_there
 from torchtitan.assemble.trained import check_scale, warn_of_random_base
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import CheckpointError, ConfigError
@@ -127,6 +128,8 @@ def open_source(
     if is_file:
         return open_file(path, rope=rope, **model, **how)
     if settings.initial_load_in_hf:
+        if not on_first_rank(lambda: path.is_dir(), group=group):
+            raise not_there(settings.initial_load_path)
         found = open_folder(path, chosen=chosen_rotation(config.model), **model, **how)
         warn_of_other_tokenizer(config.model.tokenizer_path, origin=path)
         return found

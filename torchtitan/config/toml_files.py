@@ -18,7 +18,7 @@ from typing import Any
 import tomli_w
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.fields import file_key, values_of
+from torchtitan.config.fields import fields, file_key, values_of
 from torchtitan.config.layers import (
     COMMAND_LINE,
     NUM_SHOWN,
@@ -90,12 +90,17 @@ def read_value(text: str) -> object:
     return table["value"] if len(table) == 1 else text
 
 
-def to_toml(config: object) -> str:
-    """Write resolved settings; loading them gives an equal tree but for the file's name."""
+def to_toml(config: object, *, only_changed: bool = False) -> str:
+    """Write resolved settings; loading them gives an equal tree but for the file's name.
+
+    `only_changed` leaves out those that have their default.
+    """
     tables: dict[str, Any] = {}
-    left_out = file_key(type(config))
+    left_out, facts = file_key(type(config)), fields(type(config))
     for path, value in values_of(config).items():
         if value is None or path == left_out:
+            continue
+        if only_changed and value == facts[path].default:
             continue
         table = tables
         for name in path[:-1]:

@@ -45,6 +45,14 @@ def files_to_copy(tokenizer_path: str, *, chat_template: str | None) -> Mapping[
     return files
 
 
+def has_chat_template(files: Mapping[str, Path]) -> bool:
+    """Tell whether a chat template is among the files of a tokenizer that were found."""
+    config = files.get("tokenizer_config.json")
+    return CHAT_TEMPLATE in files or (
+        config is not None and read_json(config).get("chat_template") is not None
+    )
+
+
 def warn_of_other_tokenizer(tokenizer_path: str, *, origin: Path) -> None:
     """Warn where the folder that a run begins from has another tokenizer than the job: ids that
     mean other text train without an error."""
@@ -80,6 +88,27 @@ def stop_ids(folder: Path) -> frozenset[int]:
     """Return the tokens that end a text by a folder's generation_config.json, if it has one."""
     file = folder / GENERATION_CONFIG
     return end_tokens(read_json(file)) if file.is_file() else frozenset()
+
+
+def generation_config(
+    folder: Path | None, *, turn_id: int, eos_id: int, carried: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the generation_config.json of a model that ends its turn: that of the tokenizer's
+    folder, or one made of what config.json carries. A text ends at the token that ends a turn
+    first, then at those of the base and of the tokenizer."""
+    file = None if folder is None else folder / GENERATION_CONFIG
+    about = Content(Path(CONFIG), carried)
+    if file is not None and file.is_file():
+        content = read_json(file)
+    else:
+        ids = ("bos_token_id", "pad_token_id")
+        content = Content(
+            about.path, {key: carried[key] for key in ids if carried[key] is not None}
+        )
+    ends = end_tokens(content) | end_tokens(about) | {eos_id}
+    # made from config.json, transformers may make it so once more: there is no turn in that
+    kept = {key: value for key, value in content.items() if key != "_from_model_config"}
+    return {**kept, "eos_token_id": [turn_id, *sorted(ends - {turn_id})]}
 
 
 def end_tokens(content: Content) -> frozenset[int]:

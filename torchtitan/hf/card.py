@@ -4,7 +4,7 @@ It is README.md with a head in YAML, as Hugging Face's Hub reads it
 (https://huggingface.co/docs/hub/model-cards). Nothing in it is guessed: the license is the one that
 the card of the base names, the base's name on the Hub is known where the base lies in the cache of
 downloads, and figures that are not found are left out. The base's card itself is not copied, since
-it describes other weights. Of absolute paths only the last name is written (`shown`).
+it describes other weights. Of absolute paths only the last names are written (`shown`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What --max-lora-rank may be."""
 _LICENSE = re.compile(r"(license(?:_name|_link)?):\s+(['\"]?)([\w.:/+-]+)\2\s*")
 _IN_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
-_ABSOLUTE = re.compile(r'"[~/](?:[^"\\\n]|\\.)*/([^"/\n]+)/?"')
+_ABSOLUTE = re.compile(r'"([~/](?:[^"\\\n]|\\.)*/[^"/\n]+/?)"')
+_STEP = re.compile(r"step-(\d+)")
+_OF_CHECKPOINTS = ("checkpoint", "export")
+_HOMES = ("home", "Users")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,10 @@ class Card:
     template: str | None
     tokenizer: str
     has_tokenizer: bool
+    has_chat: bool
+    """There is a chat template beside the tokenizer."""
+    has_generation: bool
+    """There is a generation_config.json."""
     seq_len: int
     lr: float
     decay: str
@@ -66,7 +73,7 @@ class Card:
     alone: bool
     """Only the adapter is written."""
     settings: str
-    """All of them, as TOML."""
+    """Those that have not their default, as TOML."""
     checkpoint_folder: Path
     """Of the steps in the run's folder."""
 
@@ -137,15 +144,33 @@ def find_hub_id(path: Path) -> str | None:
     return f"{found[1]}/{found[2]}" if found else None
 
 
-def shown(path: str) -> str:
-    """Return a path as a card names it: of an absolute one the last name, and the folder of a
-    pattern."""
+def base_name(path: Path, *, checkpoint_folder: str) -> str:
+    """Return what a card calls a base: its name on the Hub, run and step, or its path."""
+    if (hub_id := find_hub_id(path)) is not None:
+        return hub_id
+    whole = path.expanduser().absolute()
+    if step := _STEP.fullmatch(whole.name):
+        between = {*Path(checkpoint_folder).parts, *_OF_CHECKPOINTS}
+        run = next((folder.name for folder in whole.parents if folder.name not in between), "")
+        return f"{run}, step {step[1]}" if run else whole.name
+    return shown(str(path))
+
+
+def shown(path: str, *, num_names: int = 1) -> str:
+    """Return a path as a card names it: of an absolute one the last names, begun at no pattern,
+    and without the name of a home."""
     if not path.startswith(("/", "~")):
         return path
-    whole = Path(path)
-    return f"{whole.parent.name}/{whole.name}" if set(whole.name) & set("*?[") else whole.name
+    first, *parts = Path(path).parts
+    if first == "/" and parts[:1] in [[home] for home in _HOMES]:
+        first, parts = "~", parts[2:]
+    parts = ["~" if first.startswith("~") else "", *parts]
+    begin = max(len(parts) - num_names, 0)
+    while begin > 0 and set(parts[begin]) & set("*?["):
+        begin -= 1
+    return "/".join(parts[begin:]).lstrip("/")
 
 
 def without_folders(toml: str) -> str:
     """Return TOML with the last name in place of each absolute path."""
-    return _ABSOLUTE.sub(r'"\1"', toml)
+    return _ABSOLUTE.sub(lambda found: f'"{shown(found[1])}"', toml)

@@ -32,6 +32,7 @@ from torchtitan.checkpoint.metadata import is_tensor
 from torchtitan.checkpoint.pieces import TensorReader, fill
 from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank
 from torchtitan.checkpoint.rows import to_their_rows
+from torchtitan.hf.beside import GENERATION_CONFIG
 from torchtitan.hf.card import CARD
 from torchtitan.hf.config import new_config
 from torchtitan.hf.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, INDEX, WEIGHTS, Names
@@ -77,6 +78,8 @@ class HFExport:
     """Keys of config.json beside the sizes."""
     files: Mapping[str, Path] = field(default_factory=dict)
     """Files to copy into the folder, by their names there: the tokenizer and what belongs to it."""
+    generation: Mapping[str, Any] | None = None
+    """The generation_config.json; None: the one among `files`, if there is one."""
     max_file_bytes: int = MAX_FILE_BYTES
     """Weights in one file at most; a tensor that is larger has a file of its own."""
     adapter: Adapter | None = None
@@ -297,6 +300,8 @@ def _complete(
     for name, source in settings.files.items():
         with HashingFile(draft / name) as file:  # on disk when it is closed
             file.write(source.read_bytes())
+    if settings.generation is not None:
+        write_json(draft / GENERATION_CONFIG, settings.generation)
     if settings.card is not None:
         there = target / CARD  # perhaps edited by hand: kept
         text = there.read_bytes() if there.is_file() else settings.card(checkpoint).encode()
