@@ -245,20 +245,32 @@ def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
 def of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
     """Let a job that starts from a Hugging Face folder and names no flavor have its model.
 
-    The folder is read at assembly: by `resolve_model`.
+    `model.flavor = "hf"` from whoever starts the job wins over a file's family and tokenizer. The
+    folder is read at assembly: by `resolve_model`.
     """
-    config, given = loaded.config, {".".join(path) for path in loaded.given}
+    config = loaded.config
     model, checkpoint = config.model, config.checkpoint
     path = checkpoint.initial_load_path
     if path is None or not checkpoint.initial_load_in_hf or path.endswith(WEIGHT_FILES):
         return loaded
-    if "model.flavor" not in given:
+    given = dict(loaded.given)
+    flavor = given.get(("model", "flavor"))
+    if flavor is None or flavor.value is None:
         model = replace(model, flavor=HF)
-    if model.flavor == HF and "model.name" not in given:
-        model = replace(model, name=HF)
-    if model.flavor == HF and "model.tokenizer_path" not in given:
-        model = replace(model, tokenizer_path=path)
-    return replace(loaded, config=replace(config, model=model))
+    if model.flavor != HF:
+        return replace(loaded, config=replace(config, model=model))
+    for key, of_the_folder in (("name", HF), ("tokenizer_path", path)):
+        setting = given.get(("model", key))
+        is_kept = setting is not None and setting.value is not None
+        if is_kept and setting.is_in_file and flavor is not None and not flavor.is_in_file:
+            is_kept = False
+            del given["model", key]  # no message should point there
+            logger.warning(
+                "%s: has no effect, %s: it is the folder's", setting.where(), flavor.where()
+            )
+        if not is_kept:
+            model = replace(model, **{key: of_the_folder})
+    return replace(loaded, config=replace(config, model=model), given=given)
 
 
 def load_config(argv: Sequence[str]) -> Config:
