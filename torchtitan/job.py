@@ -14,7 +14,7 @@ import logging
 import pathlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -256,20 +256,20 @@ def of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
     given = dict(loaded.given)
     flavor = given.get(("model", "flavor"))
     if flavor is None or flavor.value is None:
-        model = replace(model, flavor=HF)
+        flavor, model = None, replace(model, flavor=HF)
     if model.flavor != HF:
         return replace(loaded, config=replace(config, model=model))
-    for key, of_the_folder in (("name", HF), ("tokenizer_path", path)):
+    theirs: dict[str, Any] = {"name": HF, "tokenizer_path": path}
+    for key in [*theirs]:
         setting = given.get(("model", key))
-        is_kept = setting is not None and setting.value is not None
-        if is_kept and setting.is_in_file and flavor is not None and not flavor.is_in_file:
-            is_kept = False
-            del given["model", key]  # no message should point there
-            logger.warning(
-                "%s: has no effect, %s: it is the folder's", setting.where(), flavor.where()
-            )
-        if not is_kept:
-            model = replace(model, **{key: of_the_folder})
+        if setting is None or setting.value is None:
+            continue
+        if flavor is None or flavor.is_in_file or not setting.is_in_file:
+            del theirs[key]
+            continue
+        del given["model", key]  # no message should point there
+        logger.warning("%s: has no effect, %s: it is the folder's", setting.where(), flavor.where())
+    model = replace(model, **theirs)
     return replace(loaded, config=replace(config, model=model), given=given)
 
 
