@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 from torchtitan.assemble.generator import find_run_step, read_settings
 from torchtitan.assemble.hf import describe_export
 from torchtitan.assemble.model import describe
-from torchtitan.base.errors import CheckpointError, UserError
+from torchtitan.base.errors import CheckpointError, DataError, UserError
 from torchtitan.config.fields import values_of
 from torchtitan.config.layers import literal
 from torchtitan.generate.generator import DTYPES
@@ -58,7 +58,13 @@ def to_hf(
             raise CheckpointError(f"{step} holds no LoRA adapter: remove --lora")
         config = replace(config, lora=replace(config.lora, save=lora))
     stored_as = None if dtype is None else getattr(torch, dtype)
-    export(step, out, settings=describe_export(config, dtype=stored_as), group=None)
+    try:
+        settings = describe_export(config, dtype=stored_as)
+    except DataError as error:
+        if error.key != "model.tokenizer_path":
+            raise
+        raise DataError(f"{error}; name the tokenizer of these weights by --tokenizer") from error
+    export(step, out, settings=settings, group=None)
     return f"{out}: the weights of {step}"
 
 

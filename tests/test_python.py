@@ -29,6 +29,7 @@ from tests.distributed.jobs import read_rows, write_job
 from tests.test_two_runs import process_state
 from torchtitan import (
     Config,
+    chat,
     generate,
     load_config,
     load_generator,
@@ -38,6 +39,7 @@ from torchtitan import (
 )
 from torchtitan.base.errors import NonFiniteError, UserError
 from torchtitan.config.toml_files import to_toml
+from torchtitan.generate.text import answer
 from torchtitan.job import load_config as load_command
 from torchtitan.mesh.stop import StopRequest
 from torchtitan.train import train as train_command
@@ -449,6 +451,28 @@ def test_text_is_that_of_the_command(
     assert generate(generator, ["def"], max_new_tokens=1) != texts[1:]
 
 
+def test_special_tokens_are_meant_where_that_is_asked_for(trained: Path) -> None:
+    generator, name = load_generator(trained), "<|end_of_text|>"
+    [plain] = generate(generator, [f"a{name}"], max_new_tokens=1)
+    [meant] = generate(generator, [f"a{name}"], special=True, max_new_tokens=1)
+    assert plain.startswith(f"a{name}")
+    assert meant.startswith("a")
+    assert name not in meant
+
+
+def test_a_chat_is_answered(trained: Path) -> None:
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
+    generator = load_generator(trained, chats=True)
+    [wanted] = answer(generator, [messages], max_new_tokens=9, top_k=40, seed=3)
+    for source in (trained, generator):
+        assert chat(source, messages, max_new_tokens=9, top_k=40, seed=3) == wanted
+    assert chat(generator, messages, max_new_tokens=9, top_k=40, seed=4) != wanted
+    with pytest.raises(UserError, match="chats=True"):
+        chat(load_generator(trained), messages)
+    with pytest.raises(UserError, match="role of message 1"):
+        chat(generator, [{"role": "robot", "content": "Hi"}])
+
+
 def test_it_starts_from_a_folder_of_hugging_face(trained: Path, tmp_path: Path) -> None:
     theirs = trained / "checkpoint" / "export" / "step-2"
     config = load_config(
@@ -487,6 +511,7 @@ model = torchtitan.load_model(folder, device="cpu", dtype="bfloat16")
 ids: list[int] = torchtitan.load_tokenizer(folder).encode("def")
 generator = torchtitan.load_generator(folder)
 texts: list[str] = torchtitan.generate(generator, ["def "], max_new_tokens=5, top_k=3)
+said: str = torchtitan.chat(generator, [{"role": "user", "content": "Hi"}], seed=1)
 again: list[str] = torchtitan.generate("outputs", ["def "], temperature=0, seed=1)
 """
 MISUSE = """
@@ -499,6 +524,7 @@ config.training.steps = 3  # error
 torchtitan.train(config).los  # error
 torchtitan.generate("outputs", [1])  # error
 torchtitan.generate("outputs", ["a"], topk=3)  # error
+torchtitan.chat("outputs", "Hi")  # error
 torchtitan.trian(config)  # error
 steps: str = config.training.steps  # error
 """

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torchtitan.api import Config as Config
     from torchtitan.api import Result as Result
     from torchtitan.api import UserError as UserError
+    from torchtitan.api import chat as chat
     from torchtitan.api import generate as generate
     from torchtitan.api import load_config as load_config
     from torchtitan.api import load_generator as load_generator
@@ -27,6 +28,7 @@ __all__ = [
     "Config",
     "Result",
     "UserError",
+    "chat",
     "generate",
     "load_config",
     "load_generator",

@@ -41,7 +41,7 @@ from torchtitan.config.layers import PYTHON, Layer, Setting, flatten, literal
 from torchtitan.config.load import violations
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.generate.generator import DTYPES, Generator, read_model
-from torchtitan.generate.text import complete
+from torchtitan.generate.text import answer, complete
 from torchtitan.hf.names import CONFIG
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.process_group import read_launch
@@ -54,6 +54,7 @@ __all__ = [
     "Config",
     "Result",
     "UserError",
+    "chat",
     "generate",
     "load_config",
     "load_generator",
@@ -236,15 +237,22 @@ def load_generator(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
+    chats: bool = False,
 ) -> Generator:
-    """Return the model of `load_model` with its tokenizer, to generate from it more than once."""
-    return open_generator(_folder(path), device=_device(device), dtype=_dtype_name(dtype))
+    """Return the model of `load_model` with its tokenizer, to generate from it more than once.
+
+    `chats`: with its chat template too, for `chat`.
+    """
+    return open_generator(
+        _folder(path), device=_device(device), chats=chats, dtype=_dtype_name(dtype)
+    )
 
 
 def generate(
     source: str | os.PathLike[str] | Generator,
     prompts: Sequence[str],
     *,
+    special: bool = False,
     max_new_tokens: int = 200,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -254,6 +262,7 @@ def generate(
 
     A text ends at an end token, or after `max_new_tokens`. `temperature` 0 takes the likeliest
     token; `top_k` draws from so many. Each prompt is drawn with `seed`, whatever stands beside it.
+    `special`: the names of special tokens in a prompt mean these tokens, else they are plain text.
 
     Raises:
         UserError: The folder holds no model or no tokenizer, or an argument has no meaning.
@@ -264,11 +273,43 @@ def generate(
     return complete(
         generator,
         prompts,
+        special=special,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         seed=seed,
     )
+
+
+def chat(
+    source: str | os.PathLike[str] | Generator,
+    messages: Sequence[Mapping[str, object]],
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> str:
+    """Return what the assistant says next, by the model of a folder or of `load_generator`.
+
+    `messages` are the chat so far, each as {"role": "user", "content": "Hi"}. Other arguments are
+    those of `generate`.
+
+    Raises:
+        UserError: As `generate`, or there is no chat template, or a message is wrong.
+    """
+    generator = source if isinstance(source, Generator) else load_generator(source, chats=True)
+    if isinstance(source, Generator) and source.template is None:
+        raise ConfigError("chat needs a chat template; load it: load_generator(path, chats=True)")
+    [text] = answer(
+        generator,
+        [messages],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+    )
+    return text
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:

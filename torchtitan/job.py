@@ -14,7 +14,7 @@ import logging
 import pathlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -245,20 +245,32 @@ def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
 def of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
     """Let a job that starts from a Hugging Face folder and names no flavor have its model.
 
-    The folder is read at assembly: by `resolve_model`.
+    `model.flavor = "hf"` from whoever starts the job wins over a file's family and tokenizer. The
+    folder is read at assembly: by `resolve_model`.
     """
-    config, given = loaded.config, {".".join(path) for path in loaded.given}
+    config = loaded.config
     model, checkpoint = config.model, config.checkpoint
     path = checkpoint.initial_load_path
     if path is None or not checkpoint.initial_load_in_hf or path.endswith(WEIGHT_FILES):
         return loaded
-    if "model.flavor" not in given:
-        model = replace(model, flavor=HF)
-    if model.flavor == HF and "model.name" not in given:
-        model = replace(model, name=HF)
-    if model.flavor == HF and "model.tokenizer_path" not in given:
-        model = replace(model, tokenizer_path=path)
-    return replace(loaded, config=replace(config, model=model))
+    given = dict(loaded.given)
+    flavor = given.get(("model", "flavor"))
+    if flavor is None or flavor.value is None:
+        flavor, model = None, replace(model, flavor=HF)
+    if model.flavor != HF:
+        return replace(loaded, config=replace(config, model=model))
+    theirs: dict[str, Any] = {"name": HF, "tokenizer_path": path}
+    for key in [*theirs]:
+        setting = given.get(("model", key))
+        if setting is None or setting.value is None:
+            continue
+        if flavor is None or flavor.is_in_file or not setting.is_in_file:
+            del theirs[key]
+            continue
+        del given["model", key]  # no message should point there
+        logger.warning("%s: has no effect, %s: it is the folder's", setting.where(), flavor.where())
+    model = replace(model, **theirs)
+    return replace(loaded, config=replace(config, model=model), given=given)
 
 
 def load_config(argv: Sequence[str]) -> Config:

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+import torchtitan
 from tests.config.jobs import Jobs, loaded, mistakes_of
 from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.config.fields import FieldFacts, fields, sections, values_of
 from torchtitan.config.layers import Path, literal
 from torchtitan.config.toml_files import to_toml
-from torchtitan.job import Config, load_config
+from torchtitan.job import Config, load_config, load_job
 from torchtitan.optim.settings import GroupConfig, OptimizerConfig
 
 
@@ -25,6 +26,56 @@ def test_a_file_sets_what_it_names(jobs: Jobs) -> None:
     assert (config.training.steps, config.training.dataloader.num_workers) == (7, 2)
     assert config.training.seq_len == Config().training.seq_len
     assert config.job.config_file == "job.toml"
+
+
+# --- a job that starts from a folder of Hugging Face -------------------------------------------
+
+FOLDER = '[checkpoint]\nenable = true\ninitial_load_in_hf = true\ninitial_load_path = "base"\n'
+OTHER = '[model]\nname = "qwen3"\ntokenizer_path = "byte"\n'
+SIZE = 'flavor = "small"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "model", "num_notices"),
+    [
+        ("", [], ("hf", "hf", "base"), 0),
+        ("", ["--model.name=llama3"], ("llama3", "hf", "base"), 0),
+        (f"{OTHER}{SIZE}", [], ("qwen3", "small", "byte"), 0),
+        (f'{OTHER}flavor = "hf"', [], ("qwen3", "hf", "byte"), 0),
+        (OTHER, [], ("qwen3", "hf", "byte"), 0),
+        (f"{OTHER}{SIZE}", ["--model.flavor=hf"], ("hf", "hf", "base"), 2),
+        (OTHER, ["--model.flavor=hf"], ("hf", "hf", "base"), 2),
+        (OTHER, ["--model.flavor=hf", "--model.name=llama3"], ("llama3", "hf", "base"), 1),
+        (OTHER, ["--model.flavor=hf", "--model.tokenizer_path=x"], ("hf", "hf", "x"), 1),
+    ],
+)
+def test_the_model_is_the_folders_where_the_job_asks_for_it(
+    jobs: Jobs,
+    caplog: pytest.LogCaptureFixture,
+    text: str,
+    options: list[str],
+    model: tuple[str, str, str],
+    num_notices: int,
+) -> None:
+    got = jobs.load(f"{FOLDER}{text}", *options).model
+    assert (got.name, got.flavor, got.tokenizer_path) == model
+    assert len(caplog.messages) == num_notices
+    for message in caplog.messages:
+        assert message.startswith("job.toml: [model] ")
+        assert "command line: --model.flavor" in message
+
+
+def test_the_folders_model_is_asked_for_from_python_too(jobs: Jobs) -> None:
+    job = jobs.write(f"{FOLDER}{OTHER}{SIZE}")
+    for asked in ({"flavor": "hf"}, dict.fromkeys(("name", "flavor", "tokenizer_path"))):
+        model = torchtitan.load_config(job, model=asked).model
+        assert (model.name, model.flavor, model.tokenizer_path) == ("hf", "hf", "base")
+
+
+def test_no_message_points_at_a_tokenizer_that_is_not_used(jobs: Jobs) -> None:
+    job = ["--job.config_file", jobs.write(f"{FOLDER}{OTHER}{SIZE}")]
+    given = load_job([*job, "--model.flavor=hf"]).given
+    assert [path[-1] for path in given if path[0] == "model"] == ["flavor"]
 
 
 # --- inheritance -------------------------------------------------------------------------------

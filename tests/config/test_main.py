@@ -19,6 +19,9 @@ ULYSSES = "--parallelism.context_parallel_rotate_method=ulysses"
 FLOAT8 = ("--model.converters=float8", "--quantize.linear.float8.recipe_name=rowwise")
 ROOT = Path(__file__).parents[2]
 TRAIN_CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+TO_BE_GIVEN = {
+    "finetune_hf": ("--checkpoint.initial_load_path=base", "--training.dataset_path=chats.jsonl")
+}
 
 
 def test_it_prints_what_loads_again(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,9 +211,11 @@ def test_there_are_job_files() -> None:
 def test_every_job_file_loads_without_old_names(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = load_config(["--job.config_file", str(path)])
+    config = load_config(["--job.config_file", str(path), *TO_BE_GIVEN.get(path.stem, ())])
     assert not caplog.messages
     assert config.job.dump_folder == f"./outputs/{path.stem}"
+    if path.stem == "finetune_hf":
+        assert (config.model.flavor, config.model.tokenizer_path) == ("hf", "base")
     if path.stem.startswith("llama3_"):
         assert config.model.flavor == path.stem.split("_")[1].upper()
         assert config.training.dataset == "files"

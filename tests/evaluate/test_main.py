@@ -56,6 +56,7 @@ def test_the_report_holds_figures_and_settings(folder, capsys):
     assert command.main([*words(folder, *EVERYTHING), "--output", str(file)]) == 0
     said = capsys.readouterr().out
     report = json.loads(file.read_text())
+    assert said.startswith(f"checkpoint: {report['checkpoint']}\n")
     assert list(report["perplexity"]) == ["a", "b"]
     # a name that is given again adds files
     assert report["perplexity"]["a"]["num_documents"] == 41

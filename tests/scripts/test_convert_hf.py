@@ -94,6 +94,24 @@ def test_another_type_and_another_tokenizer(script: ModuleType, trained, tmp_pat
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
 
 
+def test_a_tokenizer_that_is_gone_can_be_named(
+    script: ModuleType, trained, tmp_path, capsys
+) -> None:
+    folder, _ = trained
+    command = ["to-hf", str(folder / "run"), str(tmp_path / "hf")]
+    (folder / "tokenizer").rename(tmp_path / "moved")
+    try:
+        assert script.main(command) == 2
+        said = capsys.readouterr().err
+        assert "tokenizer_path" in said
+        assert "--tokenizer" in said
+        assert not (tmp_path / "hf").exists()
+        assert script.main([*command, "--tokenizer", str(tmp_path / "moved")]) == 0
+    finally:
+        (tmp_path / "moved").rename(folder / "tokenizer")
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+
+
 def test_nothing_is_written_over(script: ModuleType, trained, tmp_path, capsys) -> None:
     folder, _ = trained
     (tmp_path / "mine").mkdir()

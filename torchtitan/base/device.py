@@ -112,7 +112,7 @@ def device_name(device: torch.device) -> str:
     """Return the product name of the device; of a CPU also the threads that torch uses."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return f"{_cpu_model()}, threads: {torch.get_num_threads()}"
+    return f"{_cpu_model()}, threads: {torch.get_num_threads()} (OMP_NUM_THREADS)"
 
 
 def has_bfloat16(device_type: str) -> bool:

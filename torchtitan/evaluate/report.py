@@ -34,7 +34,8 @@ def tracked(items: Iterable[T], what: str, *, total: int) -> Iterable[T]:
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """Write the figures to the terminal."""
+    """Write the figures to the terminal, after the step or the folder that they are of."""
+    sys.stdout.write(f"checkpoint: {report['checkpoint']}\n")  # a long path stays on one line
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     if report["perplexity"]:
         table = _table("domain", "loss", "perplexity", "bits/byte", "tokens", "documents", "bytes")

@@ -147,8 +147,8 @@ def check_chats(generator: Generator) -> ChatTemplate:
     """Return the chat template; raise ConfigError if there is none."""
     if generator.template is None:
         raise ConfigError(
-            "a chat needs a chat template, and there is none beside the tokenizer; give a Jinja "
-            "file with --chat_template"
+            "a chat needs a chat template, and there is none beside the tokenizer; put one there, "
+            "as chat_template.jinja, or give a Jinja file with --chat_template"
         )
     return generator.template
 

@@ -206,8 +206,8 @@ def check_family(config: Content, *, format: HFFormat) -> None:
     if config.get("architectures") != [format.architecture]:
         raise CheckpointError(
             f"{config.path} must be of a {format.architecture}, got architectures "
-            f"{config.get('architectures')}; set model.name to its family if that is built, or "
-            f"take another model"
+            f'{config.get("architectures")}; write model.flavor = "hf" and no model.name if its '
+            f"family is built, or take another model"
         )
     rope = rope_table(config)
     said = {"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0), **config}
