@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.distributed import hf_jobs, jobs
+from tests.distributed import test_reference as by_torch
 from tests.distributed.rank_pool import RankPool
-from tests.models.reference import random_decoder, reference_of
+from tests.models.reference import new_decoder, random_decoder, reference_of
 from torchtitan.checkpoint.verify import verify
 from torchtitan.models import llama3
 from torchtitan.models.decoder import Decoder
@@ -45,7 +46,7 @@ def job_from(folder: Path, source: Path, *options: str, flavor: str = "tiny") ->
 TP2 = "--parallelism.tensor_parallel_degree=2"
 PP2 = "--parallelism.pipeline_parallel_degree=2"
 NAME = "--model.name="
-QWEN2, QWEN3 = f"{NAME}qwen2", f"{NAME}qwen3"
+QWEN2, QWEN3, QWEN3_MOE = f"{NAME}qwen2", f"{NAME}qwen3", f"{NAME}qwen3_moe"
 LAYOUTS = {
     "one device": (1, "tiny", {}, ()),
     # 32 rows of wq, heads of 8: shards of 11 rows cut them
@@ -59,6 +60,9 @@ LAYOUTS = {
     "fsdp 2, tp 2, qwen2": (4, "tiny8", {}, (QWEN2, TP2)),
     "fsdp 2, tp 2, qwen3": (4, "tiny8", {}, (QWEN3, TP2)),
     "pp 2, qwen3": (2, "tiny8", {"tie_embeddings": False}, (QWEN3, PP2)),
+    # eight experts: three, three and two
+    "fsdp 3, experts": (3, "tiny", {}, (QWEN3_MOE, "--training.global_batch_size=-1")),
+    "pp 2, experts": (2, "tiny8", {}, (QWEN3_MOE, PP2)),
 }
 
 
@@ -86,6 +90,19 @@ def test_every_layout_begins_with_these_weights_and_each_rank_reads_its_own_alon
         assert max(num_read for _, num_read, _ in results) < 0.7 * whole
 
 
+def test_a_training_with_experts_is_that_of_transformers(ranks: RankPool, tmp_path: Path) -> None:
+    """Ten steps of float64 PyTorch around their model, from the same initial weights."""
+    job = [*jobs.write_job(tmp_path), QWEN3_MOE, f"--training.steps={by_torch.STEPS}"]
+    [result] = ranks.run(jobs.train, job, world=1)
+    model = new_decoder(MODELS["qwen3_moe"].flavors["tiny"])
+    model.load_state_dict(result.initial)
+    theirs = reference_of(model).double()
+    theirs.config._experts_implementation = "eager"  # the others take no float64
+    losses, norms = by_torch.train_plainly(theirs, job, logits=lambda out: out.logits)
+    assert [row["loss"] for row in result.rows] == pytest.approx(losses, rel=1e-5)
+    assert [row["grad_norm"] for row in result.rows] == pytest.approx(norms, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("world", "changes", "options"),
     [
@@ -93,6 +110,7 @@ def test_every_layout_begins_with_these_weights_and_each_rank_reads_its_own_alon
         (2, TIED, ("--checkpoint.last_save_model_only", TP2)),
         (2, {}, (QWEN2, TP2)),
         (2, {}, (QWEN3, TP2)),
+        (2, {}, (QWEN3_MOE,)),
     ],
 )
 def test_the_last_weights_go_to_transformers(

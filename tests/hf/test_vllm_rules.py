@@ -128,7 +128,7 @@ MODEL_RULES = [
     Rule(
         "model_type is known to AutoConfig, which reads config.json for it",
         f"{VLLM}/transformers_utils/config.py",
-        lambda f: f.config["model_type"] in ("llama", "mistral", "qwen2", "qwen3"),
+        lambda f: f.config["model_type"] in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
         set_to(model_type="titan"),
     ),
     Rule(

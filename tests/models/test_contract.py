@@ -169,7 +169,7 @@ def test_a_plain_module_is_told_what_it_must_be() -> None:
         check_contract(nn.Linear(2, 2), spec=LLAMA3)
 
 
-@pytest.mark.parametrize("theirs", ["model.norm.weight", "model.layers.*.mlp.bias"])
+@pytest.mark.parametrize("theirs", ["model.norm.weight", "model.layers.*.mlp.bias", "a.#.b.#.c"])
 def test_a_tensor_of_hugging_face_is_one_parameter(theirs: str) -> None:
     names = {**LLAMA3.hf.names, "output.weight": theirs}
     spec = replace(LLAMA3, hf=replace(LLAMA3.hf, names=names))

@@ -129,7 +129,7 @@ class HFWeights:
 
 
 class _Reader(PieceReader):
-    """Each tensor is one piece."""
+    """Each tensor of the files is one piece."""
 
     def __init__(self, source: HFWeights) -> None:
         self.stored = {name: t for name, t in source.tensors.items() if t.dtype in DTYPES}
@@ -137,8 +137,8 @@ class _Reader(PieceReader):
         entries = {name: _in_pieces(tensor) for name, tensor in self.stored.items()}
         places = {
             MetadataIndex(name, chunk.offsets): piece
-            for name, entry in entries.items()
-            for chunk, piece in zip(entry.chunks, _pieces(self.stored[name]), strict=True)
+            for name, tensor in self.stored.items()
+            for chunk, piece in zip(entries[name].chunks, tensor.parts or (tensor,), strict=True)
         }
         super().__init__(source.path, Metadata(dict(entries), storage_data=places))
 
@@ -160,21 +160,18 @@ class _Entry:
         return part[None]
 
 
-def _pieces(tensor: StoredTensor) -> tuple[StoredTensor, ...]:
-    return tensor.parts or (tensor,)
-
-
 def _in_pieces(tensor: StoredTensor) -> TensorStorageMetadata:
     size = torch.Size(tensor.shape)
-    num_pieces = len(_pieces(tensor))
-    piece = torch.Size([1, *size[1:]]) if tensor.parts else size
-    first = [
-        torch.Size([number, *[0] * len(size[1:])][: len(size)]) for number in range(num_pieces)
-    ]
+    begin = torch.Size([0] * len(size))
+    chunks = [ChunkStorageMetadata(offsets=begin, sizes=size)]
+    if tensor.parts:
+        one = torch.Size([1, *size[1:]])
+        chunks = [
+            ChunkStorageMetadata(offsets=torch.Size([number, *begin[1:]]), sizes=one)
+            for number in range(len(tensor.parts))
+        ]
     return TensorStorageMetadata(
-        properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
-        size=size,
-        chunks=[ChunkStorageMetadata(offsets=offsets, sizes=piece) for offsets in first],
+        properties=TensorProperties(dtype=DTYPES[tensor.dtype]), size=size, chunks=chunks
     )
 
 
