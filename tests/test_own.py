@@ -207,11 +207,12 @@ HOOKED = "--training.callbacks=my_hooks:Hooks"
 def test_a_module_brings_sections_that_its_objects_read(frozen: str, folder: Path) -> None:
     (folder / "my_hooks.py").write_text(SECTIONED.replace("{frozen}", frozen))
     (folder / "job.toml").write_text('[mine]\nkind = "b"\nnames = ["y", "z"]\nmore = "m"\n')
-    config = load_config([f"--job.config_file={folder / 'job.toml'}", HOOKED, "--mine.size=4"])
+    options = [HOOKED, "--mine.size=4", "--mine.made=7"]
+    config = load_config([f"--job.config_file={folder / 'job.toml'}", *options])
     [hooks] = build_callbacks(config.training.callbacks, offered=own_sections(config))
     mine = hooks.mine  # type: ignore[attr-defined]
     assert (mine.size, mine.kind, mine.names, mine.more) == (4, "b", ("y", "z"), "m")
-    assert (mine.share, mine.made) == (0.5, (1, 2))
+    assert (mine.share, mine.made) == (0.5, (7,))
     stored = Job.stored(to_toml(config)).config
     assert to_toml(stored) == to_toml(config)
     facts = fields(type(config))

@@ -155,7 +155,9 @@ def test_a_dataset_saved_by_datasets(tmp_path: Path) -> None:
 
 
 def test_the_hub_is_refused_with_a_way() -> None:
-    with pytest.raises(DataError, match=r"'hf://a/b' .* nothing is streamed; .*save_to_disk"):
+    with pytest.raises(
+        DataError, match=r"'hf://a/b' .* nothing is streamed here; .*HubText.*save_to_disk"
+    ):
         find_files("hf://a/b")
 
 

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import ConfigDict, Field, PositiveInt
+from pydantic import BeforeValidator, ConfigDict, Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.fields import section_fields
@@ -104,7 +104,8 @@ def strict_section(section: Any) -> type:
     def fill(namespace: dict[str, Any]) -> None:
         namespace |= defaults
         namespace["__annotations__"] = {
-            name: typing.Annotated[hint, Field(strict=False)]  # TOML has lists alone
+            # TOML has lists alone, and one value may stand for a list of one
+            name: typing.Annotated[hint, Field(strict=False), BeforeValidator(_in_a_list)]
             if typing.get_origin(hint) is tuple
             else hint
             for name, hint in hints.items()
@@ -118,6 +119,10 @@ def strict_section(section: Any) -> type:
     for name, info in section_fields(made).items():
         info.description = docs.get(name)
     return made
+
+
+def _in_a_list(value: object) -> object:
+    return (value,) if isinstance(value, (str, int, float)) else value
 
 
 def _is_settable(hint: object) -> bool:

@@ -22,7 +22,8 @@ SAVED = "state.json"
 """What `datasets.save_to_disk` writes beside its .arrow files, and what lists them."""
 HUB = (
     "the order of samples is computed from the number of all samples, which a stream does not "
-    'tell, so nothing is streamed; download the data once: python -c "import datasets; '
+    'tell, so nothing is streamed here; write training.dataset = "torchtitan.data.hub:HubText", or '
+    'download the data once: python -c "import datasets; '
     "datasets.load_dataset('NAME', split='train').save_to_disk('data/NAME')\", and name the "
     "folder data/NAME"
 )

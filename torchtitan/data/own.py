@@ -118,7 +118,8 @@ def _make(path: str, offered: Mapping[str, object]) -> tuple[Any, bool]:
         named = load_object(path, key=KEY)
     except ConfigError as error:
         [mistake] = error.mistakes
-        assert not isinstance(mistake, str)
+        if isinstance(mistake, str) or mistake.keys != (KEY,):
+            raise  # of a section of its own
         raise DataError(mistake) from error
     asks = callable(named) and "held_out" in inspect.signature(named).parameters
     return found, asks and bool(offered["held_out"])

@@ -1,0 +1,111 @@
+"""Text that is streamed from the Hugging Face Hub and tokenised on the way.
+
+    python -m torchtitan.train --training.dataset torchtitan.data.hub:HubText \
+        --hub.name HuggingFaceFW/fineweb-edu --hub.subset sample-10BT
+
+It is data as a user may bring them (`data/own.py`), in the form of a stream: each rank reads all
+documents and keeps its own samples, so that a run resumes exactly on any number of ranks, at the
+price that each rank fetches everything. For many ranks, or many passes, download and prepare the
+text instead: then samples are shuffled too. A stream's come in the order of its files. (The shuffle
+buffer of `datasets` is left out: what is in it is lost when a run resumes.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class HubConfig:
+    """A dataset of text on the Hugging Face Hub, or files that `datasets` reads."""
+
+    name: str = ""
+    """owner/name on the Hub; or a format of `datasets`, as json, with data_files."""
+    subset: str | None = None
+    """Subset of the dataset, if it has several."""
+    split: str = "train"
+    """Split of it."""
+    revision: str | None = None
+    """Commit on the Hub: with one a resumed run reads the same text for sure."""
+    data_files: tuple[str, ...] = ()
+    """Files in it, or on this machine; all if not given."""
+    text_key: str = "text"
+    """Column that holds the text."""
+
+
+SECTIONS = {"hub": HubConfig}
+
+
+class HubText:
+    """Documents end to end, each closed by an end token, cut into samples."""
+
+    def __init__(self, tokenizer: Tokenizer, seq_len: int, hub: HubConfig) -> None:
+        if not hub.name:
+            raise ConfigError.at("hub.name", "must name a dataset, as owner/name; write it")
+        self._tokenizer, self._seq_len, self._hub = tokenizer, seq_len, hub
+        self._documents, self._left = self._open(), list[int]()
+        self._is_begun = False
+        self.fingerprint = repr(hub)
+
+    def _open(self) -> Any:
+        hub = self._hub
+        try:
+            from datasets import load_dataset
+        except ImportError as error:
+            rule = f"needs the package datasets ({error}); install it with pip"
+            raise ConfigError.at("hub.name", rule) from error
+        try:
+            return load_dataset(
+                hub.name,
+                hub.subset,
+                split=hub.split,
+                revision=hub.revision,
+                data_files=list(hub.data_files) or None,
+                streaming=True,
+            )
+        except Exception as error:  # of the network, the Hub, or a name: no common class
+            said = str(error).strip().splitlines()[:1]
+            rule = (
+                f"must name what datasets can stream, got {hub.name!r}: {type(error).__name__}: "
+                f"{''.join(said)}; correct hub.name, subset, split or data_files, or the network"
+            )
+            raise ConfigError.at("hub.name", rule) from error
+
+    def __iter__(self) -> Iterator[list[int]]:
+        documents = iter(self._documents)
+        while True:
+            while len(self._left) > self._seq_len:
+                sample = self._left[: self._seq_len + 1]
+                self._left = self._left[self._seq_len :]
+                yield sample
+            document = next(documents, None)
+            if document is None:
+                # what is left begins the next pass
+                self._documents, self._is_begun = self._open(), False
+                return
+            self._is_begun = True
+            text = document.get(self._hub.text_key)
+            if not isinstance(text, str):
+                raise DataError(
+                    f"each document of {self._hub.name} must hold text under "
+                    f"{self._hub.text_key!r}, got {text!r:.60}, with columns "
+                    f"{', '.join(document)}; write another hub.text_key"
+                )
+            self._left += [*self._tokenizer.encode(text), self._tokenizer.eos_id]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the stream, and the tokens that are in no sample yet."""
+        place = self._documents.state_dict() if self._is_begun else None
+        return {"documents": place, "left": self._left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._documents, self._left = self._open(), [*state["left"]]
+        self._is_begun = state["documents"] is not None
+        if self._is_begun:
+            self._documents.load_state_dict(state["documents"])
