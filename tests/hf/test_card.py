@@ -278,6 +278,8 @@ def test_data_are_named_with_their_folder(path: str, expected: str) -> None:
 
 def test_absolute_paths_lose_their_folders() -> None:
     assert without_folders('a = ["/a/b/*"]') == 'a = ["b/*"]'
+    assert without_folders('a = ["web=/home/me/x.txt", "b"]') == 'a = ["web=x.txt", "b"]'
+    assert without_folders('a = "https://a.b/c"') == 'a = "https://a.b/c"'
     toml = 'a = "/home/me/x.txt"\nb = ["~/y/z", "../k/l", "/m/"]\n"/p/q \\" r/s" = 1\nc = "s/t"\n'
     short = 'a = "x.txt"\nb = ["z", "../k/l", "/m/"]\n"s" = 1\nc = "s/t"\n'
     assert without_folders(toml) == short

@@ -71,7 +71,9 @@ class Chat:
                 answer += piece
                 yield piece
         finally:
-            answer = self._special.sub("", answer)
+            # again: what is taken out may leave another name behind
+            while (plain := self._special.sub("", answer)) != answer:
+                answer = plain
             self.said = [*said, {"role": "assistant", "content": answer}]
 
     @property

@@ -28,7 +28,7 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What --max-lora-rank may be."""
 _LICENSE = re.compile(r"(license(?:_name|_link)?):\s+(['\"]?)([\w.:/+-]+)\2\s*")
 _IN_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
-_ABSOLUTE = re.compile(r'"([~/](?:[^"\\\n]|\\.)*/[^"/\n]+/?)"')
+_ABSOLUTE = re.compile(r'"([\w.-]+=)?([~/](?:[^"\\\n]|\\.)*/[^"/\n]+/?)"')
 _STEP = re.compile(r"step-(\d+)")
 _OF_CHECKPOINTS = ("checkpoint", "export")
 _HOMES = ("home", "Users")
@@ -173,4 +173,4 @@ def shown(path: str, *, num_names: int = 1) -> str:
 
 def without_folders(toml: str) -> str:
     """Return TOML with the last name in place of each absolute path."""
-    return _ABSOLUTE.sub(lambda found: f'"{shown(found[1])}"', toml)
+    return _ABSOLUTE.sub(lambda found: f'"{found[1] or ""}{shown(found[2])}"', toml)
