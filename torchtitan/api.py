@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ __all__ = [
     "train",
 ]
 logger = logging.getLogger(__name__)
+_TRAINING = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +142,7 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
     callbacks = list(callbacks)
     for number, callback in enumerate(callbacks):
         check_callback(callback, path=f"callbacks[{number}]")
-    with watch_session() as stop, ExitStack() as undo, torch.enable_grad():
+    with _alone(), watch_session() as stop, ExitStack() as undo, torch.enable_grad():
         launch = prepare_process(undo)
         try:
             trainer, stopped = train_job(
@@ -171,6 +173,20 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
             reason=stopped,
             rows=rows,
         )
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Let one thread train at a time: ranks have one group per process."""
+    if not _TRAINING.acquire(blocking=False):
+        raise ConfigError(
+            "train runs in another thread of this process already; wait for it, or train in "
+            "another process"
+        )
+    try:
+        yield
+    finally:
+        _TRAINING.release()
 
 
 def _check(config: Config) -> None:
