@@ -227,9 +227,10 @@ def random_generators_are_not_restored() -> AbstractContextManager[None]:
 
 
 def stop_and_resume(job: list[str], *, plant: Plant) -> list[Noisy]:
-    before = train_noisily(job, stops=(2,))
+    [before] = train_noisily([(job, (2,))])
     with plant():
-        return before + train_noisily(job, stops=(4,))
+        [after] = train_noisily([(job, (4,))])
+    return before + after
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def test_a_bug_in_resuming_is_seen(
     plant: Plant, ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
     through, parts = (jobs.write_job(tmp_path, name=name, cache=cache) for name in ("a", "b"))
-    [[whole]] = ranks.run(train_noisily, through, stops=(4,), world=1)
+    [[[whole]]] = ranks.run(train_noisily, [(through, (4,))], world=1)
     [[before, after]] = ranks.run(stop_and_resume, parts, plant=plant, world=1)
     assert before.rows == whole.rows[:2]
     assert after.rows[2] != whole.rows[2]
