@@ -5,7 +5,8 @@ wait for it in their next collective. So a hook is called on every rank, at the 
 nothing that it does on one of them alone can part the ranks. An error is kept, travels with the
 reduction of the next step, and ends the run on all ranks with the same message. A request to stop
 travels in the same way. Figures go into this rank's row and nowhere else. What a hook draws from
-torch's random generators is given back. (A collective in a hook is allowed: all ranks are there.)
+torch's random generators is given back. Hooks are called on after an error, so that a collective in
+one finds all ranks there.
 """
 
 from __future__ import annotations

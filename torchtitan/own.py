@@ -43,7 +43,8 @@ def with_stored_own(
         ConfigError: The model's module cannot be imported, or lies in the folder.
     """
     found: list[tuple[Path, str]] = []
-    for path, text in _find_given(tree, stored):
+    named = list(_find_given(tree, stored))
+    for path, text in named:
         if path == MODEL:
             if folder is not None:
                 refuse_within(folder, text, key=".".join(path))
@@ -54,10 +55,12 @@ def with_stored_own(
         made = _with(tree, found)
     except ConfigError:  # a name that the module has no longer, say
         made = _with(tree, [one for one in found if one[0] == MODEL])
+    if not named:  # then an unknown section is a mistake
+        return made, stored
     ours = section_fields(tree)
-    names_own = next(_find_given(tree, stored), None) is not None
-    known = {path: one for path, one in stored.items() if path[0] in ours or path in fields(made)}
-    return made, known if names_own else stored
+    return made, {
+        path: one for path, one in stored.items() if path[0] in ours or path in fields(made)
+    }
 
 
 def _with(tree: type[T], named: Iterable[tuple[Path, str]]) -> type[T]:

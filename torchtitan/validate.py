@@ -30,6 +30,11 @@ from torchtitan.parallel.fsdp import free_gathered
 LARGEST_EXPONENT = 700.0  # exp of more overflows a float
 
 
+def perplexity_of(loss: float) -> float:
+    """Return the perplexity of a loss per token, cut off where it would overflow."""
+    return math.exp(min(loss, LARGEST_EXPONENT))
+
+
 class Validator:
     """Measures the model as it is.
 
@@ -95,7 +100,7 @@ class Validator:
             )
         row: Row = {"validation_loss": loss}
         if self._tells_perplexity:
-            row["validation_perplexity"] = math.exp(min(loss, LARGEST_EXPONENT))
+            row["validation_perplexity"] = perplexity_of(loss)
         return row | {"validation_time_s": time.perf_counter() - started}
 
     def _sum(self) -> tuple[Tensor, Tensor]:

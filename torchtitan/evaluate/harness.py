@@ -122,11 +122,8 @@ class Adapter(TemplateLM):
         super().__init__()
         self.max_length, self._batch_size, self._chats = max_length, batch_size, chats
         self._subject, self._generator = subject, subject.generator
-        self._stop_ids = self._generator.stop_ids
-        if chats:
-            assert self._generator.template is not None, "checked before"
-            if ending := self._generator.template.end_of_turn():
-                self._stop_ids |= {self._generator.tokenizer.special_tokens[ending]}
+        assert self._generator.template is not None or not chats, "checked before"
+        self._stop_ids = self._generator.answer_stop_ids() if chats else self._generator.stop_ids
 
     @property
     def eot_token_id(self) -> int:

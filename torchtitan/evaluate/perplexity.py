@@ -35,8 +35,7 @@ from torchtitan.optim.loss import count_valid
 from torchtitan.parallel.context.build import build_layout
 from torchtitan.parallel.context.layout import SequenceShard
 from torchtitan.parallel.execution import WholeModel
-
-LARGEST_EXPONENT = 700.0  # exp of more overflows a float
+from torchtitan.validate import perplexity_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +150,7 @@ def measure(
     num_tokens, num_bytes = samples.num_tokens, sum(_num_bytes(s, tokenizer) for s in stores)
     return Figures(
         loss=loss,
-        perplexity=math.exp(min(loss, LARGEST_EXPONENT)),
+        perplexity=perplexity_of(loss),
         bits_per_byte=loss / math.log(2) * num_tokens / num_bytes,
         num_tokens=int(num_labels),
         num_tokens_of_text=num_tokens,

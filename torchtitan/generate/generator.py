@@ -39,6 +39,11 @@ class Generator:
     context: int | None = None
     """Tokens of the longest text that it is made for; None: not known."""
 
+    def answer_stop_ids(self) -> frozenset[int]:
+        """Return the tokens that end an answer in a chat: those of a text, and a turn's end."""
+        ending = None if self.template is None else self.template.end_of_turn()
+        return self.stop_ids | ({self.tokenizer.special_tokens[ending]} if ending else set())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:

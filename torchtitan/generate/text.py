@@ -161,16 +161,13 @@ def encode_chats(
     Raises:
         UserError: A message is wrong or spells a special token, or there is no chat template.
     """
-    template, tokenizer = check_chats(generator), generator.tokenizer
-    encoder, ids = Encoder(tokenizer, template), []
+    encoder, ids = Encoder(generator.tokenizer, check_chats(generator)), []
     for number, chat in enumerate(chats, start=1):
         where = f"prompt {number}" if len(chats) > 1 else "the chat"
         question = parse_example({"messages": [*chat]}, where=where)
         assert isinstance(question, Conversation)
         ids.append(encoder.ask(question))
-    ending = template.end_of_turn()
-    stop_ids = generator.stop_ids
-    return ids, stop_ids | {tokenizer.special_tokens[ending]} if ending else stop_ids
+    return ids, generator.answer_stop_ids()
 
 
 def _continued(

@@ -1,9 +1,10 @@
 """An optimizer of the user's own: any torch.optim.Optimizer that works element by element.
 
-The trainer changes no line of it, but needs four things of it, which are tried out on two small
+The trainer changes no line of it, but needs some things of it, which are tried out on two small
 parameters before anything is trained: it reads the rate from its groups in each step, a rate of 0
-leaves the weights alone, its state are tensors (a checkpoint holds no others), and these begin as
-zeros (so that they can be made before the first step, and filled from a checkpoint).
+leaves the weights alone, all that a step changes is in its state, which are tensors (a checkpoint
+holds no others), and these begin as zeros (so that they can be made before the first step, and
+filled from a checkpoint).
 """
 
 from __future__ import annotations
