@@ -88,23 +88,23 @@ def test_experts_are_what_the_definition_says(name: str) -> None:
 
 def in_the_wrong_order(self: Experts, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Each choice is weighed by another one's weight."""
-    return CORRECT_EXPERTS(self, x_TC, ids_TK, weights_TK.flip(1))
+    return CORRECT_EXPERTS(self, x_TC, ids_TK, weights_TK.flip(-1))
 
 
 def combined_by_expert(self: Experts, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """The results are not brought back from the order of the experts."""
     with pytest.MonkeyPatch.context() as patch:
-        plain = moe._Rows.apply
-        patch.setattr(moe._Rows, "apply", lambda x, o, b, k: x if k == 1 else plain(x, o, b, k))
+        plain = moe.reorder
+        patch.setattr(moe, "reorder", lambda x, o, b, k=1: x if k == 1 else plain(x, o, b, k))
         return CORRECT_EXPERTS(self, x_TC, ids_TK, weights_TK)
 
 
-def unnormed(self: Router, x_TC: Tensor) -> tuple[Tensor, Tensor]:
+def unnormed(self: Router, x_TC: Tensor, _: None = None) -> tuple[Tensor, Tensor]:
     ids_TK, weights_TK = CORRECT_ROUTER(self, x_TC)
-    return ids_TK, self.gate(x_TC).softmax(-1).gather(1, ids_TK) + 0 * weights_TK
+    return ids_TK, self.gate(x_TC).softmax(-1).gather(-1, ids_TK) + 0 * weights_TK
 
 
-def without_gradient(self: Router, x_TC: Tensor) -> tuple[Tensor, Tensor]:
+def without_gradient(self: Router, x_TC: Tensor, _: None = None) -> tuple[Tensor, Tensor]:
     ids_TK, weights_TK = CORRECT_ROUTER(self, x_TC)
     return ids_TK, weights_TK.detach()
 
@@ -172,12 +172,12 @@ def test_every_gradient_is_that_of_transformers() -> None:
 def test_of_equal_scores_the_lower_index_is_chosen() -> None:
     layer, x = some(dataclasses.replace(EXPERTS, num_experts=64, num_experts_per_token=4))
     layer.router.gate.weight.data.zero_()
-    ids, weights = layer.router(x.flatten(0, 1))
-    assert ids.tolist() == [[0, 1, 2, 3]] * 18
-    assert weights.tolist() == [[0.25] * 4] * 18
+    ids, weights = layer.router(x)
+    assert ids.flatten(0, 1).tolist() == [[0, 1, 2, 3]] * 18
+    assert weights.flatten(0, 1).tolist() == [[0.25] * 4] * 18
     layer.router.gate.weight.data[[9, 40]] = 1.0  # these tie with each other, above or below all
-    ids, _ = layer.router(x.flatten(0, 1))
-    above = x.flatten(0, 1).sum(-1) > 0
+    ids, _ = layer.router(x)
+    above = x.sum(-1) > 0
     assert ids[above].tolist() == [[9, 40, 0, 1]] * int(above.sum())
     assert ids[~above].tolist() == [[0, 1, 2, 3]] * int((~above).sum())
 
@@ -190,14 +190,14 @@ def test_the_same_input_gives_the_same_bits() -> None:
 
 def test_scores_are_float32_in_bfloat16_too() -> None:
     layer, x = some(EXPERTS, torch.bfloat16)
-    _, weights = layer.router(x.flatten(0, 1))
+    _, weights = layer.router(x)
     assert weights.dtype == torch.float32
     assert layer(x).dtype == torch.bfloat16
     # a float32 weight is rounded as FSDP would round it: the same choices in every layout
     wide = MoE(EXPERTS)
     wide.load_state_dict(layer.state_dict())
     wide.router.gate.weight.data.mul_(1 + 2**-12)
-    assert torch.equal(wide.router(x.flatten(0, 1))[1], weights)
+    assert torch.equal(wide.router(x)[1], weights)
     assert torch.equal(wide(x), layer(x))
 
 

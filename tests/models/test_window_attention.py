@@ -35,7 +35,9 @@ def test_each_query_sees_its_window(
         for name in exact:
             # of a window of one token the weights are 1, whatever queries and keys
             if window == 1 and name in ("dq", "dk"):
-                assert float(ours[name].abs().max()) < tolerance
+                # so they are the difference of two equal dot products, of norms about 3: what
+                # rounding leaves of it depends on the order in which a CPU adds
+                assert float(ours[name].abs().max()) < 4 * tolerance
             else:
                 assert error(ours[name], exact[name]) < tolerance, name
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, get_args
 
@@ -51,14 +51,61 @@ def has_window(model: nn.Module) -> bool:
     return any(m.window is not None for m in model.modules() if isinstance(m, Attends))
 
 
+Compute = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
+"""From rows (N, C), sorted by expert, how many each expert gets (E), and the stacked weights to the
+rows that come of them (N, C)."""
+Exchange = Callable[[Compute, torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
+"""Has rows multiplied where their experts are; it takes what `Compute` takes, behind that."""
+
+
+def multiply_here(
+    compute: Compute,
+    x_NC: torch.Tensor,
+    counts_E: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Multiply rows on the rank that has them: the `Exchange` where every expert is at hand."""
+    return compute(x_NC, counts_E, weights)
+
+
 class StackedExperts(nn.Module):
     """A module whose parameters are experts, stacked along the first dimension.
 
     A token is multiplied by `num_chosen` of them. What it computes depends on how many tokens each
-    expert gets, so it is left out of compiled graphs.
+    expert gets, so it is left out of compiled graphs. It has its rows multiplied by
+    `exchange(compute, rows, counts, weights)`: expert parallelism replaces `exchange` by a function
+    that takes them to the ranks of their experts.
     """
 
     num_chosen: int
+    compute: Compute
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exchange: Exchange = multiply_here
+
+
+class Routes(nn.Module):
+    """A module that sends tokens (B, S, C) to `experts`, by `route`.
+
+    Each rank routes its own tokens. Under tensor parallelism without sequence parallelism, where
+    several ranks hold the same ones, `route` is replaced by a function that deals them out.
+    """
+
+    experts: StackedExperts
+    route: Callable[[torch.Tensor], torch.Tensor]
+    expert_bias: nn.Parameter | None
+    """Added to the experts' scores in choosing alone (E), float32. No gradient trains it: it is
+    kept whole on every rank, and balances the load (`optim/balance.py`)."""
+
+
+def untrained(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are state and never trained, whole on every rank: the biases."""
+    return [
+        module.expert_bias
+        for module in model.modules()
+        if isinstance(module, Routes) and module.expert_bias is not None
+    ]
 
 
 class CastsWeights:

@@ -13,12 +13,19 @@ same input gives the same bits, and a block that is recomputed chooses the same 
 The choice jumps where two scores nearly tie: rounding may then send a token elsewhere. Scores are
 therefore computed in float32, whatever the type of the rest.
 
-Shapes: B batch, S sequence, T = B S tokens, C = dim, H width of an expert, E experts, K experts of
-a token, N = T K rows, one for each choice.
+Nothing here knows of other ranks. What may reach them, or decide otherwise, takes the place of an
+attribute: which experts are chosen (`Router.choose`), a loss of the router's own
+(`Router.extra_loss`), where rows are multiplied (`Experts.exchange`) and how (`Experts.compute`).
+
+Shapes: B batch, S sequence, C = dim, H width of an expert, E experts, K experts of a token,
+N = B S K rows, one for each choice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,55 +33,99 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.attention import LayerCache
-from torchtitan.models.contract import CastsWeights, StackedExperts
-from torchtitan.models.decoder import Block
+from torchtitan.models.contract import CastsWeights, Compute, Routes, StackedExperts
+from torchtitan.models.decoder import Block, FeedForward
 from torchtitan.models.documents import Documents
 from torchtitan.models.rope import Rope
 from torchtitan.models.sizes import MoEConfig
+
+TINY = 1e-20
+"""Added to the sum that weights are divided by, as sigmoids may all be zero."""
 
 
 class Gate(nn.Linear, CastsWeights):
     """The router's matrix. Its product is at least float32, whatever the type of its input."""
 
-    def forward(self, x_TC: Tensor) -> Tensor:
+    def forward(self, x_BSC: Tensor) -> Tensor:
         """Return the logits of the experts."""
-        wide = torch.promote_types(x_TC.dtype, torch.float32)
+        wide = torch.promote_types(x_BSC.dtype, torch.float32)
         # first in the type of the input, as FSDP gathers it: the same numbers in every layout
-        return F.linear(x_TC.to(wide), self.weight.to(x_TC.dtype).to(wide))
+        return F.linear(x_BSC.to(wide), self.weight.to(x_BSC.dtype).to(wide))
+
+
+def best_experts(scores_BSE: Tensor, *, num: int, num_groups: int = 1, kept: int = 1) -> Tensor:
+    """Return the `num` experts with the highest scores (B, S, K), the best first.
+
+    Of equal scores the one with the lower index is chosen. With `num_groups` groups of neighbours
+    only the experts of the best `kept` groups are; a group's score is the sum of its best two.
+    """
+    if kept < num_groups:
+        groups_BSGE = scores_BSE.unflatten(-1, (num_groups, -1))
+        best_BSG = groups_BSGE.topk(min(2, groups_BSGE.shape[-1])).values.sum(-1)
+        order_BSG = best_BSG.sort(dim=-1, descending=True, stable=True).indices
+        is_left_out = torch.ones_like(best_BSG, dtype=torch.bool)
+        is_left_out = is_left_out.scatter(-1, order_BSG[..., :kept], False)
+        scores_BSE = groups_BSGE.masked_fill(is_left_out[..., None], -torch.inf).flatten(-2)
+    # topk leaves open which of equal scores it takes
+    return scores_BSE.sort(dim=-1, descending=True, stable=True).indices[..., :num]
 
 
 class Router(nn.Module):
     """Chooses the experts of each token, and their weights."""
 
+    choose: Callable[[Tensor], Tensor]
+    """From scores, detached and with the bias if there is one (B, S, E), to experts (B, S, K)."""
+    extra_loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None
+    """From logits and scores (B, S, E) and the chosen experts to a scalar whose gradients are added
+    to those of the model's loss; None: nothing is."""
+
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         assert config.expert_score in ("softmax", "sigmoid")
         self.gate = Gate(config.dim, config.num_experts, bias=False)
-        self.num_chosen = config.num_experts_per_token
         self.is_softmax = config.expert_score == "softmax"
         self.norms, self.scale = config.norm_expert_weights, config.expert_weight_scale
+        self.choose = partial(
+            best_experts,
+            num=config.num_experts_per_token,
+            num_groups=config.num_expert_groups or 1,
+            kept=config.num_limited_groups or config.num_expert_groups or 1,
+        )
+        self.extra_loss = None
 
-    def forward(self, x_TC: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts of each token (T, K), the best first, and their weights in float32.
+    def forward(self, x_BSC: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the experts of each token (B, S, K), the best first, and their weights in float32.
 
-        Of experts with equal scores the one with the lower index is chosen.
+        A bias counts in choosing alone.
         """
-        logits_TE = self.gate(x_TC)
-        scores_TE = logits_TE.softmax(-1) if self.is_softmax else logits_TE.sigmoid()
-        # topk leaves open which of equal scores it takes
-        order_TE = scores_TE.detach().sort(dim=-1, descending=True, stable=True).indices
-        ids_TK = order_TE[:, : self.num_chosen]
-        weights_TK = scores_TE.gather(1, ids_TK)
+        logits_BSE = self.gate(x_BSC)
+        scores_BSE = logits_BSE.softmax(-1) if self.is_softmax else logits_BSE.sigmoid()
+        choice_BSE = scores_BSE.detach()
+        ids_BSK = self.choose(choice_BSE if bias_E is None else choice_BSE + bias_E)
+        weights_BSK = scores_BSE.gather(-1, ids_BSK)
         if self.norms:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        return ids_TK, weights_TK * self.scale
+            weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + TINY)
+        if self.extra_loss is not None and torch.is_grad_enabled():
+            extra = self.extra_loss(logits_BSE, scores_BSE, ids_BSK)
+            weights_BSK = _WithLoss.apply(weights_BSK, extra)
+        return ids_BSK, weights_BSK * self.scale
+
+
+class _WithLoss(torch.autograd.Function):
+    """A tensor as it is, that brings a loss with it: backward begins there too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss = loss.new_ones(())
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], ctx.loss
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of x in another order, each of them `times` times, by gathers in both directions.
-
-    Row i is x[order[i] // times], and `back` undoes `order`.
-    """
+    """See `reorder`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order_N: Tensor, back_N: Tensor, times: int) -> Tensor:
@@ -88,6 +139,38 @@ class _Rows(torch.autograd.Function):
         return grads[0][back_N].unflatten(0, (-1, ctx.times)).sum(1), None, None, None
 
 
+def reorder(x: Tensor, order_N: Tensor, back_N: Tensor, times: int = 1) -> Tensor:
+    """Return rows of x in another order, each of them `times` times, by gathers in both directions.
+
+    Row i is x[order[i] // times], and `back` undoes `order`.
+    """
+    rows: Tensor = _Rows.apply(x, order_N, back_N, times)
+    return rows
+
+
+def multiply_in_turn(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Send rows, sorted by expert, so many for each, through its w2(silu(w1 x) * w3 x), one expert
+    after another."""
+    rows = x_NC.split(counts_E.tolist())  # the host waits for the device
+    # unbound and not indexed, whose backward would make a whole stack for each expert
+    each = zip(rows, *(w.to(x_NC.dtype).unbind() for w in weights), strict=True)
+    return torch.cat(
+        [
+            F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+            for expert, (x, w1, w2, w3) in enumerate(each)
+            if len(x) or not expert  # with no row at all there still are gradients: zeros
+        ]
+    )
+
+
+def multiply_grouped(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """The same by three grouped products; `can_group` says where they can be had."""
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    w1, w2, w3 = (w.to(x_NC.dtype).mT for w in weights)
+    hidden_NH = F.silu(F.grouped_mm(x_NC, w1, offs=ends_E)) * F.grouped_mm(x_NC, w3, offs=ends_E)
+    return F.grouped_mm(hidden_NH, w2, offs=ends_E)
+
+
 class Experts(StackedExperts, CastsWeights):
     """The experts of a layer: feed-forwards with SwiGLU, their matrices stacked."""
 
@@ -98,45 +181,47 @@ class Experts(StackedExperts, CastsWeights):
         self.w1 = nn.Parameter(torch.empty(num, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(num, hidden_dim, dim))
+        self.compute: Compute = multiply_in_turn
 
-    def forward(self, x_TC: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def forward(self, x_BSC: Tensor, ids_BSK: Tensor, weights_BSK: Tensor) -> Tensor:
         """Return the weighted sum of what a token's experts make of it, summed in float32."""
-        num_chosen = ids_TK.shape[1]
-        sorted_N, order_N = ids_TK.flatten().sort(stable=True)
+        num_chosen = ids_BSK.shape[-1]
+        sorted_N, order_N = ids_BSK.flatten().sort(stable=True)
         back_N = order_N.argsort()
-        experts_E = torch.arange(len(self.w1), device=x_TC.device)
+        experts_E = torch.arange(len(self.w1), device=x_BSC.device)
         ends_E = torch.searchsorted(sorted_N, experts_E, right=True)
-        x_NC = _Rows.apply(x_TC, order_N, back_N, num_chosen)
-        out_NC = _Rows.apply(self._multiply(x_NC, ends_E), back_N, order_N, 1)
-        out_TKC = out_NC.unflatten(0, (-1, num_chosen)).to(weights_TK.dtype)
-        return (out_TKC * weights_TK[..., None]).sum(1).to(x_TC.dtype)
-
-    def _multiply(self, x_NC: Tensor, ends_E: Tensor) -> Tensor:
-        """Send rows, sorted by expert, through their experts; `ends_E` is where each one's end."""
-        rows = x_NC.tensor_split(ends_E[:-1].tolist())  # the host waits for the device
-        # unbound and not indexed, whose backward would make a whole stack for each expert
-        weights = (w.to(x_NC.dtype).unbind() for w in (self.w1, self.w2, self.w3))
-        return torch.cat(
-            [
-                F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
-                for x, w1, w2, w3 in zip(rows, *weights, strict=True)
-                if len(x)
-            ]
-        )
+        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        x_NC = reorder(x_BSC.flatten(0, 1), order_N, back_N, num_chosen)
+        out_NC = self.exchange(self.compute, x_NC, counts_E, (self.w1, self.w2, self.w3))
+        out_BSKC = reorder(out_NC, back_N, order_N).unflatten(0, ids_BSK.shape)
+        return (out_BSKC.to(weights_BSK.dtype) * weights_BSK[..., None]).sum(-2).to(x_BSC.dtype)
 
 
-class MoE(nn.Module):
-    """A router and its experts, in the place of a feed-forward."""
+class MoE(Routes):
+    """A router and its experts, in the place of a feed-forward.
+
+    The shared experts, to which every token is sent, are one feed-forward as wide as all of them.
+    """
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.router = Router(config)
         self.experts = Experts(config)
+        shared = (config.num_shared_experts or 0) * config.expert_hidden_dim
+        self.shared_experts = FeedForward(replace(config, hidden_dim=shared)) if shared else None
+        self.expert_bias = None
+        if config.expert_bias:
+            bias_E = torch.empty(config.num_experts, dtype=torch.float32)
+            self.expert_bias = nn.Parameter(bias_E, requires_grad=False)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
         """Transform each token by itself."""
-        x_TC = x_BSC.flatten(0, 1)
-        return self.experts(x_TC, *self.router(x_TC)).view_as(x_BSC)
+        out_BSC = self.route(x_BSC)
+        return out_BSC if self.shared_experts is None else out_BSC + self.shared_experts(x_BSC)
+
+    def route(self, x_BSC: Tensor) -> Tensor:
+        """Send each token to its experts."""
+        return self.experts(x_BSC, *self.router(x_BSC, self.expert_bias))
 
 
 class MoEBlock(Block):

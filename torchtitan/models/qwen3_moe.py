@@ -15,7 +15,7 @@ import math
 from torch import nn
 
 from torchtitan.models import qwen3
-from torchtitan.models.init import Init, Normal
+from torchtitan.models.init import Constant, Init, Normal
 from torchtitan.models.moe import MoEBlock
 from torchtitan.models.sizes import DecoderConfig, MoEConfig
 from torchtitan.models.spec import HFFormat, ModelSpec
@@ -90,7 +90,11 @@ def initial(config: DecoderConfig, name: str) -> Init:
     match name.split("."):
         case ["layers", _, "moe", "router", "gate", "weight"] | [*_, "experts", "w1"]:
             return Normal(std=0.02)
-        case ["layers", layer, "moe", "experts", "w2" | "w3"]:
+        case [*_, "shared_experts", "w1", "weight"]:
+            return Normal(std=0.02)
+        case ["layers", _, "moe", "expert_bias"]:
+            return Constant(0.0)
+        case ["layers", layer, "moe", "experts" | "shared_experts", "w2" | "w3", *_]:
             return Normal(std=0.02 / math.sqrt(2 * (int(layer) + 1)))
     return qwen3.initial(config, name)
 

@@ -114,6 +114,14 @@ class MoEConfig(DecoderConfig):
     """The weights of the experts that a token is sent to are divided by their sum."""
     num_dense_layers: int | None = None
     """First layers, which have one feed-forward instead of experts; none if not given."""
+    num_shared_experts: int | None = None
+    """Experts that every token is sent to, beside those that it chooses; none if not given."""
+    num_expert_groups: int | None = None
+    """Groups of experts, of which a token chooses num_limited_groups first; one if not given."""
+    num_limited_groups: int | None = None
+    """Groups whose experts a token may choose; all if not given."""
+    expert_bias: bool = False
+    """Each expert has a bias, added to its score in choosing alone, that balances the load."""
     expert_score: str = field(default="softmax", metadata=OF_FAMILY)
     """How the router scores experts: softmax, over all of them, or sigmoid, each by itself."""
     expert_weight_scale: float = field(default=1.0, metadata=OF_FAMILY)
@@ -128,8 +136,10 @@ class MoEConfig(DecoderConfig):
         match name.split("."):
             case ["layers", layer, "feed_forward", *_]:
                 return not self.has_experts(int(layer))
-            case ["layers", layer, "moe", *_]:
-                return self.has_experts(int(layer))
+            case ["layers", layer, "moe", part, *_]:
+                lacks = part == "expert_bias" and not self.expert_bias
+                lacks = lacks or (part == "shared_experts" and not self.num_shared_experts)
+                return self.has_experts(int(layer)) and not lacks
         return super().has(name)
 
     def violations(self) -> Iterator[Violation]:
@@ -140,6 +150,25 @@ class MoEConfig(DecoderConfig):
                 ("num_experts_per_token", "num_experts"),
                 f"a token is sent to different experts, got {self.num_experts_per_token} of "
                 f"{self.num_experts}; write num_experts_per_token = {self.num_experts} or fewer",
+            )
+        groups, kept = self.num_expert_groups or 1, self.num_limited_groups or 1
+        if self.num_experts % groups:
+            yield Violation(
+                ("num_expert_groups", "num_experts"),
+                f"must divide num_experts, got {groups} for {self.num_experts}",
+            )
+        elif kept > groups:
+            yield Violation(
+                ("num_limited_groups", "num_expert_groups"),
+                f"must be at most num_expert_groups, got {kept} of {groups}",
+            )
+        elif self.num_limited_groups and kept * self.num_experts // groups < (
+            chosen := self.num_experts_per_token
+        ):
+            yield Violation(
+                ("num_limited_groups", "num_experts_per_token"),
+                f"leaves {kept * self.num_experts // groups} experts to a token that is sent to "
+                f"{chosen}; raise it, or lower num_experts_per_token",
             )
         if not self.has_experts(self.num_layers - 1):
             yield Violation(
