@@ -145,7 +145,7 @@ def test_every_default_of_one_old_file_together() -> None:
             (f'[training]\ndataset = "{name}"', 'dataset = "files" with dataset_path')
             for name in ("c4", "c4_test", "c4_validation")
         ),
-        ("[parallelism]\nexpert_parallel_degree = 8", "only 1 is accepted"),
+        ("[parallelism]\nexpert_tensor_parallel_degree = 8", "only 1 is accepted"),
         ("[checkpoint]\ncreate_seed_checkpoint = true", "only false is accepted"),
         ('[model]\nconverters = ["quantize.linear.mx"]', "train in bfloat16"),
         ("[memory_estimation]\nenable = true", "metrics report the peak of a real step"),

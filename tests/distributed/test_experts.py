@@ -1,4 +1,4 @@
-"""A model with experts trains alike in every layout in which a rank runs whole experts.
+"""A model with experts trains alike in every layout, its experts dealt out or not.
 
 The first of four layers is dense, so that stages with and without experts are there. Gradients of
 every parameter are compared before an optimizer sees them: Adam hides a wrong scale.
@@ -21,12 +21,13 @@ from tests.distributed.conftest import OneDevice
 from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import begin
-from tests.distributed.test_matrix import HOW, cp, frozen
+from tests.distributed.test_matrix import COPIED, HOW, TP2, cp, frozen
 from tests.distributed.test_resume import exact
 from torchtitan.models import qwen3_moe
-from torchtitan.models.init import Init, Normal
+from torchtitan.models.init import Init, Normal, local_part
 from torchtitan.models.moe import Router
 from torchtitan.models.sizes import DecoderConfig
+from torchtitan.trainer import Trainer
 
 MOE = TINY8.replace("[model]", '[model]\nname = "qwen3_moe"')
 NAME = "--model.name=qwen3_moe"
@@ -36,6 +37,13 @@ WITHIN = ("--training.document_attention=within",)
 ADAPTER = ("--lora.rank=4", "--lora.alpha=8.0", '--lora.modules=["layers.*.attention.w*"]')
 MUON = ("--optimizer.name=Muon",)
 CHUNKS = ("--training.seq_len=41",)
+
+
+def ep(degree: int) -> str:
+    """Return the argument of expert parallelism."""
+    return f"--parallelism.expert_parallel_degree={degree}"
+
+
 # ranks, samples of a rank and microbatch, what is trained, where and how
 LAYOUTS: dict[str, tuple[int, int, tuple[str, ...], tuple[str, ...]]] = {
     "one device, accumulating, recomputed": (1, 2, (), HOW["recomputed"]),
@@ -56,6 +64,37 @@ LAYOUTS: dict[str, tuple[int, int, tuple[str, ...], tuple[str, ...]]] = {
     "pp 2, ZBV": (2, 4, (), pipeline("ZBVZeroBubble")),
     "pp 2, fsdp 2, interleaved": (4, 4, (), pipeline("Interleaved1F1B")),
     "pp 2, cp 2": (4, 4, (), (*pipeline("1F1B"), *cp(2, "ring"))),
+    "tp 2": (2, 8, (), (TP2,)),
+    "tp 2, stream copied, odd tokens": (2, 8, CHUNKS, (TP2, COPIED, *HOW["recomputed"])),
+    "tp 2, fsdp 2": (4, 4, (), (TP2, *HOW["by operator"])),
+    "ep 2": (2, 4, (), (ep(2),)),
+    "ep 2, by operator": (2, 4, (), (ep(2), *HOW["by operator"])),
+    "ep 2, recomputed, odd tokens": (2, 2, CHUNKS, (ep(2), *HOW["recomputed"])),
+    "ep 2, compiled": (2, 4, (), (ep(2), *HOW["compiled"])),
+    "ep 2, frozen experts": (2, 4, (frozen("*.experts.*"),), (ep(2), *HOW["half recomputed"])),
+    "ep 2, adapters": (2, 4, ADAPTER, (ep(2),)),
+    "ep 4": (4, 2, (), (ep(4),)),
+    "ep 4, offloaded": (4, 2, (), (ep(4), *HOW["offloaded"])),
+    "ep 2, fsdp 4": (4, 2, (), (ep(2), *HOW["kept"])),
+    "ep 2, fsdp 4, Muon": (4, 2, MUON, (ep(2),)),
+    "ep 2, hsdp 2x2": (4, 2, (), (*jobs.HSDP, ep(2))),
+    "ep 2, tp 2": (2, 8, (), (TP2, ep(2), *HOW["recomputed"])),
+    "ep 2, tp 2, stream copied": (2, 8, CHUNKS, (TP2, COPIED, ep(2))),
+    "ep 2, tp 2, fsdp 2": (4, 4, (), (TP2, ep(2), *HOW["by operator"])),
+    "ep 4, tp 2, fsdp 2": (4, 4, (), (TP2, ep(4))),
+    "ep 2, cp 2": (2, 8, (), (*cp(2, "ring"), ep(2))),
+    "ep 4, cp 2, fsdp 2, documents": (4, 4, WITHIN, (*cp(2, "allgather"), ep(4))),
+    "ep 4, cp 2, tp 2": (4, 8, (), (*cp(2, "ulysses"), TP2, ep(4))),
+    **{
+        f"ep 2, pp 2 {schedule}": (4, 4, (), (*pipeline(schedule), ep(2)))
+        for schedule in pj.SCHEDULES
+    },
+    "ep 2, pp 2, tp 2, recomputed": (
+        4,
+        8,
+        (),
+        (*pipeline("Interleaved1F1B"), TP2, ep(2), *HOW["recomputed"]),
+    ),
 }
 
 
@@ -117,18 +156,73 @@ def train_among_two(job: list[str]) -> pj.Trained:
         return train(job)
 
 
-@pytest.mark.parametrize("layout", ["fsdp 3", "pp 2 ZBV"])
+WITHOUT_A_TOKEN: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "fsdp 3": (3, 2, ()),
+    "pp 2 ZBV": (2, 6, pipeline("ZBVZeroBubble")),
+    "ep 2": (2, 3, (ep(2), *HOW["recomputed"])),
+    "ep 4, tp 2": (4, 3, (TP2, ep(4), *HOW["compiled"])),
+}
+
+
+@pytest.mark.parametrize("layout", WITHOUT_A_TOKEN)
 def test_experts_without_a_token(
     layout: str, ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
 ) -> None:
     options = (*SHORT, *IN_SIXES, "--training.local_batch_size=2")
     reference = on_one_device(train_among_two, *options, toml=MOE)
     assert not reference.gradients["layers.1.moe.experts.w2"][2:].any()
-    how = pipeline("ZBVZeroBubble") if layout == "pp 2 ZBV" else ()
+    world, size, how = WITHOUT_A_TOKEN[layout]
     job = [*jobs.write_job(tmp_path, MOE, cache=cache), *options, *how, jobs.UNSAVED]
-    job += ["--training.local_batch_size=6"] if how else []
-    results = ranks.run(train_among_two, job, world=2 if how else 3)
+    job += [f"--training.local_batch_size={size}"]
+    results = ranks.run(train_among_two, job, world=world)
     pj.assert_same_training(results, reference)
+
+
+FEW = {
+    **pj.FOUR_LAYERS,
+    "num_experts": 2,
+    "num_experts_per_token": 1,
+    "norm_expert_weights": False,  # else a router has no gradient
+}
+
+
+def train_few(job: list[str]) -> pj.Trained:
+    with strong_experts():
+        return pj.train(job, sizes=FEW)
+
+
+@pytest.mark.parametrize("how", [(), (ep(2),), (ep(2), TP2)], ids=["fsdp 4", "ep 2", "ep 2, tp 2"])
+def test_fewer_experts_than_ranks(
+    how: tuple[str, ...],
+    ranks: RankPool,
+    tmp_path: Path,
+    cache: Path,
+    on_one_device: OneDevice,
+) -> None:
+    """Each is cut by its width, so that every rank holds as much of it."""
+    reference = on_one_device(train_few, *SHORT, toml=MOE)
+    job = [*jobs.write_job(tmp_path, MOE, cache=cache), *SHORT, *how, jobs.UNSAVED]
+    job += [f"--training.local_batch_size={4 if TP2 in how else 2}"]
+    results = ranks.run(train_few, job, world=4)
+    pj.assert_same_training(results, reference)
+
+
+def shards(job: list[str]) -> set[tuple[int, ...]]:
+    with jobs.changed_flavor(job, "tiny8", FEW):
+        run = jobs.start(job)
+    found = {
+        tuple(local_part(p).shape)
+        for name, p in run.model.named_parameters()
+        if name.endswith("experts.w1")
+    }
+    Trainer(run).close()
+    return found
+
+
+def test_what_a_rank_holds_of_few_experts(ranks: RankPool, tmp_path: Path, cache: Path) -> None:
+    for number, (how, shape) in enumerate({(): (2, 6, 32), (ep(2),): (1, 12, 32)}.items()):
+        job = [*jobs.write_job(tmp_path, MOE, name=str(number), cache=cache), *how, jobs.UNSAVED]
+        assert ranks.run(shards, [*job, "--training.local_batch_size=2"], world=4) == [{shape}] * 4
 
 
 def test_bfloat16_is_near_float32(
@@ -165,7 +259,9 @@ def test_recomputation_chooses_the_same_experts(
     assert len(found) == 1
 
 
-@pytest.mark.parametrize(("world", "how"), [(1, ()), (2, ("--optimizer.name=Muon",))])
+@pytest.mark.parametrize(
+    ("world", "how"), [(1, ()), (2, ("--optimizer.name=Muon",)), (2, (ep(2), *HOW["recomputed"]))]
+)
 def test_a_resumed_run_goes_on_bit_for_bit(
     world: int, how: tuple[str, ...], ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
@@ -180,20 +276,23 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     assert resumed.state_hash == through.state_hash
 
 
+@pytest.mark.parametrize("how", [(3, ()), (4, (ep(2),)), (4, (ep(4), TP2))], ids=str)
 def test_a_checkpoint_loads_into_other_layouts(
-    ranks: RankPool, tmp_path: Path, cache: Path
+    how: tuple[int, tuple[str, ...]], ranks: RankPool, tmp_path: Path, cache: Path
 ) -> None:
     job = [*jobs.write_job(tmp_path, MOE, cache=cache), "--training.local_batch_size=1"]
     job += ["--training.global_batch_size=12"]
-    trained = ranks.run(jobs.train, [*job, "--training.steps=1"], world=3)[0]
+    trained = ranks.run(jobs.train, [*job, "--training.steps=1", *how[1]], world=how[0])[0]
     layouts: list[tuple[int, tuple[str, ...]]] = [
         (1, ()),
         (2, jobs.DDP),
         (4, jobs.HSDP),
+        (2, (ep(2),)),
+        (4, (ep(2), TP2)),
         (2, (*pipeline("1F1B"), "--training.local_batch_size=2")),
     ]
-    for world, how in layouts:
-        loaded = ranks.run(begin, [*job, *how], world=world)
+    for world, where in layouts:
+        loaded = ranks.run(begin, [*job, *where], world=world)
         found = {name: tensor for one in loaded for name, tensor in one.model.items()}
         assert found.keys() == trained.final.keys()
         assert all(found[name].equal(tensor) for name, tensor in trained.final.items())
@@ -203,10 +302,12 @@ def test_a_checkpoint_loads_into_other_layouts(
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
+        ((ep(3),), ["expert_parallel_degree", "must divide the 2 ranks", "write one of 1, 2"]),
         (
-            ("--parallelism.tensor_parallel_degree=2",),
-            ["tensor_parallel_degree: must be 1, got 2", "layers.0.moe.experts"],
+            (ep(2), "--model.num_experts=5"),
+            ["expert_parallel_degree", "must divide the experts of a layer (5)", "one of 1, 5"],
         ),
+        ((ep(2), "--model.name=llama3"), ["expert_parallel_degree", "the model has no experts"]),
         (
             ("--lora.rank=4", '--lora.modules=["*.experts.*"]'),
             ["modules", "must match a linear layer"],

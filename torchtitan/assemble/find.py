@@ -27,6 +27,7 @@ from torchtitan.optim.loss import find_loss
 from torchtitan.optim.schedule import find_decay
 from torchtitan.parallel.compile import check_backend, check_compile
 from torchtitan.parallel.context.build import check_attention
+from torchtitan.parallel.expert import check_expert_parallel
 from torchtitan.parallel.float8 import check_float8, find_converted
 from torchtitan.parallel.fsdp import find_reshard
 from torchtitan.parallel.layout import Layout
@@ -114,6 +115,7 @@ def check_family(config: Config, *, spec: ModelSpec, model: LanguageModel) -> No
     mistakes.of(
         lambda: check_tensor_parallel(model, plan=spec.tensor_plan, parallelism=parallelism)
     )
+    mistakes.of(lambda: check_expert_parallel(model, parallelism=parallelism))
     mistakes.of(lambda: check_attention(model, parallelism=parallelism))
     if config.model.converters:
         mistakes.of(lambda: find_converted(model, settings=config.quantize.linear.float8))

@@ -3,14 +3,16 @@
 The ranks of a job form a five-dimensional box: pp, dp_replicate, dp_shard, cp and tp, outermost
 first, so that the ranks that talk most (tp) are neighbours. Parts of the trainer look at the same
 box in their own way: parameters are sharded over dp_shard and cp together (`fsdp`), samples are
-dealt out over both kinds of dp together. Each view is a plain `init_device_mesh` over the same
-ranks in the same order, so no private slicing or flattening of torch is needed.
+dealt out over both kinds of dp together. Experts are dealt out to `ep` neighbours among the ranks
+of dp_shard, cp and tp, whichever they are, and sharded over the others (`efsdp`). Each view is a
+plain `init_device_mesh` over the same ranks in the same order, so no private slicing or flattening
+of torch is needed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd, prod
+from math import gcd, lcm, prod
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,6 +30,8 @@ class ParallelDims:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    """Of the ranks of dp_shard, cp and tp, and no axis beside them."""
 
     @property
     def dp(self) -> int:
@@ -38,6 +42,11 @@ class ParallelDims:
     def fsdp(self) -> int:
         """Number of ranks over which a parameter is sharded."""
         return self.dp_shard * self.cp
+
+    @property
+    def efsdp(self) -> int:
+        """Number of ranks over which an expert is sharded."""
+        return self.fsdp * self.tp // self.ep
 
     @property
     def world_size(self) -> int:
@@ -52,7 +61,8 @@ class ParallelDims:
             "cp": self.cp,
             "tp": self.tp,
         }
-        return " x ".join(f"{name} {n}" for name, n in axes.items() if n > 1) or "one device"
+        text = " x ".join(f"{name} {n}" for name, n in axes.items() if n > 1) or "one device"
+        return f"{text}, experts dealt out to ep {self.ep}" if self.ep > 1 else text
 
 
 def fewest_ranks(settings: ParallelismConfig) -> int:
@@ -63,6 +73,9 @@ def fewest_ranks(settings: ParallelismConfig) -> int:
         # so many ranks keep weights together: they are a part of those that share them
         together = int(asked) if asked.isdecimal() and int(asked) else 1
         dp_shard = together // gcd(together, cp)
+        inner = cp * settings.tensor_parallel_degree
+        ep = settings.expert_parallel_degree
+        dp_shard = lcm(dp_shard, ep // gcd(ep, inner))
     return (
         settings.pipeline_parallel_degree
         * settings.data_parallel_replicate_degree
@@ -106,12 +119,23 @@ def resolve_dims(settings: ParallelismConfig, *, world_size: int) -> ParallelDim
             f"NGPU={others * dp_shard} ranks, or set data_parallel_shard_degree = -1 to use all "
             f"ranks left over",
         )
+    ep, inner = settings.expert_parallel_degree, dp_shard * others
+    inner //= settings.pipeline_parallel_degree * settings.data_parallel_replicate_degree
+    if inner % ep:
+        fitting = ", ".join(str(n) for n in range(1, inner + 1) if inner % n == 0)
+        raise ConfigError.at(
+            ("parallelism.expert_parallel_degree", "parallelism.data_parallel_shard_degree"),
+            f"must divide the {inner} ranks of data_parallel_shard_degree, context_parallel_degree "
+            f"and tensor_parallel_degree together, among which experts are dealt out, got {ep}; "
+            f"write one of {fitting}",
+        )
     return ParallelDims(
         pp=settings.pipeline_parallel_degree,
         dp_replicate=settings.data_parallel_replicate_degree,
         dp_shard=dp_shard,
         cp=settings.context_parallel_degree,
         tp=settings.tensor_parallel_degree,
+        ep=ep,
     )
 
 
@@ -124,6 +148,8 @@ class Mesh:
     """Axes pp, dp_replicate, fsdp, tp: how parameters are laid out."""
     data: DeviceMesh
     """Axes pp, dp, cp, tp: dp ranks read different samples, cp ranks parts of the same ones."""
+    experts: DeviceMesh
+    """Axes pp, dp_replicate, efsdp, ep: how experts are laid out."""
 
     @property
     def dp_rank(self) -> int:
@@ -144,11 +170,20 @@ class Mesh:
             else self.params["fsdp"]
         )
 
+    @property
+    def expert_data_parallel(self) -> DeviceMesh:
+        """The same for experts: (efsdp), or (dp_replicate, efsdp)."""
+        return (
+            self.experts["dp_replicate", "efsdp"]
+            if self.dims.dp_replicate > 1
+            else self.experts["efsdp"]
+        )
+
     def groups(self) -> list[dist.ProcessGroup]:
         """Every process group of the views, for settings that apply to all."""
         return [
             view.get_group(axis)
-            for view in (self.params, self.data)
+            for view in (self.params, self.data, self.experts)
             for axis in view.mesh_dim_names or ()
         ]
 
@@ -163,4 +198,5 @@ def build_mesh(dims: ParallelDims, *, device_type: str) -> Mesh:
         dims=dims,
         params=view(pp=dims.pp, dp_replicate=dims.dp_replicate, fsdp=dims.fsdp, tp=dims.tp),
         data=view(pp=dims.pp, dp=dims.dp, cp=dims.cp, tp=dims.tp),
+        experts=view(pp=dims.pp, dp_replicate=dims.dp_replicate, efsdp=dims.efsdp, ep=dims.ep),
     )

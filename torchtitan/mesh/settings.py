@@ -55,6 +55,10 @@ class ParallelismConfig:
     disable_loss_parallel: bool = False
     """Under tensor parallelism, gather the logits of the whole vocabulary on every rank for the
     loss, instead of computing it from the parts."""
+    expert_parallel_degree: Degree = 1
+    """Ranks that each hold a part of the experts of a layer, whole ones; tokens are sent to them.
+    It divides the experts and data_parallel_shard_degree x context_parallel_degree x
+    tensor_parallel_degree, whose ranks they are: it adds none."""
     pipeline_parallel_degree: Degree = 1
     """Ranks that split the layers into stages."""
     pipeline_parallel_schedule: Literal[

@@ -85,6 +85,16 @@ class StackedExperts(nn.Module):
         self.exchange: Exchange = multiply_here
 
 
+class ChoosesExperts(nn.Module):
+    """A module that scores experts and chooses some for each token by `choose`, and by that alone.
+
+    `choose` is replaced by a function that keeps the choice for a block that is recomputed.
+    """
+
+    choose: Callable[[torch.Tensor], torch.Tensor]
+    """From scores (B, S, E) without gradient to experts (B, S, K), int64."""
+
+
 class Routes(nn.Module):
     """A module that sends tokens (B, S, C) to `experts`, by `route`.
 
@@ -93,6 +103,8 @@ class Routes(nn.Module):
     """
 
     experts: StackedExperts
+    shared_experts: nn.Module | None
+    """To which every token is sent."""
     route: Callable[[torch.Tensor], torch.Tensor]
     expert_bias: nn.Parameter | None
     """Added to the experts' scores in choosing alone (E), float32. No gradient trains it: it is

@@ -33,7 +33,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.attention import LayerCache
-from torchtitan.models.contract import CastsWeights, Compute, Routes, StackedExperts
+from torchtitan.models.contract import (
+    CastsWeights,
+    ChoosesExperts,
+    Compute,
+    Routes,
+    StackedExperts,
+)
 from torchtitan.models.decoder import Block, FeedForward
 from torchtitan.models.documents import Documents
 from torchtitan.models.rope import Rope
@@ -70,11 +76,9 @@ def best_experts(scores_BSE: Tensor, *, num: int, num_groups: int = 1, kept: int
     return scores_BSE.sort(dim=-1, descending=True, stable=True).indices[..., :num]
 
 
-class Router(nn.Module):
+class Router(ChoosesExperts):
     """Chooses the experts of each token, and their weights."""
 
-    choose: Callable[[Tensor], Tensor]
-    """From scores, detached and with the bias if there is one (B, S, E), to experts (B, S, K)."""
     extra_loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None
     """From logits and scores (B, S, E) and the chosen experts to a scalar whose gradients are added
     to those of the model's loss; None: nothing is."""
@@ -165,7 +169,7 @@ def multiply_in_turn(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) 
 
 def multiply_grouped(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """The same by three grouped products; `can_group` says where they can be had."""
-    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    ends_E = counts_E.to(x_NC.device, non_blocking=True).cumsum(0, dtype=torch.int32)
     w1, w2, w3 = (w.to(x_NC.dtype).mT for w in weights)
     hidden_NH = F.silu(F.grouped_mm(x_NC, w1, offs=ends_E)) * F.grouped_mm(x_NC, w3, offs=ends_E)
     return F.grouped_mm(hidden_NH, w2, offs=ends_E)

@@ -4,8 +4,6 @@ Attention, norms and dense layers are Qwen3's (arXiv:2505.09388). The router tak
 all experts, and the weights of the chosen ones are divided by their sum. `tiny`, `tiny8` and
 `debugmodel` are our own; the first layer of `tiny8` is dense. In `debugmodel` a token meets as many
 weights as in Qwen3's dense `small`.
-
-There is no plan for the experts under tensor parallelism yet, so that refuses them by name.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from torchtitan.models import qwen3
 from torchtitan.models.init import Constant, Init, Normal
 from torchtitan.models.moe import MoEBlock
 from torchtitan.models.sizes import DecoderConfig, MoEConfig
-from torchtitan.models.spec import HFFormat, ModelSpec
+from torchtitan.models.spec import HFFormat, ModelSpec, TensorRole
 
 
 def _with_experts(dense: DecoderConfig, **sizes: int) -> MoEConfig:
@@ -59,6 +57,17 @@ FLAVORS = {
         num_experts_per_token=8,
         expert_hidden_dim=1536,
     ),
+}
+
+TENSOR_PLAN: dict[str, TensorRole] = {
+    **qwen3.TENSOR_PLAN,
+    "layers.*.moe": "route",
+    "layers.*.moe.router.gate": "gate",
+    "layers.*.moe.experts": "experts",
+    "layers.*.moe.shared_experts": "gather",
+    "layers.*.moe.shared_experts.w1": "column",
+    "layers.*.moe.shared_experts.w3": "column",
+    "layers.*.moe.shared_experts.w2": "row",
 }
 
 HF = HFFormat(
@@ -117,7 +126,7 @@ SPEC = ModelSpec(
     name="qwen3_moe",
     flavors=FLAVORS,
     build=Qwen3MoE,
-    tensor_plan=qwen3.TENSOR_PLAN,
+    tensor_plan=TENSOR_PLAN,
     stages=True,
     hf=HF,
     torchtitan_rope="halves",

@@ -23,14 +23,27 @@ from torchtitan.models.sizes import DecoderConfig
 if TYPE_CHECKING:
     from torchtitan.models.contract import LanguageModel
 
-TensorRole = Literal["vocabulary", "norm", "head_norm", "gather", "column", "row", "head"]
+TensorRole = Literal[
+    "vocabulary",
+    "norm",
+    "head_norm",
+    "gather",
+    "column",
+    "row",
+    "head",
+    "route",
+    "gate",
+    "experts",
+]
 """What a module does where several ranks share a layer's matrices.
 
 vocabulary: an embedding, split by rows. norm: works on each token by itself, its weights are
 copies. head_norm: the same on each attention head (B, S, H, D), of which a rank has its own.
 gather: takes the whole sequence, for all the matrices in it. column: a matrix split by columns of
 its output. row: one split by rows of its input, whose parts of the result are summed. head: the
-matrix, or what multiplies by the embedding's, from the whole sequence to logits.
+matrix, or what multiplies by the embedding's, from the whole sequence to logits. route: sends each
+token to experts, on each rank those of its own part of the sequence. gate: works on those, its
+weights are copies. experts: never split by this axis, see `parallel/expert.py`.
 """
 
 

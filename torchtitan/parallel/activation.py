@@ -18,6 +18,12 @@ give up what sequence parallelism saves, and the exchanges of Ulysses. Attention
 gathered keys is one operator, so with "op" nothing of it is repeated, hops included. FSDP gathers a
 block's weights outside of it, as ever once for forward and once for backward.
 
+**Experts.** A router's choice jumps where two scores nearly tie, so it is kept with what else is
+decided on the way (`keep_for_recomputation`), and never made again. "op" recomputes attention and
+shared experts of a block with experts by operator, the others as a whole, and keeps what lies in
+between: the weights of experts are gathered by themselves, and by operator no such collective may
+be repeated.
+
 **Random numbers** are the same again: the generators' states are kept at the start of each block.
 That is done whether it draws or not, since only afterwards can one tell, and costs 5 KB and 3
 microseconds a block.
@@ -26,11 +32,12 @@ microseconds a block.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -38,8 +45,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from torchtitan.models.contract import Attends, ChoosesExperts, Routes, StackedExperts
 from torchtitan.parallel.one_operator import WHOLE_ATTENTION
 
+T = TypeVar("T")
 Mode = Literal["none", "full", "selective"]
 BY_OPERATOR = "op"
 
@@ -67,13 +76,29 @@ def apply_activation_checkpointing(model: nn.Module, *, mode: Mode, option: str)
     """
     if mode == "none":
         return
-    recomputed = partial(checkpoint, use_reentrant=False)
-    if selects_operators(mode, option):
-        recomputed = partial(recomputed, context_fn=_contexts)
+    for module in model.modules():
+        if isinstance(module, ChoosesExperts):
+            module.choose = partial(_choose_once, module.choose)
+    whole = partial(checkpoint, use_reentrant=False, context_fn=_contexts)
+    by_operator = partial(checkpoint, use_reentrant=False, context_fn=_contexts_by_operator)
+    is_by_operator = selects_operators(mode, option)
     every = int(option) if mode == "selective" and option != BY_OPERATOR else 1
     for name, block in model.layers.items():
-        if int(name) % every == 0:  # its number in the whole model, whatever the stage
-            block.forward = partial(recomputed, block.forward)
+        if int(name) % every:  # its number in the whole model, whatever the stage
+            continue
+        if not is_by_operator:
+            block.forward = partial(whole, block.forward)
+        elif not any(isinstance(module, StackedExperts) for module in block.modules()):
+            block.forward = partial(by_operator, block.forward)
+        else:
+            for module in block.modules():
+                if isinstance(module, StackedExperts):
+                    module.forward = partial(whole, module.forward)
+                if isinstance(module, Attends):
+                    module.forward = partial(by_operator, module.forward)
+                if isinstance(module, Routes) and module.shared_experts is not None:
+                    shared = module.shared_experts
+                    shared.forward = partial(by_operator, shared.forward)
 
 
 def selects_operators(mode: Mode, option: str) -> bool:
@@ -81,9 +106,68 @@ def selects_operators(mode: Mode, option: str) -> bool:
     return mode == "selective" and option == BY_OPERATOR
 
 
+_tapes: list[_Tape] = []
+"""Of the blocks that run now, to be recomputed or recomputed; the innermost is the last."""
+
+
+class _Tape(AbstractContextManager[None]):
+    """Keeps values while a block runs, or hands them out again, from the first one on."""
+
+    def __init__(self, values: list[Any], *, plays: bool) -> None:
+        self._values, self._plays, self._place = values, plays, 0
+
+    def __enter__(self) -> None:
+        self._place = 0
+        _tapes.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        assert _tapes.pop() is self, "blocks that are recomputed end in their order"
+
+    def of(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns, or returned when the block first ran."""
+        if not self._plays:
+            self._values.append(work())
+            return self._values[-1]
+        self._place += 1
+        kept: T = self._values[self._place - 1]
+        return kept
+
+
+def keep_for_recomputation(work: Callable[[], T]) -> T:
+    """Return what `work` returns, which needs no gradient; in a recomputed block without doing it
+    again."""
+    return _tapes[-1].of(work) if _tapes else work()
+
+
+def _choose_once(choose: Callable[[Tensor], Tensor], scores_BSE: Tensor) -> Tensor:
+    return keep_for_recomputation(lambda: choose(scores_BSE))
+
+
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Make what surrounds one run of a block, and what surrounds its recomputation."""
-    return create_selective_checkpoint_contexts(_Policy())
+    values: list[Any] = []
+    return _Tape(values, plays=False), _Tape(values, plays=True)
+
+
+def _contexts_by_operator() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The same where some operators' outputs are kept."""
+    pairs = zip(_contexts(), create_selective_checkpoint_contexts(_Policy()), strict=True)
+    run, again = (_Both(tape, operators) for tape, operators in pairs)
+    return run, again
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts as one, which may be entered again."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self._contexts, self._open = contexts, ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._open.enter_context(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
 
 
 class _Policy:

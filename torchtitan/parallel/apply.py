@@ -1,7 +1,7 @@
 """The order in which a model is made parallel, in one place.
 
-    float8 -> tensor parallel -> freezing -> context parallel -> compile -> activation
-    checkpointing -> FSDP
+    float8 -> tensor parallel -> expert parallel -> freezing -> context parallel -> compile ->
+    activation checkpointing -> FSDP
 
 Each step wraps the result of the earlier ones: the compiler must see the sharded layers,
 recomputation replays them compiled, and FSDP gathers around all of it.
@@ -19,6 +19,7 @@ from torchtitan.models.contract import has_window
 from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context.build import apply_context_parallel
+from torchtitan.parallel.expert import apply_expert_parallel
 from torchtitan.parallel.float8 import apply_float8
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.layout import Layout
@@ -48,7 +49,9 @@ def parallelize(
             sequence_parallel=parallelism.enable_sequence_parallel,
             loss_parallel=not parallelism.disable_loss_parallel,
         )
-    layout.trained.freeze_others(model)  # after tensor parallelism, which makes new parameters
+    if mesh.dims.ep > 1:
+        apply_expert_parallel(model, mesh=mesh.experts["ep"])
+    layout.trained.freeze_others(model)  # behind these two, which make new parameters
     mode, option = recomputation.mode, recomputation.selective_ac_option
     recomputed: Mode = "none" if mode == "memory_budget" else mode  # then the compiler does it
     apply_context_parallel(
@@ -77,4 +80,10 @@ def parallelize(
     if not needs_fsdp and can_compute_in(model):
         compute_in(model, dtype=getattr(torch, training.mixed_precision_param))
     else:  # on one rank slower than casting, but right for every module
-        apply_fsdp(model, mesh=mesh.data_parallel, training=training, reshard=layout.reshard)
+        apply_fsdp(
+            model,
+            mesh=mesh.data_parallel,
+            experts_mesh=mesh.expert_data_parallel,
+            training=training,
+            reshard=layout.reshard,
+        )

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.settings import ParallelismConfig
-from torchtitan.models.contract import LanguageModel
+from torchtitan.models.contract import LanguageModel, untrained
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.init import initialize
 from torchtitan.models.parts import ModelParts
@@ -80,7 +80,9 @@ def _check_placements(part: LanguageModel, *, mesh: Mesh) -> None:
     `optim.clip.global_norm` relies on it: it counts copies along a parameter's own mesh, so a copy
     outside that mesh would count twice.
     """
-    num_ranks = mesh.dims.world_size // mesh.dims.pp
+    num_ranks, state = mesh.dims.world_size // mesh.dims.pp, set(untrained(part))
     for name, parameter in part.named_parameters():
+        if parameter in state:
+            continue
         found = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
         assert found == num_ranks, f"{name} lies on a mesh of {found} ranks, not of {num_ranks}"

@@ -8,8 +8,9 @@ block's weights at a time, would lie inside the graph.) Modules stay the same ob
 keep their names. Embedding, last norm, head and loss are no blocks and stay as they are.
 
 A block is one graph, and whatever would break it in two is an error. The exceptions are attention
-that talks to other ranks or depends on the lengths of documents, and experts, of which each gets
-its own number of tokens: they run uncompiled, between the graphs of what comes before and after.
+that talks to other ranks or depends on the lengths of documents, and routers with their experts, of
+which each gets its own number of tokens: they run uncompiled, between the graphs of what comes
+before and after.
 
 Recomputation wraps the compiled block instead of being compiled into it: so blocks that are
 recomputed and blocks that are not share one graph, and a recomputed block keeps only its input.
@@ -31,7 +32,7 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 from torchtitan.base.errors import ConfigError, did_you_mean
-from torchtitan.models.contract import Attends, StackedExperts
+from torchtitan.models.contract import Attends, Routes
 from torchtitan.parallel.settings import CompileConfig
 
 INDUCTOR = "inductor"
@@ -86,7 +87,7 @@ def apply_compile(
     is recomputed. `opaque_attention`: attention cannot be compiled. `sequence_comes_async`: the
     embedding's output may still be on its way from other ranks.
     """
-    has_experts = _leave_out_experts(model)
+    has_experts = _leave_out_routes(model)
     compiled: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
     for block in model.layers.values():
         forward = block.forward
@@ -112,17 +113,18 @@ def apply_compile(
         model.tok_embeddings.register_forward_hook(_arrived)
 
 
-def _leave_out_experts(model: nn.Module) -> bool:
-    """Leave experts out of compiled graphs, in place; tell whether there are any."""
-    disabled: dict[type[nn.Module], Callable[..., Tensor]] = {}
+def _leave_out_routes(model: nn.Module) -> bool:
+    """Leave routers and experts out of compiled graphs, in place; tell whether there are any."""
+    disabled: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
     for module in model.modules():
-        if isinstance(module, StackedExperts):
-            kind = type(module)
-            if kind not in disabled:  # one function for all layers: a graph holds for that alone
-                disabled[kind] = torch.compiler.disable(
-                    kind.forward, reason="each expert has its own number of tokens"
+        if isinstance(module, Routes):
+            assert isinstance(module.route, MethodType)
+            shared = module.route.__func__
+            if shared not in disabled:  # one for all layers: a graph holds for that alone
+                disabled[shared] = torch.compiler.disable(
+                    shared, reason="each expert has its own number of tokens"
                 )
-            module.forward = MethodType(disabled[kind], module)
+            module.route = MethodType(disabled[shared], module)
     return bool(disabled)
 
 

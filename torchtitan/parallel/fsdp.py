@@ -11,12 +11,17 @@ first is kept: the last block and the head are gathered once. So is the embeddin
 reads no weights. The next group's weights are requested before a block computes (in backward FSDP2
 does so by itself), so that they arrive in time even if the host is late with the next block.
 
+The experts of a layer are a group of their own, over the ranks that hold the same ones, and are
+gathered while attention computes. The block after them is requested before they wait for the number
+of their tokens.
+
 Gradients are *summed*: the loss is divided by the valid tokens of the global batch before backward,
 so nothing is left to average.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -30,11 +35,14 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
 from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.settings import ParallelismConfig
+from torchtitan.models.contract import StackedExperts, untrained
+from torchtitan.models.init import local_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +95,18 @@ def find_reshard(settings: ParallelismConfig, *, dims: ParallelDims) -> Reshard:
 
 
 def apply_fsdp(
-    model: nn.Module, *, mesh: DeviceMesh, training: TrainingConfig, reshard: Reshard
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    training: TrainingConfig,
+    reshard: Reshard,
+    experts_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Shard the blocks of `model`, then what is left of it, over `mesh`, in place."""
-    arguments = _arguments(training, mesh=mesh)
+    """Shard the blocks of `model`, then what is left of it, over `mesh`, in place.
+
+    `experts_mesh`: the ranks that hold the same experts; None: all of `mesh`.
+    """
+    arguments = _arguments(training, mesh=mesh, model=model)
     order: list[Any] = []  # in which forward asks for them
     blocks = list(model.layers.values())
     # a tied embedding is used at both ends: it stays in the root's group, gathered throughout
@@ -104,8 +120,11 @@ def apply_fsdp(
     for block in blocks:
         is_kept = reshard.keeps_last and block is blocks[-1]
         frees = False if is_kept else reshard.after_forward
+        experts = [module for module in block.modules() if isinstance(module, StackedExperts)]
+        for module in experts:
+            _shard_experts(module, mesh=experts_mesh or mesh, arguments=arguments, frees=frees)
         fully_shard(block, reshard_after_forward=frees, **arguments)
-        order.append(block)
+        order += [block, *experts]
     # used last in forward and first in backward: freed in between it would be gathered twice
     last = [module for module in (model.norm, model.output) if module is not None]
     if has_ends and last:
@@ -121,7 +140,23 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _arguments(training: TrainingConfig, *, mesh: DeviceMesh) -> dict[str, Any]:
+def _shard_experts(
+    experts: StackedExperts, *, mesh: DeviceMesh, arguments: Mapping[str, Any], frees: bool | int
+) -> None:
+    """Shard a layer's experts: each rank gets whole ones, or else a part of the width of each."""
+    shapes, num_ranks = [local_part(p).shape for p in experts.parameters()], mesh.shape[-1]
+    by_width = shapes[0][0] < num_ranks and all(shape[1] % num_ranks == 0 for shape in shapes)
+    if not mesh.mesh.equal(arguments["mesh"].mesh):
+        frees = bool(frees)  # FSDP2 has no groups for a number of ranks that are no neighbours
+    fully_shard(
+        experts,
+        shard_placement_fn=(lambda _: Shard(1)) if by_width else None,
+        reshard_after_forward=frees,
+        **{**arguments, "mesh": mesh},
+    )
+
+
+def _arguments(training: TrainingConfig, *, mesh: DeviceMesh, model: nn.Module) -> dict[str, Any]:
     """Return what all calls of `fully_shard` have in common."""
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
@@ -129,6 +164,7 @@ def _arguments(training: TrainingConfig, *, mesh: DeviceMesh) -> dict[str, Any]:
         cast_forward_inputs=False,  # the rotary cos and sin must stay float32
     )
     arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
+    arguments["ignored_params"] = set(untrained(model))
     if training.enable_cpu_offload:
         pin = mesh.device_type == "cuda"
         arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=pin)

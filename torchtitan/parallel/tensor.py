@@ -18,11 +18,13 @@ Shapes: B batch, S sequence, C = dim, V vocabulary.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from math import gcd
+from types import MethodType
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -42,7 +44,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.mesh.settings import ParallelismConfig
-from torchtitan.models.contract import LanguageModel
+from torchtitan.models.contract import LanguageModel, Routes, StackedExperts, untrained
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import TensorRole
@@ -136,15 +138,19 @@ def apply_tensor_parallel(
     """
     stream = Shard(1) if sequence_parallel else Replicate()
     for pattern, role in plan.items():
+        common = _style(role, stream=stream, loss_parallel=loss_parallel)
         for name, module in list(model.named_modules()):
-            if _matches(name, pattern):
-                if isinstance(module, SplitsItself):
-                    style = module.parallel_style(role, stream=stream)
-                else:
-                    style = _style(role, stream=stream, loss_parallel=loss_parallel)
+            if _matches(name, pattern) and common is not None:
+                splits_itself = isinstance(module, SplitsItself)
+                style = module.parallel_style(role, stream=stream) if splits_itself else common
                 # None: parameters are on the meta device, there is nothing to send
                 parallelize_module(module, mesh, style, src_data_rank=None)
-    left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    elsewhere = {*untrained(model), *_of_experts(model)}
+    left = [
+        name
+        for name, p in model.named_parameters()
+        if not isinstance(p, DTensor) and p not in elsewhere
+    ]
     assert not left, f"the tensor plan does not place {', '.join(left)} on the tp axis"
     # every local part of a DTensor is a view, and FSDP fears that it might be changed in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
@@ -155,8 +161,11 @@ def _matches(name: str, pattern: str) -> bool:
     return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
 
 
-def _style(role: TensorRole, *, stream: Placement, loss_parallel: bool) -> ParallelStyle:
-    """Translate a role to torch; `stream` is the placement of what modules hand on."""
+def _style(role: TensorRole, *, stream: Placement, loss_parallel: bool) -> ParallelStyle | None:
+    """Translate a role to torch; `stream` is the placement of what modules hand on.
+
+    None: the module is left as it is.
+    """
     match role:
         case "vocabulary":
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
@@ -172,6 +181,12 @@ def _style(role: TensorRole, *, stream: Placement, loss_parallel: bool) -> Paral
             return RowwiseParallel(output_layouts=stream)
         case "head":
             return _SplitHead(stream, loss_parallel=loss_parallel)
+        case "route":
+            return _Route(stream)
+        case "gate":
+            return _Gate()
+        case "experts":
+            return None
 
 
 class _Norm(ParallelStyle):
@@ -182,16 +197,23 @@ class _Norm(ParallelStyle):
         self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            # each rank's gradient is that of its own tokens or heads, Partial over tp: FSDP2 sums
-            # it to the parameter's Replicate before its own reduction
-            copied = DTensor.from_local(parameter, device_mesh, [Replicate()], run_check=False)
-            module.register_parameter(name, nn.Parameter(copied))
+        _copy_parameters(module, device_mesh)
         module.register_forward_pre_hook(
             lambda _, inputs: _wrapped(inputs[0], device_mesh, self.stream)
         )
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
         return module
+
+
+def _copy_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Give each rank all of a module's own parameters.
+
+    Each rank's gradient is that of its own tokens or heads, Partial over tp: FSDP2 sums it to the
+    parameter's Replicate before its own reduction.
+    """
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        copied = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
+        module.register_parameter(name, nn.Parameter(copied))
 
 
 class _Gather(ParallelStyle):
@@ -214,6 +236,63 @@ class _Gather(ParallelStyle):
 
         module.register_forward_pre_hook(gather)
         return module
+
+
+class _Gate(ParallelStyle):
+    """A matrix whose weights are copies, multiplied by the rank's own tokens."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _copy_parameters(module, device_mesh)
+        module.forward = partial(_on_own_tokens, module.forward, mesh=device_mesh)
+        return module
+
+
+def _on_own_tokens(
+    forward: Callable[[Tensor], Tensor], x_BSC: Tensor, *, mesh: DeviceMesh
+) -> Tensor:
+    # of sequences that are cut, the flat tokens are no even cut of all tokens: here any will do
+    out_TE = forward(_wrapped(x_BSC.flatten(0, 1), mesh, Shard(0)))
+    assert isinstance(out_TE, DTensor)
+    return out_TE.to_local().unflatten(0, x_BSC.shape[:2])
+
+
+class _Route(ParallelStyle):
+    """A module that sends each rank's own part of the sequence to experts."""
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__()
+        self.is_split = stream == Shard(1)
+        self._dealing: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Routes)
+        if not self.is_split:
+            route = type(module).route
+            # one for all layers: the compiler's graphs of blocks hold for that alone
+            dealing = self._dealing.setdefault(route, _deal_out(route, device_mesh))
+            module.route = MethodType(dealing, module)
+        return module
+
+
+def _deal_out(route: Callable[..., Tensor], mesh: DeviceMesh) -> Callable[..., Tensor]:
+    """Deal out a sequence that all ranks have, and gather what `route` makes of the parts."""
+
+    def of_part(module: nn.Module, x_BSC: Tensor) -> Tensor:
+        part = _wrapped(x_BSC, mesh, Replicate()).redistribute(placements=[Shard(1)])
+        out = route(module, part.to_local())
+        stride = torch.empty(x_BSC.shape, device="meta").stride()
+        whole = DTensor.from_local(
+            out, mesh, [Shard(1)], run_check=False, shape=x_BSC.shape, stride=stride
+        )  # the length need not divide by the ranks
+        return whole.redistribute(placements=[Replicate()]).to_local()
+
+    return of_part
+
+
+def _of_experts(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that tensor parallelism leaves to expert parallelism."""
+    found = (m.parameters() for m in model.modules() if isinstance(m, StackedExperts))
+    return [parameter for parameters in found for parameter in parameters]
 
 
 class _SplitHead(_Gather):
