@@ -19,7 +19,7 @@ from torchtitan.models.contract import has_window
 from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.context.build import apply_context_parallel
-from torchtitan.parallel.expert import apply_expert_parallel
+from torchtitan.parallel.expert import apply_expert_parallel, group_products
 from torchtitan.parallel.float8 import apply_float8
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.layout import Layout
@@ -51,6 +51,11 @@ def parallelize(
         )
     if mesh.dims.ep > 1:
         apply_expert_parallel(model, mesh=mesh.experts["ep"])
+    group_products(
+        model,
+        device_type=mesh.params.device_type,
+        dtype=getattr(torch, training.mixed_precision_param),
+    )
     layout.trained.freeze_others(model)  # behind these two, which make new parameters
     mode, option = recomputation.mode, recomputation.selective_ac_option
     recomputed: Mode = "none" if mode == "memory_budget" else mode  # then the compiler does it
@@ -71,6 +76,11 @@ def parallelize(
             sequence_comes_async=mesh.dims.tp > 1,
         )
     apply_activation_checkpointing(model, mode=recomputed, option=option)
+    _shard(model, mesh=mesh, layout=layout, training=training)
+
+
+def _shard(model: nn.Module, *, mesh: Mesh, layout: Layout, training: TrainingConfig) -> None:
+    """Shard the model, or only cast its weights where one rank has them all."""
     # a layer in float8 takes its weight as it is: FSDP casts that, on one rank too
     needs_fsdp = (
         mesh.dims.world_size > 1 or training.enable_cpu_offload or layout.float8 is not None

@@ -25,7 +25,9 @@ Shapes: N rows of this rank, M rows that came to it, C width, R ranks, E experts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
+from math import gcd
 from typing import Any
 
 import torch
@@ -37,8 +39,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.contract import Compute, LanguageModel, StackedExperts
-from torchtitan.models.moe import reorder
+from torchtitan.models.moe import multiply_grouped, multiply_in_turn, reorder
 from torchtitan.parallel.activation import keep_for_recomputation
+
+logger = logging.getLogger(__name__)
 
 
 def check_expert_parallel(model: LanguageModel, *, parallelism: ParallelismConfig) -> None:
@@ -48,17 +52,22 @@ def check_expert_parallel(model: LanguageModel, *, parallelism: ParallelismConfi
         ConfigError: It does not, or there are none.
     """
     ep, key = parallelism.expert_parallel_degree, "parallelism.expert_parallel_degree"
-    sizes = {len(p) for experts in _all_experts(model) for p in experts.parameters()}
-    if ep > 1 and not sizes:
+    if ep > 1 and not _all_experts(model):
         raise ConfigError.at(key, f"must be 1, got {ep}: the model has no experts")
-    if any(size % ep for size in sizes):
-        shown = " and ".join(map(str, sorted(sizes)))
-        fitting = [str(n) for n in range(1, min(sizes) + 1) if not any(size % n for size in sizes)]
-        raise ConfigError.at(
-            key,
-            f"must divide the experts of a layer ({shown}), got {ep}; write one of "
-            f"{', '.join(fitting)}",
-        )
+    if uneven := find_undealt(model, ep=ep):
+        raise ConfigError.at(key, f"must divide the experts of a layer, got {uneven}")
+
+
+def find_undealt(model: nn.Module, *, ep: int) -> str:
+    """Say which numbers of experts `ep` does not divide and which degrees fit; nothing where it
+    fits."""
+    sizes = {len(p) for experts in _all_experts(model) for p in experts.parameters()}
+    if not any(size % ep for size in sizes):
+        return ""
+    common = gcd(*sizes)
+    fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+    shown = " and ".join(map(str, sorted(sizes)))
+    return f"{ep} for {shown}; they can be dealt out to {fitting}"
 
 
 def apply_expert_parallel(model: nn.Module, *, mesh: DeviceMesh) -> None:
@@ -74,6 +83,38 @@ def apply_expert_parallel(model: nn.Module, *, mesh: DeviceMesh) -> None:
 
 def _all_experts(model: nn.Module) -> list[StackedExperts]:
     return [module for module in model.modules() if isinstance(module, StackedExperts)]
+
+
+def group_products(model: nn.Module, *, device_type: str, dtype: torch.dtype) -> None:
+    """Have experts multiplied by grouped products where there is a kernel for them, else one after
+    another; the log says which."""
+    ours = [module for module in _all_experts(model) if module.compute is multiply_in_turn]
+    if not ours:
+        return
+    sizes = {size for experts in ours for p in experts.parameters() for size in p.shape[1:]}
+    obstacle = find_obstacle(sizes, device_type=device_type, dtype=dtype)
+    for experts in ours if not obstacle else []:
+        experts.compute = multiply_grouped
+    logger.info(
+        "Experts are multiplied %s",
+        f"one after another: grouped products {obstacle}" if obstacle else "by grouped products",
+    )
+
+
+def find_obstacle(sizes: Iterable[int], *, device_type: str, dtype: torch.dtype) -> str:
+    """Say what grouped products need that is not so; nothing where they can be had.
+
+    torch has one kernel for bfloat16 on GPUs from Hopper on; on others it splits them up itself,
+    and waits for the device in doing so.
+    """
+    kinds = (torch.bfloat16,) if device_type == "cuda" else (torch.bfloat16, torch.float32)
+    if dtype not in kinds:
+        return f"take no {str(dtype).removeprefix('torch.')} here"
+    if odd := [size for size in sizes if size * dtype.itemsize % 16]:
+        return f"take rows of a multiple of 16 bytes, not of {min(odd) * dtype.itemsize}"
+    if device_type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        return "have no kernel of their own on this GPU"
+    return ""
 
 
 class Exchange:

@@ -1,0 +1,70 @@
+"""Rows that travel to their experts and back, and by what they are multiplied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchtitan.models.moe import multiply_grouped, multiply_in_turn
+from torchtitan.parallel.expert import _by_expert, find_obstacle
+
+E, C, H = 5, 16, 8
+
+
+def multiplied(compute, counts: list[int], dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(sum(counts), C), (E, H, C), (E, C, H), (E, H, C)]
+    drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    x, *weights = [tensor.requires_grad_() for tensor in drawn]
+    out = compute(x, torch.tensor(counts), weights)
+    # gradients that are not expanded: the kernel takes no others
+    gradients = torch.autograd.grad(out, [x, *weights], torch.full_like(out, 0.5))
+    return [out.detach(), *gradients]
+
+
+@pytest.mark.parametrize("counts", [[3, 1, 4, 1, 5], [0, 7, 0, 0, 2], [0, 0, 0, 9, 0], [0] * E])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_are_those_of_each_expert(counts: list[int], dtype: torch.dtype) -> None:
+    """To rounding: some kernels add in another order where an expert has few rows."""
+    found = multiplied(multiply_grouped, counts, dtype)
+    expected = multiplied(multiply_in_turn, counts, dtype)
+    exact = multiplied(multiply_in_turn, counts, torch.float64)
+    for one, other, truth in zip(found, expected, exact, strict=True):
+        scale = truth.abs().max() if truth.numel() else truth.sum()
+        tolerance = 1e-6 if dtype == torch.float32 else 2**-6
+        torch.testing.assert_close(one, other, rtol=0, atol=float(tolerance * scale))
+        torch.testing.assert_close(one.double(), truth, rtol=0, atol=float(4 * tolerance * scale))
+
+
+def test_experts_without_rows_have_gradients_of_zero() -> None:
+    _, dx, *gradients = multiplied(multiply_in_turn, [0, 7, 0, 0, 2], torch.float64)
+    assert dx.abs().min() > 0
+    for gradient in gradients:
+        assert [bool(one.any()) for one in gradient] == [False, True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "device", "dtype", "said"),
+    [
+        ([C, H], "cpu", torch.float32, ""),
+        ([C, H], "cpu", torch.bfloat16, ""),
+        ([C, H], "cpu", torch.float64, "take no float64"),
+        ([C, 6], "cpu", torch.float32, "a multiple of 16 bytes, not of 24"),
+        ([C, 12], "cpu", torch.bfloat16, "a multiple of 16 bytes, not of 24"),
+        ([C, H], "cuda", torch.float32, "take no float32"),
+    ],
+)
+def test_where_products_are_grouped(
+    sizes: list[int], device: str, dtype: torch.dtype, said: str
+) -> None:
+    obstacle = find_obstacle(sizes, device_type=device, dtype=dtype)
+    assert said in obstacle
+    assert bool(said) == bool(obstacle)
+
+
+def test_rows_are_ordered_by_expert_and_then_by_rank() -> None:
+    came = torch.tensor([[2, 0, 1], [1, 1, 0], [0, 2, 1]])
+    # as they come: rank 0 sends a a c, rank 1 a b, rank 2 b b c
+    order = _by_expert(came, num_rows=8).tolist()
+    assert order == [0, 1, 3, 4, 5, 6, 2, 7]
