@@ -24,8 +24,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from torchtitan.models.decoder import Decoder
 from torchtitan.models import deepseek_v2, deepseek_v3
+from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import (
     LinearScaling,

@@ -58,8 +58,8 @@ class YarnScaling:
     attention_factor: float | None = None
     """Queries and keys grow by this factor, scores by its square; None: as the next two say."""
     mscale: float | None = None
-    """DeepSeek's: with mscale_all_dim, rotated channels grow by g(mscale) / g(mscale_all_dim), where
-    g(m) = 0.1 m ln(factor) + 1; without these two by g(1)."""
+    """DeepSeek's: with mscale_all_dim, rotated channels grow by g(mscale) / g(mscale_all_dim),
+    where g(m) = 0.1 m ln(factor) + 1; without these two by g(1)."""
     mscale_all_dim: float | None = None
     """DeepSeek's: the scores of latent attention, which rotates a part of the channels alone, grow
     by the square of g(mscale_all_dim)."""

@@ -167,6 +167,12 @@ class MoEConfig(DecoderConfig):
                 ("num_expert_groups", "num_experts"),
                 f"must divide num_experts, got {groups} for {self.num_experts}",
             )
+        elif groups > 1 and self.num_limited_groups is None:
+            yield Violation(
+                ("num_expert_groups", "num_limited_groups"),
+                f"groups alone limit nothing, got {groups}; write num_limited_groups, of how many "
+                f"a token may choose experts, or leave both out",
+            )
         elif kept > groups:
             yield Violation(
                 ("num_limited_groups", "num_expert_groups"),
