@@ -326,7 +326,11 @@ def test_float8_that_the_config_does_not_announce_is_refused(tmp_path: Path) -> 
     ("name", "sizes", "said"),
     [
         ("deepseek_v3", {"flavor": "16B"}, "expert_score is sigmoid there, softmax here"),
-        ("deepseek_v2", {"num_expert_groups": "2", "num_limited_groups": "1"}, "num_expert_groups is None there, 2 here"),
+        (
+            "deepseek_v2",
+            {"num_expert_groups": "2", "num_limited_groups": "1"},
+            "num_expert_groups is None there, 2 here",
+        ),
         ("qwen3_moe", {"expert_score": "sigmoid"}, "expert_score is softmax there, sigmoid here"),
     ],
 )
