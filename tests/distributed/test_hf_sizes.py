@@ -68,6 +68,9 @@ DIFFERENT = {  # what a config.json says beyond the model, or says in another wa
     "layer_types": "follows from use_sliding_window",
     "max_window_layers": "see layer_types",
     "sliding_window": "read only where windows are used",
+    "num_local_experts": "another name of num_experts",
+    "output_router_logits": "a switch of their forward",
+    "router_aux_loss_coef": "of their training",
 }
 
 

@@ -9,9 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.reference import VARIANTS, public_model, random_decoder, reference_config
 from torchtitan.models import window_attention
-from torchtitan.models.contract import count, untrained
+from torchtitan.models.contract import count
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import SCALINGS, Llama3Scaling, reading
+from torchtitan.models.routing import untrained
 from torchtitan.models.settings import RopeScalingConfig
 from torchtitan.models.sizes import DecoderConfig, MLAConfig
 

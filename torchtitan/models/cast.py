@@ -6,7 +6,8 @@ from typing import TypeVar
 
 import torch
 
-from torchtitan.models.contract import LanguageModel, untrained
+from torchtitan.models.contract import LanguageModel
+from torchtitan.models.routing import untrained
 
 M = TypeVar("M", bound=LanguageModel)
 
