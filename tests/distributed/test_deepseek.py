@@ -17,8 +17,8 @@ from tests.distributed import pipeline_jobs as pj
 from tests.distributed.conftest import OneDevice
 from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_experts import CHUNKS, SHORT, WITHIN, ep
-from tests.distributed.test_matrix import HOW, cp
+from tests.distributed.test_experts import ADAPTER, CHUNKS, SHORT, WITHIN, ep
+from tests.distributed.test_matrix import COPIED, HOW, TP2, cp
 from torchtitan.models import deepseek_v3
 from torchtitan.models.init import Init, Normal
 from torchtitan.models.sizes import DecoderConfig
@@ -37,6 +37,14 @@ LAYOUTS: dict[str, tuple[int, int, tuple[str, ...], tuple[str, ...]]] = {
     "pp 2, recomputed": (2, 4, (), (*pipeline("1F1B"), *HOW["recomputed"])),
     "pp 2 ZBV, ep 2": (4, 4, (), (*pipeline("ZBVZeroBubble"), ep(2))),
     "ep 2, odd tokens": (2, 4, CHUNKS, (ep(2),)),
+    "tp 2": (2, 8, (), (TP2,)),
+    "tp 2, compiled": (2, 8, (), (TP2, *HOW["compiled"])),
+    "tp 2, stream copied, recomputed": (2, 8, (), (TP2, COPIED, *HOW["recomputed"])),
+    "tp 2, fsdp 2, by operator": (4, 4, (), (TP2, *HOW["by operator"])),
+    "tp 2, adapters": (2, 8, ADAPTER, (TP2,)),
+    "tp 2, stream copied, adapters": (2, 8, ADAPTER, (TP2, COPIED)),
+    "tp 2, cp 2, ep 2, documents": (4, 8, WITHIN, (TP2, *cp(2, "ring"), ep(2))),
+    "tp 2, pp 2, ep 2": (4, 8, (), (TP2, *pipeline("Interleaved1F1B"), ep(2))),
     "ep 4, cp 2, fsdp 2": (4, 4, (), (*cp(2, "ring"), ep(4))),
 }
 

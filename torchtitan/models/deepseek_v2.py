@@ -62,5 +62,10 @@ HF = HFFormat(
 )
 
 SPEC = ModelSpec(
-    name="deepseek_v2", flavors=FLAVORS, build=deepseek_v3.DeepSeekV3, stages=True, hf=HF
+    name="deepseek_v2",
+    flavors=FLAVORS,
+    build=deepseek_v3.DeepSeekV3,
+    tensor_plan=deepseek_v3.TENSOR_PLAN,
+    stages=True,
+    hf=HF,
 )

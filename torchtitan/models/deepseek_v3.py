@@ -23,7 +23,7 @@ from torchtitan.models.mla import LatentAttention
 from torchtitan.models.moe import MoEBlock
 from torchtitan.models.rope_scaling import YarnScaling
 from torchtitan.models.sizes import DecoderConfig, MLAConfig
-from torchtitan.models.spec import HFFormat, ModelSpec
+from torchtitan.models.spec import HFFormat, ModelSpec, TensorRole
 
 YARN = YarnScaling(factor=40.0, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0)
 
@@ -129,6 +129,23 @@ FLAVORS = {
     "671B": LARGE,
 }
 
+TENSOR_PLAN: dict[str, TensorRole] = {
+    **{
+        name: role
+        for name, role in qwen3_moe.TENSOR_PLAN.items()
+        if not name.startswith("layers.*.attention") or name == "layers.*.attention_norm"
+    },
+    "layers.*.attention.wq": "gathered_column",
+    "layers.*.attention.wq_a": "copied",
+    "layers.*.attention.q_norm": "norm",
+    "layers.*.attention.wq_b": "gathered_column",
+    "layers.*.attention.wkv_a": "copied",
+    "layers.*.attention.kv_norm": "norm",
+    "layers.*.attention.k_pe": "shared",
+    "layers.*.attention.wkv_b": "gathered_column",
+    "layers.*.attention.wo": "row",
+}
+
 _ATTENTION = {
     "wq": "q_proj",
     "wq_a": "q_a_proj",
@@ -219,4 +236,11 @@ class DeepSeekV3(Decoder):
         return initial(self.config, name)
 
 
-SPEC = ModelSpec(name="deepseek_v3", flavors=FLAVORS, build=DeepSeekV3, stages=True, hf=HF)
+SPEC = ModelSpec(
+    name="deepseek_v3",
+    flavors=FLAVORS,
+    build=DeepSeekV3,
+    tensor_plan=TENSOR_PLAN,
+    stages=True,
+    hf=HF,
+)

@@ -58,6 +58,7 @@ class LatentAttention(Attends):
         self.kv_norm = nn.RMSNorm(self.kv_rank, eps=LATENT_EPS)
         self.wkv_b = nn.Linear(self.kv_rank, heads * (self.nope_dim + self.v_dim), bias=False)
         self.wo = nn.Linear(heads * self.v_dim, dim, bias=False)
+        self.k_pe = nn.Identity()  # what all heads share, for those who split them over ranks
         # kernels divide by the root of the width that they see
         self.head_dim = max(qk, self.v_dim)
         self.q_scale = (self.head_dim / qk) ** 0.5
@@ -76,7 +77,7 @@ class LatentAttention(Attends):
         q_BHSD = self.queries(x_BSC, rope)
         latent_BSR, k_pe_BSP = self.wkv_a(x_BSC).split((self.kv_rank, self.rope_dim), -1)
         latent_B1SR = self.kv_norm(latent_BSR)[:, None]
-        k_pe_B1SP = rope.rotate(k_pe_BSP[:, :, None]).transpose(1, 2)
+        k_pe_B1SP = rope.rotate(self.k_pe(k_pe_BSP)[:, :, None]).transpose(1, 2)
         if cache is None:
             out_BHSD = self.attend(q_BHSD, *self.expand(latent_B1SR, k_pe_B1SP), documents)
         else:

@@ -29,7 +29,10 @@ TensorRole = Literal[
     "head_norm",
     "gather",
     "column",
+    "gathered_column",
     "row",
+    "copied",
+    "shared",
     "head",
     "route",
     "gate",
@@ -40,7 +43,9 @@ TensorRole = Literal[
 vocabulary: an embedding, split by rows. norm: works on each token by itself, its weights are
 copies. head_norm: the same on each attention head (B, S, H, D), of which a rank has its own.
 gather: takes the whole sequence, for all the matrices in it. column: a matrix split by columns of
-its output. row: one split by rows of its input, whose parts of the result are summed. head: the
+its output. gathered_column: the same, that gathers its input itself. copied: a matrix of which each
+rank has all, for its own part of the sequence. shared: no weights, gathers what all heads use. row:
+one split by rows of its input, whose parts of the result are summed. head: the
 matrix, or what multiplies by the embedding's, from the whole sequence to logits. route: sends each
 token to experts, on each rank those of its own part of the sequence. gate: multiplies those by its
 weights, which are copies, in `product(x, weight)`. experts: never split by this axis, see
