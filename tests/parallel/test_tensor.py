@@ -19,7 +19,7 @@ from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
-from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig, MoEConfig
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.fsdp import Reshard, apply_fsdp
 from torchtitan.parallel.tensor import _matches, apply_tensor_parallel, check_tensor_parallel
@@ -55,7 +55,7 @@ def meta_model(config: DecoderConfig) -> Decoder:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", [name for name in MODELS if name != "qwen3_moe"])
+@pytest.mark.parametrize("family", MODELS)
 def test_every_entry_of_the_plan_is_a_module_and_every_parameter_has_one(
     family: str, tied: bool
 ) -> None:
@@ -65,7 +65,8 @@ def test_every_entry_of_the_plan_is_a_module_and_every_parameter_has_one(
     names = [name for name, _ in model.named_modules()]
     for pattern in spec.tensor_plan:
         found = [name for name in names if _matches(name, pattern)]
-        assert len(found) == (TINY8.num_layers if "*" in pattern else 1), pattern
+        if not issubclass(spec.sizes, MoEConfig):  # there layers differ, and sizes of a family
+            assert len(found) == (TINY8.num_layers if "*" in pattern else 1), pattern
     for name, _ in model.named_parameters():
         module = name.rpartition(".")[0]
         entries = [p for p in spec.tensor_plan if _matches(module, p)]
