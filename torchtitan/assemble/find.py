@@ -21,8 +21,10 @@ from torchtitan.hf.names import Names
 from torchtitan.job import Config
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.models.contract import LanguageModel, check_contract, count
+from torchtitan.models.routing import find_routes
 from torchtitan.models.rope_scaling import warn_of_positions
 from torchtitan.models.spec import ModelSpec
+from torchtitan.optim.balance import check_balance
 from torchtitan.optim.loss import find_loss
 from torchtitan.optim.schedule import find_decay
 from torchtitan.parallel.compile import check_backend, check_compile
@@ -58,6 +60,9 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
         model = spec.build_meta(architecture)
         check_contract(model, spec=spec)
     counts = count(model)
+    num_experts = {
+        name: len(next(r.experts.parameters())) for name, r in find_routes(model).items()
+    }
     mistakes.of(lambda: check_family(config, spec=spec, model=model))
     if dims is None:
         mistakes.report()
@@ -89,6 +94,7 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
         spec=spec,
         architecture=architecture,
         counts=counts,
+        num_experts=num_experts,
         dims=dims,
         reshard=reshard,
         pipeline=pipeline,
@@ -116,6 +122,7 @@ def check_family(config: Config, *, spec: ModelSpec, model: LanguageModel) -> No
         lambda: check_tensor_parallel(model, plan=spec.tensor_plan, parallelism=parallelism)
     )
     mistakes.of(lambda: check_expert_parallel(model, parallelism=parallelism))
+    mistakes.of(lambda: check_balance(config.router, model=model))
     mistakes.of(lambda: check_attention(model, parallelism=parallelism))
     if config.model.converters:
         mistakes.of(lambda: find_converted(model, settings=config.quantize.linear.float8))

@@ -36,6 +36,7 @@ from torchtitan.metrics.meter import Meter, build_meter
 from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.metrics.trace import Profiler, build_profiler
 from torchtitan.models.parts import ModelParts
+from torchtitan.optim.balance import build_balance
 from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
@@ -108,6 +109,9 @@ def build_run(
     loader = build_loader(config, layout=layout, mesh=mesh, progress=progress)
     shard = build_shard(config.parallelism, training=training, mesh=mesh)
     model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
+    balance = build_balance(
+        config.router, parts=[*model], num_experts=layout.num_experts, mesh=mesh, device=device
+    )
     validator = build_validator(
         config,
         mesh=mesh,
@@ -123,6 +127,7 @@ def build_run(
         lr_settings=describe_lr(config),
         loader=loader,
         progress=progress,
+        more={} if balance is None else balance.state(),
     )
     checkpoints = build_checkpoints(
         config, dims=layout.dims, state=state, start=start, group=group, validator=validator
@@ -138,6 +143,7 @@ def build_run(
         execution=execution,
         sequence_shard=shard,
         optimizer=state.optimizer,
+        balance=balance,
         schedule=build_schedule_of(config),
         loader=loader,
         progress=progress,
