@@ -144,7 +144,7 @@ def _to_host(figures: Mapping[str, torch.Tensor | float], *, device: torch.devic
                 kind(number) if math.isfinite(number) else None
                 for number in islice(copied, value.numel())
             ]
-            values[name] = numbers if value.ndim else numbers[0]
+            values[name] = numbers[0] if len(numbers) == 1 else numbers
         else:
             values[name] = value
     return values
