@@ -21,7 +21,6 @@ from torchtitan.hf.names import Names
 from torchtitan.job import Config
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.models.contract import LanguageModel, check_contract, count
-from torchtitan.models.routing import find_routes
 from torchtitan.models.rope_scaling import warn_of_positions
 from torchtitan.models.spec import ModelSpec
 from torchtitan.optim.balance import check_balance
@@ -60,9 +59,6 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
         model = spec.build_meta(architecture)
         check_contract(model, spec=spec)
     counts = count(model)
-    num_experts = {
-        name: len(next(r.experts.parameters())) for name, r in find_routes(model).items()
-    }
     mistakes.of(lambda: check_family(config, spec=spec, model=model))
     if dims is None:
         mistakes.report()
@@ -94,7 +90,6 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
         spec=spec,
         architecture=architecture,
         counts=counts,
-        num_experts=num_experts,
         dims=dims,
         reshard=reshard,
         pipeline=pipeline,

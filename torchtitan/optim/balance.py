@@ -35,7 +35,7 @@ F figures.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -44,6 +44,7 @@ from torch import Tensor, nn
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.dims import Mesh
+from torchtitan.models.contract import Counts
 from torchtitan.models.moe import TINY
 from torchtitan.models.routing import Routes, find_routes
 from torchtitan.optim.settings import RouterConfig
@@ -74,23 +75,23 @@ def check_balance(settings: RouterConfig, *, model: nn.Module) -> None:
 def build_balance(
     settings: RouterConfig,
     *,
-    parts: Sequence[nn.Module],
-    num_experts: Mapping[str, int],
+    parts: Iterable[nn.Module],
+    counts: Counts,
     mesh: Mesh,
     device: torch.device,
 ) -> Balance | None:
     """Build what follows the routers of this rank's parts of the model; None: it has no experts.
 
-    `num_experts`: of each layer of the whole model that has some.
+    `counts`: of the whole model.
     """
-    if not num_experts:
+    if not counts.num_experts:
         return None
     routes = {name: route for part in parts for name, route in find_routes(part).items()}
     axes = {"cp": mesh.dims.cp, "tp": mesh.dims.tp}
     return Balance(
         settings,
         routes=routes,
-        num_experts=num_experts,
+        num_experts=counts.num_experts,
         groups=[mesh.data.get_group(axis) for axis, degree in axes.items() if degree > 1],
         device=device,
     )
@@ -99,8 +100,8 @@ def build_balance(
 class Balance:
     """Counts what the routers choose, moves their biases, and adds their losses.
 
-    `routes`: this rank's layers with experts; it may have none. `groups`: the ranks that, one group
-    after the other, hold the rest of this rank's sequences.
+    `routes`: this rank's layers with experts; it may have none. `num_experts`: of every rank's.
+    `groups`: the ranks that, one group after the other, hold the rest of this rank's sequences.
     """
 
     def __init__(

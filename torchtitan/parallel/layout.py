@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchtitan.data.settings import TrainingConfig
@@ -23,8 +23,6 @@ class Layout:
     spec: ModelSpec
     architecture: DecoderConfig
     counts: Counts
-    num_experts: Mapping[str, int]
-    """Experts of each layer that has some, by the name of its `Routes`."""
     dims: ParallelDims
     reshard: Reshard
     pipeline: PipelineLayout | None
