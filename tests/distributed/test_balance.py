@@ -34,6 +34,7 @@ from torchtitan.models.init import Init, Normal
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.optim import balance as module
 from torchtitan.optim.balance import Balance
+from torchtitan.parallel import activation
 from torchtitan.parallel.batch import Batch
 from torchtitan.trainer import Run, Trainer
 
@@ -228,6 +229,11 @@ def own_counts() -> AbstractContextManager[None]:
     return replaced(module, "dist", SimpleNamespace(all_reduce=lambda tensor, group=None: None))
 
 
+def chosen_again() -> AbstractContextManager[None]:
+    """A block that is recomputed chooses, and counts, a second time."""
+    return replaced(activation, "_choose_once", lambda choose, *given: choose(*given))
+
+
 def own_sequences() -> AbstractContextManager[None]:
     """A rank's part of a sequence counts as all of it."""
     correct = Balance._counts_of_sequences
@@ -270,6 +276,7 @@ def of_the_microbatch() -> AbstractContextManager[None]:
     ("layout", "plant", "seen"),
     [
         ("fsdp 2, by operator", own_counts, {"biases", "counts", "last counts"}),
+        ("one device, recomputed", chosen_again, {"counts", "last counts", "router/z_loss"}),
         ("cp 2, ring, recomputed", own_sequences, {"gradient 1", "router/sequence_loss"}),
         ("tp 2", own_sequences, {"gradient 1", "router/sequence_loss"}),
         ("one device, accumulating", counts_of_this_step, {"gradient 3", "router/global_loss"}),

@@ -347,6 +347,28 @@ def test_figures(ranks: RankPool) -> None:
     }
 
 
+def reads_of_a_step() -> list[str]:
+    """What of a step makes the host wait for the device."""
+    [layer] = layers(SIGMOID).values()
+    balance = follow({"a": layer}, bias_update_rate=RATE, **WEIGHTS)
+    logits = torch.randn(2, 9, 5, generator=torch.Generator().manual_seed(1))
+    ids = logits.argsort(-1)[..., :3]
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("tolist", "item", "cpu", "numpy", "__float__", "__int__", "__bool__"):
+            patch.setattr(torch.Tensor, name, lambda *_, name=name: calls.append(name))
+        balance.begin(torch.tensor(5))
+        balance._count(0, logits.sigmoid(), ids)
+        balance._loss(0, logits, logits.sigmoid(), ids)
+        balance.update(norm=FINITE)
+        balance.figures()
+    return calls
+
+
+def test_the_host_never_waits_for_the_device(ranks: RankPool) -> None:
+    assert ranks.run(reads_of_a_step, world=1) == [[]]
+
+
 # --- settings
 
 
