@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from tests.distributed import hf_jobs, jobs
 from tests.distributed import test_reference as by_torch
 from tests.distributed.rank_pool import RankPool
-from tests.models.reference import new_decoder, random_decoder, reference_of
+from tests.hf.test_deepseek import float8_folder
+from tests.hf.test_folders import imported
+from tests.models.reference import LATENT, new_decoder, random_decoder, reference_of
 from torchtitan.checkpoint.verify import verify
 from torchtitan.models import llama3
 from torchtitan.models.decoder import Decoder
@@ -47,6 +49,7 @@ TP2 = "--parallelism.tensor_parallel_degree=2"
 PP2 = "--parallelism.pipeline_parallel_degree=2"
 NAME = "--model.name="
 QWEN2, QWEN3, QWEN3_MOE = f"{NAME}qwen2", f"{NAME}qwen3", f"{NAME}qwen3_moe"
+DEEPSEEK = f"{NAME}deepseek_v3"
 LAYOUTS = {
     "one device": (1, "tiny", {}, ()),
     # 32 rows of wq, heads of 8: shards of 11 rows cut them
@@ -63,6 +66,13 @@ LAYOUTS = {
     # eight experts: three, three and two
     "fsdp 3, experts": (3, "tiny", {}, (QWEN3_MOE, "--training.global_batch_size=-1")),
     "pp 2, experts": (2, "tiny8", {}, (QWEN3_MOE, PP2)),
+    "fsdp 3, deepseek": (3, "tiny", {}, (DEEPSEEK, "--training.global_batch_size=-1")),
+    "fsdp 2, tp 2, ep 2, deepseek": (
+        4,
+        "tiny8",
+        {},
+        (DEEPSEEK, TP2, "--parallelism.expert_parallel_degree=2"),
+    ),
 }
 
 
@@ -90,11 +100,29 @@ def test_every_layout_begins_with_these_weights_and_each_rank_reads_its_own_alon
         assert max(num_read for _, num_read, _ in results) < 0.7 * whole
 
 
-def test_a_training_with_experts_is_that_of_transformers(ranks: RankPool, tmp_path: Path) -> None:
+def test_of_float8_each_rank_reads_its_own_part(ranks: RankPool, tmp_path: Path) -> None:
+    """A byte for each number of its shard, and the scales of the blocks that it meets."""
+    source, _ = float8_folder(tmp_path / "theirs", block=16)
+    job = job_from(tmp_path, source, DEEPSEEK)
+    results = ranks.run(hf_jobs.begin, job, "tiny", {}, world=2)
+    expected = imported(source, LATENT).state_dict()
+    assert set().union(*(weights for weights, _, _ in results)) == expected.keys()
+    whole = (source / "model.safetensors").stat().st_size
+    for weights, num_read, num_held in results:
+        assert all(torch.equal(weights[name], expected[name]) for name in weights)
+        assert num_read < 0.55 * whole
+        assert num_read < 0.5 * num_held
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "deepseek_v2"])
+def test_a_training_with_experts_is_that_of_transformers(
+    family: str, ranks: RankPool, tmp_path: Path
+) -> None:
     """Ten steps of float64 PyTorch around their model, from the same initial weights."""
-    job = [*jobs.write_job(tmp_path), QWEN3_MOE, f"--training.steps={by_torch.STEPS}"]
+    steps = f"--training.steps={by_torch.STEPS}"
+    job = [*jobs.write_job(tmp_path), f"{NAME}{family}", steps]
     [result] = ranks.run(jobs.train, job, world=1)
-    model = new_decoder(MODELS["qwen3_moe"].flavors["tiny"])
+    model = new_decoder(MODELS[family].flavors["tiny"])
     model.load_state_dict(result.initial)
     theirs = reference_of(model).double()
     theirs.config._experts_implementation = "eager"  # the others take no float64
@@ -111,6 +139,7 @@ def test_a_training_with_experts_is_that_of_transformers(ranks: RankPool, tmp_pa
         (2, {}, (QWEN2, TP2)),
         (2, {}, (QWEN3, TP2)),
         (2, {}, (QWEN3_MOE,)),
+        (2, {"rope_scaling": None}, (DEEPSEEK, TP2)),
     ],
 )
 def test_the_last_weights_go_to_transformers(
