@@ -110,7 +110,7 @@ def unscaled(self: Router, x_BSC: Tensor, bias_E: Tensor | None = None) -> tuple
 
 
 def ungrouped(self: Router, x_BSC: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    self.choose = partial(best_experts, num=LATENT.num_experts_per_token)
+    self._best = partial(best_experts, num=LATENT.num_experts_per_token)
     return CORRECT(self, x_BSC, bias_E)
 
 
@@ -162,7 +162,7 @@ def test_groups_are_not_chosen_by_their_best_expert(monkeypatch: pytest.MonkeyPa
     model = decoder(LATENT)
     for module in model.modules():
         if isinstance(module, Router):
-            module.choose = partial(by_their_best, num=3, num_groups=4, kept=2)
+            module._best = partial(by_their_best, num=3, num_groups=4, kept=2)
     with torch.no_grad():
         expected = decoder(LATENT)(TOKENS)
         assert (model(TOKENS) - expected).norm() > 1e-3 * expected.norm()
