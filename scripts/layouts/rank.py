@@ -1,10 +1,11 @@
 """One rank of a layout that is compared: the trainer's own command, with more of it saved.
 
-Started in the place of `torchtitan.train`, so that one launch shows both ends of the training, and
-the gradients of its first steps. The initial weights go into a checkpoint of step 0 by the run's
-own manager, which knows them by name in every layout. Gradients are written in the same way, once
-they are summed over all ranks and before they are clipped. The trainer has no setting for either,
-hence the function put in the place of its `assemble`.
+Started in the place of `torchtitan.train`, so that one launch shows both ends of the training,
+the gradients of its first steps, and which experts tokens were sent to (`routing.py`). The initial
+weights go into a checkpoint of step 0 by the run's own manager, which knows them by name in every
+layout. Gradients are written in the same way, once they are summed over all ranks and before they
+are clipped. The trainer has no setting for any of it, hence the function put in the place of its
+`assemble`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 PIDS = "pids"
 GRADIENTS = "gradients"
 NUM_STEPS = "GRADIENT_STEPS"
+REPLAYED = "REPLAYED_CHOICES"
 
 
 def leave_pid(argv: list[str]) -> None:
@@ -71,6 +73,8 @@ def record_gradients(run: Run, *, folder: Path, num_steps: int) -> Run:
 
 def main(argv: list[str]) -> None:
     """Train, and end this process."""
+    from scripts.layouts.routing import CHOICES, watch_routing
+
     train: Any = import_module("torchtitan.train")
     assemble = train.assemble
 
@@ -78,8 +82,15 @@ def main(argv: list[str]) -> None:
         run = assemble(*args, **kwargs)
         assert run.checkpoints is not None, "compare_layouts.py switches checkpoints on"
         run.checkpoints.save(last=False)
-        folder, num_steps = _folder(argv) / GRADIENTS, int(os.environ[NUM_STEPS])
-        return record_gradients(run, folder=folder, num_steps=num_steps)
+        folder, replayed = _folder(argv), os.environ.get(REPLAYED)
+        run = watch_routing(
+            run,
+            folder=folder / CHOICES,
+            rank=int(os.environ.get("RANK", "0")),
+            replayed=Path(replayed) if replayed else None,
+        )
+        num_steps = int(os.environ[NUM_STEPS])
+        return record_gradients(run, folder=folder / GRADIENTS, num_steps=num_steps)
 
     train.assemble = assemble_and_save
     train.train_and_leave(argv)
