@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from tests.distributed import jobs
@@ -40,9 +41,19 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES, rope_theta=7777.0, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=18),
     "mistral": MistralConfig(**SIZES, sliding_window=9, head_dim=10),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES,
+        head_dim=18,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=28,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+    ),
 }
 FSDP2 = "--training.global_batch_size=-1"
 TP2 = "--parallelism.tensor_parallel_degree=2"
+EP2 = "--parallelism.expert_parallel_degree=2"
 PP2 = "--parallelism.pipeline_parallel_degree=2"
 DIFFERENT = {  # what a config.json says beyond the model, or says in another way
     "dtype": "the type in which they are written",
@@ -57,6 +68,9 @@ DIFFERENT = {  # what a config.json says beyond the model, or says in another wa
     "layer_types": "follows from use_sliding_window",
     "max_window_layers": "see layer_types",
     "sliding_window": "read only where windows are used",
+    "num_local_experts": "another name of num_experts",
+    "output_router_logits": "a switch of their forward",
+    "router_aux_loss_coef": "of their training",
 }
 
 
@@ -101,7 +115,14 @@ def job_of(folder: Path, source: Path, *options: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("llama", FSDP2), ("qwen2", TP2), ("qwen3", PP2), ("mistral", TP2), ("qwen2", PP2)],
+    [
+        ("llama", FSDP2),
+        ("qwen2", TP2),
+        ("qwen3", PP2),
+        ("mistral", TP2),
+        ("qwen2", PP2),
+        ("qwen3_moe", EP2),
+    ],
 )
 def test_no_step_changes_nothing(family: str, layout: str, ranks: RankPool, tmp_path: Path) -> None:
     source = tmp_path / "theirs"

@@ -1,8 +1,8 @@
 """A trained model that generates text, whole on one device or split over ranks.
 
 Tensor parallelism is the layout in which all ranks work on one token. The residual stream is
-copied, not split along the sequence, which is one token long. Each rank reads its own part of the
-matrices and nothing else.
+copied, not split along the sequence, which is one token long. Experts are dealt out whole to the
+ranks. Each rank reads its own part of the matrices and nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabula
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.spec import ModelSpec
 from torchtitan.optim.loss import build_loss
+from torchtitan.parallel.expert import apply_expert_parallel, find_undealt
 from torchtitan.parallel.tensor import apply_tensor_parallel, find_misfit, find_unplanned
 from torchtitan.sft.chat import ChatTemplate
 from torchtitan.sft.chat_files import find_template
@@ -132,6 +133,11 @@ def _split(found: Pretrained, *, mesh: DeviceMesh | None) -> None:
             f"the number of ranks must divide the model's heads, feed-forward width and "
             f"vocabulary, got {misfit}; start as many ranks with torchrun"
         )
+    if uneven := find_undealt(model, ep=mesh.size()):
+        raise ConfigError(
+            f"the number of ranks must divide the experts of a layer, got {uneven}; start as many "
+            f"ranks with torchrun"
+        )
     apply_tensor_parallel(
         model,
         mesh=mesh,
@@ -139,3 +145,4 @@ def _split(found: Pretrained, *, mesh: DeviceMesh | None) -> None:
         sequence_parallel=False,
         loss_parallel=True,
     )
+    apply_expert_parallel(model, mesh=mesh)

@@ -52,11 +52,20 @@ TINY = 1e-20
 class Gate(nn.Linear, CastsWeights):
     """The router's matrix. Its product is at least float32, whatever the type of its input."""
 
+    def __init__(self, dim: int, num_experts: int) -> None:
+        super().__init__(dim, num_experts, bias=False)
+        self.product = wide_product
+
     def forward(self, x_BSC: Tensor) -> Tensor:
         """Return the logits of the experts."""
-        wide = torch.promote_types(x_BSC.dtype, torch.float32)
-        # first in the type of the input, as FSDP gathers it: the same numbers in every layout
-        return F.linear(x_BSC.to(wide), self.weight.to(x_BSC.dtype).to(wide))
+        return self.product(x_BSC, self.weight)
+
+
+def wide_product(x_BSC: Tensor, weight_EC: Tensor) -> Tensor:
+    """Multiply in float32 at least."""
+    wide = torch.promote_types(x_BSC.dtype, torch.float32)
+    # first in the type of the input, as FSDP gathers it: the same numbers in every layout
+    return F.linear(x_BSC.to(wide), weight_EC.to(x_BSC.dtype).to(wide))
 
 
 def best_experts(scores_BSE: Tensor, *, num: int, num_groups: int = 1, kept: int = 1) -> Tensor:
@@ -86,7 +95,7 @@ class Router(ChoosesExperts):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         assert config.expert_score in ("softmax", "sigmoid")
-        self.gate = Gate(config.dim, config.num_experts, bias=False)
+        self.gate = Gate(config.dim, config.num_experts)
         self.is_softmax = config.expert_score == "softmax"
         self.norms, self.scale = config.norm_expert_weights, config.expert_weight_scale
         self.choose = partial(

@@ -42,8 +42,9 @@ copies. head_norm: the same on each attention head (B, S, H, D), of which a rank
 gather: takes the whole sequence, for all the matrices in it. column: a matrix split by columns of
 its output. row: one split by rows of its input, whose parts of the result are summed. head: the
 matrix, or what multiplies by the embedding's, from the whole sequence to logits. route: sends each
-token to experts, on each rank those of its own part of the sequence. gate: works on those, its
-weights are copies. experts: never split by this axis, see `parallel/expert.py`.
+token to experts, on each rank those of its own part of the sequence. gate: multiplies those by its
+weights, which are copies, in `product(x, weight)`. experts: never split by this axis, see
+`parallel/expert.py`.
 """
 
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from math import gcd
 from typing import Any
 
 import torch
@@ -51,17 +52,22 @@ def check_expert_parallel(model: LanguageModel, *, parallelism: ParallelismConfi
         ConfigError: It does not, or there are none.
     """
     ep, key = parallelism.expert_parallel_degree, "parallelism.expert_parallel_degree"
-    sizes = {len(p) for experts in _all_experts(model) for p in experts.parameters()}
-    if ep > 1 and not sizes:
+    if ep > 1 and not _all_experts(model):
         raise ConfigError.at(key, f"must be 1, got {ep}: the model has no experts")
-    if any(size % ep for size in sizes):
-        shown = " and ".join(map(str, sorted(sizes)))
-        fitting = [str(n) for n in range(1, min(sizes) + 1) if not any(size % n for size in sizes)]
-        raise ConfigError.at(
-            key,
-            f"must divide the experts of a layer ({shown}), got {ep}; write one of "
-            f"{', '.join(fitting)}",
-        )
+    if uneven := find_undealt(model, ep=ep):
+        raise ConfigError.at(key, f"must divide the experts of a layer, got {uneven}")
+
+
+def find_undealt(model: nn.Module, *, ep: int) -> str:
+    """Say which numbers of experts `ep` does not divide and which degrees fit; nothing where it
+    fits."""
+    sizes = {len(p) for experts in _all_experts(model) for p in experts.parameters()}
+    if not any(size % ep for size in sizes):
+        return ""
+    common = gcd(*sizes)
+    fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+    shown = " and ".join(map(str, sorted(sizes)))
+    return f"{ep} for {shown}; they can be dealt out to {fitting}"
 
 
 def apply_expert_parallel(model: nn.Module, *, mesh: DeviceMesh) -> None:

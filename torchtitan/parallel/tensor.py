@@ -243,17 +243,15 @@ class _Gate(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _copy_parameters(module, device_mesh)
-        module.forward = partial(_on_own_tokens, module.forward, mesh=device_mesh)
+        module.product = partial(_local_product, product=module.product)
         return module
 
 
-def _on_own_tokens(
-    forward: Callable[[Tensor], Tensor], x_BSC: Tensor, *, mesh: DeviceMesh
+def _local_product(
+    x_BSC: Tensor, weight: DTensor, *, product: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    # of sequences that are cut, the flat tokens are no even cut of all tokens: here any will do
-    out_TE = forward(_wrapped(x_BSC.flatten(0, 1), mesh, Shard(0)))
-    assert isinstance(out_TE, DTensor)
-    return out_TE.to_local().unflatten(0, x_BSC.shape[:2])
+    # as a DTensor the tokens, which may be unequally many, would have to be an even cut of all
+    return product(x_BSC, weight.to_local(grad_placements=[Partial()]))
 
 
 class _Route(ParallelStyle):
