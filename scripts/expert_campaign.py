@@ -1,6 +1,6 @@
 """Prove that a model with experts trains alike in every layout: some fifty of them, up to 8 ranks.
 
-    python scripts/expert_campaign.py qwen3_moe --json outputs/experts.json --markdown outputs/experts.md
+    python scripts/expert_campaign.py qwen3_moe --json outputs/qwen3_moe.json --markdown table.md
 
 Each group of layouts is one comparison of compare_layouts.py, of a small job, with one device:
 experts dealt out to 1, 2, 4 and 8 ranks over FSDP, HSDP, DDP, tensor, context and pipeline
@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +30,7 @@ from scripts import compare_layouts
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import Init, Normal
-from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig, MoEConfig
 from torchtitan.models.spec import ModelSpec
 
 TOML = ROOT / "train_configs" / "compare_layouts.toml"
@@ -183,11 +184,8 @@ def strong(family: str) -> ModelSpec:
     return replace(spec, build=build)
 
 
-def __getattr__(family: str) -> ModelSpec:
-    """Let settings name a family's strong version: `scripts.expert_campaign:qwen3_moe`."""
-    if family not in MODELS:
-        raise AttributeError(family)
-    return strong(family)
+FAMILIES = [name for name, spec in MODELS.items() if issubclass(spec.sizes, MoEConfig)]
+STRONG = SimpleNamespace(**{name: strong(name) for name in FAMILIES})
 
 
 def run_group(name: str, group: Group, *, arguments: Sequence[str]) -> list[dict[str, Any]]:
@@ -240,7 +238,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a table")
     options, further = parser.parse_known_args(argv)
-    model = (f"--model.name=scripts.expert_campaign:{options.family}", "--model.num_layers=4")
+    model = (
+        f"--model.name=scripts.expert_campaign:STRONG.{options.family}",
+        "--model.num_layers=4",
+    )
     arguments = (*model, f"--steps={options.steps}", *further)
     runs = [
         run
@@ -248,7 +249,10 @@ def main(argv: Sequence[str]) -> int:
         if options.group in (None, name)
         for run in run_group(name, group, arguments=arguments)
     ]
-    for file, text in ((options.json, json.dumps(runs, indent=1)), (options.markdown, to_markdown(runs))):
+    for file, text in (
+        (options.json, json.dumps(runs, indent=1)),
+        (options.markdown, to_markdown(runs)),
+    ):
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")

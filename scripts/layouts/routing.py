@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torchtitan.models.contract import ChoosesExperts
+from torchtitan.models.routing import ChoosesExperts
 
 if TYPE_CHECKING:
     from torchtitan.parallel.batch import Batch
