@@ -63,6 +63,9 @@ def test_a_decoder_with_another_feed_forward_is_counted_as_it_is() -> None:
         whole,
         num_parameters=whole.num_parameters - without,
         num_multiplied=whole.num_multiplied - without,
+        multiplied_by_layer=tuple(
+            n - config.dim * config.hidden_dim for n in whole.multiplied_by_layer
+        ),
     )
 
 

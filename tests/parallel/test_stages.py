@@ -30,7 +30,9 @@ def all_cuts(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def costs_of(counts: tuple[int, ...], costs: Costs) -> list[float]:
-    found = [float(count) for count in counts]
+    each = costs.by_layer or (1.0,) * sum(counts)
+    ends = list(itertools.accumulate(counts, initial=0))
+    found = [sum(each[a:b]) for a, b in itertools.pairwise(ends)]
     found[0] += costs.embedding
     found[-1] += costs.head
     return found
@@ -39,10 +41,12 @@ def costs_of(counts: tuple[int, ...], costs: Costs) -> list[float]:
 @pytest.mark.parametrize("num_layers", [1, 2, 5, 8, 11])
 @pytest.mark.parametrize("head", [0.0, 0.3, 1.0, 2.2, 20.0])
 @pytest.mark.parametrize("embedding", [0.0, 1.5])
+@pytest.mark.parametrize("unequal", [False, True])
 def test_no_cut_has_a_cheaper_costliest_stage_or_is_more_even(
-    num_layers: int, head: float, embedding: float
+    num_layers: int, head: float, embedding: float, unequal: bool
 ) -> None:
-    costs = Costs(embedding=embedding, head=head)
+    by_layer = tuple(0.4 + i * i % 7 / 4 for i in range(num_layers)) if unequal else ()
+    costs = Costs(embedding=embedding, head=head, by_layer=by_layer)
     for num_stages in range(1, num_layers + 1):
         found = cut(num_layers, num_stages=num_stages, costs=costs)
         assert sum(found) == num_layers
@@ -69,6 +73,18 @@ def test_the_head_costs_what_it_multiplies() -> None:
         pipeline_parallel_first_stage_less_layers=2, pipeline_parallel_last_stage_less_layers=3
     )
     assert find_costs(given, counts=COUNTS, num_layers=8, seq_len=64) == Costs(embedding=2, head=3)
+
+
+def test_a_layer_with_experts_costs_what_a_token_meets() -> None:
+    """tiny8 of Qwen3-MoE: heads of 6 channels, a dense layer of width 96, then 2 experts of 24."""
+    spec = MODELS["qwen3_moe"]
+    counts = count(spec.build_meta(spec.flavors["tiny8"]))
+    attention = 2 * 32 * 48 + 2 * 32 * 24
+    dense, sparse = attention + 3 * 32 * 96, attention + 3 * 32 * 24 * 2 + 32 * 8
+    costs = find_costs(ParallelismConfig(), counts=counts, num_layers=8, seq_len=64)
+    flops = [6 * n + 12 * 48 * 64 for n in (dense, *[sparse] * 7)]
+    mean = sum(flops) / 8
+    assert costs.by_layer == pytest.approx([n / mean for n in flops])
 
 
 def test_modules_of_each_stage() -> None:

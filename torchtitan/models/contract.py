@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, get_args
 
@@ -23,6 +23,7 @@ from torch import nn
 from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.models.documents import Documents
 from torchtitan.models.init import Constant, Init, Normal
+from torchtitan.models.routing import StackedExperts
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec, TensorRole
 
@@ -49,75 +50,6 @@ class Attends(nn.Module):
 def has_window(model: nn.Module) -> bool:
     """Tell whether tokens of `model` attend to a window of those before them."""
     return any(m.window is not None for m in model.modules() if isinstance(m, Attends))
-
-
-Compute = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
-"""From rows (N, C), sorted by expert, how many each expert gets (E), and the stacked weights to the
-rows that come of them (N, C)."""
-Exchange = Callable[[Compute, torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
-"""Has rows multiplied where their experts are; it takes what `Compute` takes, behind that."""
-
-
-def multiply_here(
-    compute: Compute,
-    x_NC: torch.Tensor,
-    counts_E: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    """Multiply rows on the rank that has them: the `Exchange` where every expert is at hand."""
-    return compute(x_NC, counts_E, weights)
-
-
-class StackedExperts(nn.Module):
-    """A module whose parameters are experts, stacked along the first dimension.
-
-    A token is multiplied by `num_chosen` of them. What it computes depends on how many tokens each
-    expert gets, so it is left out of compiled graphs. It has its rows multiplied by
-    `exchange(compute, rows, counts, weights)`: expert parallelism replaces `exchange` by a function
-    that takes them to the ranks of their experts.
-    """
-
-    num_chosen: int
-    compute: Compute
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.exchange: Exchange = multiply_here
-
-
-class ChoosesExperts(nn.Module):
-    """A module that scores experts and chooses some for each token by `choose`, and by that alone.
-
-    `choose` is replaced by a function that keeps the choice for a block that is recomputed.
-    """
-
-    choose: Callable[[torch.Tensor], torch.Tensor]
-    """From scores (B, S, E) without gradient to experts (B, S, K), int64."""
-
-
-class Routes(nn.Module):
-    """A module that sends tokens (B, S, C) to `experts`, by `route`.
-
-    Each rank routes its own tokens. Under tensor parallelism without sequence parallelism, where
-    several ranks hold the same ones, `route` is replaced by a function that deals them out.
-    """
-
-    experts: StackedExperts
-    shared_experts: nn.Module | None
-    """To which every token is sent."""
-    route: Callable[[torch.Tensor], torch.Tensor]
-    expert_bias: nn.Parameter | None
-    """Added to the experts' scores in choosing alone (E), float32. No gradient trains it: it is
-    kept whole on every rank, and balances the load (`optim/balance.py`)."""
-
-
-def untrained(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that are state and never trained, whole on every rank: the biases."""
-    return [
-        module.expert_bias
-        for module in model.modules()
-        if isinstance(module, Routes) and module.expert_bias is not None
-    ]
 
 
 class CastsWeights:
@@ -288,6 +220,8 @@ class Counts:
     """The same of those with a window, by its tokens."""
     num_idle: int = 0
     """Parameters of experts that a token is not sent to."""
+    multiplied_by_layer: tuple[int, ...] = ()
+    """`num_multiplied` of each block; none are given where all have as many."""
 
     @property
     def num_active(self) -> int:
@@ -327,17 +261,25 @@ def count(model: LanguageModel) -> Counts:
         if isinstance(module, Attends):
             widths[module.window] += module.width
     matrices = [p for p in model.parameters() if p.ndim > 1 and id(p) not in looked_up]
-    idle = sum(
-        p.numel() // len(p) * (len(p) - module.num_chosen)
-        for module in model.modules()
-        if isinstance(module, StackedExperts)
-        for p in module.parameters()
-    )
+    blocks = model.layers.values()
+    in_blocks = [sum(p.numel() for p in one.parameters() if p.ndim > 1) for one in blocks]
+    idle = [_count_idle(one) for one in blocks]
     return Counts(
         num_parameters=sum(p.numel() for p in model.parameters()),
-        num_multiplied=sum(p.numel() for p in matrices) - own + head - idle,
+        num_multiplied=sum(p.numel() for p in matrices) - own + head - sum(idle),
         num_head=head,
         attention_width=widths.pop(None, 0),
         window_widths={window: width for window, width in widths.items() if window is not None},
-        num_idle=idle,
+        num_idle=sum(idle),
+        multiplied_by_layer=tuple(n - left for n, left in zip(in_blocks, idle, strict=True)),
+    )
+
+
+def _count_idle(block: nn.Module) -> int:
+    """Return the parameters of a block's experts that a token is not sent to."""
+    return sum(
+        p.numel() // len(p) * (len(p) - module.num_chosen)
+        for module in block.modules()
+        if isinstance(module, StackedExperts)
+        for p in module.parameters()
     )

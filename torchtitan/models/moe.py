@@ -33,16 +33,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.attention import LayerCache
-from torchtitan.models.contract import (
-    CastsWeights,
-    ChoosesExperts,
-    Compute,
-    Routes,
-    StackedExperts,
-)
+from torchtitan.models.contract import CastsWeights
 from torchtitan.models.decoder import Block, FeedForward
 from torchtitan.models.documents import Documents
 from torchtitan.models.rope import Rope
+from torchtitan.models.routing import ChoosesExperts, Compute, Routes, StackedExperts
 from torchtitan.models.sizes import MoEConfig
 
 TINY = 1e-20

@@ -45,7 +45,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from torchtitan.models.contract import Attends, ChoosesExperts, Routes, StackedExperts
+from torchtitan.models.contract import Attends
+from torchtitan.models.routing import ChoosesExperts, Routes, StackedExperts
 from torchtitan.parallel.one_operator import WHOLE_ATTENTION
 
 T = TypeVar("T")

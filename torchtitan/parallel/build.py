@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.settings import ParallelismConfig
-from torchtitan.models.contract import LanguageModel, untrained
+from torchtitan.models.contract import LanguageModel
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.init import initialize
 from torchtitan.models.parts import ModelParts
+from torchtitan.models.routing import untrained
 from torchtitan.parallel.apply import parallelize
 from torchtitan.parallel.execution import Execution, WholeModel
 from torchtitan.parallel.layout import Layout

@@ -32,7 +32,8 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 from torchtitan.base.errors import ConfigError, did_you_mean
-from torchtitan.models.contract import Attends, Routes
+from torchtitan.models.contract import Attends
+from torchtitan.models.routing import Routes
 from torchtitan.parallel.settings import CompileConfig
 
 INDUCTOR = "inductor"

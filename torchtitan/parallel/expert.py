@@ -38,8 +38,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.settings import ParallelismConfig
-from torchtitan.models.contract import Compute, LanguageModel, StackedExperts
+from torchtitan.models.contract import LanguageModel
 from torchtitan.models.moe import multiply_grouped, multiply_in_turn, reorder
+from torchtitan.models.routing import Compute, StackedExperts
 from torchtitan.parallel.activation import keep_for_recomputation
 
 logger = logging.getLogger(__name__)

@@ -41,8 +41,8 @@ from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.settings import ParallelismConfig
-from torchtitan.models.contract import StackedExperts, untrained
 from torchtitan.models.init import local_part
+from torchtitan.models.routing import StackedExperts, untrained
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,8 +44,9 @@ from torch.distributed.tensor.parallel import (
 
 from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.mesh.settings import ParallelismConfig
-from torchtitan.models.contract import LanguageModel, Routes, StackedExperts, untrained
+from torchtitan.models.contract import LanguageModel
 from torchtitan.models.decoder import HeadLoss
+from torchtitan.models.routing import Routes, StackedExperts, untrained
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import TensorRole
 

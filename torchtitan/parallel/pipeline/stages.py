@@ -8,6 +8,8 @@ S and L layers of H heads of width D, each with N weights in matrix products:
     head      = 6 C V / layer
     embedding = 0, looking up costs nothing
 
+A layer with experts costs what a token meets of it; where layers differ, one is their mean.
+
 The layers stay in order, so a cut is a list of layer counts, and the best one is found exactly, by
 dynamic programming over (stages, layers).
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from math import ceil
 
 from torchtitan.base.errors import ConfigError
@@ -27,6 +30,8 @@ from torchtitan.models.contract import Counts
 FIRST = ("tok_embeddings",)
 LAST = ("norm", "output")
 DEGREE = "parallelism.pipeline_parallel_degree"
+ROUNDING = 1e-9
+"""Of the sums of layers' costs."""
 EXPLICIT = "parallelism.module_fqns_per_model_part"
 
 Stages = tuple[tuple[str, ...], ...]
@@ -39,6 +44,8 @@ class Costs:
 
     embedding: float
     head: float
+    by_layer: tuple[float, ...] = ()
+    """What each layer costs, of a mean one; none are given where all cost the same."""
 
 
 def find_costs(
@@ -59,7 +66,16 @@ def find_costs(
     return Costs(
         embedding=0.0 if first is None else float(first),
         head=head / layer if last is None else float(last),
+        by_layer=_compare_layers(counts.multiplied_by_layer, layer=layer),
     )
+
+
+def _compare_layers(multiplied: Sequence[int], *, layer: float) -> tuple[float, ...]:
+    """Return what each layer costs, of a mean one of `layer` FLOPs; nothing where all are equal."""
+    if len(set(multiplied)) <= 1:
+        return ()
+    mean = sum(multiplied) / len(multiplied)
+    return tuple(1 + 6 * (n - mean) / layer for n in multiplied)
 
 
 def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, fixed: bool) -> int:
@@ -125,18 +141,23 @@ def cut(num_layers: int, *, num_stages: int, costs: Costs) -> tuple[int, ...]:
     """
     assert 1 <= num_stages <= num_layers
 
-    def cost(stage: int, layers: int) -> float:
+    begun = list(accumulate(costs.by_layer or [1.0] * num_layers, initial=0.0))
+
+    def cost(stage: int, left: int, layers: int) -> float:
         ends = (costs.embedding if stage == 0 else 0.0) + (
             costs.head if stage == num_stages - 1 else 0.0
         )
-        return layers + ends
+        first = num_layers - left
+        return begun[first + layers] - begun[first] + ends
 
     @cache
     def least(stage: int, left: int) -> float:
         """Return the cost of the costliest stage from `stage` on, with `left` layers to deal."""
         if stage == num_stages - 1:
-            return cost(stage, left)
-        return min(max(cost(stage, n), least(stage + 1, left - n)) for n in choices(stage, left))
+            return cost(stage, left, left)
+        return min(
+            max(cost(stage, left, n), least(stage + 1, left - n)) for n in choices(stage, left)
+        )
 
     def choices(stage: int, left: int) -> range:
         return range(1, left - (num_stages - 1 - stage) + 1)
@@ -147,12 +168,12 @@ def cut(num_layers: int, *, num_stages: int, costs: Costs) -> tuple[int, ...]:
     def evenest(stage: int, left: int) -> tuple[float, tuple[int, ...]]:
         """Return the least sum of squares within the limit, and its cut."""
         if stage == num_stages - 1:
-            return cost(stage, left) ** 2, (left,)
+            return cost(stage, left, left) ** 2, (left,)
         found = []
         for n in choices(stage, left):
-            if max(cost(stage, n), least(stage + 1, left - n)) <= limit:
+            if max(cost(stage, left, n), least(stage + 1, left - n)) <= limit + ROUNDING:
                 squares, rest = evenest(stage + 1, left - n)
-                found.append((cost(stage, n) ** 2 + squares, (n, *rest)))
+                found.append((cost(stage, left, n) ** 2 + squares, (n, *rest)))
         return min(found)
 
     return evenest(0, num_layers)[1]
