@@ -3,7 +3,7 @@
     ours              the trainer's own loop, assembled from settings as a job is: it reads its
                       data, reports every 10 steps, watches for signals and faults
     bare loop         the same model and optimizer in 40 lines of plain PyTorch, batches at hand
-    transformers      LlamaForCausalLM of equal sizes and weights in that bare loop
+    transformers      its model of equal sizes and weights in that bare loop
     Trainer           the same by transformers' Trainer (needs accelerate; one rank)
 
 All are in one process (with --ranks 2 in the same two, under FSDP2) and take turns of --steps
@@ -35,8 +35,8 @@ from scripts.benchmarks.ranks import run_ranks
 from scripts.benchmarks.turns import (
     BARE,
     CLOCKS,
-    LLAMA,
     OURS,
+    THEIRS,
     TOLERANCES,
     TRAINER,
     check_losses,
@@ -47,17 +47,19 @@ from scripts.benchmarks.turns import (
 from torchtitan.assemble import find_model
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
+from torchtitan.models.families import MODELS
 from torchtitan.models.settings import ModelConfig
 
 SUMMARY = "a training step, against a loop without a trainer and transformers"
-TARGETS = {BARE: "at most 1.02", LLAMA: "at most 1.00", TRAINER: "at most 1.00"}
-NEEDS = {LLAMA: ("transformers",), TRAINER: ("transformers", "accelerate")}
+TARGETS = {BARE: "at most 1.02", THEIRS: "at most 1.00", TRAINER: "at most 1.00"}
+NEEDS = {THEIRS: ("transformers",), TRAINER: ("transformers", "accelerate")}
 FOR_MEMORY = {"steps": 1, "pairs": 2}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what this command alone understands."""
-    parser.add_argument("--flavor", default="small", metavar="NAME", help="size of llama3")
+    parser.add_argument("--model", choices=list(MODELS), default="llama3", help="family")
+    parser.add_argument("--flavor", default="small", metavar="NAME", help="its size")
     parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="computed in")
     parser.add_argument("--compile", action="store_true", help="compile all blocks")
     parser.add_argument(
@@ -85,7 +87,7 @@ def measure(args: argparse.Namespace) -> Report:
         UserError: A setting is refused, or the loops do not train the same.
     """
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "plot")}
-    _, architecture = find_model(ModelConfig(flavor=args.flavor))
+    _, architecture = find_model(ModelConfig(name=args.model, flavor=args.flavor))
     settings["tokenizer"] = "bpe_2048" if architecture.vocab_size >= 2048 else "byte"
     load_config(describe_job(settings, folder=Path("unused")))  # before any rank is started
     others, left_out = _find_others(args)
@@ -115,7 +117,17 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 def _describe(args: argparse.Namespace, *, device: str) -> dict[str, Any]:
-    names = ("flavor", "batch", "seq_len", "steps", "ranks", "compile", "recompute", "apart")
+    names = (
+        "model",
+        "flavor",
+        "batch",
+        "seq_len",
+        "steps",
+        "ranks",
+        "compile",
+        "recompute",
+        "apart",
+    )
     precision = "float32" if args.dtype == "float32" else "float32 weights, bfloat16 computing"
     about = {name: getattr(args, name) for name in names}
     return about | {"precision": precision, "device": device, "torch": torch.__version__}

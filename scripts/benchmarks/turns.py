@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from scripts.benchmarks.llama_hf import build_llama
 from scripts.benchmarks.loops import (
     BETAS,
     EPS,
@@ -29,6 +28,7 @@ from scripts.benchmarks.loops import (
     shard,
 )
 from scripts.benchmarks.pairs import check_close, synchronize
+from scripts.benchmarks.theirs import build_theirs
 from torchtitan.assemble import assemble, find_model
 from torchtitan.assemble.data import build_loader
 from torchtitan.assemble.find import find_layout
@@ -47,7 +47,7 @@ from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.context.build import build_shard
 from torchtitan.trainer import Run, Trainer
 
-OURS, BARE, LLAMA, TRAINER = "ours", "bare loop", "transformers", "Trainer"
+OURS, BARE, THEIRS, TRAINER = "ours", "bare loop", "transformers", "Trainer"
 TOLERANCES = {"float32": 5e-5, "bfloat16": 2e-2}
 CLOCKS = ("elapsed", "processor")
 GIB = 2**30
@@ -60,6 +60,7 @@ def describe_job(settings: dict[str, Any], *, folder: Path) -> list[str]:
     """Return the job as a command line would say it, at a constant learning rate."""
     options = {
         "job.dump_folder": folder / "job",
+        "model.name": settings["model"],
         "model.flavor": settings["flavor"],
         "model.tokenizer_path": settings["tokenizer"],
         "optimizer.lr": LR,
@@ -81,6 +82,10 @@ def describe_job(settings: dict[str, Any], *, folder: Path) -> list[str]:
     if settings["compile"]:
         options["compile.enable"] = "true"
     return [f"--{name}={value}" for name, value in options.items()]
+
+
+def _named(settings: dict[str, Any]) -> ModelConfig:
+    return ModelConfig(name=settings["model"], flavor=settings["flavor"])
 
 
 def _num_steps(settings: dict[str, Any]) -> int:
@@ -119,14 +124,14 @@ def _build_other(
     name: str, settings: dict[str, Any], *, device: torch.device, batches: list[Batch], folder: Path
 ) -> Loop:
     """Build one of the other loops on the initial weights that the library's run starts from."""
-    spec, architecture = find_model(ModelConfig(flavor=settings["flavor"]))
+    spec, architecture = find_model(_named(settings))
     with torch.device("meta"):
         model: Decoder = spec.build(architecture)
     model.to_empty(device=device)
     initialize(model, seed=0)
     other, blocks = model, list(model.layers.values())
     if name != BARE:
-        other = build_llama(model)
+        other = build_theirs(model, spec)
         blocks = list(other.model.layers)
         if settings["recompute"] == "full":
             other.gradient_checkpointing_enable({"use_reentrant": False})
@@ -141,7 +146,7 @@ def _build_other(
     autocast = computes_low and settings["ranks"] == 1
     if name == TRAINER:
         return TrainerLoop(other, batches=batches, autocast=autocast, folder=folder)
-    logits_of = _decoder_logits if name == BARE else _llama_logits
+    logits_of = _decoder_logits if name == BARE else _their_logits
     return BareLoop(other, logits_of, batches=batches, autocast=autocast)
 
 
@@ -150,7 +155,7 @@ def _decoder_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return logits_BSV
 
 
-def _llama_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+def _their_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     logits_BSV: torch.Tensor = model(input_ids=batch.tokens).logits
     return logits_BSV
 
@@ -237,10 +242,10 @@ def _import_peer(name: str) -> None:
     """Import before memory is counted, as the library is."""
     if name == TRAINER:
         import accelerate  # noqa: F401
-    if name in (LLAMA, TRAINER):
+    if name in (THEIRS, TRAINER):
         import transformers
 
-        transformers.LlamaForCausalLM  # noqa: B018  loads at the first look
+        transformers.AutoModelForCausalLM  # noqa: B018  loads at the first look
 
 
 def _rows_before(rows: Sequence[Row], step: int) -> list[Row]:
@@ -248,7 +253,7 @@ def _rows_before(rows: Sequence[Row], step: int) -> list[Row]:
 
 
 def _about(settings: dict[str, Any], *, device: torch.device) -> dict[str, Any]:
-    spec, architecture = find_model(ModelConfig(flavor=settings["flavor"]))
+    spec, architecture = find_model(_named(settings))
     counts = count(spec.build_meta(architecture))
     dtype = getattr(torch, settings["dtype"])
     peak = peak_flops(device, dtype=dtype) or timed_peak(device, dtype=dtype)

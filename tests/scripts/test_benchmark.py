@@ -16,12 +16,13 @@ import torch
 
 from scripts import benchmark
 from scripts.benchmarks import attention, gpu, loss, pipeline, prepare, recompute, train
-from scripts.benchmarks.llama_hf import build_llama
 from scripts.benchmarks.pairs import Comparison, DisagreementError, alternate, check_close
+from scripts.benchmarks.theirs import build_theirs
 from scripts.benchmarks.trace import top_operations
 from scripts.benchmarks.turns import check_losses
-from tests.models.reference import TINY, random_decoder
+from tests.models.reference import EXPERTS, TINY, random_decoder
 from torchtitan.job import load_config
+from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import Llama3Scaling
 from torchtitan.models.sizes import DecoderConfig
 
@@ -139,14 +140,20 @@ SCALED = Llama3Scaling(
 
 
 @pytest.mark.parametrize(
-    "sizes", [TINY, replace(TINY, rope_scaling=SCALED, tie_embeddings=True)], ids=["plain", "3.2"]
+    ("family", "sizes"),
+    [
+        ("llama3", TINY),
+        ("llama3", replace(TINY, rope_scaling=SCALED, tie_embeddings=True)),
+        ("qwen3_moe", EXPERTS),
+    ],
+    ids=["plain", "3.2", "experts"],
 )
-def test_llama_of_transformers_has_the_same_weights(sizes: DecoderConfig) -> None:
+def test_the_model_of_transformers_has_the_same_weights(family: str, sizes: DecoderConfig) -> None:
     model = random_decoder(sizes)
-    llama = build_llama(model)
+    theirs = build_theirs(model, MODELS[family])
     tokens = torch.randint(0, TINY.vocab_size, (2, 9))
-    torch.testing.assert_close(llama(input_ids=tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
-    assert sum(p.numel() for p in llama.parameters()) == sum(p.numel() for p in model.parameters())
+    torch.testing.assert_close(theirs(input_ids=tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
+    assert sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in model.parameters())
 
 
 def test_recomputing_policies_are_compared_and_save_memory(tmp_path: Path) -> None:
