@@ -134,6 +134,7 @@ def run_plan(
         on_wait=progress(head, num_steps=options.steps),
         gradient_steps=options.gradient_steps,
         replayed=replayed,
+        float64=options.float64,
     )
     clear = "\r\x1b[K" if sys.stderr.isatty() else ""
     say(f"{clear}{head}: {'failed' if outcome.problem else 'trained'}, {outcome.seconds:.0f} s")

@@ -142,15 +142,26 @@ GROUPS = {
         layouts=("fsdp8", "fsdp8,ep2", "tp2,fsdp4,ep2", f"pp2,fsdp4,ep2 {pp('1F1B')}"),
     ),
     "experts without a token": Group(
-        options=("--model.num_experts=64", "--training.seq_len=4"),
+        # normed weights give an expert that no token took a gradient that is rounding alone, of
+        # which Adam makes steps
+        options=(
+            "--model.num_experts=64",
+            "--model.norm_expert_weights=false",
+            "--training.seq_len=8",
+            "--training.global_batch_size=8",
+        ),
         layouts=("fsdp2", "fsdp8,ep8", f"fsdp2,ep2 {FULL}", "tp2,fsdp2,ep4", "cp2,tp2,ep4"),
     ),
     "odd numbers of tokens": Group(
-        options=("--training.seq_len=33", "--training.global_batch_size=12"),
+        options=(
+            "--training.seq_len=33",
+            "--training.global_batch_size=12",
+            "--training.local_batch_size=4",
+        ),
         layouts=(
             "fsdp3",
             "fsdp4,ep4",
-            "fsdp6,ep2 --training.local_batch_size=1",
+            "fsdp6,ep2",
             f"tp2,ep2 {NO_SP}",
             f"tp4,ep4 {NO_SP} {FULL}",
         ),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.compare_runs import StoredTensors
-from scripts.layouts.rank import GRADIENTS, NUM_STEPS, PIDS, REPLAYED
+from scripts.layouts.rank import FLOAT64, GRADIENTS, NUM_STEPS, PIDS, REPLAYED
 from scripts.layouts.routing import CHOICES
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.metrics.sinks import Row, read_rows
@@ -87,6 +87,7 @@ def launch(
     on_wait: Callable[[int, float], None],
     gradient_steps: int = 0,
     replayed: Path | None = None,
+    float64: bool = False,
 ) -> Outcome:
     """Train with the trainer's `arguments`; `on_wait` is told steps done and seconds passed.
 
@@ -102,6 +103,7 @@ def launch(
                 **_environment(world_size),
                 NUM_STEPS: str(gradient_steps),
                 REPLAYED: str(replayed or ""),
+                FLOAT64: "1" if float64 else "",
             },
             stdin=subprocess.DEVNULL,
             stdout=output,

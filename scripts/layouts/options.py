@@ -68,6 +68,12 @@ def build_parser(text: str) -> argparse.ArgumentParser:
         help="first steps whose gradients are compared (default 3)",
     )
     add(
+        "--float64",
+        action="store_true",
+        help="train in float64, for which the trainer has no setting: sums, and whatever has a "
+        "kernel for it (context parallelism has none)",
+    )
+    add(
         "--routing",
         choices=("both", *ROUTINGS),
         default="both",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # works without being instal
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from torchtitan.job import Config
     from torchtitan.parallel.batch import Batch
     from torchtitan.trainer import Run
 
@@ -30,6 +32,7 @@ PIDS = "pids"
 GRADIENTS = "gradients"
 NUM_STEPS = "GRADIENT_STEPS"
 REPLAYED = "REPLAYED_CHOICES"
+FLOAT64 = "TRAIN_IN_FLOAT64"
 
 
 def leave_pid(argv: list[str]) -> None:
@@ -71,6 +74,15 @@ def record_gradients(run: Run, *, folder: Path, num_steps: int) -> Run:
     return replace(run, execution=Recording())
 
 
+def in_float64(config: Config) -> Config:
+    """Return settings that the checks of a job would refuse: rounding in float64 is none."""
+    wide, training = copy(config), copy(config.training)
+    for name in ("dtype", "mixed_precision_param", "mixed_precision_reduce"):
+        object.__setattr__(training, name, "float64")
+    object.__setattr__(wide, "training", training)
+    return wide
+
+
 def main(argv: list[str]) -> None:
     """Train, and end this process."""
     from scripts.layouts.routing import CHOICES, watch_routing
@@ -78,8 +90,8 @@ def main(argv: list[str]) -> None:
     train: Any = import_module("torchtitan.train")
     assemble = train.assemble
 
-    def assemble_and_save(*args: Any, **kwargs: Any) -> Run:
-        run = assemble(*args, **kwargs)
+    def assemble_and_save(config: Config, **kwargs: Any) -> Run:
+        run = assemble(in_float64(config) if os.environ.get(FLOAT64) else config, **kwargs)
         assert run.checkpoints is not None, "compare_layouts.py switches checkpoints on"
         run.checkpoints.save(last=False)
         folder, replayed = _folder(argv), os.environ.get(REPLAYED)
