@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from scripts.layouts.flips import MARGIN_TOLERANCE
 from scripts.layouts.gaps import GRADIENTS_TOLERANCE, TOLERANCES, WEIGHTS_TOLERANCE
@@ -15,6 +14,14 @@ from torchtitan.base.errors import ConfigError
 GRADIENT_STEPS = 3
 ROUTINGS = ("replayed", "free")
 """Ways in which layouts of a model with experts are compared."""
+TOLERATED = {
+    "loss_tolerance": (TOLERANCES["loss"], "relative"),
+    "grad_norm_tolerance": (TOLERANCES["grad_norm"], "relative"),
+    "gradients_tolerance": (GRADIENTS_TOLERANCE, "of each tensor's norm"),
+    "weights_tolerance": (WEIGHTS_TOLERANCE, "of how far each tensor moved"),
+    "margin_tolerance": (MARGIN_TOLERANCE, "of scores, between experts taken and left out"),
+}
+"""What each option sets, and of what it is."""
 
 
 def build_parser(text: str) -> argparse.ArgumentParser:
@@ -40,26 +47,8 @@ def build_parser(text: str) -> argparse.ArgumentParser:
         action="store_true",
         help="each with max_norm = inf, then with the job's",
     )
-    tolerance: dict[str, Any] = {"type": float, "metavar": "X"}
-    add("--loss_tolerance", default=TOLERANCES["loss"], **tolerance, help="(1e-5)")
-    add(
-        "--grad_norm_tolerance",
-        default=TOLERANCES["grad_norm"],
-        **tolerance,
-        help="relative (1e-4)",
-    )
-    add(
-        "--gradients_tolerance",
-        default=GRADIENTS_TOLERANCE,
-        **tolerance,
-        help="of each tensor's norm (1e-4)",
-    )
-    add(
-        "--weights_tolerance",
-        default=WEIGHTS_TOLERANCE,
-        **tolerance,
-        help="of how far each tensor moved (1e-2)",
-    )
+    for name, (default, meaning) in TOLERATED.items():
+        add(f"--{name}", type=float, default=default, metavar="X", help=f"{meaning} ({default:g})")
     add(
         "--gradient_steps",
         type=int,
@@ -79,12 +68,6 @@ def build_parser(text: str) -> argparse.ArgumentParser:
         default="both",
         help="of a model with experts: whether tokens go where the reference sent them, or each "
         "layout chooses, or one after the other (default)",
-    )
-    add(
-        "--margin_tolerance",
-        default=MARGIN_TOLERANCE,
-        **tolerance,
-        help="of scores, between an expert taken and one left out (1e-5)",
     )
     return parser
 

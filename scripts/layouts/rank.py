@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # works without being instal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchtitan.job import Config
     from torchtitan.parallel.batch import Batch
     from torchtitan.trainer import Run
 
@@ -74,9 +73,9 @@ def record_gradients(run: Run, *, folder: Path, num_steps: int) -> Run:
     return replace(run, execution=Recording())
 
 
-def in_float64(config: Config) -> Config:
-    """Return settings that the checks of a job would refuse: rounding in float64 is none."""
-    wide, training = copy(config), copy(config.training)
+def in_float64(settings: Any) -> Any:
+    """Return a job's settings as its checks would refuse them: rounding in float64 is none."""
+    wide, training = copy(settings), copy(settings.training)
     for name in ("dtype", "mixed_precision_param", "mixed_precision_reduce"):
         object.__setattr__(training, name, "float64")
     object.__setattr__(wide, "training", training)
@@ -90,8 +89,8 @@ def main(argv: list[str]) -> None:
     train: Any = import_module("torchtitan.train")
     assemble = train.assemble
 
-    def assemble_and_save(config: Config, **kwargs: Any) -> Run:
-        run = assemble(in_float64(config) if os.environ.get(FLOAT64) else config, **kwargs)
+    def assemble_and_save(settings: Any, **kwargs: Any) -> Run:
+        run = assemble(in_float64(settings) if os.environ.get(FLOAT64) else settings, **kwargs)
         assert run.checkpoints is not None, "compare_layouts.py switches checkpoints on"
         run.checkpoints.save(last=False)
         folder, replayed = _folder(argv), os.environ.get(REPLAYED)

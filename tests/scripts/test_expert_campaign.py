@@ -184,7 +184,7 @@ def test_a_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = (f"--json={tmp_path / 'a.json'}", f"--markdown={tmp_path / 'b.md'}")
     cache = f"--training.dataset_cache={tmp_path / 'cache'}"
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        code = expert_campaign.main(["qwen3_moe", "--steps=1", *files, cache])
+        code = expert_campaign.main(["qwen3_moe", "--steps=1", "--float64", *files, cache])
     runs = json.loads((tmp_path / "a.json").read_text())
     assert code == 1
     assert [(run["routing"], run["verdict"]) for run in runs[:3]] == [
@@ -192,6 +192,7 @@ def test_a_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("replayed", "same"),
         ("free", "same"),
     ]
+    assert all(run["gradients"][0]["largest"] < 1e-12 for run in runs[1:3])
     assert runs[3]["verdict"] == "DIVERGES, see below"
     assert runs[-1]["verdict"] == "FAILED"
     lines = (tmp_path / "b.md").read_text().splitlines()
