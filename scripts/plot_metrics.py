@@ -1,18 +1,22 @@
 """Draw the figures of one or more runs side by side: loss, learning rate, gradient norm, speed.
 
     python scripts/plot_metrics.py outputs/a outputs/b --out metrics.png --smooth 0.9
+    python scripts/plot_metrics.py outputs/moe --out experts.png --experts
 
 The suffix of --out says the format: png, svg, pdf or jpg. A run is its folder (or its
 metrics.jsonl). Validation losses are dashed. --smooth W draws the running average in which each
 step weighs W times what the next one does, as TensorBoard's does, over the figures themselves,
-which turn pale; learning rates and validation losses are never smoothed. TensorBoard shows the
-same, and more; a picture is what one puts into a report, and it needs no server and works where
-only a shell does.
+which turn pale; learning rates and validation losses are never smoothed. --experts draws instead
+how many tokens each expert got, over the mean of its layer: of all layers in the last logged step,
+or of the LAYER whose number follows in all of them; a run must have router.log_layers. TensorBoard
+shows the figures too, and more; a picture is what one puts into a report, and it needs no server
+and works where only a shell does.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,6 +42,8 @@ PANELS: Mapping[str, str] = {
 }
 UNSMOOTHED = ("lr",)
 PALE = 0.25
+COUNTS = "router/counts/"
+ALL = "all"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,11 +56,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--smooth", type=_weight, default=0.0, metavar="W", help="0 (as it is) to below 1"
     )
+    parser.add_argument(
+        "--experts", nargs="?", const=ALL, metavar="LAYER", help="draw the load of experts"
+    )
     options = parser.parse_args(argv)
     try:
         _check_format(options.out)
         runs = {label: _rows(run) for label, run in _labels(options.runs).items()}
-        figure = draw(runs, smooth=options.smooth)
+        if options.experts is None:
+            figure = draw(runs, smooth=options.smooth)
+        else:
+            figure = draw_experts(runs, layer=options.experts)
         _save(figure, out=options.out)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -66,13 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 def draw(runs: Mapping[str, Sequence[Row]], *, smooth: float = 0.0) -> Figure:
     """Return a figure with one panel a quantity and one line a run, two where it was validated."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            f"drawing needs matplotlib, which cannot be imported ({error}); pip install matplotlib"
-        ) from error
-    figure = Figure(figsize=(11, 7), dpi=150, layout="constrained")
+    figure = _new_figure(height=7)
     panels = figure.subplots(2, 2, sharex=True)
     for axes, (name, label) in zip(panels.flat, PANELS.items(), strict=True):
         weight = 0.0 if name in UNSMOOTHED else smooth
@@ -94,6 +100,63 @@ def draw(runs: Mapping[str, Sequence[Row]], *, smooth: float = 0.0) -> Figure:
     handles, labels = panels.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=min(len(runs), 4))
     return figure
+
+
+def draw_experts(runs: Mapping[str, Sequence[Row]], *, layer: str = ALL) -> Figure:
+    """Return a figure with one map a run: layers by experts, or experts of a layer by steps.
+
+    Raises:
+        DataError: A run has no counts, or none of that layer.
+    """
+    figure = _new_figure(height=4 * len(runs))
+    panels = figure.subplots(len(runs), squeeze=False)
+    for axes, (run, rows) in zip(panels.flat, runs.items(), strict=True):
+        having = [row for row in rows if any(key.startswith(COUNTS) for key in row)]
+        names = _choose_layers(run, having[-1] if having else {}, layer=layer)
+        if layer == ALL:
+            table = [_load(having[-1][COUNTS + name]) for name in names]
+            axes.set_title(f"{run}, step {having[-1]['step']}")
+            axes.set(xlabel="expert", ylabel="layer")
+            axes.set_yticks(range(len(names)), names)
+        else:
+            by_step = [_load(row[COUNTS + names[0]]) for row in having]
+            table = [list(one) for one in zip(*by_step, strict=True)]
+            axes.set_title(f"{run}, {names[0]}")
+            axes.set(xlabel="step", ylabel="expert")
+            places = range(0, len(having), -(-len(having) // 10))
+            axes.set_xticks(places, [having[place]["step"] for place in places])
+        width = max(map(len, table))
+        padded = [[*row, *[math.nan] * (width - len(row))] for row in table]
+        image = axes.imshow(padded, aspect="auto", interpolation="nearest", vmin=0)
+        figure.colorbar(image, ax=axes, label="tokens / mean")
+    return figure
+
+
+def _choose_layers(run: str, row: Row, *, layer: str) -> list[str]:
+    names = [key.removeprefix(COUNTS) for key in row if key.startswith(COUNTS)]
+    chosen = [name for name in names if layer in (ALL, name, *name.split("."))]
+    if not chosen:
+        wanted = "layers" if layer == ALL else f"layer {layer}"
+        there = f"layers {', '.join(names)}" if names else "no row with any"
+        raise DataError(
+            f"--experts needs counts of {wanted}, and {run} has {there}; name a layer that it has, "
+            f"or train with router.log_layers = true"
+        )
+    return chosen
+
+
+def _load(counts: Sequence[int]) -> list[float]:
+    return [number * len(counts) / max(sum(counts), 1) for number in counts]
+
+
+def _new_figure(*, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"drawing needs matplotlib, which cannot be imported ({error}); pip install matplotlib"
+        ) from error
+    return Figure(figsize=(11, height), dpi=150, layout="constrained")
 
 
 def _points(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:

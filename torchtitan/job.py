@@ -32,7 +32,7 @@ from torchtitan.lora.settings import LoRAConfig
 from torchtitan.mesh.settings import CommConfig, ParallelismConfig
 from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
 from torchtitan.models.settings import HF, ModelSection
-from torchtitan.optim.settings import LRSchedulerConfig, OptimizerConfig
+from torchtitan.optim.settings import LRSchedulerConfig, OptimizerConfig, RouterConfig
 from torchtitan.own import with_own
 from torchtitan.parallel.settings import (
     MULTIPLE,
@@ -84,6 +84,7 @@ class Config:
     model: ModelSection = Field(default_factory=ModelSection)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = Field(default_factory=LRSchedulerConfig)
+    router: RouterConfig = Field(default_factory=RouterConfig)
     lora: LoRAConfig = Field(default_factory=LoRAConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)

@@ -35,6 +35,7 @@ from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Row, Sink
 from torchtitan.metrics.trace import Profiler
 from torchtitan.models.parts import ModelParts
+from torchtitan.optim.balance import Balance
 from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
 from torchtitan.optim.optimizer import skips_by_itself, take_step
@@ -56,6 +57,8 @@ class Run:
     execution: Execution
     sequence_shard: SequenceShard
     optimizer: torch.optim.Optimizer
+    balance: Balance | None
+    """Of experts; None where there are none."""
     schedule: Schedule
     loader: Loader
     progress: Progress
@@ -205,6 +208,8 @@ class Trainer:
         num_valid = torch.stack([count_valid(batch.labels) for batch in batches]).sum()
         divisor = agreement.sum_valid(num_valid).clamp(min=1)
 
+        if run.balance is not None:
+            run.balance.begin(divisor)
         loss_sum = run.execution.forward_backward(batches, divisor=divisor)
         agreement.check_pending_norm()  # of the step before, while the device works on this one
         grad_norm = global_norm(self._parameters, loss=loss_sum)
@@ -216,6 +221,8 @@ class Trainer:
             agreement.check_pending_norm()  # of this step
         clip_gradients(self._parameters, norm=grad_norm, max_norm=run.training.max_norm)
         take_step(run.optimizer, norm=grad_norm)
+        if run.balance is not None:
+            run.balance.update(norm=grad_norm)
         run.execution.after_update()
         return StepFigures(loss_sum=loss_sum, num_valid=num_valid, grad_norm=grad_norm)
 
@@ -238,6 +245,7 @@ class Trainer:
                 "num_tokens": run.progress.tokens_seen,
                 # ranks along tp hold equal tokens
                 "valid_token_fraction": num_valid.sum() / run.mesh.dims.tp / run.tokens_per_step,
+                **(run.balance.figures() if run.balance is not None else {}),
             },
         )
         if validates and run.validator is not None:

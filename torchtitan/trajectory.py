@@ -45,6 +45,7 @@ IGNORED: Mapping[Path, str] = {
     ("training", "gc_freq"): "when memory is tidied up",
     ("training", "callbacks"): "what follows the run",
     ("optimizer", "implementation"): _ROUNDING,
+    ("router", "log_layers"): "what is shown",
     ("lora", "save"): "what is written at the end",
     ("debug", "deterministic"): _ROUNDING,
     ("debug", "deterministic_warn_only"): "what is warned of",

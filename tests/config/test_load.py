@@ -364,6 +364,7 @@ def random_config(seed: int) -> Config:
         ("checkpoint", "initial_load_in_hf"): False,
         ("checkpoint", "initial_load_rope"): "auto",
         ("checkpoint", "grow_vocab"): False,
+        ("router", "bias_update_rate"): 0.0,
         ("lora", "rank"): rng.randrange(1, 99),
         ("checkpoint", "last_save_in_hf"): True,
         ("quantize", "linear", "float8", "recipe_name"): None,

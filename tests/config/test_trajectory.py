@@ -49,6 +49,7 @@ def test_equal_jobs_do_not_differ(jobs: Jobs) -> None:
         ["--training.loss_chunks=3"],
         ["--training.local_batch_size=4"],  # the global batch is pinned
         ["--optimizer.implementation=for-loop", "--debug.deterministic"],
+        ["--router.log_layers"],
     ],
 )
 def test_settings_that_do_not_count(jobs: Jobs, options: list[str]) -> None:

@@ -118,8 +118,11 @@ def test_figures_arrive_in_order_and_in_full(meter: Meter, clock: Clock) -> None
             "lr": 3e-4,
             "num_tokens": torch.tensor(2**40 + 1),
             "valid_token_fraction": 1.0,
+            "counts": torch.tensor([3, 0]),
+            "loads": torch.tensor([1.5, torch.nan]),
         },
     )
+    assert (row["counts"], row["loads"]) == ([3, 0], [1.5, None])
     assert list(row)[:7] == [
         *("step", "loss", "max_loss", "grad_norm", "lr", "num_tokens", "valid_token_fraction"),
     ]

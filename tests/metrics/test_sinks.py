@@ -20,6 +20,7 @@ from torchtitan.metrics.sinks import (
     TensorBoardSink,
     build_sinks,
     read_rows,
+    tagged,
 )
 
 
@@ -92,6 +93,15 @@ def test_a_full_disk_is_said_and_not_traced(tmp_path: Path) -> None:
     sink._file = open("/dev/full", "a")  # noqa: SIM115 - the sink's from here on
     with pytest.raises(DataError, match=r"/dev/full must be writable .* make room"):
         sink.write(_row(1))
+
+
+def test_lists_are_for_the_file_alone(tmp_path: Path) -> None:
+    row = {"step": 1, "loss": 2.0, "router/counts/layers.0.moe": [3, 0], "mfu": None}
+    assert tagged(row) == {"loss_metrics/global_avg_loss": 2.0}
+    sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=0)
+    sink.write(row)
+    sink.close()
+    assert read_rows(tmp_path / "metrics.jsonl") == [row]
 
 
 def test_event_files_that_cannot_be_written_are_said_and_not_traced(tmp_path: Path) -> None:

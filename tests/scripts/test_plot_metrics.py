@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from torchtitan.base.errors import DataError
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_metrics.py"
 
 
@@ -181,3 +183,44 @@ def test_an_output_that_cannot_be_written(
     pytest.importorskip("matplotlib")
     assert plot.main([str(_run(tmp_path / "a")), "--out", str(tmp_path)]) == 2
     assert "error: --out must be a file" in capsys.readouterr().err
+
+
+def _balanced(*counts: list[list[int]]) -> list[dict[str, object]]:
+    """Rows of steps 1, 2 ... with the tokens of each layer's experts."""
+    return [
+        {"step": step}
+        | {f"router/counts/layers.{n}.moe": one for n, one in enumerate(layers, start=1)}
+        for step, layers in enumerate(counts, start=1)
+    ]
+
+
+def test_the_load_of_experts(plot: ModuleType) -> None:
+    pytest.importorskip("matplotlib")
+    rows = _balanced([[1, 1, 1, 1], [2, 0]], [[2, 0, 2, 0], [1, 1]], [[0, 1, 3, 4], [3, 1]])
+    run = {"a": [*rows, {"step": 9}]}  # the last row was written without
+    [of_all, _] = plot.draw_experts(run).axes
+    table = of_all.images[0].get_array().filled(-1.0).tolist()
+    assert table == [[0.0, 0.5, 1.5, 2.0], [1.5, 0.5, -1.0, -1.0]]
+    labels = [text.get_text() for text in of_all.get_yticklabels()]
+    assert labels == ["layers.1.moe", "layers.2.moe"]
+    assert "step 3" in of_all.get_title()
+    for name in ("2", "layers.2.moe"):
+        [of_one, _] = plot.draw_experts(run, layer=name).axes
+        assert of_one.images[0].get_array().tolist() == [[2.0, 1.0, 1.5], [0.0, 1.0, 0.5]]
+        assert [text.get_text() for text in of_one.get_xticklabels()] == ["1", "2", "3"]
+    assert len(plot.draw_experts({**run, "b": rows}).axes) == 4
+
+
+@pytest.mark.parametrize(
+    ("layer", "rows", "said"),
+    [
+        ("all", [{"step": 1}], "has no row with any"),
+        ("7", _balanced([[1, 1]]), "has layers layers.1.moe"),
+    ],
+)
+def test_experts_that_were_not_counted(
+    plot: ModuleType, layer: str, rows: list[dict[str, object]], said: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(DataError, match=said):
+        plot.draw_experts({"a": rows}, layer=layer)

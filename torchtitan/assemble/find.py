@@ -23,6 +23,7 @@ from torchtitan.mesh.dims import resolve_dims
 from torchtitan.models.contract import LanguageModel, check_contract, count
 from torchtitan.models.rope_scaling import warn_of_positions
 from torchtitan.models.spec import ModelSpec
+from torchtitan.optim.balance import check_balance
 from torchtitan.optim.loss import find_loss
 from torchtitan.optim.schedule import find_decay
 from torchtitan.parallel.compile import check_backend, check_compile
@@ -116,6 +117,7 @@ def check_family(config: Config, *, spec: ModelSpec, model: LanguageModel) -> No
         lambda: check_tensor_parallel(model, plan=spec.tensor_plan, parallelism=parallelism)
     )
     mistakes.of(lambda: check_expert_parallel(model, parallelism=parallelism))
+    mistakes.of(lambda: check_balance(config.router, model=model))
     mistakes.of(lambda: check_attention(model, parallelism=parallelism))
     if config.model.converters:
         mistakes.of(lambda: find_converted(model, settings=config.quantize.linear.float8))

@@ -29,6 +29,7 @@ from torchtitan.callbacks import Hooks, build_callbacks
 from torchtitan.checkpoint.manager import build_group
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import Progress, RunState
+from torchtitan.data.loader import Loader
 from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.mesh.process_group import Launch, set_timeout
@@ -36,6 +37,7 @@ from torchtitan.metrics.meter import Meter, build_meter
 from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.metrics.trace import Profiler, build_profiler
 from torchtitan.models.parts import ModelParts
+from torchtitan.optim.balance import Balance, build_balance
 from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
@@ -108,6 +110,9 @@ def build_run(
     loader = build_loader(config, layout=layout, mesh=mesh, progress=progress)
     shard = build_shard(config.parallelism, training=training, mesh=mesh)
     model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
+    balance = build_balance(
+        config.router, parts=model, counts=layout.counts, mesh=mesh, device=device
+    )
     validator = build_validator(
         config,
         mesh=mesh,
@@ -117,13 +122,7 @@ def build_run(
         device=device,
         loader=loader,
     )
-    state = RunState(
-        model=model,
-        optimizer=build_optimizer_of(config, model=model),
-        lr_settings=describe_lr(config),
-        loader=loader,
-        progress=progress,
-    )
+    state = build_state(config, model=model, balance=balance, loader=loader, progress=progress)
     checkpoints = build_checkpoints(
         config, dims=layout.dims, state=state, start=start, group=group, validator=validator
     )
@@ -138,6 +137,7 @@ def build_run(
         execution=execution,
         sequence_shard=shard,
         optimizer=state.optimizer,
+        balance=balance,
         schedule=build_schedule_of(config),
         loader=loader,
         progress=progress,
@@ -151,6 +151,25 @@ def build_run(
         tokens_per_step=layout.samples_per_step(training) * training.seq_len,
         log_freq=config.metrics.log_freq,
         train_timeout_seconds=config.comm.train_timeout_seconds,
+    )
+
+
+def build_state(
+    config: Config,
+    *,
+    model: ModelParts,
+    balance: Balance | None,
+    loader: Loader,
+    progress: Progress,
+) -> RunState:
+    """Gather all that a checkpoint saves, and build the optimizer, whose state is a part of it."""
+    return RunState(
+        model=model,
+        optimizer=build_optimizer_of(config, model=model),
+        lr_settings=describe_lr(config),
+        loader=loader,
+        progress=progress,
+        more={} if balance is None else balance.state(),
     )
 
 

@@ -145,11 +145,13 @@ def _restore_train_state(state: RunState, step: Step) -> None:
         )
     state.progress.step = number
     state.progress.tokens_seen = stored["tokens_seen"]
+    there = storage.stored_names(step.path, "train_state", group=step.group)
+    more = {name: tensor for name, tensor in state.more.items() if name in there}
+    storage.read_tensors(step.path, "train_state", into=more, group=step.group)
     if stored["world_size"] != dist.get_world_size():
         logger.info("Another number of ranks: random generators start from debug.seed")
         return
     ours = rng_tensors(rank=dist.get_rank())
-    there = storage.stored_names(step.path, "train_state", group=step.group)
     if lacking := [name for name in ours if name not in there]:  # a GPU's, if saved on CPUs
         logger.info(
             "The checkpoint holds no random generators %s: they start from debug.seed",

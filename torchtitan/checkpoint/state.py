@@ -4,7 +4,7 @@ model          every parameter under its name
 optimizer      every parameter's optimizer state under `<parameter>.<state>`, e.g. `.exp_avg`
 lr_scheduler   the settings of the schedule; the rate itself is a function of the step
 dataloader     the number of samples consumed, and what data they came from
-train_state    the step, the tokens seen, and each rank's random generators
+train_state    the step, the tokens seen, each rank's random generators, and what else goes on
 
 Names come from the model alone: nothing here depends on the layout.
 """
@@ -12,7 +12,7 @@ Names come from the model alone: nothing here depends on the layout.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +62,8 @@ class RunState:
     """All that the learning rate is computed from."""
     loader: Resumable
     progress: Progress
+    more: Mapping[str, Tensor] = field(default_factory=dict)
+    """What else goes on where it was, in train_state: tensors that all ranks hold alike."""
 
     def components(self) -> dict[str, Component]:
         """Return the run's state as it is now; the tensors are the run's own, not copies."""
@@ -71,7 +73,7 @@ class RunState:
             "lr_scheduler": Component(state=self.lr_settings),
             "dataloader": Component(state=self.loader.state_dict()),
             "train_state": Component(
-                tensors=rng_tensors(rank=dist.get_rank()),
+                tensors={**rng_tensors(rank=dist.get_rank()), **self.more},
                 state={
                     "step": self.progress.step,
                     "tokens_seen": self.progress.tokens_seen,

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -94,11 +95,11 @@ class Meter:
     def report(self, step: int, *, figures: Mapping[str, torch.Tensor | float]) -> Row:
         """Return the row of `step`: `figures` on the host, and the speed since the last report.
 
-        `figures`: scalars, on the device or not, already reduced over the ranks; one that is not
-        finite, a mean of nothing, becomes None. Added to them are tokens_per_second (all devices),
-        tokens_per_second_per_device, tflops_per_device, mfu (percent of the peak of all devices;
-        None without one), step_time_s and data_time_s (means over the interval) and memory_peak_gib
-        (of this rank).
+        `figures`: numbers, or vectors of them, on the device or not, already reduced over the
+        ranks; a number that is not finite, a mean of nothing, becomes None. Added to them are
+        tokens_per_second (all devices), tokens_per_second_per_device, tflops_per_device, mfu
+        (percent of the peak of all devices; None without one), step_time_s and data_time_s (means
+        over the interval) and memory_peak_gib (of this rank).
         """
         assert self._interval.num_steps > 0, "a report needs a step since the last one"
         values = _to_host(figures, device=self._device)
@@ -130,20 +131,20 @@ class Meter:
         self._num_reports += 1
 
 
-def _to_host(
-    figures: Mapping[str, torch.Tensor | float], *, device: torch.device
-) -> dict[str, float | None]:
+def _to_host(figures: Mapping[str, torch.Tensor | float], *, device: torch.device) -> Row:
     """Copy all tensors in one transfer; integers stay integers, float32 is exact in float64."""
     tensors = [value for value in figures.values() if isinstance(value, torch.Tensor)]
-    scalars = [tensor.detach().reshape(()).to(device, torch.float64) for tensor in tensors]
-    copied = iter(torch.stack(scalars).tolist() if scalars else [])
-    values: dict[str, float | None] = {}
+    flat = [tensor.detach().flatten().to(device, torch.float64) for tensor in tensors]
+    copied = iter(torch.cat(flat).tolist() if flat else [])
+    values: Row = {}
     for name, value in figures.items():
         if isinstance(value, torch.Tensor):
-            number = next(copied)
-            if not value.is_floating_point():
-                number = int(number)
-            values[name] = number if math.isfinite(number) else None
+            kind = float if value.is_floating_point() else int
+            numbers = [
+                kind(number) if math.isfinite(number) else None
+                for number in islice(copied, value.numel())
+            ]
+            values[name] = numbers[0] if len(numbers) == 1 else numbers
         else:
             values[name] = value
     return values

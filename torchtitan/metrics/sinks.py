@@ -1,6 +1,7 @@
 """Where the figures of a logged step go: a file, the console, TensorBoard, Weights & Biases.
 
-A row is a flat dictionary of numbers, None where there is no figure, and a sink is anything that
+A row is a flat dictionary of numbers, None where there is no figure, or lists of them, which only
+the file and sinks of the user's own take, and a sink is anything that
 can `write` a row and `close`. Which of them exist is decided once, by `build_sinks`; the step loop
 writes to each in a list and knows none, so a switched-off sink costs nothing. `metrics.jsonl` is
 always written: it is the record of the run, one JSON object a line with every digit, and scripts
@@ -58,6 +59,7 @@ _CONSOLE: Mapping[str, tuple[str, str, Style]] = {
     "lr": ("lr", "{:.2e}", "magenta"),
     "tokens_per_second": ("tokens/s", "{:,.0f}", "blue"),
     "mfu": ("mfu", "{:.2f}%", "cyan"),
+    "router/load_max_over_mean": ("expert load", "{:.2f}x", "cyan"),
     "memory_peak_gib": ("memory", "{:.2f}GiB", "dim"),
     "validation_loss": ("validation loss", "{:8.5f}", "green"),
     "validation_perplexity": ("perplexity", "{:.5g}", "green"),
@@ -242,7 +244,7 @@ def tagged(row: Row) -> dict[str, float]:
     figures = {
         TAGS.get(name, name): value
         for name, value in row.items()
-        if name != "step" and value is not None
+        if name != "step" and value is not None and not isinstance(value, list)
     }
     if row.get("step_time_s"):
         figures["time_metrics/data_loading(%)"] = 100 * row["data_time_s"] / row["step_time_s"]

@@ -23,7 +23,7 @@ from torch import nn
 from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.models.documents import Documents
 from torchtitan.models.init import Constant, Init, Normal
-from torchtitan.models.routing import StackedExperts
+from torchtitan.models.routing import StackedExperts, find_routes
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec, TensorRole
 
@@ -222,6 +222,8 @@ class Counts:
     """Parameters of experts that a token is not sent to."""
     multiplied_by_layer: tuple[int, ...] = ()
     """`num_multiplied` of each block; none are given where all have as many."""
+    num_experts: Mapping[str, int] = field(default_factory=dict)
+    """Experts of each layer that has some, by the name of its `Routes`."""
 
     @property
     def num_active(self) -> int:
@@ -272,6 +274,10 @@ def count(model: LanguageModel) -> Counts:
         window_widths={window: width for window, width in widths.items() if window is not None},
         num_idle=sum(idle),
         multiplied_by_layer=tuple(n - left for n, left in zip(in_blocks, idle, strict=True)),
+        num_experts={
+            name: len(next(found.experts.parameters()))
+            for name, found in find_routes(model).items()
+        },
     )
 
 

@@ -14,8 +14,9 @@ The choice jumps where two scores nearly tie: rounding may then send a token els
 therefore computed in float32, whatever the type of the rest.
 
 Nothing here knows of other ranks. What may reach them, or decide otherwise, takes the place of an
-attribute: which experts are chosen (`Router.choose`), a loss of the router's own
-(`Router.extra_loss`), where rows are multiplied (`Experts.exchange`) and how (`Experts.compute`).
+attribute: which experts are chosen (`Router.choose`) and who hears of it (`Router.on_choice`), a
+loss of the router's own (`Router.extra_loss`), where rows are multiplied (`Experts.exchange`) and
+how (`Experts.compute`).
 
 Shapes: B batch, S sequence, C = dim, H width of an expert, E experts, K experts of a token,
 N = B S K rows, one for each choice.
@@ -23,7 +24,7 @@ N = B S K rows, one for each choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -83,23 +84,20 @@ def best_experts(scores_BSE: Tensor, *, num: int, num_groups: int = 1, kept: int
 class Router(ChoosesExperts):
     """Chooses the experts of each token, and their weights."""
 
-    extra_loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None
-    """From logits and scores (B, S, E) and the chosen experts to a scalar whose gradients are added
-    to those of the model's loss; None: nothing is."""
-
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         assert config.expert_score in ("softmax", "sigmoid")
         self.gate = Gate(config.dim, config.num_experts)
         self.is_softmax = config.expert_score == "softmax"
         self.norms, self.scale = config.norm_expert_weights, config.expert_weight_scale
-        self.choose = partial(
+        self._best = partial(
             best_experts,
             num=config.num_experts_per_token,
             num_groups=config.num_expert_groups or 1,
             kept=config.num_limited_groups or config.num_expert_groups or 1,
         )
-        self.extra_loss = None
+        self.choose = self._choose
+        self.on_choice = self.extra_loss = None
 
     def forward(self, x_BSC: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the experts of each token (B, S, K), the best first, and their weights in float32.
@@ -108,8 +106,7 @@ class Router(ChoosesExperts):
         """
         logits_BSE = self.gate(x_BSC)
         scores_BSE = logits_BSE.softmax(-1) if self.is_softmax else logits_BSE.sigmoid()
-        choice_BSE = scores_BSE.detach()
-        ids_BSK = self.choose(choice_BSE if bias_E is None else choice_BSE + bias_E)
+        ids_BSK = self.choose(scores_BSE.detach(), bias_E)
         weights_BSK = scores_BSE.gather(-1, ids_BSK)
         if self.norms:
             weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + TINY)
@@ -117,6 +114,12 @@ class Router(ChoosesExperts):
             extra = self.extra_loss(logits_BSE, scores_BSE, ids_BSK)
             weights_BSK = _WithLoss.apply(weights_BSK, extra)
         return ids_BSK, weights_BSK * self.scale
+
+    def _choose(self, scores_BSE: Tensor, bias_E: Tensor | None) -> Tensor:
+        ids_BSK = self._best(scores_BSE if bias_E is None else scores_BSE + bias_E)
+        if self.on_choice is not None and torch.is_grad_enabled():
+            self.on_choice(scores_BSE, ids_BSK)
+        return ids_BSK
 
 
 class _WithLoss(torch.autograd.Function):

@@ -49,11 +49,18 @@ class StackedExperts(nn.Module):
 class ChoosesExperts(nn.Module):
     """A module that scores experts and chooses some for each token by `choose`, and by that alone.
 
-    `choose` is replaced by a function that keeps the choice for a block that is recomputed.
+    `choose` is replaced by a function that keeps the choice for a block that is recomputed. The
+    other two follow the choices of training (`optim/balance.py`), not those made without gradients.
     """
 
-    choose: Callable[[torch.Tensor], torch.Tensor]
-    """From scores (B, S, E) without gradient to experts (B, S, K), int64."""
+    choose: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    """From scores (B, S, E) without gradient, and the experts' bias, to experts (B, S, K), int64;
+    it calls `on_choice`."""
+    on_choice: Callable[[torch.Tensor, torch.Tensor], None] | None
+    """Hears of each choice once, however often a block is recomputed: scores and experts."""
+    extra_loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None
+    """From logits and scores (B, S, E) and the chosen experts to a scalar whose gradients are added
+    to those of the model's loss; None: nothing is."""
 
 
 class Routes(nn.Module):
@@ -63,6 +70,7 @@ class Routes(nn.Module):
     several ranks hold the same ones, `route` is replaced by a function that deals them out.
     """
 
+    router: ChoosesExperts
     experts: StackedExperts
     shared_experts: nn.Module | None
     """To which every token is sent."""
@@ -70,6 +78,11 @@ class Routes(nn.Module):
     expert_bias: nn.Parameter | None
     """Added to the experts' scores in choosing alone (E), float32. No gradient trains it: it is
     kept whole on every rank, and balances the load (`optim/balance.py`)."""
+
+
+def find_routes(model: nn.Module) -> dict[str, Routes]:
+    """Return the modules that send tokens to experts, by their names."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Routes)}
 
 
 def untrained(model: nn.Module) -> list[nn.Parameter]:

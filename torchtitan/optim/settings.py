@@ -1,4 +1,4 @@
-"""The settings of the update: the sections [optimizer] and [lr_scheduler]."""
+"""The settings of the update: the sections [optimizer], [lr_scheduler] and [router]."""
 
 from __future__ import annotations
 
@@ -154,3 +154,20 @@ class LRSchedulerConfig:
             return round(self.warmup_ratio * total_steps)
         assert self.warmup_steps is not None
         return self.warmup_steps
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RouterConfig:
+    """How tokens are kept from crowding at a few experts; all off by default."""
+
+    bias_update_rate: Annotated[FiniteNonNegative, Needs("lora.rank", 0)] = 0.0
+    """After each step the bias of an expert with fewer tokens than the mean grows by this, that of
+    one with more falls; 0: biases stay. Needs a model with expert_bias."""
+    sequence_loss_weight: FiniteNonNegative = 0.0
+    """Weight of the loss that balances the experts within each sequence; 0: there is none."""
+    global_loss_weight: FiniteNonNegative = 0.0
+    """Weight of the loss that balances the experts over the global batch; 0: there is none."""
+    z_loss_weight: FiniteNonNegative = 0.0
+    """Weight of the loss that keeps the router's logits small; 0: there is none."""
+    log_layers: bool = False
+    """Report the load of each layer too, and in metrics.jsonl the tokens of each expert."""

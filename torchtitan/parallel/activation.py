@@ -140,8 +140,8 @@ def keep_for_recomputation(work: Callable[[], T]) -> T:
     return _tapes[-1].of(work) if _tapes else work()
 
 
-def _choose_once(choose: Callable[[Tensor], Tensor], scores_BSE: Tensor) -> Tensor:
-    return keep_for_recomputation(lambda: choose(scores_BSE))
+def _choose_once(choose: Callable[..., Tensor], *scores_and_bias: Tensor | None) -> Tensor:
+    return keep_for_recomputation(lambda: choose(*scores_and_bias))
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -56,6 +56,8 @@ def build_model_and_execution(
         )
         _check_placements(part, mesh=mesh)
         part.to_empty(device="cpu" if training.enable_cpu_offload else device)
+        for state in untrained(part):  # too small to round, or to fetch in every layer
+            state.data = torch.empty_like(state, dtype=torch.float32, device=device)
         initialize(part, seed=seed)
         return part
 
