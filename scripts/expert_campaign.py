@@ -133,6 +133,24 @@ GROUPS = {
             f"cp2,fsdp2,tp2,ep4 {cp('ulysses')}",
         ),
     ),
+    "balanced": Group(
+        options=(
+            "--model.expert_bias=true",
+            "--router.bias_update_rate=0.01",
+            "--router.sequence_loss_weight=0.01",
+            "--router.global_loss_weight=0.01",
+            "--router.z_loss_weight=0.001",
+        ),
+        layouts=(
+            "fsdp4,ep2 --training.local_batch_size=2",
+            "hsdp2x2,ep2",
+            f"tp2,fsdp2,ep4 {FULL}",
+            f"tp2,ep2 {NO_SP}",
+            f"cp2,fsdp2,ep4 {cp('ring')}",
+            f"pp2,fsdp2,ep2 {pp('ZBVZeroBubble')}",
+            f"pp2,tp2,ep2 {pp('1F1B')} {FULL}",
+        ),
+    ),
     "two experts": Group(
         options=(
             "--model.num_experts=2",

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from torchtitan.parallel.batch import Batch
     from torchtitan.trainer import Run
 
-Choose = Callable[[Tensor], Tensor]
+Choose = Callable[[Tensor, Tensor | None], Tensor]
 CHOICES = "choices"
 PLACES = 2**20
 """A name's last 20 bits: places of a sample."""
 Record = dict[str, dict[str, Tensor]]
-"""By layer: `names` (T), `scores` (T, E) and the chosen `ids` (T, K)."""
+"""By layer: `names` (T), `scores` (T, E) with the bias, and the chosen `ids` (T, K)."""
 
 
 def name_tokens(samples: Mapping[str, Tensor]) -> Tensor:
@@ -109,7 +109,8 @@ class _Routing:
             for layer, block in part.layers.items():
                 for module in block.modules():
                     if isinstance(module, ChoosesExperts):
-                        module.choose = _beneath(module.choose, partial(self._decide, layer))
+                        decide = partial(self._decide, layer, module)
+                        module.choose = _beneath(module.choose, decide)
                         found = True
         return found
 
@@ -131,22 +132,38 @@ class _Routing:
         }
         torch.save(made, file)
 
-    def _decide(self, layer: str, choose: Choose, scores_BSE: Tensor) -> Tensor:
-        own_BSK = choose(scores_BSE)
+    def _decide(
+        self,
+        layer: str,
+        router: ChoosesExperts,
+        choose: Choose,
+        scores_BSE: Tensor,
+        bias_E: Tensor | None,
+    ) -> Tensor:
+        """Choose in the place of `choose`; `on_choice` hears of the choices that are used."""
+        on_choice, router.on_choice = router.on_choice, None
+        own_BSK = choose(scores_BSE, bias_E)
+        router.on_choice = on_choice
         if not torch.is_grad_enabled():  # an evaluation
             return own_BSK
+        compared_BSE = scores_BSE if bias_E is None else scores_BSE + bias_E
         names_BS = self._names(layer, num_rows=len(scores_BSE))
         assert names_BS.shape == scores_BSE.shape[:2], "a router meets other tokens than it should"
-        part = {"names": names_BS, "scores": scores_BSE, "ids": own_BSK}
+        part = {"names": names_BS, "scores": compared_BSE, "ids": own_BSK}
         flat = {key: x.detach().cpu().flatten(0, 1) for key, x in part.items()}
         self._made[layer].append(flat)
-        if self._replayed is None:
-            return own_BSK
+        if self._replayed is not None:
+            own_BSK = self._look_up(layer, flat["names"]).to(own_BSK.device).view_as(own_BSK)
+        if on_choice is not None:
+            on_choice(scores_BSE, own_BSK)
+        return own_BSK
+
+    def _look_up(self, layer: str, names_T: Tensor) -> Tensor:
         theirs = self._reference[layer]
-        place_T = torch.searchsorted(theirs["names"], flat["names"])
+        place_T = torch.searchsorted(theirs["names"], names_T)
         place_T = place_T.clamp(max=len(theirs["names"]) - 1)
-        assert theirs["names"][place_T].equal(flat["names"]), "the reference lacks a token"
-        return theirs["ids"][place_T].to(own_BSK.device).view_as(own_BSK)
+        assert theirs["names"][place_T].equal(names_T), "the reference lacks a token"
+        return theirs["ids"][place_T]
 
     def _names(self, layer: str, *, num_rows: int) -> Tensor:
         """Return the names of the next rows' tokens that this rank routes."""
@@ -157,7 +174,7 @@ class _Routing:
         return parts[self._tp_rank] if self._tp_rank < len(parts) else rows_BS[:, :0]
 
 
-def _beneath(choose: Choose, decide: Callable[[Choose, Tensor], Tensor]) -> Choose:
+def _beneath(choose: Choose, decide: Callable[[Choose, Tensor, Tensor | None], Tensor]) -> Choose:
     """Return `choose` with `decide` around it, but inside of what keeps it for recomputation."""
     if isinstance(choose, partial) and choose.args:
         inner, *others = choose.args

@@ -209,8 +209,8 @@ def _is_again() -> bool:
 def choices_and_numbers_are_made_anew() -> Iterator[None]:
     """A recomputed block chooses other experts, as after a near tie, and tells how many rows."""
 
-    def choose(choose: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
-        return choose(-scores if _is_again() else scores)
+    def choose(choose: Callable[..., Tensor], scores: Tensor, bias: Tensor | None) -> Tensor:
+        return choose(-scores if _is_again() else scores, bias)
 
     with (
         replaced(activation, "_choose_once", choose),
@@ -222,8 +222,8 @@ def choices_and_numbers_are_made_anew() -> Iterator[None]:
 def choices_are_made_anew() -> AbstractContextManager[None]:
     """Other tokens go to each expert, but as many: no shape tells."""
 
-    def choose(choose: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
-        ids = choose(scores)
+    def choose(choose: Callable[..., Tensor], *scores_and_bias: Tensor | None) -> Tensor:
+        ids = choose(*scores_and_bias)
         return ids.roll(1, dims=1) if _is_again() else ids
 
     return replaced(activation, "_choose_once", choose)

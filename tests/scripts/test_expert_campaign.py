@@ -30,7 +30,7 @@ STEPS = 2
 SHORT = (f"--training.steps={STEPS}", jobs.UNSAVED)
 
 
-def worst_experts(scores: Tensor) -> Tensor:
+def worst_experts(scores: Tensor, bias: Tensor | None) -> Tensor:
     return best_experts(-scores, num=2)
 
 
