@@ -65,6 +65,8 @@ NAMES = (
     "window of one",
     "experts",
     "experts, first layer dense",
+    "latent",
+    "latent, softmax",
 )
 
 
@@ -675,7 +677,7 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
         (change_config(num_attention_heads=8, head_dim=4), "num_attention_heads: 8 there, 4 in"),
         (change_config(rope_parameters=ROPE), "got rope_type 'longrope' with"),
         (change_rope(YARN, truncate=False), "got truncate = False; take a model without it"),
-        (change_rope(YARN, mscale=1.0), "got mscale = 1.0; take a model without it"),
+        (change_rope(YARN, mscale=0.0), "'mscale' must be a number above 0, got '0.0'"),
         (change_rope(YARN, short_factor=[1.0]), "got short_factor = [1.0]; take"),
         (change_rope(YARN, factor=None), "'yarn' must have 'factor', which is null or not"),
         (
@@ -694,7 +696,7 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
         (change_config(attention_bias=True), "attention_bias = True, only False is"),
         (change_config(hidden_act="gelu"), "hidden_act = 'gelu', only 'silu' is"),
         (change_config(sliding_window=4096), "sliding_window = 4096, only None is"),
-        (change_config(quantization_config={"bits": 4}), "quantization_config = {'bits': 4}"),
+        (change_config(quantization_config={"bits": 4}), "is read, got {'bits': 4}; take"),
         (
             change_config(architectures=["MistralForCausalLM"]),
             "must be of a LlamaForCausalLM, got architectures ['MistralForCausalLM']",

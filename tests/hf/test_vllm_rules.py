@@ -34,8 +34,11 @@ BUILT_IN = {
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
 }
 """Of those of its models that are built here."""
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 EXPECTED_MODULES = {f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")}
 """What its models give as names of layers that take an adapter, packed ones taken apart."""
 
@@ -92,6 +95,14 @@ def yarn_fits(folder: Folder) -> bool:
 
 def heads_fit(folder: Folder) -> bool:
     config, shapes = folder.config, folder.tensors
+    if "kv_lora_rank" in config:  # deepseek_v2.py (DeepseekV2MLAAttention)
+        q = shapes[f"model.layers.0.self_attn.q_{'b_' if config['q_lora_rank'] else ''}proj.weight"]
+        kv, heads = (
+            shapes["model.layers.0.self_attn.kv_b_proj.weight"],
+            config["num_attention_heads"],
+        )
+        widths = [config[f"{part}_head_dim"] for part in ("qk_rope", "qk_nope", "v")]
+        return (q[0], kv[0]) == (heads * sum(widths[:2]), heads * sum(widths[1:]))
     q, k = (shapes[f"model.layers.0.self_attn.{part}_proj.weight"][0] for part in "qk")
     width = config["head_dim"]
     return (q, k) == (
@@ -128,7 +139,7 @@ MODEL_RULES = [
     Rule(
         "model_type is known to AutoConfig, which reads config.json for it",
         f"{VLLM}/transformers_utils/config.py",
-        lambda f: f.config["model_type"] in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
+        lambda f: f.config["model_type"] in MODEL_TYPES,
         set_to(model_type="titan"),
     ),
     Rule(
@@ -183,7 +194,7 @@ MODEL_RULES = [
         "heads have the width head_dim, and key heads divide query heads",
         f"{VLLM}/model_executor/models/llama.py (LlamaAttention)",
         heads_fit,
-        set_to(head_dim=2),
+        set_to(head_dim=2, qk_nope_head_dim=2),
     ),
     Rule(
         "tensors are named as in transformers",

@@ -6,6 +6,10 @@ import dataclasses
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -20,6 +24,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from torchtitan.models import deepseek_v2, deepseek_v3
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import (
@@ -28,7 +33,7 @@ from torchtitan.models.rope_scaling import (
     RopeScaling,
     YarnScaling,
 )
-from torchtitan.models.sizes import DecoderConfig, MoEConfig
+from torchtitan.models.sizes import DecoderConfig, MLAConfig, MoEConfig
 
 NAMES = {
     "tok_embeddings": "model.embed_tokens",
@@ -46,6 +51,18 @@ NAMES = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
     "moe.router.gate": "mlp.gate",
+    "moe.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "moe.shared_experts.w2": "mlp.shared_experts.down_proj",
+    "moe.shared_experts.w3": "mlp.shared_experts.up_proj",
+}
+LATENT_NAMES = {
+    **NAMES,
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
 }
 
 TINY = DecoderConfig(
@@ -61,6 +78,7 @@ EXPERTS = MoEConfig(
         "expert_hidden_dim": 20,
     }
 )
+LATENT = deepseek_v3.TINY
 VARIANTS = {
     "grouped": TINY,
     "single kv head": dataclasses.replace(TINY, num_kv_heads=1, rope_theta=10_000.0),
@@ -102,6 +120,19 @@ VARIANTS = {
     "experts, first layer dense": dataclasses.replace(
         EXPERTS, num_dense_layers=1, norm_expert_weights=False, num_experts_per_token=3
     ),
+    "latent": LATENT,
+    "latent, wide values": dataclasses.replace(
+        LATENT,
+        q_lora_rank=None,
+        v_head_dim=28,
+        rope_scaling=None,
+        norm_eps=1e-2,
+        num_dense_layers=None,
+        num_expert_groups=None,
+        num_limited_groups=None,
+        norm_expert_weights=False,
+    ),
+    "latent, softmax": deepseek_v2.FLAVORS["tiny"],
 }
 PUBLIC: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
     "llama3": (LlamaConfig, LlamaForCausalLM),
@@ -109,11 +140,15 @@ PUBLIC: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
 
 
 def family_name(config: DecoderConfig) -> str:
     """Name the family that has what a model of these sizes has; Llama has nothing of its own."""
+    if isinstance(config, MLAConfig):
+        return "deepseek_v3" if config.expert_score == "sigmoid" else "deepseek_v2"
     if isinstance(config, MoEConfig):
         return "qwen3_moe"
     if config.window is not None:
@@ -157,8 +192,26 @@ def reference_config(config: DecoderConfig) -> PretrainedConfig:
     """Say the sizes in the words of the public model."""
     family, _ = PUBLIC[family_name(config)]
     own: dict[str, object] = {"sliding_window": config.window} if family is MistralConfig else {}
-    if isinstance(config, MoEConfig):
+    own["head_dim"] = config.head_width
+    if isinstance(config, MLAConfig):
         own = {
+            "q_lora_rank": config.q_lora_rank,
+            "kv_lora_rank": config.kv_lora_rank,
+            "qk_nope_head_dim": config.qk_nope_head_dim,
+            "qk_rope_head_dim": config.qk_rope_head_dim,
+            "v_head_dim": config.v_head_dim,
+            "n_routed_experts": config.num_experts,
+            "num_experts_per_tok": config.num_experts_per_token,
+            "moe_intermediate_size": config.expert_hidden_dim,
+            "n_shared_experts": config.num_shared_experts,
+            "first_k_dense_replace": config.num_dense_layers or 0,
+            "n_group": config.num_expert_groups or 1,
+            "topk_group": config.num_limited_groups or 1,
+            "norm_topk_prob": config.norm_expert_weights,
+            "routed_scaling_factor": config.expert_weight_scale,
+        }
+    elif isinstance(config, MoEConfig):
+        own |= {
             "num_experts": config.num_experts,
             "num_experts_per_tok": config.num_experts_per_token,
             "moe_intermediate_size": config.expert_hidden_dim,
@@ -173,7 +226,6 @@ def reference_config(config: DecoderConfig) -> PretrainedConfig:
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_width,
         rms_norm_eps=config.norm_eps,
         max_position_embeddings=131_072,
         rope_theta=config.rope_theta,
@@ -192,23 +244,29 @@ def reference_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:
     words = {"original_max_position": "original_max_position_embeddings"}
     kind = {LinearScaling: "linear", Llama3Scaling: "llama3", YarnScaling: "yarn"}[type(scaling)]
     values = {words.get(key, key): value for key, value in dataclasses.asdict(scaling).items()}
+    values = {key: value for key, value in values.items() if value is not None}
     return {"rope_type": kind, **values}
 
 
 def _translate(model: Decoder) -> dict[str, torch.Tensor]:
     translated = {}
+    is_latent = isinstance(model.config, MLAConfig)
+    rotary = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
     for name, weight in model.state_dict().items():
         layer, _, rest = name.removeprefix("layers.").partition(".")
         prefix, key = (f"model.layers.{layer}.", rest) if name.startswith("layers.") else ("", name)
         key, _, kind = key.rpartition(".")
-        if key in ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm"):
+        if key in rotary and not is_latent:
             # neighbouring channel pairs -> first half with second half, head by head
             head_dim = model.config.head_width
             weight = weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
         if key == "moe.experts":  # in memory theirs are stacked too, the first two in one
             translated[f"{prefix}mlp.experts.{kind}"] = weight
+        elif kind == "expert_bias":
+            translated[f"{prefix}mlp.gate.e_score_correction_bias"] = weight
         else:
-            translated[f"{prefix}{NAMES[key]}.{kind}"] = weight
+            names = LATENT_NAMES if is_latent else NAMES
+            translated[f"{prefix}{names[key]}.{kind}"] = weight
     for name in [name for name in translated if name.endswith("experts.w1")]:
         stacks = {w: translated.pop(f"{name[:-1]}{w}") for w in "123"}
         where = name.removesuffix("w1")

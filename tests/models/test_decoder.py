@@ -69,7 +69,9 @@ def test_no_token_sees_a_later_one():
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 11])
-@pytest.mark.parametrize("variant", ["scaled", "biased", "window", "experts"])
+@pytest.mark.parametrize(
+    "variant", ["scaled", "biased", "window", "experts", "latent", "latent, wide values"]
+)
 @torch.no_grad()
 def test_the_cache_changes_no_logit(prompt, variant):
     model = random_decoder(VARIANTS[variant])

@@ -12,8 +12,9 @@ from torchtitan.models import window_attention
 from torchtitan.models.contract import count
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import SCALINGS, Llama3Scaling, reading
+from torchtitan.models.routing import untrained
 from torchtitan.models.settings import RopeScalingConfig
-from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig, MLAConfig
 
 FLAVORS = [(name, flavor) for name, spec in MODELS.items() for flavor in spec.flavors]
 # from the public checkpoints
@@ -38,6 +39,8 @@ PUBLISHED = {
     ("qwen3", "8B"): 8_190_735_360,
     ("qwen3", "14B"): 14_768_307_200,
     ("qwen3", "32B"): 32_762_123_264,
+    ("deepseek_v2", "16B"): 15_706_484_224,
+    ("deepseek_v3", "671B"): 671_026_404_352 + 58 * 256,  # with the biases of the experts
     ("qwen3_moe", "30B-A3B"): 30_532_122_624,
     ("qwen3_moe", "235B-A22B"): 235_093_634_560,
 }
@@ -49,7 +52,8 @@ def test_parameters_are_those_of_the_public_model(name, flavor):
     with torch.device("meta"):
         model, theirs = MODELS[name].build(config), public_model(reference_config(config))
     found = count(model).num_parameters
-    assert found == theirs.num_parameters()
+    biases = sum(bias.numel() for bias in untrained(model))  # to transformers no parameters
+    assert found - biases == theirs.num_parameters()
     assert found == PUBLISHED.get((name, flavor), found)
 
 
@@ -95,12 +99,24 @@ def test_flavors_with_names_of_torchtitan_are_its_models(name, flavor):
 def test_flops_are_those_of_forward_and_backward(variant, monkeypatch):
     monkeypatch.setattr(window_attention, "SMALLEST_BLOCK", 1)  # not a key beside its window
     config = VARIANTS[variant]
+    if isinstance(config, MLAConfig):  # nothing is filled up
+        qk = config.qk_nope_head_dim + config.qk_rope_head_dim
+        config = dataclasses.replace(config, v_head_dim=qk)
     model = random_decoder(config)
     tokens = torch.zeros(2, 48, dtype=torch.int64)
     # the unfused kernel: two whole S x S products forward and four backward, as PaLM counts
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
     assert counter.get_total_flops() == tokens.numel() * count(model).flops_per_token(48)
+
+
+def test_attention_of_unequal_heads_counts_the_mean_of_their_widths() -> None:
+    """As two products do, of scores and of values, where nothing is filled up with zeros."""
+    config = MODELS["deepseek_v3"].flavors["671B"]
+    found = count(MODELS["deepseek_v3"].build_meta(config))
+    products = 2 * 61 * 128 * (128 + 64) + 2 * 61 * 128 * 128  # per token and key, forward
+    per_key = found.flops_per_token(2) - found.flops_per_token(1)
+    assert per_key == 3 * products == 12 * found.attention_width
 
 
 def test_the_settings_of_the_rotation_are_those_that_its_ways_read() -> None:

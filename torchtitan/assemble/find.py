@@ -17,6 +17,7 @@ from torchtitan.base.errors import ConfigError, Mistakes
 from torchtitan.base.own import within
 from torchtitan.config.toml_files import to_toml
 from torchtitan.data.loader import accumulation_steps
+from torchtitan.hf.config import find_unsaid
 from torchtitan.hf.names import Names
 from torchtitan.job import Config
 from torchtitan.mesh.dims import resolve_dims
@@ -124,7 +125,14 @@ def check_family(config: Config, *, spec: ModelSpec, model: LanguageModel) -> No
     mistakes.of(lambda: _check_stages(spec, degree=parallelism.pipeline_parallel_degree))
     names = {name for name, _ in model.named_parameters()}
     misnamed = Names(spec.hf, model.config).find_misnamed(names)
+    unsaid = None if misnamed else find_unsaid(model.config, spec.hf)
     for key in ("initial_load_in_hf", "last_save_in_hf"):
+        if unsaid is not None and getattr(checkpoint, key):
+            mistakes.add(
+                f"checkpoint.{key}",
+                f"needs sizes that Hugging Face's files can say: {unsaid}; change them in [model], "
+                f"take another family, or remove this",
+            )
         if misnamed is not None and getattr(checkpoint, key):
             mistakes.add(
                 f"checkpoint.{key}",

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.source import WeightSource
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
+from torchtitan.models.cast import cast
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.spec import ModelSpec
 from torchtitan.optim.loss import build_loss
@@ -101,9 +102,9 @@ def build_generator(
 
 def read_model(found: Pretrained, *, device: torch.device, dtype: str | None) -> LanguageModel:
     """Give the model its weights, or this rank's part of them, in `dtype`; None: as stored."""
-    model = found.model.to(getattr(torch, found.dtype)).to_empty(device=device)
+    model = cast(found.model, getattr(torch, found.dtype)).to_empty(device=device)
     found.weights.read(dict(model.named_parameters()))
-    return model.to(getattr(torch, dtype or found.dtype))
+    return cast(model, getattr(torch, dtype or found.dtype))
 
 
 def _find_tokenizer(path: str) -> Tokenizer:

@@ -9,7 +9,7 @@ transformers keeps what belongs to the rotation in `rope_parameters`, version 4 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.files import Content, checked_kinds, read_json
+from torchtitan.hf.blocks import stored_blocks
 from torchtitan.hf.names import CONFIG
 from torchtitan.hf.rope import (
     check_number,
@@ -59,7 +60,7 @@ SIZES: Mapping[str, Size] = {
 `first_layers` have a family's own."""
 SEEN_IN_SHAPES = ("num_hidden_layers", "vocab_size", "tie_word_embeddings")
 """Sizes that say no more than names and shapes of the tensors do."""
-NULLABLE = ("sliding_window",)
+NULLABLE = ("sliding_window", "q_lora_rank")
 """Counts for which null is a value of its own."""
 CARRIED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """What a model of Hugging Face keeps that our sizes know nothing of."""
@@ -72,21 +73,40 @@ Sizes = dict[str, Any]
 def size_table(format: HFFormat) -> Mapping[str, Size]:
     """Return the sizes that a family's config.json holds."""
     more = {
-        key: Size(ours=ours, kind=bool if isinstance(unsaid, bool) else int, absent=unsaid)
+        key: Size(ours=ours, kind=int if unsaid is None else type(unsaid), absent=unsaid)
         for key, (ours, unsaid) in format.more_counts.items()
     }
+    common = {key: size for key, size in SIZES.items() if key not in format.lacks}
     lists = {
         key: Size(ours=ours, kind=list, absent=[]) for key, ours in format.first_layers.items()
     }
-    return {**SIZES, **more, **lists}
+    return {**common, **more, **lists}
 
 
 def sizes_of(architecture: DecoderConfig, format: HFFormat = NO_HF_FILES) -> Sizes:
     """Return the sizes of a model as its config.json says them."""
     sizes = {key: getattr(architecture, size.ours) for key, size in size_table(format).items()}
     sizes |= {key: list(range(sizes[key] or 0)) for key in format.first_layers}
-    scaling = their_scaling(architecture.rope_scaling)
-    return {**sizes, "head_dim": architecture.head_width, "rope_scaling": scaling}
+    sizes |= {key: none for key, none in format.none_there.items() if sizes[key] is None}
+    if "head_dim" in sizes:
+        sizes["head_dim"] = architecture.head_width
+    return {**sizes, "rope_scaling": their_scaling(architecture.rope_scaling)}
+
+
+def find_unsaid(architecture: DecoderConfig, format: HFFormat) -> str | None:
+    """Say which sizes a config.json of the family would not say, all its models having others.
+
+    None: there are no such sizes.
+    """
+    said = {size.ours for size in size_table(format).values()}
+    due = {one.name: format.implied.get(one.name, one.default) for one in fields(architecture)}
+    wrong = [
+        f"{one.name} is {due[one.name]} there, {value} here"
+        for one in fields(architecture)
+        if one.name not in said and not one.metadata.get("of_family")
+        if (value := getattr(architecture, one.name)) != due[one.name]
+    ]
+    return f"of a {format.architecture} {'; '.join(wrong)}" if wrong else None
 
 
 def read_config(folder: Path) -> Content:
@@ -121,7 +141,12 @@ def stored_sizes(config: Content, format: HFFormat = NO_HF_FILES) -> Sizes:
     given = {format.aliases.get(key, key): value for key, value in config.items()}
     said = Content(config.path, {**absent, **given})
     own = {key: table[key].kind for key in (*format.more_counts, *format.first_layers)}
-    checked_kinds(said, kinds={key: k for key, k in own.items() if said[key] is not None})
+    checked_kinds(
+        said, kinds={key: k for key, k in own.items() if k is not float and said[key] is not None}
+    )
+    for key, kind in own.items():
+        if kind is float:
+            check_number(said, key)
     said["rope_theta"] = rope.get("rope_theta", said["rope_theta"])
     said["rope_scaling"] = their_scaling(stored_scaling(rope))
     return {key: said[key] for key in table}
@@ -139,6 +164,11 @@ def check_config(
     `seen_elsewhere` names sizes that may differ.
     """
     check_family(config, format=spec.hf)
+    if (unsaid := find_unsaid(architecture, spec.hf)) is not None:
+        raise CheckpointError(
+            f"{config.path} must be of the sizes of this job, and cannot be: {unsaid}; remove "
+            f"these from [model], or take another model"
+        )
     stored, ours = stored_sizes(config, spec.hf), sizes_of(architecture, spec.hf)
     different = [k for k in ours if stored[k] != ours[k] and k not in seen_elsewhere]
     if not different:
@@ -175,8 +205,11 @@ def architecture_of(config: Content, *, spec: ModelSpec) -> DecoderConfig:
     sizes, table = stored_sizes(config, spec.hf), size_table(spec.hf)
     counts = {key: sizes[key] for key, size in table.items() if size.kind is int}
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
-    is_odd = any(n is not None and not 1 <= n <= LARGEST for n in counts.values())
-    is_odd = is_odd or heads % kv_heads or sizes["head_dim"] % 2
+    least = {key: 0 if none == 0 else 1 for key, none in spec.hf.none_there.items()}
+    is_odd = any(
+        n is not None and not least.get(key, 1) <= n <= LARGEST for key, n in counts.items()
+    )
+    is_odd = is_odd or heads % kv_heads or sizes.get("head_dim", 0) % 2
     if is_odd or sizes["num_hidden_layers"] > MOST_LAYERS:
         raise CheckpointError(
             f"{config.path} must give counts of 1 and more, up to {MOST_LAYERS} of layers and "
@@ -185,8 +218,13 @@ def architecture_of(config: Content, *, spec: ModelSpec) -> DecoderConfig:
             + ", ".join(f"{key} {str(count)[:20]}" for key, count in counts.items())
             + "; get it again"
         )
-    ours = {size.ours: sizes[key] for key, size in table.items()}
-    ours["rope_theta"] = float(ours["rope_theta"])  # JSON may say 10000
+    ours: dict[str, Any] = {
+        # JSON may say 10000 of a float
+        size.ours: float(sizes[key]) if size.kind is float else sizes[key]
+        for key, size in table.items()
+    }
+    ours |= {table[key].ours: sizes[key] or None for key in spec.hf.none_there}
+    ours |= spec.hf.implied
     ours["rope_scaling"] = stored_scaling(rope_table(config))
     for key, name in spec.hf.first_layers.items():
         if ours[name] != [*range(len(ours[name]))]:
@@ -215,7 +253,8 @@ def check_family(config: Content, *, format: HFFormat) -> None:
         if isinstance(said.get(key), list):  # the first that differs stands for all
             said[key] = next((kind for kind in said[key] if kind != value), value)
     fixed = {**format.fixed, **format.each_layer}
-    fixed |= {"quantization_config": None, "partial_rotary_factor": 1.0}
+    fixed |= {"partial_rotary_factor": 1.0}
+    stored_blocks(config)
     wrong = [k for k, value in fixed.items() if k in said and said[k] != value]
     if wrong:
         raise CheckpointError(
@@ -243,6 +282,7 @@ def new_config(
         "model_type": format.model_type,
         **{key: value for key, value in format.fixed.items() if value is not None},
         **sizes_of(architecture, format),
+        **({format.more_layers: 0} if format.more_layers else {}),
         **carried,
         **context,
         "use_cache": True,

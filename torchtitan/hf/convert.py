@@ -19,6 +19,7 @@ from torchtitan.checkpoint.state import MODEL_STATE
 from torchtitan.checkpoint.storage import STATE
 from torchtitan.hf.config import architecture_of, family_of, read_config
 from torchtitan.hf.folder import open_folder
+from torchtitan.models.cast import cast
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 
@@ -37,7 +38,7 @@ def to_dcp(
     spec = family_of(config, models=models)
     architecture = architecture_of(config, spec=spec)
     source = open_folder(folder, spec=spec, architecture=architecture, group=None)
-    model = spec.build_meta(architecture).to(dtype).to_empty(device="cpu")
+    model = cast(spec.build_meta(architecture), dtype).to_empty(device="cpu")
     weights = {name: p.detach() for name, p in model.named_parameters()}
     source.read(weights)
     draft = draft_of(target)

@@ -22,6 +22,7 @@ from torchtitan.checkpoint.ranks import on_first_rank, reason
 from torchtitan.checkpoint.source import ALL, Selection
 from torchtitan.checkpoint.state import OUTPUT
 from torchtitan.checkpoint.verify import summary
+from torchtitan.hf.blocks import SCALE, Blocks, stored_blocks
 from torchtitan.hf.config import (
     SEEN_IN_SHAPES,
     check_config,
@@ -30,7 +31,7 @@ from torchtitan.hf.config import (
     stored_sizes,
 )
 from torchtitan.hf.names import CONFIG, INDEX, WEIGHTS, Names, Place
-from torchtitan.hf.read import HFWeights, StoredTensor, check_fit, stack
+from torchtitan.hf.read import HFWeights, StoredTensor, attach_scales, check_fit, stack
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 
@@ -74,7 +75,8 @@ def open_folder(
             if there[name] != ours[name]:
                 text = "%s of the rotation: %s in %s, %s in this job"
                 logger.info(text, name, there[name], config.path, ours[name])
-        found = _survey(path, names=Names(spec.hf, architecture))
+        names = Names(spec.hf, architecture)
+        found = _survey(path, names=names, blocks=stored_blocks(config))
         if there["tie_word_embeddings"]:
             # some writers save the tied head all the same, which transformers does not read either
             found.pop(OUTPUT, None)
@@ -101,13 +103,23 @@ def _check_is_folder(path: Path) -> None:
     )
 
 
-def _survey(path: Path, *, names: Names) -> dict[str, StoredTensor]:
+def _survey(path: Path, *, names: Names, blocks: Blocks | None) -> dict[str, StoredTensor]:
     places = _places(path)
     found: dict[Place, StoredTensor] = {}
+    scales: dict[str, StoredTensor] = {}
+    more: set[str] = set()
     for file in sorted(set(places.values())) or [WEIGHTS]:
         for name, (shape, dtype) in _read_header(path / file).items():
             if places.get(name, file) == file and not NO_WEIGHT.fullmatch(name):
                 place = ours, _ = names.ours(name) or (name, None)
+                if names.is_of_more_layers(name):
+                    more.add(name)
+                    continue
+                if blocks is not None and name.endswith(SCALE):
+                    scales[name] = StoredTensor(
+                        name=name, shape=shape, dtype=dtype, head_dim=None, file=file
+                    )
+                    continue
                 if place in found:
                     raise CheckpointError(
                         f"{path} must hold each parameter once, got '{ours}' as "
@@ -116,12 +128,18 @@ def _survey(path: Path, *, names: Names) -> dict[str, StoredTensor]:
                 found[place] = StoredTensor(
                     name=name, shape=shape, dtype=dtype, head_dim=names.head_dim(ours), file=file
                 )
-    here = {(tensor.name, tensor.file) for tensor in found.values()}
-    absent = [f"{name} in {file}" for name, file in sorted(places.items() - here)]
+    here = {(tensor.name, tensor.file) for tensor in (*found.values(), *scales.values())}
+    left = {place for place in places.items() if place[0] not in more} - here
+    absent = [f"{name} in {file}" for name, file in sorted(left)]
     if absent := [text for text in absent if not NO_WEIGHT.match(text)]:
         raise CheckpointError(
             f"{path / INDEX} names what is not there: {summary(absent)}; get the folder again"
         )
+    if more:
+        text = "%s has %d tensors of layers behind the last, as %s: they are not read"
+        logger.info(text, path, len(more), min(more))
+    if blocks is not None:
+        found = attach_scales(path, found, scales, blocks=blocks)
     return stack(path, found)
 
 

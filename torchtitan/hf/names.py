@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import EACH, HFFormat
 
@@ -56,6 +58,16 @@ class Names:
         """Return the width of the heads whose rows lie in halves; None: they lie as ours."""
         weight = _starred(self.weight_beside(ours))
         return self.architecture.head_width if weight in self.format.rotary else None
+
+    def is_of_more_layers(self, theirs: str) -> bool:
+        """Tell whether a tensor is of a layer behind the last that is not read."""
+        layer = _LAYER.search(theirs)
+        is_behind = layer is not None and int(layer[1]) >= self.architecture.num_layers
+        return bool(self.format.more_layers) and is_behind
+
+    def dtype(self, ours: str, *, of_weights: torch.dtype) -> torch.dtype:
+        """Return the type that a parameter is stored in, where weights are in another."""
+        return torch.float32 if _starred(ours) in self.format.float32 else of_weights
 
     def find_misnamed(self, ours: Collection[str]) -> str | None:
         """Say which parameters have no name in the files, and which the model lacks.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.pieces import PieceReader, fill
 from torchtitan.checkpoint.ranks import reason
 from torchtitan.checkpoint.source import Selection
+from torchtitan.hf.blocks import FLOAT8, SCALE, Blocks, Scaled
 from torchtitan.hf.names import Names, Place
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
@@ -36,7 +38,7 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Types of weights that can be read; quantised ones are not among them."""
+"""Types of weights that can be read, as they are; `blocks.py` has another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,10 @@ class StoredTensor:
     """Its file in the folder."""
     parts: tuple[StoredTensor, ...] = ()
     """Of a parameter with a tensor for each entry along its first dimension: these tensors."""
+    scale: StoredTensor | None = None
+    """What its blocks are multiplied by."""
+    blocks: Blocks = (1, 1)
+    """Rows and columns of one."""
 
 
 def stack(path: Path, found: Mapping[Place, StoredTensor]) -> dict[str, StoredTensor]:
@@ -83,6 +89,35 @@ def stack(path: Path, found: Mapping[Place, StoredTensor]) -> dict[str, StoredTe
             name=parts[0].name, shape=whole, dtype=dtype, head_dim=None, parts=parts
         )
     return stacked
+
+
+def attach_scales(
+    path: Path,
+    found: Mapping[Place, StoredTensor],
+    scales: Mapping[str, StoredTensor],
+    *,
+    blocks: Blocks,
+) -> dict[Place, StoredTensor]:
+    """Give the matrices in float8 their scales, by their names: they are then read as float32.
+
+    Raises:
+        CheckpointError: A matrix has none, or they do not fit it.
+    """
+    whole = {}
+    for place, tensor in found.items():
+        if tensor.dtype == FLOAT8:
+            scale = scales.get(f"{tensor.name}{SCALE}")
+            due = tuple(ceil(n / size) for n, size in zip(tensor.shape, blocks, strict=False))
+            if scale is None or scale.shape != due or scale.dtype not in DTYPES:
+                got = "none" if scale is None else f"{scale.dtype} {list(scale.shape)}"
+                raise CheckpointError(
+                    f"{path} must hold a scale for each block of {blocks[0]} x {blocks[1]} of "
+                    f"'{tensor.name}', {list(due)} of them under '{tensor.name}{SCALE}', got "
+                    f"{got}; get the folder again"
+                )
+            tensor = replace(tensor, dtype="F32", scale=scale, blocks=blocks)
+        whole[place] = tensor
+    return whole
 
 
 Open = Callable[[Path, StoredTensor], AbstractContextManager[Any]]
@@ -145,7 +180,12 @@ class _Reader(PieceReader):
     @contextmanager
     def open_piece(self, index: MetadataIndex) -> Iterator[Any]:
         """Open a tensor."""
-        with self._open_tensor(Path(self.path), self.storage_data[index]) as opened:
+        path, stored = Path(self.path), self.storage_data[index]
+        with ExitStack() as stack:
+            opened = stack.enter_context(self._open_tensor(path, stored))
+            if stored.scale is not None:
+                scale = stack.enter_context(self._open_tensor(path, stored.scale))
+                opened = Scaled(opened, scale, blocks=stored.blocks)
             yield _Entry(opened) if self.stored[index.fqn].parts else opened
 
 

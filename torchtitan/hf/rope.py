@@ -27,7 +27,14 @@ KINDS: Mapping[str, tuple[type[RopeScaling], Mapping[str, object]]] = {
     ),
     "yarn": (
         YarnScaling,
-        {**_ORIGINAL, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None},
+        {
+            **_ORIGINAL,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "attention_factor": None,
+            "mscale": None,
+            "mscale_all_dim": None,
+        },
     ),
 }
 """Each type's class, and its keys with their defaults; they are our fields but for `OUR_NAMES`."""
@@ -107,4 +114,4 @@ def their_scaling(scaling: RopeScaling | None) -> Mapping[str, object] | None:
     values = {key: getattr(scaling, OUR_NAMES.get(key, key)) for key in keys}
     if isinstance(scaling, YarnScaling):
         values["attention_factor"] = scaling.temperature  # where none is set, what follows
-    return {"rope_type": kind, **values}
+    return {"rope_type": kind, **{k: value for k, value in values.items() if value is not None}}

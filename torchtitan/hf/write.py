@@ -34,7 +34,7 @@ from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank
 from torchtitan.checkpoint.rows import to_their_rows
 from torchtitan.hf.beside import GENERATION_CONFIG
 from torchtitan.hf.card import CARD
-from torchtitan.hf.config import new_config
+from torchtitan.hf.config import find_unsaid, new_config
 from torchtitan.hf.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, INDEX, WEIGHTS, Names
 from torchtitan.models.spec import EACH
 
@@ -162,8 +162,13 @@ def export(
 
 def check_names(checkpoint: Path, stored: Collection[str], *, settings: HFExport) -> None:
     """Check that the folder would hold every parameter of a checkpoint, and all of its own."""
-    weights = [name for name in stored if not settings.is_adapters(name)]
-    if (misnamed := settings.names.find_misnamed(weights)) is not None:
+    names, weights = settings.names, [name for name in stored if not settings.is_adapters(name)]
+    if (unsaid := find_unsaid(names.architecture, names.format)) is not None:
+        raise CheckpointError(
+            f"{checkpoint} must be of a model that Hugging Face's files can describe, no folder "
+            f"was written: {unsaid}; export it as a model of another family, or keep it as it is"
+        )
+    if (misnamed := names.find_misnamed(weights)) is not None:
         raise CheckpointError(
             f"{checkpoint} must hold the parameters that Hugging Face's files of its family have, "
             f"no folder was written: {misnamed}; export it as the model that it is of, or give "
@@ -184,7 +189,7 @@ def plan_files(reader: TensorReader, *, settings: HFExport) -> list[list[Planned
             ours=ours,
             name=_their_name(ours, settings=settings),
             shape=tuple(entry.size),
-            dtype=settings.dtype or entry.properties.dtype,
+            dtype=settings.names.dtype(ours, of_weights=settings.dtype or entry.properties.dtype),
         )
         for tensor in _each(whole) if EACH in whole.name else [whole]:
             if files[-1] and size + tensor.num_bytes > limit:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from torchtitan.models.spec import TensorRole
+from torchtitan.parallel.copies import Copied
 
 
 def low_rank(x: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
@@ -35,8 +36,10 @@ def low_rank(x: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
 
 def adapter_style(role: TensorRole, *, stream: Placement) -> ParallelStyle:
     """Return how a linear layer with an adapter is split; `stream`: where a row's result goes."""
-    if role == "column":
-        return _Column()
+    if role in ("column", "gathered_column"):
+        return _Column(input_layouts=stream if role == "gathered_column" else None)
+    if role == "copied":
+        return Copied(stream)
     assert role == "row", f"a linear layer is split by columns or rows, not as a {role}"
     return _Row(output_layouts=stream)
 

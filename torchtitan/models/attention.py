@@ -28,7 +28,8 @@ from torchtitan.models.window_attention import window_attention
 
 
 class SequenceCache:
-    """Keys and values of the tokens of one sequence that one layer has seen.
+    """Keys and values of the tokens of one sequence that one layer has seen, or what it makes them
+    of: two tensors, each with heads and a width of its own.
 
     The storage is allocated once, for `max_len` tokens, and written in place: for use without
     gradients. What the first tokens bring decides its type and its heads, of which a rank of tensor
@@ -49,14 +50,16 @@ class SequenceCache:
         assert start == 0 or stop == start + 1, "feed one token after the prompt"
         assert stop <= self._max_len, "the cache is full"
         if self._kv is None:
-            _, num_heads, _, head_dim = k_1KSD.shape
-            shape = (1, num_heads, self._max_len, head_dim)
-            self._kv = k_1KSD.new_empty(shape), v_1KSD.new_empty(shape)
+            self._kv = self._storage(k_1KSD), self._storage(v_1KSD)
         for stored, new in zip(self._kv, (k_1KSD, v_1KSD), strict=True):
             stored[:, :, start:stop] = new
         self.length = stop
         k_1KTD, v_1KTD = (stored[:, :, :stop] for stored in self._kv)
         return k_1KTD, v_1KTD
+
+    def _storage(self, new_1KSD: torch.Tensor) -> torch.Tensor:
+        _, num_heads, _, width = new_1KSD.shape
+        return new_1KSD.new_empty(1, num_heads, self._max_len, width)
 
 
 LayerCache = Sequence[SequenceCache]

@@ -56,14 +56,30 @@ class YarnScaling:
     beta_slow: float = 1.0
     """Bounds the long wavelengths, in turns within original_max_position."""
     attention_factor: float | None = None
-    """Queries and keys grow by this factor, scores by its square; None: 0.1 ln(factor) + 1."""
+    """Queries and keys grow by this factor, scores by its square; None: as the next two say."""
+    mscale: float | None = None
+    """DeepSeek's: with mscale_all_dim, rotated channels grow by g(mscale) / g(mscale_all_dim),
+    where g(m) = 0.1 m ln(factor) + 1; without these two by g(1)."""
+    mscale_all_dim: float | None = None
+    """DeepSeek's: the scores of latent attention, which rotates a part of the channels alone, grow
+    by the square of g(mscale_all_dim)."""
 
     @property
     def temperature(self) -> float:
-        """The factor on queries and keys: the paper's sqrt(1/t)."""
+        """The factor on rotated queries and keys: the paper's sqrt(1/t)."""
         if self.attention_factor is not None:
             return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1.0
+        if self.mscale and self.mscale_all_dim:
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self._growth(1.0)
+
+    @property
+    def score_growth(self) -> float:
+        """The factor on the scores of latent attention."""
+        return self._growth(self.mscale_all_dim or 0.0) ** 2
+
+    def _growth(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling

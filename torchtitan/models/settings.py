@@ -26,7 +26,7 @@ from torchtitan.config.types import (
     Text,
 )
 from torchtitan.models.rope_scaling import reading
-from torchtitan.models.sizes import MoEConfig
+from torchtitan.models.sizes import MLAConfig
 
 STRETCHED = reading("factor")
 BY_WAVELENGTH = reading("original_max_position")
@@ -59,7 +59,14 @@ class RopeScalingConfig:
     beta_slow: Annotated[FinitePositive | None, Needs("type", YARN)] = None
     """Wavelengths with fewer turns than this grow in full; 1 if not given."""
     attention_factor: Annotated[FinitePositive | None, Needs("type", YARN)] = None
-    """Queries and keys are multiplied by this; 0.1 ln(factor) + 1 if not given."""
+    """Queries and keys are multiplied by this; 0.1 ln(factor) + 1 if neither this nor the next two
+    are given."""
+    mscale: Annotated[FinitePositive | None, Needs("type", YARN)] = None
+    """DeepSeek's: with mscale_all_dim, rotated channels are multiplied by g(mscale) /
+    g(mscale_all_dim), where g(m) = 0.1 m ln(factor) + 1."""
+    mscale_all_dim: Annotated[FinitePositive | None, Needs("type", YARN)] = None
+    """DeepSeek's: the scores of latent attention are multiplied by the square of
+    g(mscale_all_dim)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -99,7 +106,7 @@ def model_section(sizes: type) -> type[ModelConfig]:
     return with_overrides(ModelConfig, of=sizes, remark="In place of the flavor's.")
 
 
-ALL_SIZES = MoEConfig
+ALL_SIZES = MLAConfig
 """Has the sizes of every family here."""
 if TYPE_CHECKING:
     ModelSection = ModelConfig

@@ -14,6 +14,8 @@ from torchtitan.models.rope_scaling import RopeScaling
 
 OF_FAMILY = {"of_family": True}
 """Marks what the family says and no job: another module, with other parameters."""
+SCORES = ("softmax", "sigmoid")
+"""Ways in which a router scores experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,18 @@ class DecoderConfig:
 
     def violations(self) -> Iterator[Violation]:
         """Yield what keeps these sizes from being a model, by key, with what would fit."""
-        dim, heads, kv_heads = self.dim, self.num_heads, self.num_kv_heads
+        yield from self._wrong_heads()
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        if heads % kv_heads:
+            fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+            yield Violation(
+                ("num_kv_heads", "num_heads"),
+                f"num_kv_heads must divide num_heads, got {kv_heads} and {heads}; write "
+                f"num_kv_heads = {heads}, or one of {', '.join(fitting[:-1][-6:]) or heads}",
+            )
+
+    def _wrong_heads(self) -> Iterator[Violation]:
+        dim, heads = self.dim, self.num_heads
         if self.head_dim is None and dim % heads:
             below = dim // heads * heads
             yield Violation(
@@ -89,13 +102,6 @@ class DecoderConfig:
                 ("head_dim", "num_heads", "dim"),
                 f"head_dim must be even, since channels turn in pairs, got "
                 f"{self.head_width}{given}; write head_dim = {self.head_width + 1}",
-            )
-        if heads % kv_heads:
-            fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
-            yield Violation(
-                ("num_kv_heads", "num_heads"),
-                f"num_kv_heads must divide num_heads, got {kv_heads} and {heads}; write "
-                f"num_kv_heads = {heads}, or one of {', '.join(fitting[:-1][-6:]) or heads}",
             )
 
 
@@ -122,9 +128,9 @@ class MoEConfig(DecoderConfig):
     """Groups whose experts a token may choose; all if not given."""
     expert_bias: bool = False
     """Each expert has a bias, added to its score in choosing alone, that balances the load."""
-    expert_score: str = field(default="softmax", metadata=OF_FAMILY)
+    expert_score: str = "softmax"
     """How the router scores experts: softmax, over all of them, or sigmoid, each by itself."""
-    expert_weight_scale: float = field(default=1.0, metadata=OF_FAMILY)
+    expert_weight_scale: float = 1.0
     """The weights of experts are multiplied by this at last."""
 
     def has_experts(self, layer: int) -> bool:
@@ -145,6 +151,10 @@ class MoEConfig(DecoderConfig):
     def violations(self) -> Iterator[Violation]:
         """Yield what keeps these sizes from being a model, by key, with what would fit."""
         yield from super().violations()
+        if self.expert_score not in SCORES:
+            yield Violation(
+                ("expert_score",), f"must be {' or '.join(SCORES)}, got '{self.expert_score}'"
+            )
         if self.num_experts_per_token > self.num_experts:
             yield Violation(
                 ("num_experts_per_token", "num_experts"),
@@ -156,6 +166,12 @@ class MoEConfig(DecoderConfig):
             yield Violation(
                 ("num_expert_groups", "num_experts"),
                 f"must divide num_experts, got {groups} for {self.num_experts}",
+            )
+        elif groups > 1 and self.num_limited_groups is None:
+            yield Violation(
+                ("num_expert_groups", "num_limited_groups"),
+                f"groups alone limit nothing, got {groups}; write num_limited_groups, of how many "
+                f"a token may choose experts, or leave both out",
             )
         elif kept > groups:
             yield Violation(
@@ -175,4 +191,58 @@ class MoEConfig(DecoderConfig):
                 ("num_dense_layers", "num_layers"),
                 f"a layer must be left to have experts, got num_dense_layers "
                 f"{self.num_dense_layers} of {self.num_layers}; write fewer, or take a dense model",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAConfig(MoEConfig):
+    """Sizes of a decoder with multi-head latent attention and experts: DeepSeek's.
+
+    A head of queries and keys is qk_nope_head_dim + qk_rope_head_dim wide, one of values
+    v_head_dim; there are as many of each, so num_kv_heads is num_heads.
+    """
+
+    q_lora_rank: int | None = None
+    """Width of the latent that queries are made of; made of the stream itself if not given."""
+    kv_lora_rank: int
+    """Width of the latent that keys and values are made of."""
+    qk_nope_head_dim: int
+    """Channels of a query's or key's head that are not rotated."""
+    qk_rope_head_dim: int
+    """Those that are; a key's are the same in all heads."""
+    v_head_dim: int
+    """Width of a head of values."""
+
+    @property
+    def head_width(self) -> int:
+        """Width of what is rotated of a head."""
+        return self.qk_rope_head_dim
+
+    def has(self, name: str) -> bool:
+        """Tell whether a model of these sizes has a parameter of the family's."""
+        match name.split("."):
+            case ["layers", _, "attention", "wq", *_]:
+                return self.q_lora_rank is None
+            case ["layers", _, "attention", "wq_a" | "q_norm" | "wq_b", *_]:
+                return self.q_lora_rank is not None
+        return super().has(name)
+
+    def _wrong_heads(self) -> Iterator[Violation]:
+        if self.head_dim is not None:
+            yield Violation(
+                ("head_dim",),
+                f"latent attention has heads of qk_nope_head_dim + qk_rope_head_dim, and of "
+                f"v_head_dim, got head_dim {self.head_dim}; remove it, and set those",
+            )
+        if self.qk_rope_head_dim % 2:
+            yield Violation(
+                ("qk_rope_head_dim",),
+                f"must be even, since channels turn in pairs, got {self.qk_rope_head_dim}; write "
+                f"{self.qk_rope_head_dim + 1}",
+            )
+        if self.num_kv_heads != self.num_heads:
+            yield Violation(
+                ("num_kv_heads", "num_heads"),
+                f"latent attention has a head of keys and values for each of queries, got "
+                f"{self.num_kv_heads} and {self.num_heads}; write num_kv_heads = {self.num_heads}",
             )

@@ -29,7 +29,10 @@ TensorRole = Literal[
     "head_norm",
     "gather",
     "column",
+    "gathered_column",
     "row",
+    "copied",
+    "shared",
     "head",
     "route",
     "gate",
@@ -40,7 +43,9 @@ TensorRole = Literal[
 vocabulary: an embedding, split by rows. norm: works on each token by itself, its weights are
 copies. head_norm: the same on each attention head (B, S, H, D), of which a rank has its own.
 gather: takes the whole sequence, for all the matrices in it. column: a matrix split by columns of
-its output. row: one split by rows of its input, whose parts of the result are summed. head: the
+its output. gathered_column: the same, that gathers its input itself. copied: a matrix of which each
+rank has all, for its own part of the sequence. shared: no weights, gathers what all heads use. row:
+one split by rows of its input, whose parts of the result are summed. head: the
 matrix, or what multiplies by the embedding's, from the whole sequence to logits. route: sends each
 token to experts, on each rank those of its own part of the sequence. gate: multiplies those by its
 weights, which are copies, in `product(x, weight)`. experts: never split by this axis, see
@@ -70,13 +75,24 @@ class HFFormat:
     """Keys of config.json that must have this value if they are there: `Decoder` knows no other."""
     each_layer: Mapping[str, object] = field(default_factory=dict)
     """The same for keys that hold a list, one value per layer."""
-    more_counts: Mapping[str, tuple[str, int | bool | None]] = field(default_factory=dict)
-    """Counts, or null, and switches that the family's config.json holds beyond Llama's: what the
-    class of its sizes calls each, and what transformers takes where it is left out."""
+    more_counts: Mapping[str, tuple[str, int | float | bool | None]] = field(default_factory=dict)
+    """Counts, or null, factors and switches that the family's config.json holds beyond Llama's:
+    what the class of its sizes calls each, and what transformers takes where it is left out."""
+    lacks: frozenset[str] = frozenset()
+    """Keys of Llama's that say nothing of this family."""
+    none_there: Mapping[str, int] = field(default_factory=dict)
+    """What a count is there where there is none here; 0 there is none here."""
+    implied: Mapping[str, object] = field(default_factory=dict)
+    """Sizes that no key says, for all models in such files have them so."""
     first_layers: Mapping[str, str] = field(default_factory=dict)
     """Keys that list the first few layers, from 0 on: what the sizes call their number."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names by which some versions of transformers write a key."""
+    float32: frozenset[str] = frozenset()
+    """Those of ours that are stored in float32 whatever the type of the others."""
+    more_layers: str = ""
+    """Key for how many layers of another kind lie behind the last one, which are not read: DeepSeek
+    predicts further tokens with them. No such layer is written."""
 
     def find_shared(self) -> list[str]:
         """Return the names in which `names` is not one to one; there must be none.

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.settings import ParallelismConfig
+from torchtitan.models.cast import cast
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.init import initialize
@@ -38,7 +39,8 @@ def build_model_and_execution(
     """Build this rank's parts of the model, and what runs batches through all ranks' parts."""
 
     def build_part(modules: tuple[str, ...] | None) -> LanguageModel:
-        part = layout.spec.build_meta(layout.architecture).to(getattr(torch, training.dtype))
+        part = layout.spec.build_meta(layout.architecture)
+        cast(part, getattr(torch, training.dtype))
         if layout.adapt is not None:
             layout.adapt(part)
         if modules is not None:
@@ -56,8 +58,8 @@ def build_model_and_execution(
         )
         _check_placements(part, mesh=mesh)
         part.to_empty(device="cpu" if training.enable_cpu_offload else device)
-        for state in untrained(part):  # too small to round, or to fetch in every layer
-            state.data = torch.empty_like(state, dtype=torch.float32, device=device)
+        for state in untrained(part):  # too small to fetch in every layer
+            state.data = torch.empty_like(state, device=device)
         initialize(part, seed=seed)
         return part
 

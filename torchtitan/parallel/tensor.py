@@ -49,6 +49,7 @@ from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.routing import Routes, StackedExperts, untrained
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import TensorRole
+from torchtitan.parallel.copies import Copied, Shared, copy_parameters, wrapped
 
 
 class SplitsItself:
@@ -99,7 +100,8 @@ def find_unplanned(model: nn.Module, *, plan: Mapping[str, TensorRole]) -> str:
 
 def _find_uneven(model: nn.Module, *, plan: Mapping[str, TensorRole], tp: int) -> str:
     """Name some matrices that a family has in other sizes than its config says, and do not fit."""
-    split: dict[TensorRole, int] = {"vocabulary": 0, "column": 0, "row": 1, "head": 0}
+    columns: dict[TensorRole, int] = {"vocabulary": 0, "column": 0, "gathered_column": 0, "head": 0}
+    split = {**columns, "row": 1}
     found = [
         f"{name} ({parameter.shape[split[role]]})"
         for name, parameter in model.named_parameters()
@@ -178,6 +180,12 @@ def _style(role: TensorRole, *, stream: Placement, loss_parallel: bool) -> Paral
             return _Gather(stream)
         case "column":
             return ColwiseParallel()
+        case "gathered_column":
+            return ColwiseParallel(input_layouts=stream)
+        case "copied":
+            return Copied(stream)
+        case "shared":
+            return Shared(stream)
         case "row":
             return RowwiseParallel(output_layouts=stream)
         case "head":
@@ -198,23 +206,12 @@ class _Norm(ParallelStyle):
         self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _copy_parameters(module, device_mesh)
+        copy_parameters(module, device_mesh)
         module.register_forward_pre_hook(
-            lambda _, inputs: _wrapped(inputs[0], device_mesh, self.stream)
+            lambda _, inputs: wrapped(inputs[0], device_mesh, self.stream)
         )
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
         return module
-
-
-def _copy_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Give each rank all of a module's own parameters.
-
-    Each rank's gradient is that of its own tokens or heads, Partial over tp: FSDP2 sums it to the
-    parameter's Replicate before its own reduction.
-    """
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        copied = DTensor.from_local(parameter, mesh, [Replicate()], run_check=False)
-        module.register_parameter(name, nn.Parameter(copied))
 
 
 class _Gather(ParallelStyle):
@@ -232,7 +229,7 @@ class _Gather(ParallelStyle):
         def gather(_: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
             x, *others = inputs
             assert isinstance(x, Tensor)
-            x_BSC = _wrapped(x, device_mesh, self.stream)
+            x_BSC = wrapped(x, device_mesh, self.stream)
             return x_BSC.redistribute(placements=[Replicate()]), *others
 
         module.register_forward_pre_hook(gather)
@@ -243,7 +240,7 @@ class _Gate(ParallelStyle):
     """A matrix whose weights are copies, multiplied by the rank's own tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _copy_parameters(module, device_mesh)
+        copy_parameters(module, device_mesh)
         module.product = partial(_local_product, product=module.product)
         return module
 
@@ -277,7 +274,7 @@ def _deal_out(route: Callable[..., Tensor], mesh: DeviceMesh) -> Callable[..., T
     """Deal out a sequence that all ranks have, and gather what `route` makes of the parts."""
 
     def of_part(module: nn.Module, x_BSC: Tensor) -> Tensor:
-        part = _wrapped(x_BSC, mesh, Replicate()).redistribute(placements=[Shard(1)])
+        part = wrapped(x_BSC, mesh, Replicate()).redistribute(placements=[Shard(1)])
         out = route(module, part.to_local())
         stride = torch.empty(x_BSC.shape, device="meta").stride()
         whole = DTensor.from_local(
@@ -327,7 +324,3 @@ def _local_loss(
 def _whole(output: Tensor) -> Tensor:
     """Gather logits; the loss is a plain tensor already."""
     return output.full_tensor() if isinstance(output, DTensor) else output
-
-
-def _wrapped(local: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    return DTensor.from_local(local, mesh, [placement], run_check=False)

@@ -1,0 +1,254 @@
+"""Latent attention and DeepSeek's router against `transformers`, and bugs planted in each.
+
+transformers 5.23 leaves out groups by -inf, as DeepSeek's own code does; versions before 5 put 0.0
+in the place of their scores, which a negative bias may fall below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.reference import LATENT, VARIANTS, random_decoder, reference_of
+from tests.models.reference import LATENT_NAMES as NAMES
+from torchtitan.models import mla
+from torchtitan.models.attention import KVCache
+from torchtitan.models.cast import cast
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.families import MODELS
+from torchtitan.models.mla import LatentAttention
+from torchtitan.models.moe import Router, best_experts
+from torchtitan.models.rope import build_rope
+from torchtitan.models.rope_scaling import YarnScaling
+from torchtitan.models.sizes import MLAConfig
+
+TOKENS = torch.randint(0, 263, (2, 70), generator=torch.Generator().manual_seed(2))
+PAIRS = {"latent": LATENT, "latent, softmax": VARIANTS["latent, softmax"]}
+
+
+def decoder(config: MLAConfig) -> Decoder:
+    """With biases that change choices, latents so small that eps counts, and few near ties."""
+    model = random_decoder(config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("expert_bias"):
+                parameter.normal_(std=0.3, generator=generator)
+            elif "wkv_a" in name or "wq_a" in name:
+                rank = config.kv_lora_rank if "wkv_a" in name else None
+                parameter[:rank].mul_(5e-4)
+    return model
+
+
+def differing(config: MLAConfig, dtype: torch.dtype, rtol: float) -> dict[str, float]:
+    """How far the logits and each gradient are from those of transformers, where by more."""
+    model = decoder(config)
+    reference = reference_of(model).to(dtype)
+    reference.config._experts_implementation = "eager"  # the others take no float64
+    model = model.to(dtype)
+    found, expected = model(TOKENS), reference(TOKENS).logits
+    for logits in (found, expected):
+        logits.square().mean().backward()
+    theirs = {name: p.grad for name, p in reference.named_parameters()}
+    pairs = {"logits": (found.detach(), expected.detach())}
+    for name, parameter in model.named_parameters():
+        if name.endswith("expert_bias"):
+            assert parameter.grad is None
+            continue
+        assert parameter.grad is not None, name
+        pairs[name] = parameter.grad, theirs_of(name, theirs)
+    apart = {name: float((a - b).norm() / b.norm()) for name, (a, b) in pairs.items()}
+    return {name: far for name, far in apart.items() if far > rtol}
+
+
+def theirs_of(name: str, theirs: dict[str, Tensor | None]) -> Tensor:
+    layer, _, rest = name.removeprefix("layers.").partition(".")
+    if not name.startswith("layers."):
+        layer, rest = "", name
+    place = f"model.layers.{layer}." if layer else ""
+    if rest.startswith("moe.experts."):
+        w1, w3 = theirs[f"{place}mlp.experts.gate_up_proj"].chunk(2, dim=1)  # type: ignore[union-attr]
+        w2 = theirs[f"{place}mlp.experts.down_proj"]
+        grad: Tensor | None = {"w1": w1, "w2": w2, "w3": w3}[rest.rpartition(".")[2]]
+    else:
+        key, _, kind = rest.rpartition(".")
+        grad = theirs[f"{place}{NAMES[key]}.{kind}"]
+    assert grad is not None
+    return grad
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_logits_and_every_gradient_are_those_of_transformers(name: str) -> None:
+    """In float64 but for what transformers does in float32: scores, norms, the rotation."""
+    assert differing(PAIRS[name], torch.float64, 1e-5) == {}
+
+
+def without_mscale(scaling: YarnScaling) -> float:
+    return 1.0
+
+
+def weighed_with_bias(
+    self: Router, x_BSC: Tensor, bias_E: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    ids_BSK, _ = CORRECT(self, x_BSC, bias_E)
+    assert bias_E is not None
+    weights = (self.gate(x_BSC).sigmoid() + bias_E).gather(-1, ids_BSK)
+    return ids_BSK, self.scale * weights / weights.sum(-1, keepdim=True)
+
+
+def unbiased(self: Router, x_BSC: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return CORRECT(self, x_BSC)
+
+
+def unscaled(self: Router, x_BSC: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    ids_BSK, weights_BSK = CORRECT(self, x_BSC, bias_E)
+    return ids_BSK, weights_BSK / self.scale
+
+
+def ungrouped(self: Router, x_BSC: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    self._best = partial(best_experts, num=LATENT.num_experts_per_token)
+    return CORRECT(self, x_BSC, bias_E)
+
+
+def by_their_best(scores_BSE: Tensor, *, num: int, num_groups: int = 1, kept: int = 1) -> Tensor:
+    """Groups are chosen by their best expert, as DeepSeek-V2 chooses."""
+    best_BSG = scores_BSE.unflatten(-1, (num_groups, -1)).amax(-1)
+    is_kept = torch.zeros_like(best_BSG).scatter(-1, best_BSG.topk(kept).indices, 1.0).bool()
+    left_out = ~is_kept.repeat_interleave(scores_BSE.shape[-1] // num_groups, -1)
+    return scores_BSE.masked_fill(left_out, -torch.inf).topk(num).indices
+
+
+def unnormed(self: LatentAttention, config: MLAConfig) -> None:
+    CORRECT_INIT(self, config)
+    self.kv_norm.eps = config.norm_eps
+
+
+def unshared(self: LatentAttention, latent: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of the shared channels comes from one head alone, as with a rank's own heads."""
+    k_BHSD, v_BHSD = CORRECT_EXPAND(self, latent, k_pe)
+    k_detached, _ = CORRECT_EXPAND(self, latent, k_pe.detach())
+    return torch.cat((k_BHSD[:, :1], k_detached[:, 1:]), 1), v_BHSD
+
+
+CORRECT, CORRECT_INIT = Router.forward, LatentAttention.__init__
+CORRECT_EXPAND = LatentAttention.expand
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "planted", "config"),
+    [
+        (YarnScaling, "score_growth", property(without_mscale), LATENT),
+        (YarnScaling, "temperature", property(without_mscale), LATENT),
+        (LatentAttention, "__init__", unnormed, dataclasses.replace(LATENT, norm_eps=1e-5)),
+        (Router, "forward", weighed_with_bias, LATENT),
+        (Router, "forward", unbiased, LATENT),
+        (Router, "forward", unscaled, LATENT),
+        (Router, "forward", ungrouped, LATENT),
+    ],
+)
+def test_a_planted_bug_is_seen_in_the_logits(
+    owner: type, name: str, planted: object, config: MLAConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert differing(config, torch.float64, 1e-5) == {}
+    monkeypatch.setattr(owner, name, planted)
+    assert differing(config, torch.float64, 1e-3)["logits"] > 1e-3
+
+
+def test_groups_are_not_chosen_by_their_best_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder(LATENT)
+    for module in model.modules():
+        if isinstance(module, Router):
+            module._best = partial(by_their_best, num=3, num_groups=4, kept=2)
+    with torch.no_grad():
+        expected = decoder(LATENT)(TOKENS)
+        assert (model(TOKENS) - expected).norm() > 1e-3 * expected.norm()
+
+
+def test_a_planted_bug_is_seen_in_the_gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LatentAttention, "expand", unshared)
+    found = differing(LATENT, torch.float64, 1e-3)
+    assert "logits" not in found
+    assert "layers.0.attention.wkv_a.weight" in found
+
+
+def test_a_layer_is_what_the_paper_says() -> None:
+    """Head by head and query by query, in float64, with YaRN's factors written out."""
+    config = LATENT
+    layer = random_decoder(config).double().layers["0"].attention
+    assert isinstance(layer, LatentAttention)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(1, 9, config.dim, dtype=torch.float64, generator=generator)
+    rope = build_rope(
+        torch.arange(9), head_dim=8, theta=config.rope_theta, scaling=config.rope_scaling
+    )
+    found = layer(x, rope)
+
+    def normed(v: Tensor, norm: torch.nn.Module) -> Tensor:
+        return v * (v.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight
+
+    def turned(v: Tensor, position: int) -> Tensor:
+        pairs = torch.view_as_complex(v.unflatten(-1, (-1, 2)).contiguous())
+        spin = torch.complex(rope.cos[position].double(), rope.sin[position].double())
+        return torch.view_as_real(pairs * spin).flatten(-2)
+
+    growth = 0.1 * 0.5 * torch.tensor(8.0).log() + 1  # mscale_all_dim 0.5, factor 8
+    q = normed(x[0] @ layer.wq_a.weight.T, layer.q_norm) @ layer.wq_b.weight.T
+    latent, k_pe = (x[0] @ layer.wkv_a.weight.T).split((16, 8), -1)
+    kv = normed(latent, layer.kv_norm) @ layer.wkv_b.weight.T
+    out = torch.zeros(9, config.num_heads, 10, dtype=torch.float64)
+    for head in range(config.num_heads):
+        q_h, kv_h = q[:, 20 * head : 20 * (head + 1)], kv[:, 22 * head : 22 * (head + 1)]
+        for i in range(9):
+            scores = [
+                q_h[i, :12] @ kv_h[j, :12] + turned(q_h[i, 12:], i) @ turned(k_pe[j], j)
+                for j in range(i + 1)
+            ]
+            weights = (torch.stack(scores) * growth**2 / 20**0.5).softmax(0)
+            out[i, head] = weights @ kv_h[: i + 1, 12:]
+    expected = out.flatten(1) @ layer.wo.weight.T
+    torch.testing.assert_close(found[0], expected, rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+def test_the_cache_holds_latents_alone() -> None:
+    model = random_decoder(LATENT)
+    cache = KVCache(model.config, max_lens=[7, 9])
+    model(TOKENS[:, :5], cache=cache)
+    for layer in cache.layers.values():
+        for sequence, length in zip(layer, (7, 9), strict=True):
+            stored = sequence._kv
+            assert stored is not None
+            assert [tuple(t.shape) for t in stored] == [(1, 1, length, 16), (1, 1, length, 8)]
+
+
+def test_16_bits_round_weights_and_not_the_bias() -> None:
+    model = decoder(LATENT)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    cast(model, torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        is_bias = name.endswith("expert_bias")
+        assert parameter.dtype == (torch.float32 if is_bias else torch.bfloat16)
+        assert not is_bias or torch.equal(parameter, before[name])
+    assert model(TOKENS).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("change", ["head_dim", "num_kv_heads", "qk_rope_head_dim"])
+def test_sizes_that_no_model_has_are_refused(change: str) -> None:
+    config = dataclasses.replace(LATENT, **{change: 7})
+    assert any(change in violation.keys for violation in config.violations())
+
+
+def test_every_family_has_latents_of_one_kind() -> None:
+    for family in ("deepseek_v2", "deepseek_v3"):
+        for config in MODELS[family].flavors.values():
+            model = MODELS[family].build_meta(config)
+            eps = [
+                module.eps
+                for name, module in model.named_modules()
+                if name.endswith(("attention.kv_norm", "attention.q_norm"))
+            ]
+            assert set(eps) == {mla.LATENT_EPS}

@@ -1,0 +1,71 @@
+"""DeepSeek-V2-Lite: DeepSeek-V3's sizes and names with a router as before it (arXiv:2405.04434).
+
+The router takes a softmax over all experts, without groups, a bias or a sum to divide by. That is
+one kind of files of Hugging Face, and V3's another. The large V2 chooses groups by their best
+expert alone, which is not built. `tiny` and `tiny8` are our own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torchtitan.models import deepseek_v3
+from torchtitan.models.spec import HFFormat, ModelSpec
+
+_TINY = replace(
+    deepseek_v3.TINY,
+    q_lora_rank=None,
+    num_shared_experts=2,
+    num_expert_groups=None,
+    num_limited_groups=None,
+    norm_expert_weights=False,
+    expert_bias=False,
+    expert_score="softmax",
+    expert_weight_scale=1.0,
+)
+FLAVORS = {
+    "tiny": _TINY,
+    "tiny8": replace(_TINY, num_layers=8, num_heads=8, num_kv_heads=8, vocab_size=264),
+    "16B": deepseek_v3.LITE,
+}
+
+_V3 = deepseek_v3.HF
+_OTHERS = ("n_group", "topk_group", "norm_topk_prob")
+HF = HFFormat(
+    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    names={ours: theirs for ours, theirs in _V3.names.items() if ours != deepseek_v3.BIAS},
+    rotary=frozenset(),
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+        "moe_layer_freq": 1,
+        "norm_topk_prob": False,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    more_counts={
+        **{key: value for key, value in _V3.more_counts.items() if key not in _OTHERS},
+        "n_routed_experts": ("num_experts", 64),
+        "num_experts_per_tok": ("num_experts_per_token", 6),  # V2-Lite's; transformers has none
+        "moe_intermediate_size": ("expert_hidden_dim", 1407),
+        "first_k_dense_replace": ("num_dense_layers", 0),
+        "n_shared_experts": ("num_shared_experts", 2),
+        "routed_scaling_factor": ("expert_weight_scale", 1.0),
+    },
+    lacks=_V3.lacks,
+    none_there={"first_k_dense_replace": 0, "n_shared_experts": 0},
+    implied={"norm_expert_weights": False},
+)
+
+SPEC = ModelSpec(
+    name="deepseek_v2",
+    flavors=FLAVORS,
+    build=deepseek_v3.DeepSeekV3,
+    tensor_plan=deepseek_v3.TENSOR_PLAN,
+    stages=True,
+    hf=HF,
+)

@@ -1,0 +1,119 @@
+"""Multi-head latent attention: keys and values made of one narrow vector per token.
+
+A token's latent is all that its keys and values are made of (arXiv:2405.04434), but for a few
+channels of the keys: those that are rotated, which all heads share. So decoding stores
+kv_lora_rank + qk_rope_head_dim numbers per token and layer, 576 in DeepSeek-V3, where keys and
+values of 128 heads are 40,960. Queries may be made of a latent of their own, to save parameters.
+
+The cached latents are turned into keys and values anew at each step. The alternative multiplies
+queries and results by the two halves of wkv_b instead, and attends to the latents themselves: less
+work per step, but it reads a weight that an adapter or tensor parallelism may have replaced.
+
+Heads of values are narrower than those of queries and keys, which few attention kernels take, and
+none that splits the sequence; so the narrower ones are filled up with zeros, and the result is cut.
+
+Shapes: B batch (1: also one head), S sequence, C = dim, H heads, E any width, D the wider of a head
+of keys and one of values, R = kv_lora_rank, P = qk_rope_head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.models.attention import LayerCache, causal_attention
+from torchtitan.models.contract import Attends
+from torchtitan.models.documents import Documents
+from torchtitan.models.rope import Rope
+from torchtitan.models.rope_scaling import YarnScaling
+from torchtitan.models.sizes import MLAConfig
+
+LATENT_EPS = 1e-6
+"""Added to the mean square in the norms of latents; DeepSeek's code has no setting for it."""
+
+
+class LatentAttention(Attends):
+    """Attention in which keys and values are made of one latent per token.
+
+    Its `width` is the mean of the widths of all heads of keys and all of values: scores cost as
+    much as the one, and their products with values as the other.
+    """
+
+    def __init__(self, config: MLAConfig) -> None:
+        super().__init__()
+        dim, heads, rank = config.dim, config.num_heads, config.q_lora_rank
+        self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.v_dim, self.kv_rank = config.v_head_dim, config.kv_lora_rank
+        qk = self.nope_dim + self.rope_dim
+        self.width = heads * (qk + self.v_dim) // 2
+        self.has_latent_queries = rank is not None
+        if rank is None:
+            self.wq = nn.Linear(dim, heads * qk, bias=False)
+        else:
+            self.wq_a = nn.Linear(dim, rank, bias=False)
+            self.q_norm = nn.RMSNorm(rank, eps=LATENT_EPS)
+            self.wq_b = nn.Linear(rank, heads * qk, bias=False)
+        self.wkv_a = nn.Linear(dim, self.kv_rank + self.rope_dim, bias=False)
+        self.kv_norm = nn.RMSNorm(self.kv_rank, eps=LATENT_EPS)
+        self.wkv_b = nn.Linear(self.kv_rank, heads * (self.nope_dim + self.v_dim), bias=False)
+        self.wo = nn.Linear(heads * self.v_dim, dim, bias=False)
+        self.k_pe = nn.Identity()  # what all heads share, for those who split them over ranks
+        # kernels divide by the root of the width that they see
+        self.head_dim = max(qk, self.v_dim)
+        self.q_scale = (self.head_dim / qk) ** 0.5
+        if isinstance(config.rope_scaling, YarnScaling):
+            self.q_scale *= config.rope_scaling.score_growth
+        self.attend = causal_attention
+
+    def forward(
+        self,
+        x_BSC: Tensor,
+        rope: Rope,
+        documents: Documents | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Mix the tokens, each with those before it and, if there is a cache, with those in it."""
+        q_BHSD = self.queries(x_BSC, rope)
+        latent_BSR, k_pe_BSP = self.wkv_a(x_BSC).split((self.kv_rank, self.rope_dim), -1)
+        latent_B1SR = self.kv_norm(latent_BSR)[:, None]
+        k_pe_B1SP = rope.rotate(self.k_pe(k_pe_BSP)[:, :, None]).transpose(1, 2)
+        if cache is None:
+            out_BHSD = self.attend(q_BHSD, *self.expand(latent_B1SR, k_pe_B1SP), documents)
+        else:
+            rows = zip(
+                cache, q_BHSD.split(1), latent_B1SR.split(1), k_pe_B1SP.split(1), strict=True
+            )
+            out_BHSD = torch.cat(
+                [
+                    causal_attention(q, *self.expand(*row.append(latent, k_pe)))
+                    for row, q, latent, k_pe in rows
+                ]
+            )
+        return self.wo(out_BHSD[..., : self.v_dim].transpose(1, 2).flatten(-2))
+
+    def queries(self, x_BSC: Tensor, rope: Rope) -> Tensor:
+        """Return the queries of all heads (B, H, S, D), their last channels rotated.
+
+        They bear the factor on the scores, so that every attention kernel may be as it is.
+        """
+        latent = self.q_norm(self.wq_a(x_BSC)) if self.has_latent_queries else x_BSC
+        q_BSE = self.wq_b(latent) if self.has_latent_queries else self.wq(x_BSC)
+        # the number of heads is left to -1: tensor parallelism gives each rank a part of them
+        q_BSHE = q_BSE.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        nope_BSHE, pe_BSHP = q_BSHE.split((self.nope_dim, self.rope_dim), -1)
+        q_BSHE = torch.cat((nope_BSHE, rope.rotate(pe_BSHP)), -1)
+        if self.q_scale != 1.0:
+            q_BSHE = q_BSHE * self.q_scale
+        return self._filled_up(q_BSHE.transpose(1, 2))
+
+    def expand(self, latent_B1SR: Tensor, k_pe_B1SP: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of all heads (B, H, S, D) of normed latents."""
+        kv_BSHE = self.wkv_b(latent_B1SR[:, 0]).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        nope_BHSE, v_BHSE = kv_BSHE.transpose(1, 2).split((self.nope_dim, self.v_dim), -1)
+        k_pe_BHSP = k_pe_B1SP.expand(-1, nope_BHSE.shape[1], -1, -1)
+        return self._filled_up(torch.cat((nope_BHSE, k_pe_BHSP), -1)), self._filled_up(v_BHSE)
+
+    def _filled_up(self, x_BHSE: Tensor) -> Tensor:
+        missing = self.head_dim - x_BHSE.shape[-1]
+        return F.pad(x_BHSE, (0, missing)) if missing else x_BHSE
