@@ -154,6 +154,8 @@ GROUPS = {
     "two experts": Group(
         options=(
             "--model.num_experts=2",
+            "--model.num_expert_groups=1",
+            "--model.num_limited_groups=1",
             "--model.num_experts_per_token=1",
             "--model.norm_expert_weights=false",
         ),

@@ -80,7 +80,7 @@ def the_gate_is_not_summed_over_tp() -> AbstractContextManager[None]:
 
 
 def results_are_combined_by_another_index() -> AbstractContextManager[None]:
-    """Flat tokens are taken for sequence first: right for one sample at a time."""
+    """Flat tokens are taken for sequence first, which is right for one sample at a time."""
     correct = MoE.route
 
     def route(self: MoE, x_BSC: Tensor) -> Tensor:
@@ -184,17 +184,6 @@ def test_a_bug_of_experts_is_seen(
         assert factor == pytest.approx(seen.loss, rel=1e-5)
     else:
         assert abs(factor - 1) > 1e-5
-
-
-def test_another_index_is_right_for_one_sample(
-    ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
-) -> None:
-    """Which is why layouts are compared with more than one."""
-    reference = on_one_device(train, *ONE_STEP, toml=MOE)
-    job = [*jobs.write_job(tmp_path, MOE, cache=cache), *ONE_STEP, TP2, ep(2), jobs.UNSAVED]
-    job += ["--training.local_batch_size=1"]
-    results = ranks.run(train, job, plant=results_are_combined_by_another_index, world=2)
-    assert max(gaps(results, reference).values()) < RIGHT
 
 
 # --- recomputation

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from scripts import expert_campaign
+from scripts.compare_layouts import make_plans
 from scripts.layouts.flips import Flips, compare_choices
 from scripts.layouts.routing import CHOICES, Record, name_tokens, read_choices, watch_routing
 from tests.distributed import jobs
@@ -174,6 +175,16 @@ def test_names_are_of_samples_and_places() -> None:
     turned = name_tokens({key: x.flip(0) for key, x in samples.items()})
     assert turned.equal(names.flip(0))
     assert not name_tokens({**samples, "labels": tokens}).equal(names)
+
+
+@pytest.mark.parametrize("group", [n for n, g in expert_campaign.GROUPS.items() if g.options])
+def test_no_layout_of_the_campaign_is_refused(group: str) -> None:
+    options = expert_campaign.GROUPS[group].options
+    layouts = expert_campaign.GROUPS[group].layouts
+    common = [f"--job.config_file={expert_campaign.TOML}", "--model.num_layers=4", *options]
+    common.append("--model.name=scripts.expert_campaign:STRONG.qwen3_moe")
+    plans = make_plans(["single", *layouts], common=common)
+    assert [plan.refusal for plan in plans] == [""] * (1 + len(layouts))
 
 
 @pytest.mark.usefixtures("warm_starts")
