@@ -4,11 +4,16 @@
     python scripts/compare_layouts.py my.toml single "fsdp2 --activation_checkpoint.mode=full"
 
 A layout is words with numbers of ranks joined by commas (fsdpN, ddpN, hsdpNxN, tpN, ppN, cpN; 1 or
-single is one device) and options of the trainer behind them. Each is a real launch with the same
-global batch; the first one is the reference, and single goes before a layout that is given alone.
+single is one device) and options of the trainer behind them; epN adds no ranks, but deals out
+experts among those of fsdp, cp and tp. Each is a real launch with the same global batch; the first
+one is the reference, and single goes before a layout that is given alone.
 Initial weights must be equal bit for bit; losses, gradient norms before clipping, the gradient of
 every parameter in the first steps and final weights within the tolerances. Options of the trainer
 outside quotes count for all layouts.
+
+A model with experts is compared twice: with its tokens sent where the reference sent them
+(replayed), and with each layout choosing by itself (free), where two scores that nearly tie may be
+decided otherwise. Such flips are counted, and must be near ties.
 
 Exit code 0 the same training in all of them, 1 a layout diverges or fails, 2 a mistake.
 """
@@ -24,14 +29,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
+from scripts.layouts.flips import Flips, compare_choices
 from scripts.layouts.gaps import (
-    GRADIENTS_TOLERANCE,
     TOLERANCES,
-    WEIGHTS_TOLERANCE,
     compare_gradients,
     compare_rows,
     compare_weights,
@@ -39,15 +42,17 @@ from scripts.layouts.gaps import (
     largest_move,
 )
 from scripts.layouts.launch import Outcome, launch, settings_of_all
+from scripts.layouts.options import ROUTINGS, build_parser, check_options
 from scripts.layouts.report import Verdict, show_steps, show_table, write_json
 from scripts.layouts.words import Layout, fit_local_batch, option_key, parse_layout
+from torchtitan.assemble.model import find_model
 from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.job import load_config
+from torchtitan.models.sizes import MoEConfig
 
 SET_HERE = ("training.steps", "training.max_norm", "training.global_batch_size")
 SET_HERE_SECTIONS = ("job.", "metrics.", "checkpoint.")
 LOCAL_BATCH = "training.local_batch_size"
-GRADIENT_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +118,9 @@ def make_plans(texts: Sequence[str], *, common: Sequence[str]) -> list[Plan]:
     return [make_plan(each, common=common, global_batch_size=whole) for each in layouts]
 
 
-def run_plan(plan: Plan, *, label: str, folder: Path, options: argparse.Namespace) -> Outcome:
+def run_plan(
+    plan: Plan, *, label: str, folder: Path, options: argparse.Namespace, replayed: Path | None
+) -> Outcome:
     """Launch one layout, showing how far it is."""
     ranks = plan.layout.world_size
     head = f"{label}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
@@ -126,50 +133,96 @@ def run_plan(plan: Plan, *, label: str, folder: Path, options: argparse.Namespac
         timeout_s=options.timeout,
         on_wait=progress(head, num_steps=options.steps),
         gradient_steps=options.gradient_steps,
+        replayed=replayed,
+        float64=options.float64,
     )
     clear = "\r\x1b[K" if sys.stderr.isatty() else ""
     say(f"{clear}{head}: {'failed' if outcome.problem else 'trained'}, {outcome.seconds:.0f} s")
     return outcome
 
 
-def judge(plan: Plan, outcome: Outcome, reference: Outcome, options: argparse.Namespace) -> Verdict:
-    """Compare what a layout left with what the reference left."""
+def judge(
+    plan: Plan,
+    outcome: Outcome,
+    reference: Outcome,
+    *,
+    flips: Flips | None,
+    routing: str,
+    options: argparse.Namespace,
+) -> Verdict:
+    """Compare what a layout left with what the reference left, as long as that is one training:
+    up to the first step in which it chose other experts."""
     verdict = Verdict(
         layout=plan.layout.name,
         world_size=plan.layout.world_size,
         seconds=outcome.seconds,
         is_reference=outcome is reference,
+        routing=routing,
         problem=outcome.problem,
         rows=outcome.rows,
+        flips=flips,
     )
     if outcome is reference or outcome.problem:
         return verdict
-    return replace(
+    parted = flips.first_step if flips is not None and routing == "free" else None
+    num_steps = options.steps if parted is None else parted - 1
+    verdict = replace(
+        verdict, unequal=first_unequal(reference.initial_weights(), outcome.initial_weights())
+    )
+    if not num_steps:
+        return verdict
+    tolerances = {
+        **TOLERANCES,
+        "loss": options.loss_tolerance,
+        "grad_norm": options.grad_norm_tolerance,
+    }
+    rows = [[row for row in x.rows if row["step"] <= num_steps] for x in (reference, outcome)]
+    verdict = replace(
         verdict,
-        unequal=first_unequal(reference.initial_weights(), outcome.initial_weights()),
-        steps=compare_rows(
-            reference.rows,
-            outcome.rows,
-            tolerances={
-                **TOLERANCES,
-                "loss": options.loss_tolerance,
-                "grad_norm": options.grad_norm_tolerance,
-            },
-        ),
+        steps=compare_rows(*rows, tolerances=tolerances),
         gradients=tuple(
             compare_gradients(reference.gradients(step), outcome.gradients(step))
-            for step in range(1, min(options.gradient_steps, options.steps) + 1)
+            for step in range(1, min(options.gradient_steps, num_steps) + 1)
         ),
         gradients_tolerance=options.gradients_tolerance,
-        weights=compare_weights(
-            reference.initial_weights(), reference.final_weights(), outcome.final_weights()
-        ),
+    )
+    if parted is not None:
+        return verdict
+    weights = (reference.initial_weights(), reference.final_weights(), outcome.final_weights())
+    return replace(
+        verdict,
+        weights=compare_weights(*weights),
         weights_tolerance=options.weights_tolerance,
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How the experts of a model are chosen in a comparison."""
+
+    kinds: tuple[str, ...]
+    """Of the layouts, one training each; "" for a model without experts."""
+    groups: tuple[int, int]
+    """Of experts, and how many of them a token chooses from."""
+
+
+def find_routing(common: Sequence[str], options: argparse.Namespace) -> Routing:
+    """Look at the job's model."""
+    _, sizes = find_model(load_config(common).model)
+    if not isinstance(sizes, MoEConfig):
+        return Routing(kinds=("",), groups=(1, 1))
+    groups = sizes.num_expert_groups or 1
+    kinds = ROUTINGS if options.routing == "both" else (options.routing,)
+    return Routing(kinds=kinds, groups=(groups, sizes.num_limited_groups or groups))
+
+
 def compare(
-    plans: Sequence[Plan], *, max_norm: float, folder: Path, options: argparse.Namespace
+    plans: Sequence[Plan],
+    *,
+    max_norm: float,
+    folder: Path,
+    routing: Routing,
+    options: argparse.Namespace,
 ) -> list[Verdict]:
     """Launch all layouts, print how they compare, and return the verdicts.
 
@@ -178,30 +231,49 @@ def compare(
     reference: Outcome | None = None
     verdicts: list[Verdict] = []
     for number, plan in enumerate(plans, start=1):
-        label = f"[{number}/{len(plans)}] {plan.layout.name}"
         plan = replace(plan, arguments=(*plan.arguments, f"--training.max_norm={max_norm}"))
-        outcome = run_plan(plan, label=label, folder=folder / str(number), options=options)
-        reference = reference or outcome
-        verdicts.append(judge(plan, outcome, reference, options))
-        if reference.problem:
+        for kind in routing.kinds if reference is not None else ("",):
+            label = f"[{number}/{len(plans)}] {plan.layout.name}{f' ({kind})' if kind else ''}"
+            replayed = reference.choices if reference is not None and kind == "replayed" else None
+            into = folder / (f"{number}-{kind}" if kind else str(number))
+            outcome = run_plan(plan, label=label, folder=into, options=options, replayed=replayed)
+            flips = None
+            if reference is not None and kind and not outcome.problem:
+                flips = compare_choices(
+                    reference.choices,
+                    outcome.choices,
+                    num_steps=options.steps,
+                    replayed=kind == "replayed",
+                    groups=routing.groups,
+                    tolerance=options.margin_tolerance,
+                )
+            reference = reference or outcome
+            verdicts.append(
+                judge(plan, outcome, reference, flips=flips, routing=kind, options=options)
+            )
+            if options.verbose and outcome.rows:
+                show_steps(plan.layout.name, outcome.rows, reference_rows=reference.rows)
+        if reference is not None and reference.problem:
             say("the reference failed: the other layouts are not trained")
             break
-        if options.verbose and outcome.rows:
-            show_steps(plan.layout.name, outcome.rows, reference_rows=reference.rows)
     if reference is not None and not reference.problem:
-        moved = largest_move(reference.initial_weights(), reference.final_weights())
-        clipped = sum(row["grad_norm"] > max_norm for row in reference.rows)
-        first, last = (
-            "-" if row["loss"] is None else f"{row['loss']:.5f}"
-            for row in (reference.rows[0], reference.rows[-1])
-        )
-        print(
-            f"reference: loss {first} to {last}, "
-            f"weights moved by up to {moved:.2g}, {clipped} of {len(reference.rows)} steps "
-            f"clipped (max_norm {max_norm:g})"
-        )
+        show_reference(reference, max_norm=max_norm)
     show_table(verdicts)
     return verdicts
+
+
+def show_reference(reference: Outcome, *, max_norm: float) -> None:
+    """Print what layouts are compared with: a training that moves nothing would prove little."""
+    moved = largest_move(reference.initial_weights(), reference.final_weights())
+    clipped = sum(row["grad_norm"] > max_norm for row in reference.rows)
+    first, last = (
+        "-" if row["loss"] is None else f"{row['loss']:.5f}"
+        for row in (reference.rows[0], reference.rows[-1])
+    )
+    print(
+        f"reference: loss {first} to {last}, weights moved by up to {moved:.2g}, "
+        f"{clipped} of {len(reference.rows)} steps clipped (max_norm {max_norm:g})"
+    )
 
 
 def say(text: str) -> None:
@@ -240,91 +312,28 @@ def find_clippings(options: argparse.Namespace, common: Sequence[str]) -> dict[s
     return {"unclipped": math.inf, "clipped": max_norm}
 
 
-def _parser() -> argparse.ArgumentParser:
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s TOML LAYOUT [LAYOUT ...] [options] [--section.key=value ...]",
-        allow_abbrev=False,
-    )
-    parser.add_argument("toml", type=Path, metavar="TOML", help="the job")
-    parser.add_argument("layouts", nargs="+", metavar="LAYOUT", help="the first is the reference")
-    add = parser.add_argument
-    add("--steps", type=int, default=10, metavar="N", help="of each training (default 10)")
-    add("--timeout", type=float, default=600, metavar="S", help="seconds a layout may take (600)")
-    add("--out", type=Path, metavar="DIR", help="keep the runs here; else they are deleted")
-    add("--json", type=Path, metavar="FILE", help="write all figures")
-    add("--verbose", action="store_true", help="show every step")
-    add(
-        "--both_clippings",
-        action="store_true",
-        help="each with max_norm = inf, then with the job's",
-    )
-    tolerance: dict[str, Any] = {"type": float, "metavar": "X"}
-    add("--loss_tolerance", default=TOLERANCES["loss"], **tolerance, help="(1e-5)")
-    add(
-        "--grad_norm_tolerance",
-        default=TOLERANCES["grad_norm"],
-        **tolerance,
-        help="relative (1e-4)",
-    )
-    add(
-        "--gradients_tolerance",
-        default=GRADIENTS_TOLERANCE,
-        **tolerance,
-        help="of each tensor's norm (1e-4)",
-    )
-    add(
-        "--weights_tolerance",
-        default=WEIGHTS_TOLERANCE,
-        **tolerance,
-        help="of how far each tensor moved (1e-2)",
-    )
-    add(
-        "--gradient_steps",
-        type=int,
-        default=GRADIENT_STEPS,
-        metavar="N",
-        help="first steps whose gradients are compared (default 3)",
-    )
-    return parser
-
-
-def _check(options: argparse.Namespace, common: Sequence[str]) -> None:
-    for word in common:
-        if not (word.startswith("--") and "." in option_key(word)):
-            raise ConfigError(f"unknown option {word}; the trainer's are --section.key=value")
-        if option_key(word) in ("training.steps", "job.dump_folder", "job.config_file"):
-            raise ConfigError(f"{option_key(word)} is given as --steps, --out or TOML here")
-    if options.steps < 1 or options.timeout <= 0 or options.gradient_steps < 0:
-        raise ConfigError(
-            f"--steps and --timeout must be positive and --gradient_steps not negative, got "
-            f"{options.steps}, {options.timeout:g} and {options.gradient_steps}"
-        )
-    if options.out is not None and options.out.exists() and any(options.out.iterdir()):
-        raise ConfigError(f"--out must be a new folder or an empty one, got {options.out}")
-
-
 def main(argv: Sequence[str]) -> int:
     """Compare, print what was found, and return the exit code."""
-    options, extra = _parser().parse_known_args(argv)
+    options, extra = build_parser(__doc__ or "").parse_known_args(argv)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     verdicts: dict[str, list[Verdict]] = {}
     try:
-        _check(options, extra)
+        check_options(options, extra)
         file = f"--job.config_file={options.toml}"
         common = (file, *extra, *settings_of_all(steps=options.steps))
         plans = make_plans(options.layouts, common=common)
-        clippings = find_clippings(options, common)
+        clippings, routing = find_clippings(options, common), find_routing(common, options)
         with tempfile.TemporaryDirectory() as temporary:
             folder = (options.out or Path(temporary)).resolve()
             for name, max_norm in clippings.items():
                 if name:
                     print(f"{name}:", flush=True)
                 verdicts[name] = compare(
-                    plans, max_norm=max_norm, folder=folder / name, options=options
+                    plans,
+                    max_norm=max_norm,
+                    folder=folder / name,
+                    routing=routing,
+                    options=options,
                 )
         if options.json is not None:
             write_json(options.json, verdicts, toml=options.toml)

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.compare_runs import StoredTensors
-from scripts.layouts.rank import GRADIENTS, NUM_STEPS, PIDS
+from scripts.layouts.rank import FLOAT64, GRADIENTS, NUM_STEPS, PIDS, REPLAYED
+from scripts.layouts.routing import CHOICES
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.metrics.sinks import Row, read_rows
 
@@ -51,6 +52,11 @@ class Outcome:
         """The gradients of one of the first steps."""
         return StoredTensors(self.folder / GRADIENTS / f"step-{step}", GRADIENTS, skip=())
 
+    @property
+    def choices(self) -> Path:
+        """Where it wrote down which experts tokens were sent to."""
+        return self.folder / CHOICES
+
     def _weights(self, choose: Callable[[Iterable[int]], int]) -> StoredTensors:
         folder = self.folder / CHECKPOINTS
         return StoredTensors(folder / f"step-{choose(find_steps(folder))}", "model", skip=())
@@ -80,15 +86,25 @@ def launch(
     timeout_s: float,
     on_wait: Callable[[int, float], None],
     gradient_steps: int = 0,
+    replayed: Path | None = None,
+    float64: bool = False,
 ) -> Outcome:
-    """Train with the trainer's `arguments`; `on_wait` is told steps done and seconds passed."""
+    """Train with the trainer's `arguments`; `on_wait` is told steps done and seconds passed.
+
+    Tokens go to the experts that `replayed` says, the `choices` of another launch, if it is given.
+    """
     folder.mkdir(parents=True)
     log, metrics = folder / "output.txt", folder / "run" / "metrics.jsonl"
     started, problem = time.monotonic(), ""
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*_command(world_size), *arguments, f"--job.dump_folder={folder / 'run'}"],
-            env={**_environment(world_size), NUM_STEPS: str(gradient_steps)},
+            env={
+                **_environment(world_size),
+                NUM_STEPS: str(gradient_steps),
+                REPLAYED: str(replayed or ""),
+                FLOAT64: "1" if float64 else "",
+            },
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -1,10 +1,11 @@
 """One rank of a layout that is compared: the trainer's own command, with more of it saved.
 
-Started in the place of `torchtitan.train`, so that one launch shows both ends of the training, and
-the gradients of its first steps. The initial weights go into a checkpoint of step 0 by the run's
-own manager, which knows them by name in every layout. Gradients are written in the same way, once
-they are summed over all ranks and before they are clipped. The trainer has no setting for either,
-hence the function put in the place of its `assemble`.
+Started in the place of `torchtitan.train`, so that one launch shows both ends of the training,
+the gradients of its first steps, and which experts tokens were sent to (`routing.py`). The initial
+weights go into a checkpoint of step 0 by the run's own manager, which knows them by name in every
+layout. Gradients are written in the same way, once they are summed over all ranks and before they
+are clipped. The trainer has no setting for any of it, hence the function put in the place of its
+`assemble`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 PIDS = "pids"
 GRADIENTS = "gradients"
 NUM_STEPS = "GRADIENT_STEPS"
+REPLAYED = "REPLAYED_CHOICES"
+FLOAT64 = "TRAIN_IN_FLOAT64"
 
 
 def leave_pid(argv: list[str]) -> None:
@@ -69,17 +73,35 @@ def record_gradients(run: Run, *, folder: Path, num_steps: int) -> Run:
     return replace(run, execution=Recording())
 
 
+def in_float64(settings: Any) -> Any:
+    """Return a job's settings as its checks would refuse them: rounding in float64 is none."""
+    wide, training = copy(settings), copy(settings.training)
+    for name in ("dtype", "mixed_precision_param", "mixed_precision_reduce"):
+        object.__setattr__(training, name, "float64")
+    object.__setattr__(wide, "training", training)
+    return wide
+
+
 def main(argv: list[str]) -> None:
     """Train, and end this process."""
+    from scripts.layouts.routing import CHOICES, watch_routing
+
     train: Any = import_module("torchtitan.train")
     assemble = train.assemble
 
-    def assemble_and_save(*args: Any, **kwargs: Any) -> Run:
-        run = assemble(*args, **kwargs)
+    def assemble_and_save(settings: Any, **kwargs: Any) -> Run:
+        run = assemble(in_float64(settings) if os.environ.get(FLOAT64) else settings, **kwargs)
         assert run.checkpoints is not None, "compare_layouts.py switches checkpoints on"
         run.checkpoints.save(last=False)
-        folder, num_steps = _folder(argv) / GRADIENTS, int(os.environ[NUM_STEPS])
-        return record_gradients(run, folder=folder, num_steps=num_steps)
+        folder, replayed = _folder(argv), os.environ.get(REPLAYED)
+        run = watch_routing(
+            run,
+            folder=folder / CHOICES,
+            rank=int(os.environ.get("RANK", "0")),
+            replayed=Path(replayed) if replayed else None,
+        )
+        num_steps = int(os.environ[NUM_STEPS])
+        return record_gradients(run, folder=folder / GRADIENTS, num_steps=num_steps)
 
     train.assemble = assemble_and_save
     train.train_and_leave(argv)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from scripts.layouts.flips import Flips
 from scripts.layouts.gaps import (
     GRADIENTS_TOLERANCE,
     WEIGHTS_TOLERANCE,
@@ -31,6 +32,8 @@ class Verdict:
     world_size: int
     seconds: float
     is_reference: bool = False
+    routing: str = ""
+    """replayed or free, of a model with experts."""
     problem: str = ""
     """Why there is nothing to compare."""
     unequal: str = ""
@@ -41,7 +44,14 @@ class Verdict:
     gradients_tolerance: float = GRADIENTS_TOLERANCE
     weights: TensorGap | None = None
     weights_tolerance: float = WEIGHTS_TOLERANCE
+    flips: Flips | None = None
+    """Where tokens were sent to other experts than in the reference."""
     rows: list[Row] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The layout, and how its experts were chosen."""
+        return f"{self.layout} ({self.routing})" if self.routing else self.layout
 
     @property
     def complaints(self) -> list[str]:
@@ -49,6 +59,8 @@ class Verdict:
         found = [self.problem] if self.problem else []
         if self.unequal:
             found.append(f"initial weights: {self.unequal}")
+        if self.flips is not None and self.flips.complaint:
+            found.append(self.flips.complaint)
         if (apart := self._first_gradient) is not None:
             step, gap = apart
             found.append(
@@ -91,12 +103,15 @@ class Verdict:
         if first is not None:
             step, size = first.beyond[0]
             return f"DIVERGES at step {step}: {first.figure} by {size:.2g}"
-        return "DIVERGES, see below" if self.complaints else "same"
+        if self.complaints:
+            return "DIVERGES, see below"
+        parted = self.routing == "free" and self.flips is not None and self.flips.first_step
+        return f"same up to a near tie in step {parted}" if parted else "same"
 
 
 def show_table(verdicts: Sequence[Verdict]) -> None:
     """Print a line for each layout, and below what is wrong with it."""
-    width = max(len("layout"), *(len(each.layout) for each in verdicts))
+    width = max(len("layout"), *(len(each.name) for each in verdicts))
     head = (
         f"{'ranks':>7}{'seconds':>9}{'loss':>10}{'grad_norm':>11}{'gradients':>11}{'weights':>10}"
     )
@@ -111,11 +126,14 @@ def show_table(verdicts: Sequence[Verdict]) -> None:
             weights = f"{each.weights.largest:.1e}"
         figures = f"{loss:>10}{norm:>11}{gradients:>11}{weights:>10}"
         cells = f"{each.world_size:>7}{each.seconds:>9.0f}{figures}"
-        print(f"{each.layout:<{width}}{cells}  {each.summary}")
+        print(f"{each.name:<{width}}{cells}  {each.summary}")
     print(EXPLANATION)
     for each in verdicts:
+        if each.flips is not None:
+            print(f"{each.name}: {each.flips}")
+    for each in verdicts:
         for complaint in each.complaints:
-            print(f"{each.layout}: {complaint}")
+            print(f"{each.name}: {complaint}")
 
 
 def show_steps(name: str, rows: Sequence[Row], *, reference_rows: Sequence[Row]) -> None:

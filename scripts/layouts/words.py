@@ -1,7 +1,8 @@
 """How a layout is written: `fsdp2`, `pp2,tp2`, `hsdp2x4 --activation_checkpoint.mode=full`.
 
 Words with their number of ranks, joined by commas or spaces, name the axes; every axis that is not
-named has one rank, whatever the TOML says. Options behind them are the trainer's own.
+named has one rank, whatever the TOML says. `epN` adds no ranks: experts are dealt out among those
+of fsdp, cp and tp, as in `fsdp4,ep2`. Options behind them are the trainer's own.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "tp": ("tensor_parallel_degree",),
     "pp": ("pipeline_parallel_degree",),
     "cp": ("context_parallel_degree",),
+    "ep": ("expert_parallel_degree",),
 }
 """The keys of [parallelism] that a word sets, one for each of its numbers."""
 ALONE = ("single", "1")
+EP = "expert_parallel_degree"
+DEALT_OUT_AMONG = (WORDS["fsdp"][0], WORDS["cp"][0], WORDS["tp"][0])
+"""The axes whose ranks share a layer's experts."""
 DATA_AXES = WORDS["hsdp"]
 _WORD = re.compile(r"([a-z]+)([0-9]+(?:x[0-9]+)*)?")
 
@@ -42,7 +47,7 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return prod(self.degrees.values())
+        return prod(degree for key, degree in self.degrees.items() if key != EP)
 
     @property
     def dp(self) -> int:
@@ -81,6 +86,13 @@ def parse_layout(text: str) -> Layout:
             if key in named:
                 raise ConfigError(f"layout '{text}': {named[key]} and {word} both set {key}")
             named[key], degrees[key] = word, degree
+    among = prod(degrees[key] for key in DEALT_OUT_AMONG)
+    if among % degrees[EP]:
+        raise ConfigError(
+            f"layout '{text}': ep adds no ranks, but deals out experts among those of fsdp, cp and "
+            f"tp ({among} here), which it must divide, got {degrees[EP]}; write fsdp{degrees[EP]} "
+            f"beside it"
+        )
     for option in overrides:
         if option_key(option).removeprefix("parallelism.") in degrees:
             raise ConfigError(f"layout '{text}': {option} must be written as a word: {_known()}")

@@ -17,16 +17,16 @@ from torchtitan.optim.clip import clip_gradients, global_norm
 SHAPES = [(5, 3), (1,), (7, 2)]
 
 
-def parameters_with_gradients() -> list[nn.Parameter]:
+def parameters_with_gradients(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     torch.manual_seed(3)
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
     for p in parameters:
         p.grad = torch.randn_like(p) * 3
     return parameters
 
 
-def alone() -> tuple[float, float, bool]:
-    ours, theirs = parameters_with_gradients(), parameters_with_gradients()
+def alone(dtype: torch.dtype = torch.float32) -> tuple[float, float, bool]:
+    ours, theirs = parameters_with_gradients(dtype), parameters_with_gradients(dtype)
     norm = global_norm(ours, loss=torch.tensor(1.0))
     clip_gradients(ours, norm=norm, max_norm=0.5)
     expected = torch.nn.utils.clip_grad_norm_(theirs, 0.5)
@@ -49,8 +49,9 @@ def spread(losses: list[float], max_norm: float) -> tuple[float, list[torch.Tens
     return norm.item(), [g.full_tensor() for g in grads if isinstance(g, DTensor)]
 
 
-def test_one_device_agrees_with_torch(ranks: RankPool) -> None:
-    [(norm, expected, same)] = ranks.run(alone, world=1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_one_device_agrees_with_torch(dtype: torch.dtype, ranks: RankPool) -> None:
+    [(norm, expected, same)] = ranks.run(alone, dtype, world=1)
     assert norm == pytest.approx(expected, rel=1e-6)
     assert same
 

@@ -60,6 +60,16 @@ TOML = Path(__file__).parents[2] / "train_configs" / "compare_layouts.toml"
             2,
         ),
         ("cp2", {"context_parallel_degree": 2}, 2, 1),
+        (
+            "ep4,fsdp2,tp2",
+            {
+                "data_parallel_shard_degree": 2,
+                "tensor_parallel_degree": 2,
+                "expert_parallel_degree": 4,
+            },
+            4,
+            2,
+        ),
     ],
 )
 def test_words(text: str, degrees: Mapping[str, int], world: int, dp: int) -> None:
@@ -76,6 +86,7 @@ def test_every_degree_is_given_so_that_the_toml_has_no_say() -> None:
         "tensor_parallel_degree": 1,
         "pipeline_parallel_degree": 1,
         "context_parallel_degree": 1,
+        "expert_parallel_degree": 1,
     }
     load_config([f"--job.config_file={TOML}", *parse_layout("ddp2").arguments])
 
@@ -90,7 +101,10 @@ def test_options_go_behind_the_words() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("zero3", "unknown word 'zero3'; known: single, 1, fsdpN, ddpN, hsdpNxN, tpN, ppN, cpN"),
+        (
+            "zero3",
+            "unknown word 'zero3'; known: single, 1, fsdpN, ddpN, hsdpNxN, tpN, ppN, cpN, epN",
+        ),
         ("fsdp2 --a.b 3", "unknown word '3'.*written --section.key=value"),
         ("fsdp", "with its number of ranks, as fsdp2, got 'fsdp'"),
         ("hsdp4", "as hsdp2x2, got 'hsdp4'"),
@@ -99,6 +113,8 @@ def test_options_go_behind_the_words() -> None:
         ("fsdp2,hsdp2x2", "fsdp2 and hsdp2x2 both set data_parallel_shard_degree"),
         ("single,tp2", "single is one device, and stands alone"),
         ("--debug.seed=1", "names no ranks"),
+        ("ep4", r"ep adds no ranks.*\(1 here\), which it must divide, got 4; write fsdp4"),
+        ("ddp2,tp2,ep4", r"those of fsdp, cp and tp \(2 here\), which it must divide, got 4"),
         ("fsdp2 '", "No closing quotation"),
         ("fsdp2 --parallelism.tensor_parallel_degree=2", "must be written as a word"),
     ],

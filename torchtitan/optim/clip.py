@@ -53,7 +53,8 @@ def global_norm(parameters: Iterable[nn.Parameter], *, loss: Tensor) -> Tensor:
         chunks_by_copies[_num_copies(grad)] += _chunks(local_part(grad))
     total = loss.double() * 0.0
     for num_copies, chunks in chunks_by_copies.items():
-        norms = torch._foreach_norm(chunks, 2.0, dtype=torch.float32)
+        dtype = torch.promote_types(chunks[0].dtype, torch.float32)
+        norms = torch._foreach_norm(chunks, 2.0, dtype=dtype)
         total += torch.stack(norms).to(loss.device).double().square().sum() / num_copies
     dist.all_reduce(total)
     return total.sqrt().float()

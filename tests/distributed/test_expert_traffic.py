@@ -1,0 +1,146 @@
+"""What experts send, counted in a step and compared with the formulas of parallel/expert.py.
+
+Tokens are dealt out to the experts in turn, so that each rank gets as many from each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_experts import MOE, ep
+from tests.distributed.test_matrix import HOW, TP2
+from torchtitan.parallel.expert import Exchange
+from torchtitan.trainer import Trainer
+
+SIZES = {"num_layers": 3}
+NUM_LAYERS = 2  # with experts: the first of them is dense
+E, K, H, C = 8, 2, 24, 32
+B, S = 8, 16
+STEP = ("--training.steps=1", f"--training.seq_len={S}")
+COLLECTIVES = {  # of FSDP, as versions of torch call them
+    "gathered": ("all_gather_into_tensor", "all_gather_single"),
+    "scattered": ("reduce_scatter_tensor", "reduce_scatter_single"),
+}
+FREED = "--parallelism.fsdp_reshard_after_forward=always"
+
+
+@dataclass
+class Traffic:
+    """What one rank did in one step."""
+
+    num_told: int = 0
+    """Waits for the numbers of rows."""
+    numbers: int = 0
+    """Numbers of rows handed to all_to_all."""
+    leaving: int = 0
+    """Those of them for other ranks."""
+    calls: Counter[str] = field(default_factory=Counter)
+    experts: Counter[str] = field(default_factory=Counter)
+    """Numbers of experts' weights that are gathered, and of their gradients that are scattered."""
+
+
+def in_turn(scores_BSE: Tensor, bias_E: Tensor | None) -> Tensor:
+    batch, seq_len, _ = scores_BSE.shape
+    return torch.arange(batch * seq_len * K).remainder(E).view(batch, seq_len, K)
+
+
+def count(job: list[str], *, held: int) -> Traffic:
+    """Train a step on this rank; a layer's experts are `held` numbers where they are gathered."""
+    found = Traffic()
+    tell, all_to_all = Exchange._tell, dist.all_to_all_single
+
+    def telling(self: Exchange, counts: Tensor) -> Any:
+        found.num_told += 1
+        return tell(self, counts)
+
+    def exchanging(out: Tensor, x: Tensor, came: Any = None, sent: Any = None, **k: Any) -> Any:
+        if sent is None:
+            found.calls["numbers of rows"] += 1
+        else:
+            found.calls["rows"] += 1
+            found.numbers += x.numel()
+            rank = dist.get_rank(k["group"])
+            found.leaving += x.numel() - sent[rank] * x.shape[1]
+        return all_to_all(out, x, came, sent, **k)
+
+    def weighing(what: str, collective: Any) -> Any:
+        def weigh(*args: Any, **k: Any) -> Any:
+            largest = max(x.numel() for x in (*args, *k.values()) if isinstance(x, Tensor))
+            found.experts[what] += largest if largest == held else 0
+            return collective(*args, **k)
+
+        return weigh
+
+    with jobs.changed_flavor(job, "tiny8", SIZES):
+        run = jobs.start(job)
+    for part in run.model:
+        for block in part.layers.values():
+            if hasattr(block, "moe"):
+                router = block.moe.router
+                kept = router.choose
+                recomputes = isinstance(kept, partial)
+                router.choose = partial(kept.func, in_turn) if recomputes else in_turn
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "_tell", telling)
+        patch.setattr(dist, "all_to_all_single", exchanging)
+        for what, names in COLLECTIVES.items():
+            for name in filter(partial(hasattr, dist), names):
+                patch.setattr(dist, name, weighing(what, getattr(dist, name)))
+        trainer = Trainer(run)
+        trainer.train()
+        trainer.close()
+    return found
+
+
+# ranks, ep, samples of a data-parallel rank, where and how; times that rows travel
+LAYOUTS: dict[str, tuple[int, int, int, tuple[str, ...], int]] = {
+    "ep 2": (2, 2, 4, (), 4),
+    "ep 2, accumulating": (2, 2, 2, (), 4),
+    "ep 2, recomputed": (2, 2, 4, HOW["recomputed"], 6),
+    "ep 2, by operator": (2, 2, 4, HOW["by operator"], 6),
+    "ep 2, fsdp 4": (4, 2, 2, (), 4),
+    "ep 4": (4, 4, 2, (), 4),
+    "ep 4, recomputed": (4, 4, 2, HOW["recomputed"], 6),
+    "ep 2, tp 2": (2, 2, 8, (TP2,), 4),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_travel_as_often_as_said(
+    layout: str, ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    world, degree, size, how, times = LAYOUTS[layout]
+    held = 3 * E // degree * H * C
+    job = [*jobs.write_job(tmp_path, MOE, cache=cache), *STEP, *how, ep(degree), FREED]
+    job += [jobs.UNSAVED, f"--training.local_batch_size={size}"]
+    microbatches = 2 if "accumulating" in layout else 1
+    num_runs = NUM_LAYERS * microbatches
+    for found in ranks.run(count, job, held=held, world=world):
+        assert found.num_told == found.calls["numbers of rows"] == num_runs
+        assert found.calls["rows"] == times * num_runs
+        assert found.numbers == NUM_LAYERS * times * B * S * K // world * C
+        assert found.leaving * degree == found.numbers * (degree - 1)
+        alone = world == degree  # each expert is whole on its rank
+        assert found.experts["gathered"] == (0 if alone else 2 * num_runs * held)
+        assert found.experts["scattered"] == (0 if alone else num_runs * held)
+
+
+def test_without_expert_parallelism_weights_travel(
+    ranks: RankPool, tmp_path: Path, cache: Path
+) -> None:
+    job = [*jobs.write_job(tmp_path, MOE, cache=cache), *STEP, FREED, jobs.UNSAVED]
+    held = 3 * E * H * C
+    for found in ranks.run(count, job, held=held, world=2):
+        assert (found.num_told, found.calls.total(), found.numbers) == (0, 0, 0)
+        assert found.experts == {"gathered": 2 * NUM_LAYERS * held, "scattered": NUM_LAYERS * held}
