@@ -162,11 +162,8 @@ GROUPS = {
         layouts=("fsdp8", "fsdp8,ep2", "tp2,fsdp4,ep2", f"pp2,fsdp4,ep2 {pp('1F1B')}"),
     ),
     "experts without a token": Group(
-        # normed weights give an expert that no token took a gradient that is rounding alone, of
-        # which Adam makes steps
         options=(
             "--model.num_experts=64",
-            "--model.norm_expert_weights=false",
             "--training.seq_len=8",
             "--training.global_batch_size=8",
         ),

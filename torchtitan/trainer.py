@@ -209,7 +209,7 @@ class Trainer:
         divisor = agreement.sum_valid(num_valid).clamp(min=1)
 
         if run.balance is not None:
-            run.balance.begin(divisor)
+            run.balance.begin(divisor, padding=[batch.is_padding for batch in batches])
         loss_sum = run.execution.forward_backward(batches, divisor=divisor)
         agreement.check_pending_norm()  # of the step before, while the device works on this one
         grad_norm = global_norm(self._parameters, loss=loss_sum)

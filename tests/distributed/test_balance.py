@@ -49,6 +49,7 @@ BALANCED = (
     "--training.seq_len=40",
     f"--training.steps={STEPS}",
 )
+PADDED = ("--training.dataset=synthetic_examples", "--training.seq_len=180")
 LOSSES = tuple(f"router/{name}" for name in module.LOSSES)
 Plant = Callable[[], AbstractContextManager[None]]
 
@@ -177,6 +178,9 @@ LAYOUTS: dict[str, tuple[int, int, tuple[str, ...], tuple[str, ...]]] = {
     "ep 2, half recomputed": (2, 4, (), (ep(2), *HOW["half recomputed"])),
     "ep 4, tp 2, fsdp 2": (4, 4, (), (TP2, ep(4))),
     "ep 2, pp 2, DualPipeV": (4, 4, (), (*pipeline("DualPipeV"), ep(2))),
+    "padding; one device, accumulating, recomputed": (1, 2, PADDED, HOW["recomputed"]),
+    "padding; cp 2, pp 2": (4, 4, PADDED, (*cp(2, "ring"), *pipeline("ZBVZeroBubble"))),
+    "padding; ep 2, tp 2, stream copied": (2, 4, PADDED, (TP2, COPIED, ep(2), *HOW["recomputed"])),
 }
 
 
@@ -214,6 +218,22 @@ def test_the_reference_is_balanced(on_one_device: OneDevice) -> None:
     assert (ours - theirs).norm() > 0.1 * ours.norm()
 
 
+def test_what_only_fills_samples_up_is_not_counted(on_one_device: OneDevice) -> None:
+    found = reference_of(on_one_device, PADDED)
+    data: list[Tensor] = on_one_device(padding, *BALANCED, *PADDED, toml=MOE)
+    num_text = [int((~is_padding).sum()) for is_padding in data]
+    assert all(0 < number < 0.9 * 8 * 180 for number in num_text)
+    counted = [{sum(counts) for counts in row.values()} for row in counts_of(found.rows)]
+    assert counted == [{2 * number} for number in num_text]
+
+
+def padding(job: list[str]) -> list[Tensor]:
+    run = jobs.start([*job, "--training.local_batch_size=8"])
+    found = [torch.cat([one["is_padding"] for one in next(run.loader)]) for _ in range(STEPS)]
+    Trainer(run).close()
+    return found
+
+
 # --- planted bugs
 
 
@@ -238,9 +258,9 @@ def own_sequences() -> AbstractContextManager[None]:
     """A rank's part of a sequence counts as all of it."""
     correct = Balance._counts_of_sequences
 
-    def counts(self: Balance, ids_BSK: Tensor, *, num: int) -> Tensor:
+    def counts(self: Balance, *choices: Tensor, num: int) -> Tensor:
         groups, self._groups = self._groups, []
-        found = correct(self, ids_BSK, num=num)
+        found = correct(self, *choices, num=num)
         self._groups = groups
         return found
 

@@ -224,3 +224,17 @@ def test_active_parameters_are_those_that_a_token_meets(flavor: str, active: int
     assert found.num_idle == config.num_layers * 120 * expert
     assert found.num_active == active
     assert found.num_parameters == found.num_active + found.num_idle
+
+
+@pytest.mark.parametrize("config", [EXPERTS, SIGMOID], ids=["softmax", "sigmoid"])
+def test_the_gate_of_an_expert_without_tokens_gets_no_gradient(config: MoEConfig) -> None:
+    """Not even one of rounding, of which Adam would make a whole step."""
+    layer, x = some(dataclasses.replace(config, num_experts=40), torch.float32)
+    with torch.no_grad():
+        ids, _ = layer.router(x)
+    is_idle = torch.ones(40, dtype=torch.bool)
+    is_idle[ids.flatten()] = False
+    gradient = gradients(lambda layer, x: layer(x), layer, x)["router.gate.weight"]
+    assert is_idle.any()
+    assert not gradient[is_idle].any()
+    assert gradient[~is_idle].any(1).all()

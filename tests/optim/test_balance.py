@@ -49,6 +49,7 @@ def follow(routes: dict[str, MoE], **settings: Any) -> Balance:
         routes=routes,
         num_experts={name: len(layer.experts.w1) for name, layer in routes.items()},
         groups=[],
+        tp=(0, 1),
         device=torch.device("cpu"),
     )
 

@@ -106,10 +106,12 @@ def test_every_example_once_an_epoch(tmp_path: Path, packing: str) -> None:
 
 def test_samples_are_int64_of_seq_len(tmp_path: Path) -> None:
     packed, padded = (examples_of(tmp_path, packing=packing) for packing in ("packed", "padded"))
-    assert set(padded[0]) == {"tokens", "labels"}
-    assert set(packed[0]) == {"tokens", "labels", "document_lengths"}
+    assert set(padded[0]) == {"tokens", "labels", "is_padding"}
+    assert set(packed[0]) == {"tokens", "labels", "is_padding", "document_lengths"}
     for sample in (packed[0], padded[0]):
-        assert all(tensor.dtype == torch.int64 for tensor in sample.values())
+        assert sample["is_padding"].dtype == torch.bool
+        others = (tensor for name, tensor in sample.items() if name != "is_padding")
+        assert all(tensor.dtype == torch.int64 for tensor in others)
         assert sample["tokens"].shape == sample["labels"].shape == (SEQ_LEN,)
     assert all((packed[k]["document_lengths"] > 0).all() for k in range(20))
 

@@ -107,9 +107,14 @@ class Router(ChoosesExperts):
         logits_BSE = self.gate(x_BSC)
         scores_BSE = logits_BSE.softmax(-1) if self.is_softmax else logits_BSE.sigmoid()
         ids_BSK = self.choose(scores_BSE.detach(), bias_E)
-        weights_BSK = scores_BSE.gather(-1, ids_BSK)
-        if self.norms:
-            weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + TINY)
+        if self.norms and self.is_softmax:
+            # the same as those of all divided by their sum, but the others have no gradient at all:
+            # of one that is nothing but rounding Adam would make a step
+            weights_BSK = logits_BSE.gather(-1, ids_BSK).softmax(-1)
+        else:
+            weights_BSK = scores_BSE.gather(-1, ids_BSK)
+            if self.norms:
+                weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + TINY)
         if self.extra_loss is not None and torch.is_grad_enabled():
             extra = self.extra_loss(logits_BSE, scores_BSE, ids_BSK)
             weights_BSK = _WithLoss.apply(weights_BSK, extra)

@@ -27,7 +27,8 @@ too, the same for any cut of the batch into ranks and microbatches. The third is
 (arXiv:2202.08906). Their gradients join those of the model where the router computes its weights;
 the model's loss stays what it is, and each is reported by itself.
 
-Only training counts: nothing without gradients, and a block that is recomputed no second time.
+Only training counts: nothing without gradients, a block that is recomputed no second time, and no
+token that only fills a sample up.
 
 Shapes: L layers with experts, B sequences, S tokens of each on this rank, E experts, K of a token,
 F figures.
@@ -35,6 +36,7 @@ F figures.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
@@ -93,6 +95,7 @@ def build_balance(
         routes=routes,
         num_experts=counts.num_experts,
         groups=[mesh.data.get_group(axis) for axis, degree in axes.items() if degree > 1],
+        tp=(mesh.data.get_local_rank("tp"), mesh.dims.tp),
         device=device,
     )
 
@@ -102,6 +105,7 @@ class Balance:
 
     `routes`: this rank's layers with experts; it may have none. `num_experts`: of every rank's.
     `groups`: the ranks that, one group after the other, hold the rest of this rank's sequences.
+    `tp`: this rank's place among those that route a part each of the same ones, and their number.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class Balance:
         routes: Mapping[str, Routes],
         num_experts: Mapping[str, int],
         groups: Sequence[dist.ProcessGroup],
+        tp: tuple[int, int],
         device: torch.device,
     ) -> None:
         self._settings, self._groups = settings, groups
@@ -126,6 +131,9 @@ class Balance:
         self._figures_LF = self._sums_LF.clone()
         self._divisor = torch.ones((), device=device)
         self._is_new = False
+        self._tp, self._is_text = tp, None
+        self._num_seen: Counter[int] = Counter()
+        self._counted: dict[int, Tensor] = {}
         rows = {name: self._names.index(name) for name in routes}
         for name, route in routes.items():
             route.router.on_choice = partial(self._count, rows[name])
@@ -134,26 +142,54 @@ class Balance:
         biases = {rows[name]: route.expert_bias for name, route in routes.items()}
         self._biases = {row: bias for row, bias in biases.items() if bias is not None}
 
-    def begin(self, divisor: Tensor) -> None:
-        """Begin a step whose losses are divided by `divisor`."""
+    def begin(self, divisor: Tensor, *, padding: Sequence[Tensor | None] = ()) -> None:
+        """Begin a step whose losses are divided by `divisor`.
+
+        `padding`: which tokens of this rank only fill samples up, batch by batch, bool (B, S);
+        None: none do.
+        """
         self._divisor = divisor
+        told = [is_padding for is_padding in padding if is_padding is not None]
+        self._is_text = self._own_part(~torch.cat(told)) if told else None
+        self._num_seen.clear()
+        self._counted.clear()
         self._counts_LE.zero_()
         self._sums_LF.zero_()
+
+    def _own_part(self, x_BS: Tensor) -> Tensor:
+        """Return the part of local sequences that this rank routes."""
+        rank, degree = self._tp
+        parts = x_BS.chunk(degree, dim=1)
+        return parts[rank] if rank < len(parts) else x_BS[:, :0]
+
+    def _next_text(self, row: int, ids_BSK: Tensor) -> Tensor:
+        """Return 1 for each token that counts, of the batches that come to a layer in turn."""
+        if self._is_text is None:
+            return torch.ones_like(ids_BSK[..., 0])
+        start = self._num_seen[row]
+        self._num_seen[row] += len(ids_BSK)
+        return self._is_text[start : start + len(ids_BSK)].long()
 
     @torch.no_grad()
     def _count(self, row: int, scores_BSE: Tensor, ids_BSK: Tensor) -> None:
         """Hear of the choices of a layer's tokens."""
-        self._counts_LE[row] += _counts(ids_BSK.reshape(1, -1), num=self._counts_LE.shape[1])[0]
-        self._sums_LF[row, 0] += ids_BSK[..., 0].numel()
-        self._sums_LF[row, 1] += torch.special.entr(_shares(scores_BSE)).sum()
+        text_BS = self._next_text(row, ids_BSK)
+        # a block that is recomputed asks for its losses again, with the same tensor
+        self._counted[id(ids_BSK)] = text_BS
+        num = self._counts_LE.shape[1]
+        self._counts_LE[row] += _counts(ids_BSK, text_BS, num=num).sum(0)
+        self._sums_LF[row, 0] += text_BS.sum()
+        self._sums_LF[row, 1] += (torch.special.entr(_shares(scores_BSE)).sum(-1) * text_BS).sum()
         self._is_new = True
 
     def _loss(self, row: int, logits_BSE: Tensor, scores_BSE: Tensor, ids_BSK: Tensor) -> Tensor:
         """Return a layer's own losses, of this rank's tokens."""
-        settings, shares_BSE = self._settings, _shares(scores_BSE)
+        settings, text_BS = self._settings, self._counted[id(ids_BSK)]
+        shares_BSE = _shares(scores_BSE) * text_BS[..., None]
         losses: dict[str, Tensor] = {}
         if settings.sequence_loss_weight:
-            load_BE = _load(self._counts_of_sequences(ids_BSK, num=scores_BSE.shape[-1]))
+            num = scores_BSE.shape[-1]
+            load_BE = _load(self._counts_of_sequences(ids_BSK, text_BS, num=num))
             balance = (load_BE[:, None].to(shares_BSE.dtype) * shares_BSE).sum()
             losses["sequence_loss"] = settings.sequence_loss_weight * balance
         if settings.global_loss_weight:
@@ -161,7 +197,8 @@ class Balance:
             balance = (load_E.to(shares_BSE.dtype) * shares_BSE).sum()
             losses["global_loss"] = settings.global_loss_weight * balance
         if settings.z_loss_weight:
-            losses["z_loss"] = settings.z_loss_weight * logits_BSE.logsumexp(-1).square().sum()
+            squares_BS = logits_BSE.logsumexp(-1).square()
+            losses["z_loss"] = settings.z_loss_weight * (squares_BS * text_BS).sum()
         if self._is_new:  # a block that is recomputed chooses no second time
             self._is_new = False
             for name, loss in losses.items():
@@ -169,8 +206,8 @@ class Balance:
         return torch.stack([*losses.values()]).sum() / self._divisor
 
     @torch.no_grad()
-    def _counts_of_sequences(self, ids_BSK: Tensor, *, num: int) -> Tensor:
-        counts_BE = _counts(ids_BSK.flatten(1), num=num)
+    def _counts_of_sequences(self, ids_BSK: Tensor, text_BS: Tensor, *, num: int) -> Tensor:
+        counts_BE = _counts(ids_BSK, text_BS, num=num)
         for group in self._groups:
             dist.all_reduce(counts_BE, group=group)
         return counts_BE
@@ -216,10 +253,12 @@ class Balance:
         return row
 
 
-def _counts(ids_BN: Tensor, *, num: int) -> Tensor:
-    """Count in each row how often each expert is there; bincount would wait for the device."""
-    counts_BE = ids_BN.new_zeros(len(ids_BN), num)
-    return counts_BE.scatter_add_(1, ids_BN, ids_BN.new_ones(()).expand_as(ids_BN))
+def _counts(ids_BSK: Tensor, text_BS: Tensor, *, num: int) -> Tensor:
+    """Count in each sequence how often tokens chose each expert; bincount would wait for the
+    device."""
+    counts_BE = ids_BSK.new_zeros(len(ids_BSK), num)
+    each_BSK = text_BS[..., None].expand_as(ids_BSK)
+    return counts_BE.scatter_add_(1, ids_BSK.flatten(1), each_BSK.flatten(1))
 
 
 def _shares(scores_BSE: Tensor) -> Tensor:

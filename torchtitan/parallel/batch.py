@@ -25,11 +25,15 @@ class Batch:
     """int64, (S) where all sequences have the same, else (B, S)."""
     documents: Documents | None = None
     """Of the whole sequences, for attention inside them; None: over all of a sequence."""
+    is_padding: Tensor | None = None
+    """Which tokens only fill a sample up, bool (B, S); None: none do."""
 
     def to(self, device: torch.device) -> Batch:
         """Return it on a device, without waiting for that."""
         names = ("tokens", "labels", "positions")
-        return replace(self, **{name: _send(getattr(self, name), device) for name in names})
+        padding = None if self.is_padding is None else _send(self.is_padding, device)
+        sent = {name: _send(getattr(self, name), device) for name in names}
+        return replace(self, is_padding=padding, **sent)
 
     def split(self, size: int) -> list[Batch]:
         """Return parts of `size` sequences each."""
@@ -41,6 +45,7 @@ class Batch:
             labels=self.labels[rows],
             positions=self.positions if self.positions.ndim == 1 else self.positions[rows],
             documents=None if self.documents is None else self.documents[rows],
+            is_padding=None if self.is_padding is None else self.is_padding[rows],
         )
 
 

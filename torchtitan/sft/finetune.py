@@ -98,11 +98,13 @@ class ExampleSource:
             labels[begin:end] = torch.where(due[1:], ids[1:], IGNORED)
             lengths.append(end - begin)
             begin = end
+        is_padding = torch.arange(self._seq_len) >= begin
+        sample = {"tokens": tokens, "labels": labels, "is_padding": is_padding}
         if not self._tells_documents:
-            return {"tokens": tokens, "labels": labels}
+            return sample
         if begin < self._seq_len:
             lengths.append(self._seq_len - begin)
-        return {"tokens": tokens, "labels": labels, "document_lengths": torch.tensor(lengths)}
+        return sample | {"document_lengths": torch.tensor(lengths)}
 
 
 def build_examples(

@@ -204,7 +204,8 @@ class SequenceShard:
     def take(self, samples: Mapping[str, Tensor]) -> Batch:
         """Return the rank's part of whole sequences: `tokens` and `labels`, int64 (B, S).
 
-        Where documents matter there are `document_lengths` too, those of all sequences in a row.
+        Where documents matter there are `document_lengths` too, those of all sequences in a row,
+        and where samples are filled up `is_padding`, bool (B, S).
         """
         tokens_BS, labels_BS = samples["tokens"], samples["labels"]
         seq_len = tokens_BS.shape[1]
@@ -216,7 +217,9 @@ class SequenceShard:
         positions = places
         if documents is not None and self._restarts:
             positions = _pick(documents.positions(), places)
+        is_padding = samples.get("is_padding")
         return Batch(
+            is_padding=None if is_padding is None else _pick(is_padding, places),
             tokens=_pick(tokens_BS, places),
             labels=_pick(labels_BS, places),
             positions=positions,
