@@ -40,6 +40,8 @@ PANELS: Mapping[str, str] = {
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens / s, all devices",
 }
+LOAD = {"router/load_max_over_mean": "load of the busiest expert, of the mean"}
+"""Drawn too where a run has experts."""
 UNSMOOTHED = ("lr",)
 PALE = 0.25
 COUNTS = "router/counts/"
@@ -78,9 +80,14 @@ def main(argv: Sequence[str]) -> int:
 
 def draw(runs: Mapping[str, Sequence[Row]], *, smooth: float = 0.0) -> Figure:
     """Return a figure with one panel a quantity and one line a run, two where it was validated."""
-    figure = _new_figure(height=7)
-    panels = figure.subplots(2, 2, sharex=True)
-    for axes, (name, label) in zip(panels.flat, PANELS.items(), strict=True):
+    has_experts = any(name in row for rows in runs.values() for row in rows for name in LOAD)
+    shown = {**PANELS, **LOAD} if has_experts else PANELS
+    num_rows = math.ceil(len(shown) / 2)
+    figure = _new_figure(height=3.5 * num_rows)
+    panels = figure.subplots(num_rows, 2, sharex=True)
+    for axes in panels.flat[len(shown) :]:
+        axes.remove()
+    for axes, (name, label) in zip(panels.flat, shown.items(), strict=False):
         weight = 0.0 if name in UNSMOOTHED else smooth
         for number, (run, rows) in enumerate(runs.items()):
             _draw_line(axes, *_points(rows, name), label=run, color=f"C{number}", smooth=weight)
@@ -95,8 +102,9 @@ def draw(runs: Mapping[str, Sequence[Row]], *, smooth: float = 0.0) -> Figure:
                     label=f"{run}, validation",
                 )
         _dress(axes, label=label)
-    for axes in panels[1]:
+    for axes in panels.flat[len(shown) - 2 : len(shown)]:
         axes.set_xlabel("step")
+        axes.tick_params(labelbottom=True)
     handles, labels = panels.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=min(len(runs), 4))
     return figure
@@ -204,7 +212,7 @@ def _dress(axes: Axes, *, label: str) -> None:
     axes.locator_params(axis="x", integer=True)
     axes.ticklabel_format(axis="y", scilimits=(-3, 6), useMathText=True)
     axes.ticklabel_format(axis="x", style="plain")
-    if label.startswith("tokens"):
+    if label.startswith("tokens / s"):
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter("{x:,.0f}")
 

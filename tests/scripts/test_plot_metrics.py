@@ -79,6 +79,25 @@ def test_validation_is_dashed_and_a_step_without_a_loss_is_left_out(plot: Module
     assert legend == ["a", "a, validation", "b"]
 
 
+def test_the_load_of_experts_has_a_panel_where_a_run_has_some(plot: ModuleType) -> None:
+    pytest.importorskip("matplotlib")
+    row = {"step": 1, "loss": 2.0, "lr": 1.0, "grad_norm": 1.0, "tokens_per_second": 9.0}
+    dense = [row, {**row, "step": 2}]
+    sparse = [
+        {**row, "router/load_max_over_mean": 3.0},
+        {**dense[1], **{next(iter(plot.LOAD)): 2.0}},
+    ]
+    assert len(plot.draw({"a": dense}).axes) == 4
+    figure = plot.draw({"a": dense, "b": sparse})
+    assert [axes.get_ylabel() for axes in figure.axes] == [
+        *plot.PANELS.values(),
+        *plot.LOAD.values(),
+    ]
+    empty, load = figure.axes[4].get_lines()
+    assert list(empty.get_ydata()) == []
+    assert list(load.get_ydata()) == [3.0, 2.0]
+
+
 def test_smoothing(plot: ModuleType, tmp_path: Path) -> None:
     """An average of weights 1, w, w^2 ... backwards; the learning rate is no measurement."""
     pytest.importorskip("matplotlib")
