@@ -24,6 +24,7 @@ from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.activation import apply_activation_checkpointing
 from torchtitan.parallel.fsdp import Reshard, apply_fsdp, find_reshard
 
+FAMILIES = {"dense": "llama3", "experts": "qwen3_moe"}
 TINY8 = MODELS["llama3"].flavors["tiny8"]
 RANKS = 4
 
@@ -44,14 +45,28 @@ class Gathers(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def gathered(parameter: torch.Tensor) -> int:
+    """The elements that come of a parameter whose rows are filled up to be shared evenly."""
+    return parameter.numel() // len(parameter) * RANKS * -(-len(parameter) // RANKS)
+
+
 def gathers(
-    asked: str, *, shape: tuple[int, ...] = (RANKS,), tied: bool = False, recomputes: bool = False
+    asked: str,
+    *,
+    kind: str = "dense",
+    shape: tuple[int, ...] = (RANKS,),
+    tied: bool = False,
+    recomputes: bool = False,
 ) -> tuple[Counter[tuple[int, int]], dict[str, int]]:
     """The gathers of a step, and the sizes of what is gathered."""
+    spec = MODELS[FAMILIES[kind]]
     with torch.device("meta"):
-        model: Decoder = MODELS["llama3"].build(replace(TINY8, tie_embeddings=tied))
+        model: Decoder = spec.build(replace(spec.flavors["tiny8"], tie_embeddings=tied))
+    last = dict(model.layers["7"].named_parameters())
     sizes = {
-        "block": sum(p.numel() for p in model.layers["0"].parameters()),
+        "block": sum(gathered(p) for name, p in last.items() if ".experts." not in name),
+        "experts": sum(gathered(p) for name, p in last.items() if ".experts." in name),
+        "first": sum(gathered(p) for p in model.layers["0"].parameters()),
         "embedding": TINY8.vocab_size * TINY8.dim,
         "head": TINY8.vocab_size * TINY8.dim + TINY8.dim,
     }
@@ -85,6 +100,19 @@ def test_each_block_is_gathered_as_often_as_is_said(
 ) -> None:
     found, sizes = gathers(asked, recomputes=recomputes)
     expected = {(sizes["block"], RANKS): by_all, (sizes["block"], 2): by_two}
+    expected |= {(sizes["embedding"], RANKS): 1, (sizes["head"], RANKS): 1}
+    assert found == Counter(expected)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(("asked", "times"), [("default", 13), ("always", 14), ("never", 7)])
+def test_experts_are_gathered_as_often_as_their_blocks(
+    asked: str, times: int, recomputes: bool
+) -> None:
+    """Seven of them behind a dense block; what a block that is recomputed finds is there."""
+    found, sizes = gathers(asked, kind="experts", recomputes=recomputes)
+    expected = {(sizes["block"], RANKS): times, (sizes["experts"], RANKS): times}
+    expected |= {(sizes["first"], RANKS): 1 if asked == "never" else 2}
     expected |= {(sizes["embedding"], RANKS): 1, (sizes["head"], RANKS): 1}
     assert found == Counter(expected)
 
