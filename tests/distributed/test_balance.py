@@ -488,3 +488,11 @@ def test_what_cannot_be_is_refused(
     job = [*jobs.write_job(tmp_path), "--model.name=qwen3_moe", *options]
     [message] = ranks.run(jobs.refusal, job, world=1)
     assert all(part in message for part in parts), message
+
+
+def test_a_frozen_bias_stays(ranks: RankPool, tmp_path: Path, cache: Path) -> None:
+    job = [*jobs.write_job(tmp_path, MOE, cache=cache), *BALANCED, jobs.UNSAVED]
+    job += ['--optimizer.frozen_params=["layers.2.moe.*"]']
+    [result] = ranks.run(train, job, world=1)
+    moved = {name: bool(bias.any()) for name, bias in result.biases.items()}
+    assert moved == {f"layers.{n}.moe.expert_bias": n != 2 for n in (1, 2, 3)}

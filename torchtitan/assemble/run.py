@@ -111,7 +111,12 @@ def build_run(
     shard = build_shard(config.parallelism, training=training, mesh=mesh)
     model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
     balance = build_balance(
-        config.router, parts=model, counts=layout.counts, mesh=mesh, device=device
+        config.router,
+        parts=model,
+        counts=layout.counts,
+        trained=layout.trained,
+        mesh=mesh,
+        device=device,
     )
     validator = build_validator(
         config,

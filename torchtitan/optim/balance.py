@@ -37,7 +37,7 @@ F figures.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -49,6 +49,7 @@ from torchtitan.mesh.dims import Mesh
 from torchtitan.models.contract import Counts
 from torchtitan.models.moe import TINY
 from torchtitan.models.routing import Routes, find_routes
+from torchtitan.models.trained import Trained
 from torchtitan.optim.settings import RouterConfig
 
 LOSSES = ("sequence_loss", "global_loss", "z_loss")
@@ -79,12 +80,13 @@ def build_balance(
     *,
     parts: Iterable[nn.Module],
     counts: Counts,
+    trained: Trained,
     mesh: Mesh,
     device: torch.device,
 ) -> Balance | None:
     """Build what follows the routers of this rank's parts of the model; None: it has no experts.
 
-    `counts`: of the whole model.
+    `counts`: of the whole model. `trained`: a bias that it leaves out is not moved.
     """
     if not counts.num_experts:
         return None
@@ -93,6 +95,7 @@ def build_balance(
     return Balance(
         settings,
         routes=routes,
+        frozen={name for name in routes if not trained.includes(f"{name}.expert_bias")},
         num_experts=counts.num_experts,
         groups=[mesh.data.get_group(axis) for axis, degree in axes.items() if degree > 1],
         tp=(mesh.data.get_local_rank("tp"), mesh.dims.tp),
@@ -103,7 +106,8 @@ def build_balance(
 class Balance:
     """Counts what the routers choose, moves their biases, and adds their losses.
 
-    `routes`: this rank's layers with experts; it may have none. `num_experts`: of every rank's.
+    `routes`: this rank's layers with experts; it may have none. `frozen`: those whose bias stays.
+    `num_experts`: of every rank's.
     `groups`: the ranks that, one group after the other, hold the rest of this rank's sequences.
     `tp`: this rank's place among those that route a part each of the same ones, and their number.
     """
@@ -113,6 +117,7 @@ class Balance:
         settings: RouterConfig,
         *,
         routes: Mapping[str, Routes],
+        frozen: Container[str] = (),
         num_experts: Mapping[str, int],
         groups: Sequence[dist.ProcessGroup],
         tp: tuple[int, int],
@@ -139,7 +144,8 @@ class Balance:
             route.router.on_choice = partial(self._count, rows[name])
             if any(getattr(settings, f"{loss}_weight") for loss in LOSSES):
                 route.router.extra_loss = partial(self._loss, rows[name])
-        biases = {rows[name]: route.expert_bias for name, route in routes.items()}
+        moved = {name: route for name, route in routes.items() if name not in frozen}
+        biases = {rows[name]: route.expert_bias for name, route in moved.items()}
         self._biases = {row: bias for row, bias in biases.items() if bias is not None}
 
     def begin(self, divisor: Tensor, *, padding: Sequence[Tensor | None] = ()) -> None:
