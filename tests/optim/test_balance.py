@@ -280,8 +280,8 @@ def divided_by_the_microbatch() -> AbstractContextManager[None]:
 def balanced_over_the_microbatch() -> AbstractContextManager[None]:
     correct = Balance._counts_of_sequences
 
-    def counts(self: Balance, ids_BSK: Tensor, *, num: int) -> Tensor:
-        found = correct(self, ids_BSK, num=num)
+    def counts(self: Balance, *choices: Tensor, num: int) -> Tensor:
+        found = correct(self, *choices, num=num)
         return found.sum(0, keepdim=True).expand_as(found)
 
     return replaced(Balance, "_counts_of_sequences", counts)
