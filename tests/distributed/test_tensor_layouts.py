@@ -151,14 +151,14 @@ def copies_count_as_often_as_they_are_held() -> Bug:
 
 
 def gathered_inputs_keep_their_own_ranks_gradient() -> Bug:
-    correct = tensor._wrapped
+    correct = tensor.wrapped
 
     def wrapped(local: Tensor, mesh: Any, placement: Any) -> Any:
         if placement.is_shard():
             return correct(local, mesh, placement)
         return correct(local.detach() + (local - local.detach()) / 2, mesh, placement)
 
-    return tensor, "_wrapped", wrapped
+    return tensor, "wrapped", wrapped
 
 
 BUGS = {
