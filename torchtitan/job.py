@@ -287,6 +287,8 @@ def torchtitans_keys() -> Foreign:
 OTHER_DEFAULTS: Mapping[str, str] = {
     "optimizer.no_decay_params": "norms and biases are decayed; here they are not; to decay them "
     "write [optimizer] no_decay_params = []",
+    "router.bias_update_rate": "experts' biases move by 1e-3 a step; here they stay; to do the "
+    "same write [router] bias_update_rate = 1e-3",
     "model.tokenizer_path": "the default tokenizer is a file of its tests; here it is "
     '"bpe_2048", with other ids; to choose one write [model] tokenizer_path',
     "training.dataset": 'the default data are "c4_test"; here they are "python_stdlib"',
@@ -313,6 +315,7 @@ def other_meanings(given: Collection[str], config: Config) -> Iterator[str]:
     is_used = {
         "optimizer": config.optimizer.weight_decay > 0,
         "checkpoint": config.checkpoint.enable,
+        "router": config.model.name == "deepseek_v3",
         "validation": config.validation.enable,
     }
     for key, meaning in OTHER_DEFAULTS.items():

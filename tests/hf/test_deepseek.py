@@ -27,6 +27,7 @@ from tests.hf.test_folders import (
 from tests.models.reference import LATENT, VARIANTS, random_decoder
 from torchtitan.assemble.find import find_layout
 from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.checkpoint.source import Selection
 from torchtitan.hf.config import architecture_of, read_config, sizes_of
 from torchtitan.hf.folder import open_folder
 from torchtitan.hf.read import HFWeights
@@ -239,6 +240,20 @@ def test_layers_that_predict_further_tokens_are_not_read(
     change_tensors(add)(folder)
     with pytest.raises(CheckpointError, match="15 unexpected"):
         imported(folder, VARIANTS["latent, softmax"])
+
+
+def test_layers_that_the_job_lacks_are_no_layers_behind_the_last(tmp_path: Path) -> None:
+    """Also where something is left out, so that names and shapes are compared in place of sizes."""
+    folder = theirs(tmp_path / "theirs", LATENT)
+    fewer = dataclasses.replace(LATENT, num_layers=LATENT.num_layers - 1)
+    with pytest.raises(CheckpointError, match=r"unexpected: 'layers\.2\.attention"):
+        open_folder(
+            folder,
+            spec=MODELS["deepseek_v3"],
+            architecture=fewer,
+            selection=Selection(exclude=("output.weight",)),
+            group=None,
+        )
 
 
 def in_float8(tensors: dict[str, Tensor], *, block: int) -> dict[str, Tensor]:

@@ -110,14 +110,7 @@ def build_run(
     loader = build_loader(config, layout=layout, mesh=mesh, progress=progress)
     shard = build_shard(config.parallelism, training=training, mesh=mesh)
     model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
-    balance = build_balance(
-        config.router,
-        parts=model,
-        counts=layout.counts,
-        trained=layout.trained,
-        mesh=mesh,
-        device=device,
-    )
+    balance = _build_balance(config, layout=layout, model=model, mesh=mesh, device=device)
     validator = build_validator(
         config,
         mesh=mesh,
@@ -183,6 +176,19 @@ def build_optimizer_of(config: Config, *, model: ModelParts) -> torch.optim.Opti
     dtype = getattr(torch, config.training.mixed_precision_param)
     sections = own_sections(config)
     return build_optimizer(model, settings=config.optimizer, dtype=dtype, sections=sections)
+
+
+def _build_balance(
+    config: Config, *, layout: Layout, model: ModelParts, mesh: Mesh, device: torch.device
+) -> Balance | None:
+    return build_balance(
+        config.router,
+        parts=model,
+        counts=layout.counts,
+        trained=layout.trained,
+        mesh=mesh,
+        device=device,
+    )
 
 
 def build_schedule_of(config: Config) -> Schedule:

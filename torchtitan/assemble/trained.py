@@ -14,6 +14,7 @@ from torchtitan.lora.build import Adapt, build_adapt
 from torchtitan.lora.layer import ADAPTERS, is_adapter
 from torchtitan.lora.settings import LoRAConfig
 from torchtitan.models.contract import LanguageModel
+from torchtitan.models.routing import untrained
 from torchtitan.models.trained import Trained, check_pattern
 from torchtitan.optim.optimizer import check_optimizer
 from torchtitan.optim.settings import OptimizerConfig
@@ -43,7 +44,8 @@ def find_trained(config: Config, *, model: LanguageModel) -> tuple[Trained, Adap
         trained = replace(trained, only=ADAPTERS)
     if trained != Trained():
         sizes = {name: p.numel() for name, p in model.named_parameters()}
-        trained.check(sizes)
+        state = set(untrained(model))
+        trained.check(sizes, no_weights={n for n, p in model.named_parameters() if p in state})
         logger.info(
             "Trained are %s of %s parameters",
             f"{sum(size for name, size in sizes.items() if trained.includes(name)):,}",
@@ -51,7 +53,11 @@ def find_trained(config: Config, *, model: LanguageModel) -> tuple[Trained, Adap
         )
     check_optimizer(
         config.optimizer,
-        trained={name: p for name, p in model.named_parameters() if trained.includes(name)},
+        trained={
+            name: p
+            for name, p in model.named_parameters()
+            if trained.includes(name) and p.requires_grad
+        },
         sections=own_sections(config),
     )
     return trained, adapt

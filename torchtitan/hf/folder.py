@@ -76,7 +76,13 @@ def open_folder(
                 text = "%s of the rotation: %s in %s, %s in this job"
                 logger.info(text, name, there[name], config.path, ours[name])
         names = Names(spec.hf, architecture)
-        found = _survey(path, names=names, blocks=stored_blocks(config))
+        # the folder's own number: where the job has fewer layers, it lacks some of the model's
+        found = _survey(
+            path,
+            names=names,
+            blocks=stored_blocks(config),
+            num_layers=there["num_hidden_layers"],
+        )
         if there["tie_word_embeddings"]:
             # some writers save the tied head all the same, which transformers does not read either
             found.pop(OUTPUT, None)
@@ -103,7 +109,9 @@ def _check_is_folder(path: Path) -> None:
     )
 
 
-def _survey(path: Path, *, names: Names, blocks: Blocks | None) -> dict[str, StoredTensor]:
+def _survey(
+    path: Path, *, names: Names, blocks: Blocks | None, num_layers: int
+) -> dict[str, StoredTensor]:
     places = _places(path)
     found: dict[Place, StoredTensor] = {}
     scales: dict[str, StoredTensor] = {}
@@ -112,7 +120,7 @@ def _survey(path: Path, *, names: Names, blocks: Blocks | None) -> dict[str, Sto
         for name, (shape, dtype) in _read_header(path / file).items():
             if places.get(name, file) == file and not NO_WEIGHT.fullmatch(name):
                 place = ours, _ = names.ours(name) or (name, None)
-                if names.is_of_more_layers(name):
+                if names.is_of_more_layers(name, num_layers=num_layers):
                     more.add(name)
                     continue
                 if blocks is not None and name.endswith(SCALE):

@@ -59,10 +59,10 @@ class Names:
         weight = _starred(self.weight_beside(ours))
         return self.architecture.head_width if weight in self.format.rotary else None
 
-    def is_of_more_layers(self, theirs: str) -> bool:
-        """Tell whether a tensor is of a layer behind the last that is not read."""
+    def is_of_more_layers(self, theirs: str, *, num_layers: int) -> bool:
+        """Tell whether a tensor is of a layer behind the last of `num_layers`: it is not read."""
         layer = _LAYER.search(theirs)
-        is_behind = layer is not None and int(layer[1]) >= self.architecture.num_layers
+        is_behind = layer is not None and int(layer[1]) >= num_layers
         return bool(self.format.more_layers) and is_behind
 
     def dtype(self, ours: str, *, of_weights: torch.dtype) -> torch.dtype:

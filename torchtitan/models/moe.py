@@ -213,7 +213,7 @@ class Experts(StackedExperts, CastsWeights):
         return (out_BSKC.to(weights_BSK.dtype) * weights_BSK[..., None]).sum(-2).to(x_BSC.dtype)
 
 
-class MoE(Routes):
+class MoE(Routes, CastsWeights):
     """A router and its experts, in the place of a feed-forward.
 
     The shared experts, to which every token is sent, are one feed-forward as wide as all of them.

@@ -32,15 +32,15 @@ class Trained:
         is_chosen = any(fnmatchcase(name, pattern) for pattern in self.only)
         return is_chosen and not any(fnmatchcase(name, pattern) for pattern in self.frozen)
 
-    def check(self, names: Collection[str]) -> None:
-        """Check the patterns against the names of the whole model.
+    def check(self, names: Collection[str], *, no_weights: Collection[str] = ()) -> None:
+        """Check the patterns against the names of the whole model; `no_weights` are never trained.
 
         Raises:
             ConfigError: A pattern matches nothing, or nothing is left to train.
         """
         for pattern in self.frozen:
             check_pattern(pattern, names, key="optimizer.frozen_params", what="parameter")
-        if not any(map(self.includes, names)):
+        if not any(self.includes(name) for name in names if name not in no_weights):
             raise ConfigError.at(
                 "optimizer.frozen_params",
                 f"must leave a parameter to train, got {', '.join(self.frozen)}, which freeze all "
