@@ -31,6 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # works without being installed
 
+from scripts.ports import hold_port
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.verify import summary, verify
 
@@ -76,6 +77,8 @@ class Run:
     mode: str
     reported: set[int] = field(default_factory=set)
     """Steps that the log reported as saved."""
+    place: socket.socket | None = None
+    """Holds the port at which the ranks of this life meet."""
 
     def start(self, *, steps: int) -> list[subprocess.Popen[bytes]]:
         """Start every rank; their output goes to a file each."""
@@ -88,7 +91,10 @@ class Run:
         command += [f"--checkpoint.async_mode={self.mode}"]
         command += [f"--job.dump_folder={self.folder / 'run'}", "--comm.init_timeout_seconds=60"]
         command += [f"--training.dataset_cache={self.folder.parent / 'cache'}"]
-        port = _free_port()
+        if self.place is not None:
+            self.place.close()
+        self.place = hold_port()
+        port = self.place.getsockname()[1]
         ranks = []
         for rank in range(self.world):
             place: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world}
@@ -138,12 +144,6 @@ class Run:
         for step in self.reported:
             if step not in here and sum(other > step for other in here) < KEEP:
                 raise CampaignError(f"step {step} was reported as saved; found {here} alone")
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def live_and_die(run: Run, *, rng: random.Random) -> tuple[str, bool]:

@@ -251,6 +251,7 @@ train.train_and_leave(sys.argv[2:])
 """
 
 
+MANY_STEPS = ("--training.steps=1000000", "--lr_scheduler.total_steps=1000000")
 LATE = """
 import os, sys, time
 from importlib import import_module
@@ -277,7 +278,7 @@ def test_ranks_without_a_launcher_end_with_one_code(
     entry = ["-c", LATE] if late else ["-m", "torchtitan.train"]
     ranks = [
         subprocess.Popen(
-            [sys.executable, *entry, *write_job(tmp_path), argument],
+            [sys.executable, *entry, *write_job(tmp_path), *MANY_STEPS, argument],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **place},
             stderr=subprocess.PIPE,
             text=True,

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import tempfile
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from scripts.benchmarks.pairs import DisagreementError
+from scripts.ports import hold_port
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.mesh.process_group import Launch, init_process_group, leave
@@ -34,10 +33,8 @@ def run_ranks(measurement: Measurement, settings: dict[str, Any], *, ranks: int)
     Raises:
         UserError: A rank has raised one.
     """
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
+    with hold_port() as place, tempfile.TemporaryDirectory() as folder:
+        port = place.getsockname()[1]
         arguments = (measurement, settings, ranks, port, folder)
         failed = None
         try:

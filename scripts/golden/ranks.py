@@ -17,7 +17,6 @@ import os
 import runpy
 import shutil
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -27,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from scripts.golden.jobs import FIXTURES, Job, Leg
+from scripts.ports import hold_port
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -87,9 +87,11 @@ def run_job(job: Job, *, folder: Path, data: Path) -> None:
 
 
 def _run_leg(arguments: Sequence[str], *, leg: Leg, data: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    with hold_port() as place:
+        _run_ranks(arguments, leg=leg, data=data, port=place.getsockname()[1])
+
+
+def _run_ranks(arguments: Sequence[str], *, leg: Leg, data: Path, port: int) -> None:
     ranks, outputs = [], []
     for rank in range(leg.ranks):
         environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(leg.ranks)}

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from scripts.crash_campaign import TINY
+from scripts.ports import hold_port
 from torchtitan.assemble import assemble
 from torchtitan.assemble import run as assembling
 from torchtitan.base.errors import UserError
@@ -37,6 +38,7 @@ HSDP = (
     "--parallelism.data_parallel_replicate_degree=2",
     "--parallelism.data_parallel_shard_degree=2",
 )
+_PLACES: list[socket.socket] = []  # held as long as this process
 UNSAVED = "--checkpoint.enable=false"
 """For jobs that nobody goes on from: saving takes half a second of each rank."""
 
@@ -66,9 +68,9 @@ def write_job(
 
 def places_of_ranks(world: int) -> list[dict[str, str]]:
     """Return the variables by which ranks are started without a launcher, rank by rank."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        meeting_point = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+    _PLACES.append(hold_port())
+    port = _PLACES[-1].getsockname()[1]
+    meeting_point = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), **meeting_point}
         for rank in range(world)
