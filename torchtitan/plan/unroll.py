@@ -185,8 +185,6 @@ class _Unroller:
             if copy:
                 raise CannotUnrollError(f"each block frees what one far away has: {self._entries[index]}")
             return [(born, c) for c in range(template.times + 1 if is_copied else 1)]
-        if not is_copied and not template.holds(here.index):
-            return [(born, 0)]
         found, of_copy = template.at(template.place(here.index, copy) + distance)
         if found == there.index:
             return [(born, of_copy)]
