@@ -34,7 +34,7 @@ from torchtitan.optim.state import create_state
 from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.context.build import build_shard
 from torchtitan.parallel.layout import Layout
-from torchtitan.plan.tape import Kind, Record, Tape
+from torchtitan.plan.tape import Kind, Pool, Record, Tape
 from torchtitan.plan.unroll import CannotUnrollError, Template, unroll
 from torchtitan.plan.world import axes_of, fake_world, load_evenly, stand_ins
 
@@ -43,7 +43,12 @@ CPU = torch.device("cpu")
 
 
 def rehearse(
-    config: Config, *, layout: Layout, rank: int, left_out: Collection[int] = (), is_fake: bool = True
+    config: Config,
+    *,
+    layout: Layout,
+    rank: int,
+    left_out: Collection[int] = (),
+    is_fake: bool = True,
 ) -> Record:
     """Record a step of `rank`, without the blocks `left_out`.
 
@@ -51,10 +56,17 @@ def rehearse(
     """
     with fake_world(rank=rank, world_size=layout.dims.world_size):
         mesh = build_mesh(layout.dims, device_type="cpu")
-        return record_step(config, layout=_without(layout, left_out), mesh=mesh, fakes=FakeTensorMode(allow_non_fake_inputs=True))
+        return record_step(
+            config,
+            layout=_without(layout, left_out),
+            mesh=mesh,
+            fakes=FakeTensorMode(allow_non_fake_inputs=True),
+        )
 
 
-def record_step(config: Config, *, layout: Layout, mesh: Mesh, fakes: FakeTensorMode | None) -> Record:
+def record_step(
+    config: Config, *, layout: Layout, mesh: Mesh, fakes: FakeTensorMode | None
+) -> Record:
     """Record a step of this rank of the job; the process group must exist.
 
     `fakes`: what makes fake tensors; None: the step is a real one, on this machine's CPU.
@@ -76,17 +88,22 @@ def record_step(config: Config, *, layout: Layout, mesh: Mesh, fakes: FakeTensor
         optimizer = build_optimizer_of(config, model=model)
         create_state(optimizer)
         balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=CPU)
-        _hold_state(tape, model, optimizer)
+        offloads = config.training.enable_cpu_offload
+        _hold_state(tape, model, optimizer, pool="host" if offloads else "compute")
         parameters = [p for p in model.parameters() if p.requires_grad]
         with stand_ins(tape), tape:
-            divisor = torch.stack([count_valid(batch.labels) for batch in batches]).sum().clamp(min=1)
+            divisor = (
+                torch.stack([count_valid(batch.labels) for batch in batches]).sum().clamp(min=1)
+            )
             if balance is not None:
                 balance.begin(divisor)
             loss_sum = execution.forward_backward(batches, divisor=divisor)
             tape.mark("update", None)
             for p in parameters:
                 if p.grad is not None:
-                    tape.name(local_part(p.grad), kind="gradients")
+                    tape.name(
+                        local_part(p.grad), kind="gradients", pool="host" if offloads else None
+                    )
             norm = global_norm(parameters, loss=loss_sum)
             clip_gradients(parameters, norm=norm, max_norm=config.training.max_norm)
             take_step(optimizer, norm=norm)
@@ -132,7 +149,9 @@ def _as_fake(batch: Batch, fakes: FakeTensorMode | None) -> Batch:
     return replace(batch, **{name: fakes.from_tensor(getattr(batch, name)) for name in names})
 
 
-def _hold_state(tape: Tape, model: ModelParts, optimizer: torch.optim.Optimizer) -> None:
+def _hold_state(
+    tape: Tape, model: ModelParts, optimizer: torch.optim.Optimizer, *, pool: Pool
+) -> None:
     """Note what is there before the step, block by block."""
     for name, parameter in model.named_parameters():
         words = name.split(".")
@@ -140,7 +159,7 @@ def _hold_state(tape: Tape, model: ModelParts, optimizer: torch.optim.Optimizer)
         state = [t for t in optimizer.state.get(parameter, {}).values() if isinstance(t, Tensor)]
         for kind, tensors in (("weights", [parameter]), ("optimizer", state)):
             for tensor in tensors:
-                tape.hold(local_part(tensor.detach()), kind=kind)
+                tape.hold(local_part(tensor.detach()), kind=kind, pool=pool)
     tape.mark(None, None)
 
 
@@ -156,9 +175,7 @@ def rehearse_step(config: Config, *, layout: Layout, rank: int) -> Record:
     return rehearse(config, layout=layout, rank=rank)
 
 
-def find_templates(
-    config: Config, *, layout: Layout, rank: int
-) -> tuple[list[Template], set[int]]:
+def find_templates(config: Config, *, layout: Layout, rank: int) -> tuple[list[Template], set[int]]:
     """Return which blocks stand for others in each stage of a rank, and all that are left out."""
     table = [] if layout.pipeline is None else layout.pipeline.table
     if any(action.kind == "backward_weight" for row in table for action in row):
@@ -170,7 +187,9 @@ def find_templates(
     templates, left_out = [], set()
     for stage in _stages(layout, rank=rank):
         # a run of alike blocks that ends the stage, or the whole of it
-        start = next((i for i in reversed(range(1, len(stage))) if kinds[stage[i]] != kinds[stage[i-1]]), 0)
+        start = next(
+            (i for i in reversed(range(1, len(stage))) if kinds[stage[i]] != kinds[stage[i - 1]]), 0
+        )
         first = start + MARGIN
         first += -(stage[first] if first < len(stage) else 0) % period
         spare = len(stage) - first - period - MARGIN - period
@@ -198,8 +217,7 @@ def _kinds(layout: Layout) -> list[object]:
     """Return what tells the blocks of the whole model apart."""
     model = layout.spec.build_meta(layout.architecture)
     return [
-        [(name, p.shape) for name, p in block.named_parameters()]
-        for block in model.layers.values()
+        [(name, p.shape) for name, p in block.named_parameters()] for block in model.layers.values()
     ]
 
 

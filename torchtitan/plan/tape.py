@@ -37,8 +37,9 @@ Kind = Literal[
     "temporaries",
 ]
 """What memory is for."""
-Pool = Literal["compute", "gather", "reduce"]
-"""The stream in whose memory a storage lies: the allocator hands none of it to another stream."""
+Pool = Literal["compute", "gather", "reduce", "host"]
+"""The stream in whose memory a storage lies: the allocator hands none of it to another stream. What is
+offloaded lies with the host."""
 Phase = Literal["state", "forward", "backward", "between", "update"]
 """Between forwards and backwards a pipeline gathers the weights of its blocks and frees them."""
 
@@ -110,20 +111,21 @@ class Tape(TorchDispatchMode):
         if self.record.pieces[-1][1:] != piece[1:]:
             self.record.pieces.append(piece)
 
-    def hold(self, tensor: Tensor, *, kind: Kind) -> None:
+    def hold(self, tensor: Tensor, *, kind: Kind, pool: Pool = "compute") -> None:
         """Note a tensor that is there already; one that was seen keeps its place."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._live:
-            self.name(tensor, kind=kind)
+            self.name(tensor, kind=kind, pool=pool)
         else:
-            self._bear(storage, storage.nbytes(), ("state", ""), kind)
+            with self.within(pool=pool):
+                self._bear(storage, storage.nbytes(), ("state", ""), kind)
 
-    def name(self, tensor: Tensor, *, kind: Kind) -> None:
-        """Say what a live storage is for, now that this is known."""
+    def name(self, tensor: Tensor, *, kind: Kind, pool: Pool | None = None) -> None:
+        """Say what a live storage is for, and where it lies, now that this is known."""
         found = self._live.get(tensor.untyped_storage()._cdata)
         if found is not None and found[1] >= 0:
             entry = self.record.entries[found[1]]
-            self.record.entries[found[1]] = entry._replace(kind=kind)
+            self.record.entries[found[1]] = entry._replace(kind=kind, pool=pool or entry.pool)
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
         """Note that a storage has another size from now on."""
@@ -173,9 +175,7 @@ class Tape(TorchDispatchMode):
             self._backward = task
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.mark(None, None))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again with this rank's parts
         kwargs = kwargs or {}
@@ -267,6 +267,4 @@ def _tensors(tree: Any) -> Sequence[Tensor]:
 
 
 def _is_view(func: Any) -> bool:
-    return any(
-        r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
-    )
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)

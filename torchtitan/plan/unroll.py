@@ -93,7 +93,9 @@ class _Unroller:
         self._piece_at: dict[_Place, int] = {}
         self._piece_of: list[int] = []
         for number, (piece, end) in enumerate(self._bounds):
-            template, index = (None, 0) if piece.block is None else stages.get(piece.block, (None, 0))
+            template, index = (
+                (None, 0) if piece.block is None else stages.get(piece.block, (None, 0))
+            )
             place = _Place(template, index, piece.phase, turns[piece[1:]])
             turns[piece[1:]] += 1
             self._places.append(place)
@@ -149,7 +151,9 @@ class _Unroller:
             found = [self._places[n] if n < len(self._places) else None for n in group]
             expected = [_Place(template, i, place.phase, place.turn) for i in indices]
             if found != expected:
-                raise CannotUnrollError(f"the blocks of a template do not follow one another: {found}")
+                raise CannotUnrollError(
+                    f"the blocks of a template do not follow one another: {found}"
+                )
             copies = range(template.times + 1)
             for copy in reversed(copies) if place.phase == "backward" else copies:
                 yield from ((n, copy) for n in group)
@@ -177,13 +181,17 @@ class _Unroller:
         template = there.template
         if template is None or here.template not in (None, template):
             if copy:
-                raise CannotUnrollError(f"each block frees what one alone has: {self._entries[index]}")
+                raise CannotUnrollError(
+                    f"each block frees what one alone has: {self._entries[index]}"
+                )
             return [(born, 0)]
         is_copied = template.holds(there.index)
         distance = there.index - here.index
         if here.template is None or abs(distance) > NEAR:
             if copy:
-                raise CannotUnrollError(f"each block frees what one far away has: {self._entries[index]}")
+                raise CannotUnrollError(
+                    f"each block frees what one far away has: {self._entries[index]}"
+                )
             return [(born, c) for c in range(template.times + 1 if is_copied else 1)]
         found, of_copy = template.at(template.place(here.index, copy) + distance)
         if found == there.index:

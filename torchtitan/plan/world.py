@@ -15,7 +15,7 @@ dispatch what is allocated; they are replaced here, and nowhere else:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -65,7 +65,7 @@ def stand_ins(tape: Tape) -> Iterator[None]:
     resize = torch.UntypedStorage.resize_
     allocate, gather = DefaultReduceScatter.allocate, fsdp_group.foreach_all_gather
     find_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
-    num_reductions = 0
+    wait, num_reductions = FSDPParamGroup.wait_for_unshard, 0
 
     def resized(storage: torch.UntypedStorage, size: int) -> None:
         tape.resized(storage, size)
@@ -91,7 +91,8 @@ def stand_ins(tape: Tape) -> Iterator[None]:
     def of_block(work: Callable[..., Any]) -> Callable[..., Any]:
         def worked(group: Any, *args: Any, **kwargs: Any) -> Any:
             tape.mark_between(group.modules)
-            return work(group, *args, **kwargs)
+            with tape.within(kind="gathered weights") if work is wait else nullcontext():
+                return work(group, *args, **kwargs)
 
         return worked
 
