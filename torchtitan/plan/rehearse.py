@@ -12,9 +12,9 @@ fused kernels as the settings say.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from torchtitan.optim.state import create_state
 from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.context.build import build_shard
 from torchtitan.parallel.layout import Layout
-from torchtitan.plan.tape import Kind, Pool, Record, Tape
+from torchtitan.plan.tape import Pool, Record, Tape
 from torchtitan.plan.unroll import CannotUnrollError, Template, unroll
 from torchtitan.plan.world import axes_of, fake_world, load_evenly, stand_ins
 
@@ -157,9 +157,9 @@ def _hold_state(
         words = name.split(".")
         tape.mark("state", int(words[1]) if words[0] == "layers" else None)
         state = [t for t in optimizer.state.get(parameter, {}).values() if isinstance(t, Tensor)]
-        for kind, tensors in (("weights", [parameter]), ("optimizer", state)):
-            for tensor in tensors:
-                tape.hold(local_part(tensor.detach()), kind=kind, pool=pool)
+        tape.hold(local_part(parameter.detach()), kind="weights", pool=pool)
+        for tensor in state:
+            tape.hold(local_part(tensor.detach()), kind="optimizer", pool=pool)
     tape.mark(None, None)
 
 

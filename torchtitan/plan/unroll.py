@@ -14,12 +14,11 @@ copies leave nothing behind; if they do, all blocks must be run.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torchtitan.plan.tape import Entry, Phase, Piece, Record
-
 
 NEAR = 2
 """How many blocks ahead weights are gathered, or behind they are freed, at most."""
