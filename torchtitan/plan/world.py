@@ -7,7 +7,6 @@ dispatch what is allocated; they are replaced here, and nowhere else:
     the storages that FSDP frees and takes again     no operator does it
     the streams in which FSDP allocates              each has memory of its own
     DTensor's propagation of shapes                  it runs operators on whole tensors
-    the greeting of pipeline stages                  it reads what peers say
     how many tokens other ranks send to experts      an even load is assumed
     gradients in small chunks for the norm           only on a CPU
 """
@@ -23,7 +22,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp_group
-import torch.distributed.pipelining.schedules as schedules
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -105,7 +103,6 @@ def stand_ins(tape: Tape) -> Iterator[None]:
             (DefaultReduceScatter, "allocate", allocated),
             (fsdp_group, "foreach_all_gather", gathered),
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", shaped),
-            (schedules._PipelineSchedule, "_warmup_p2p", _assume_shapes),
             (clip, "CHUNK", 1 << 62),
         ):
             stack.enter_context(patch.object(owner, name, value))
@@ -163,8 +160,3 @@ class _EvenExchange(Exchange):
         sent = [sum(even[rank * local :][:local]) for rank in range(ranks)]
         own = dist.get_rank(self._group)
         return sent, [sent[own]] * ranks, came_RL
-
-
-def _assume_shapes(_: Any, stages: Sequence[Any], *__: Any) -> None:
-    for stage in stages:
-        stage._inference_mode = schedules.InferenceMode.STATIC

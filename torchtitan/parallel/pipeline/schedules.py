@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
-from torch.distributed.pipelining.stage import PipelineStage
+from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.parallel.batch import Batch
@@ -226,6 +226,13 @@ class _Schedule(_PipelineScheduleRuntime):
     def _split_inputs(self, args: tuple[Any, ...], kwargs: Any = None) -> tuple[Any, Any]:
         [microbatches] = args
         return [args for args, _ in microbatches], [kwargs for _, kwargs in microbatches]
+
+    def _warmup_p2p(self, stages: Any, *args: Any, **kwargs: Any) -> None:
+        if dist.get_backend(stages[0].group) != "fake":
+            super()._warmup_p2p(stages, *args, **kwargs)
+            return
+        for stage in stages:  # a world of one rank, for plans: there is no peer to agree with
+            stage._inference_mode = InferenceMode.STATIC
 
 
 class Runtime:
