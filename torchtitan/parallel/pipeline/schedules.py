@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
-from torch.distributed.pipelining.stage import InferenceMode, PipelineStage
+from torch.distributed.pipelining.stage import PipelineStage
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.parallel.batch import Batch
@@ -231,6 +231,8 @@ class _Schedule(_PipelineScheduleRuntime):
         if dist.get_backend(stages[0].group) != "fake":
             super()._warmup_p2p(stages, *args, **kwargs)
             return
+        from torch.distributed.pipelining.schedules import InferenceMode  # torch 2.11 has none
+
         for stage in stages:  # a world of one rank, for plans: there is no peer to agree with
             stage._inference_mode = InferenceMode.STATIC
 
