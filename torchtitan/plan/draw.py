@@ -122,7 +122,7 @@ def save_areas(
 
     figure = Figure(figsize=(9.0, 2.6 * len(panels) + 0.6), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    handles = {}
+    handles: dict[str, Any] = {}
     for axis, (title, areas) in zip(axes, panels, strict=True):
         num = len(next(iter(areas.values())))
         drawn = axis.stackplot(
@@ -137,7 +137,9 @@ def save_areas(
         axis.set_xlim(0, 100)
         axis.set_ylabel("GiB", fontsize=8)
         axis.tick_params(labelsize=8)
-    axes[-1].set_xlabel("% of the events of a step; dashed: the device, less what is not modelled")
+    axes[-1].set_xlabel(
+        "% of the events of a step; dashed: the device, less what is not modelled", fontsize=8
+    )
     figure.legend(
         handles=handles.values(), labels=handles.keys(), loc="outside right upper", fontsize=8
     )

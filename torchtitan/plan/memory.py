@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torchtitan.base.device import GIB
@@ -115,11 +115,11 @@ def _limits(planned: Planned, *, expandable: bool) -> str:
 
 
 def _draw(path: Path, planned: Planned, accounts: Sequence[Account]) -> None:
-    panels = [
+    panels: list[tuple[str, Mapping[str, Sequence[float]]]] = [
         (
             f"pipeline rank {rank}" if len(accounts) > 1 else planned.headline(),
             {
-                kind: [point.get(kind, 0) / GIB for point in account.curve]
+                str(kind): [point.get(kind, 0) / GIB for point in account.curve]
                 for kind in KINDS
                 if any(point.get(kind, 0) for point in account.curve)
             },

@@ -2,8 +2,8 @@
 
 Once a pipeline is full, each further microbatch repeats what the one before it did, and so does
 each accumulation step behind the second, which finds gradients that the first has left. So a
-rehearsal takes as few as reach the peak, and what is counted is multiplied: what computing does by the number
-of microbatches, what comes once in a pass of the pipeline by that of the passes.
+rehearsal takes as few as reach the peak, and what is counted is multiplied: what computing does by
+the number of microbatches, what comes once in a pass of the pipeline by that of the passes.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ Each resource has a time at worst and at best, from the shares of its peak in `d
     overlapped  collectives beside it: gathering weights, reducing gradients
     host        launching operators, one after the other, beside what the device does
 
-A microbatch's forward takes products, attention, passes and waits in turn. A pipeline's microbatches
-are played through its table (`schedule.py`), which adds the bubble. At best all that can overlap
-does; at worst nothing of the overlapped collectives does.
+A microbatch's forward takes products, attention, passes and waits in turn. A pipeline's
+microbatches are played through its table (`schedule.py`), which adds the bubble. At best all that
+can overlap does; at worst nothing of the overlapped collectives does.
 
 It is a promise of bounds: kernels may be chosen badly, clocks throttled, a neighbour may share the
-network. Compiling fuses operators that only read and write; how many is the compiler's matter, so at
-best a third of their bytes is counted, at worst all.
+network. Compiling fuses operators that only read and write; how many is the compiler's matter, so
+at best a third of their bytes is counted, at worst all.
 """
 
 from __future__ import annotations
