@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.models.fake_group import fake_group
+from tests.parallel.test_tensor import split
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
@@ -73,6 +76,8 @@ class Watch(TorchDispatchMode):
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again with this rank's parts
         result = func(*args, **(kwargs or {}))
         self.calls[func._schema.name] += 1
         for leaf in tree_leaves(result):
@@ -110,6 +115,33 @@ def test_by_operator_the_dear_ones_are_kept() -> None:
     widths = (16, config.dim, config.hidden_dim, config.dim, config.num_heads)
     assert held_by_op - held_by_full == 2 * 4 * 1024 * sum(widths)
     assert held_by_full < held_by_op < held_by_none
+
+
+def held_by_two_layers(mode: Mode, *, tp: int, sequence: bool) -> int:
+    """The bytes that forward leaves behind on one of `tp` ranks."""
+    sizes = replace(MODELS["llama3"].flavors["tiny8"], num_layers=2, vocab_size=264)
+    with fake_group(rank=1, world_size=tp):
+        model = MODELS["llama3"].build(sizes)
+        split(model, tp=tp, sequence=sequence)
+        apply_activation_checkpointing(model, mode=mode, option="op")
+        with Watch() as watch:
+            stream = model(torch.zeros(2, 512, dtype=torch.int64))
+            held = watch.bytes_held()
+        assert stream.requires_grad
+    return held
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_of_a_product_and_its_sum_over_ranks_only_the_sum_is_kept(tp: int, sequence: bool) -> None:
+    more = held_by_two_layers("selective", tp=tp, sequence=sequence)
+    more -= held_by_two_layers("full", tp=tp, sequence=sequence)
+    config = MODELS["llama3"].flavors["tiny8"]
+    heads, kv_width = config.num_heads, config.num_kv_heads * config.head_width
+    # wk and w3, attention and its log-sum-exp
+    split_width = kv_width + config.hidden_dim + config.dim + heads
+    sum_width = config.dim // tp if sequence else config.dim
+    assert more == 2 * 4 * 1024 * (split_width // tp + sum_width)
 
 
 # --- random numbers, and arguments of other blocks

@@ -12,6 +12,11 @@ is elementwise are recomputed. torchtitan keeps the first, third ... product, he
 fourth ...: recomputation ends with the last tensor that backward needs, the input of a block's last
 product, so the seventh of Llama's would be kept for nothing. The same holds for the sum after it.
 
+A product whose output is only one rank's term of a sum (`wo`, `w2`) is not kept, since under
+sequence parallelism it is tp times as large as the part of the sum that this rank keeps. Nor is it
+computed again where its sum is kept: nothing else reads it, so empty memory stands for it until the
+kept sum replaces that.
+
 **Collectives** of a recomputed block are repeated, on all ranks alike, but for the sum that "op"
 keeps: the gathers along the sequence under tensor parallelism, since to keep their outputs is to
 give up what sequence parallelism saves, and the exchanges of Ulysses. Attention over a ring or over
@@ -32,12 +37,14 @@ microseconds a block.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -152,13 +159,13 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
 
 def _contexts_by_operator() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The same where some operators' outputs are kept."""
-    pairs = zip(_contexts(), create_selective_checkpoint_contexts(_Policy()), strict=True)
-    run, again = (_Both(tape, operators) for tape, operators in pairs)
-    return run, again
+    (run, again), (keep, take) = _contexts(), create_selective_checkpoint_contexts(_Policy())
+    # outside of what hands out kept outputs: it sees the operators that run again
+    return _Together(run, keep), _Together(again, _SkipTerms(), take)
 
 
-class _Both(AbstractContextManager[None]):
-    """Two contexts as one, which may be entered again."""
+class _Together(AbstractContextManager[None]):
+    """Several contexts as one, which may be entered again."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self._contexts, self._open = contexts, ExitStack()
@@ -184,9 +191,9 @@ class _Policy:
         again = context.is_recompute
         name = operator.name()
         if name in PRODUCTS:
-            keeps = self._number("product", again) % 2 == 0
+            keeps = self._number("product", again) % 2 == 0 and not _is_term(args)
         elif name in SUMS:
-            keeps = self._number("sum", again) % 2 == 1
+            keeps = _keeps_sum(self._number("sum", again))
         else:
             keeps = name in ATTENTION
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
@@ -195,3 +202,39 @@ class _Policy:
         """Count: 1 is the first of its kind."""
         self._seen[kind, again] += 1
         return self._seen[kind, again]
+
+
+def _keeps_sum(number: int) -> bool:
+    """Tell whether a block keeps its first, second ... sum over ranks."""
+    return number % 2 == 1
+
+
+def _is_term(args: Sequence[Any]) -> bool:
+    """Tell whether a product is this rank's term of a sum: what is summed over lies on all ranks."""
+    factor = args[-2]
+    return isinstance(factor, DTensor) and any(p.is_shard(1) for p in factor.placements)
+
+
+class _SkipTerms(TorchDispatchMode):
+    """Leaves out the products that sums are made of, if the block has kept the sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_terms = 0
+
+    def __enter__(self) -> Any:
+        self._num_terms = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() in PRODUCTS and _is_term(args):
+            self._num_terms += 1  # each is followed by its sum
+            if _keeps_sum(self._num_terms):
+                return _stand_in(*args[-2:])
+        return func(*args, **(kwargs or {}))
+
+
+def _stand_in(left: DTensor, right: DTensor) -> DTensor:
+    """Return memory that nothing was written to, in the place of a product."""
+    empty = left.to_local().new_empty(left.shape[0], right.shape[1])
+    return DTensor.from_local(empty, left.device_mesh, [Partial()], run_check=False)
