@@ -210,7 +210,7 @@ def _keeps_sum(number: int) -> bool:
 
 
 def _is_term(args: Sequence[Any]) -> bool:
-    """Tell whether a product is this rank's term of a sum: what is summed over lies on all ranks."""
+    """Tell whether a product is a term of a sum over ranks: each has a part of the inner width."""
     factor = args[-2]
     return isinstance(factor, DTensor) and any(p.is_shard(1) for p in factor.placements)
 
