@@ -65,6 +65,14 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
             pipeline_parallel_last_stage_less_layers=0,
         ),
     ),
+    "pp 2 x fsdp 2, 4 stages a rank": (
+        4,
+        pipeline(
+            "InterleavedZeroBubble",
+            pipeline_parallel_layers_per_stage=1,
+            pipeline_parallel_last_stage_less_layers=0,
+        ),
+    ),
     # the gradients of the last stage's weights recomputed, and apart from those of its input
     "GPipe, loss in chunks": (2, (*pipeline("GPipe"), CHUNKS)),
     "InterleavedZeroBubble, loss in chunks": (2, (*pipeline("InterleavedZeroBubble"), CHUNKS)),
@@ -83,6 +91,7 @@ DEEP = {
     "pp 4 Interleaved1F1B": {"num_layers": 8},
     "pp 4 DualPipeV": {"num_layers": 8},
     "4 stages a rank": {"num_layers": 8},
+    "pp 2 x fsdp 2, 4 stages a rank": {"num_layers": 8},
 }
 
 
