@@ -42,8 +42,9 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -159,9 +160,10 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
 
 def _contexts_by_operator() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The same where some operators' outputs are kept."""
-    (run, again), (keep, take) = _contexts(), create_selective_checkpoint_contexts(_Policy())
+    policy = _Policy()
+    (run, again), (keep, take) = _contexts(), create_selective_checkpoint_contexts(policy)
     # outside of what hands out kept outputs: it sees the operators that run again
-    return _Together(run, keep), _Together(again, _SkipTerms(), take)
+    return _Together(run, keep), _Together(again, _SkipTerms(policy.stand_ins), take)
 
 
 class _Together(AbstractContextManager[None]):
@@ -178,11 +180,19 @@ class _Together(AbstractContextManager[None]):
         self._open.__exit__(*error)
 
 
+StandIn = Callable[[DTensor], DTensor]
+"""Makes what stands for a product, from the product's first factor."""
+
+
 class _Policy:
     """Says of each operator of one run of a block, in their order, whether its output is kept."""
 
     def __init__(self) -> None:
         self._seen: Counter[tuple[str, bool]] = Counter()
+        self._terms: set[int] = set()  # products, by number, that are terms of sums over ranks
+        self._last_term: tuple[int, int, StandIn] | None = None
+        self.stand_ins: list[StandIn | None] = []
+        """What stands for each product that is not kept; None: it runs again."""
 
     def __call__(
         self, context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
@@ -191,9 +201,14 @@ class _Policy:
         again = context.is_recompute
         name = operator.name()
         if name in PRODUCTS:
-            keeps = self._number("product", again) % 2 == 0 and not _is_term(args)
+            number = self._number("product", again)
+            if not again:
+                self._note_product(number, context.op_output)
+            keeps = self._keeps_product(number)
         elif name in SUMS:
-            keeps = _keeps_sum(self._number("sum", again))
+            keeps = self._number("sum", again) % 2 == 1
+            if not again:
+                self._note_sum(args[0].numel(), keeps=keeps)
         else:
             keeps = name in ATTENTION
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
@@ -203,38 +218,46 @@ class _Policy:
         self._seen[kind, again] += 1
         return self._seen[kind, again]
 
+    def _keeps_product(self, number: int) -> bool:
+        return number % 2 == 0 and number not in self._terms
 
-def _keeps_sum(number: int) -> bool:
-    """Tell whether a block keeps its first, second ... sum over ranks."""
-    return number % 2 == 1
+    def _note_product(self, number: int, output: Tensor) -> None:
+        if isinstance(output, DTensor) and any(p.is_partial() for p in output.placements):
+            self._terms.add(number)
+            shape = output.to_local().shape
+            make = partial(_stand_in, shape=shape, placements=output.placements)
+            self._last_term = len(self.stand_ins), shape.numel(), make
+        if not self._keeps_product(number):
+            self.stand_ins.append(None)
+
+    def _note_sum(self, size: int, *, keeps: bool) -> None:
+        """If a sum is kept, let the product that went into it be left out."""
+        if keeps and self._last_term is not None and self._last_term[1] == size:
+            self.stand_ins[self._last_term[0]] = self._last_term[2]
+        self._last_term = None
 
 
-def _is_term(args: Sequence[Any]) -> bool:
-    """Tell whether a product is a term of a sum over ranks: each has a part of the inner width."""
-    factor = args[-2]
-    return isinstance(factor, DTensor) and any(p.is_shard(1) for p in factor.placements)
+def _stand_in(left: DTensor, *, shape: torch.Size, placements: Sequence[Placement]) -> DTensor:
+    """Return memory that nothing was written to, in the place of a product."""
+    empty = left.to_local().new_empty(shape)
+    return DTensor.from_local(empty, left.device_mesh, placements, run_check=False)
 
 
 class _SkipTerms(TorchDispatchMode):
-    """Leaves out the products that sums are made of, if the block has kept the sums."""
+    """Leaves out products of which a kept sum was made; it sees those that would run again."""
 
-    def __init__(self) -> None:
+    def __init__(self, stand_ins: Sequence[StandIn | None]) -> None:
         super().__init__()
-        self._num_terms = 0
+        self._stand_ins, self._place = stand_ins, 0
 
     def __enter__(self) -> Any:
-        self._num_terms = 0
+        self._place = 0
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() in PRODUCTS and _is_term(args):
-            self._num_terms += 1  # each is followed by its sum
-            if _keeps_sum(self._num_terms):
-                return _stand_in(*args[-2:])
+        if func.name() in PRODUCTS:
+            make = self._stand_ins[self._place]
+            self._place += 1
+            if make is not None:
+                return make(args[-2])
         return func(*args, **(kwargs or {}))
-
-
-def _stand_in(left: DTensor, right: DTensor) -> DTensor:
-    """Return memory that nothing was written to, in the place of a product."""
-    empty = left.to_local().new_empty(left.shape[0], right.shape[1])
-    return DTensor.from_local(empty, left.device_mesh, [Partial()], run_check=False)
