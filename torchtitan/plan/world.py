@@ -29,6 +29,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.mesh.dims import Mesh
+from torchtitan.mesh.process_group import end_process_group
 from torchtitan.models.routing import Compute, StackedExperts
 from torchtitan.optim import clip
 from torchtitan.parallel.expert import Exchange
@@ -42,7 +43,7 @@ def fake_world(*, rank: int, world_size: int) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        end_process_group()
 
 
 def axes_of(mesh: Mesh) -> dict[str, str]:
