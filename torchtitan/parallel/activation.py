@@ -45,7 +45,6 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -53,6 +52,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from torchtitan.base.dispatch import DispatchMode
 from torchtitan.models.contract import Attends
 from torchtitan.models.routing import ChoosesExperts, Routes, StackedExperts
 from torchtitan.parallel.one_operator import WHOLE_ATTENTION
@@ -243,7 +243,7 @@ def _stand_in(left: DTensor, *, shape: torch.Size, placements: Sequence[Placemen
     return DTensor.from_local(empty, left.device_mesh, placements, run_check=False)
 
 
-class _SkipTerms(TorchDispatchMode):
+class _SkipTerms(DispatchMode):
     """Leaves out products of which a kept sum was made; it sees those that would run again."""
 
     def __init__(self, stand_ins: Sequence[StandIn | None]) -> None:

@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from torchtitan.base.dispatch import DispatchMode
 
 Kind = Literal[
     "weights",
@@ -82,7 +83,7 @@ class Record:
         yield from zip(self.pieces, ends, strict=True)
 
 
-class Tape(TorchDispatchMode):
+class Tape(DispatchMode):
     """Records the operators of this process while it is entered.
 
     `axes`: the names of process groups' axes by the names of the groups.
