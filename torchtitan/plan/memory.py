@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torchtitan.base.device import GIB
 from torchtitan.plan.account import KINDS, Account, replay
+from torchtitan.plan.allocator import MIB
 from torchtitan.plan.devices import ALLOWANCE
 from torchtitan.plan.draw import save_areas
 from torchtitan.plan.job import Planned
@@ -55,11 +56,15 @@ def _table(planned: Planned, accounts: Sequence[Account]) -> str:
     rows.append(("needed", [needed(account) for account in accounts]))
     if any(account.on_host for account in accounts):
         rows.append(("on the host", [account.on_host for account in accounts]))
-    lines = ["GiB" + " " * 22 + "".join(f"{name:>10}" for name in names)]
+    lines = [" " * 25 + "".join(f"{name:>12}" for name in names)]
     lines += [
-        f"{name:<25}" + "".join(f"{size / GIB:>10.2f}" for size in sizes) for name, sizes in rows
+        f"{name:<25}" + "".join(f"{_said(size):>12}" for size in sizes) for name, sizes in rows
     ]
     return "\n".join(lines)
+
+
+def _said(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.2f} MiB"
 
 
 def _verdict(planned: Planned, accounts: Sequence[Account]) -> str:
@@ -83,12 +88,12 @@ def _peak(rank: int, account: Account) -> str:
     during = "between blocks" if block is None else f"in the {phase} of layer {block}"
     operator, module = account.where.where[:2]
     lines = [
-        f"The peak of pipeline rank {rank} comes {during}, with {operator} "
-        + (f"of {module}" if module else "outside of modules")
+        f"The peak of pipeline rank {rank} comes {during}, with {operator}"
+        + (f" of {module}" if module else "")
         + "; then most is held by:"
     ]
     lines += [
-        f"  {tenant.size / GIB:>8.2f} GiB  {tenant.num:>5} x  {tenant.kind:<17} "
+        f"  {_said(tenant.size):>12}  {tenant.num:>5} x  {tenant.kind:<17} "
         f"{tenant.operator} {tenant.module}".rstrip()
         for tenant in account.tenants[:NUM_TENANTS]
     ]

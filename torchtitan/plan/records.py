@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 from torchtitan.assemble.find import find_layout
-from torchtitan.job import Config
+from torchtitan.config.toml_files import to_toml
+from torchtitan.job import load_config
 from torchtitan.plan.job import Planned
 from torchtitan.plan.rehearse import rehearse_step
 from torchtitan.plan.shorten import shorten
@@ -19,22 +23,29 @@ def rehearse_ranks(planned: Planned) -> list[Record]:
 
     Ranks are rehearsed in processes of their own, as many at once as there are cores.
     """
-    work = [(planned.config, planned.world_size, rank) for rank in planned.first_ranks()]
-    num_processes = min(len(work), os.cpu_count() or 1)
+    ranks = planned.first_ranks()
+    num_processes = min(len(ranks), os.cpu_count() or 1)
     if num_processes == 1:
-        return [_rehearse(one) for one in work]
+        short = planned.shortened
+        return [rehearse_step(short.config, layout=short.layout, rank=ranks[0])]
     records = []
-    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        for record in pool.imap(_rehearse, work):
-            records.append(record)
-            if sys.stderr.isatty():
-                ending = "\n" if len(records) == len(work) else ""
-                said = f"\rrehearsed {len(records)} of {len(work)} pipeline ranks{ending}"
-                sys.stderr.write(said)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "job.toml"
+        file.write_text(to_toml(planned.config), encoding="utf-8")
+        work = [(str(file), planned.world_size, rank) for rank in ranks]
+        with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+            for record in pool.imap(_rehearse, work):
+                records.append(record)
+                if sys.stderr.isatty():
+                    ending = "\n" if len(records) == len(ranks) else ""
+                    said = f"\rrehearsed {len(records)} of {len(ranks)} pipeline ranks{ending}"
+                    sys.stderr.write(said)
     return records
 
 
-def _rehearse(work: tuple[Config, int, int]) -> Record:
-    config, world_size, rank = work
+def _rehearse(work: tuple[str, int, int]) -> Record:
+    file, world_size, rank = work
+    logging.disable(logging.WARNING)  # the command itself has said it
+    config = load_config([f"--job.config_file={file}"])
     short = shorten(config, find_layout(config, world_size=world_size))
     return rehearse_step(short.config, layout=short.layout, rank=rank)

@@ -65,14 +65,12 @@ class StepTime:
 def time_step(planned: Planned, records: Sequence[Record]) -> StepTime:
     """Return the bounds of a step from the records of the pipeline's ranks."""
     ranks = [_RankTimes(record, planned) for record in records]
-    worst, best = (_whole_step(planned, ranks, bound) for bound in (0, 1))
+    (worst, worst_idle), (best, best_idle) = (_whole_step(planned, ranks, n) for n in (0, 1))
     names = [*IN_TURN, "overlapped", "host"]
     resources = {
         name: max((rank.total(name) for rank in ranks), key=lambda t: t[1]) for name in names
     }
-    busy = max(sum(rank.total(name)[1] for name in IN_TURN) for rank in ranks)
-    if planned.layout.pipeline is not None:
-        resources["bubble"] = (max(0.0, worst - busy), max(0.0, best - busy))
+    resources["bubble"] = (worst_idle, best_idle)
     tokens, flops = planned.tokens_per_step, planned.model_flops
     peak = planned.device.flops * planned.world_size
     return StepTime(
@@ -127,21 +125,22 @@ class _RankTimes:
         return max(device, self.of("host", bound, *phases))
 
 
-def _whole_step(planned: Planned, ranks: Sequence[_RankTimes], bound: int) -> float:
-    """Return the time of a step at worst (0) or at best (1)."""
+def _whole_step(planned: Planned, ranks: Sequence[_RankTimes], bound: int) -> tuple[float, float]:
+    """Return the time of a step at worst (0) or at best (1), and that of its bubble."""
     pipeline, accumulation = planned.layout.pipeline, planned.layout.accumulation
     # what belongs to no block, the head and the loss, comes with every microbatch
     forward = max(rank.in_turn(bound, "forward", "between") for rank in ranks)
     backward = max(rank.in_turn(bound, "backward") for rank in ranks)
     update = max(rank.in_turn(bound, "update") for rank in ranks)
     beside = max(rank.of("overlapped", bound) for rank in ranks)
-    computing = forward + backward
+    computing, idle = forward + backward, 0.0
     if pipeline is not None:
         num = sum(action.kind == "forward" for action in pipeline.table[0]) * accumulation
         f, b = forward / num, backward / num
         costs = Costs(forward=f, backward=b, backward_input=b / 2, backward_weight=b / 2)
-        computing = accumulation * simulate(pipeline.table, costs=costs).makespan
-    return (computing + beside if bound == 0 else max(computing, beside)) + update
+        idle = accumulation * simulate(pipeline.table, costs=costs).makespan - computing
+        computing += idle
+    return (computing + beside if bound == 0 else max(computing, beside)) + update, idle
 
 
 def _time(

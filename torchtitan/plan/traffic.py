@@ -1,7 +1,8 @@
 """The command `traffic`: what a rank sends in a step, counted, beside what formulas say.
 
 The formulas are those by which layouts are compared in papers; a count that differs from them shows
-what they leave out. For P parameters of this rank's stage (1/tp of those that are split), b bytes each as they are gathered, r as gradients are reduced, and m microbatches:
+what they leave out. For P parameters of this rank's stage (1/tp of those that are split), b bytes
+each as they are gathered, r as gradients are reduced, and m microbatches:
 
     fsdp, gathers         b P for forward, and once more for backward but for what is kept
     fsdp, reductions      r P for each microbatch; with a pipeline once for all of them
