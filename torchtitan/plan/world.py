@@ -89,9 +89,10 @@ def stand_ins(tape: Tape) -> Iterator[None]:
         with tape.within(pool=pool, kind=kind):
             return allocate(*args, **kwargs)
 
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        with tape.within(pool="gather", kind="gathered weights"):
-            return gather(*args, **kwargs)
+    def gathered(params: Any, group: Any, is_async: bool, *args: Any) -> Any:
+        # a pipeline asks for weights ahead and asynchronously, which takes no stream of its own
+        with tape.within(pool="compute" if is_async else "gather", kind="gathered weights"):
+            return gather(params, group, is_async, *args)
 
     def shaped(*args: Any, **kwargs: Any) -> Any:
         with tape.within(is_paused=True):
