@@ -82,7 +82,7 @@ def record_step(
     model, execution = build_model(config, layout=layout, mesh=mesh, device=CPU, fill=fill)
     for part in model:
         tape.watch_blocks(part)
-        load_evenly(part)
+        load_evenly(part, dtype=getattr(torch, config.training.mixed_precision_param))
     batches = [_as_fake(batch, fakes) for batch in _batches(config, layout=layout, mesh=mesh)]
     with fake:
         optimizer = build_optimizer_of(config, model=model)
