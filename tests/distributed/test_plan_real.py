@@ -11,14 +11,17 @@ it, and rows are sent to experts by the trainer's own exchange.
 
 from __future__ import annotations
 
-from itertools import zip_longest
+import math
+from bisect import bisect_right
+from functools import partial
+from itertools import accumulate, groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import wait_tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -30,13 +33,14 @@ from torchtitan.assemble.find import find_layout
 from torchtitan.assemble.model import resolve_model
 from torchtitan.job import Config, load_config
 from torchtitan.mesh.dims import build_mesh
+from torchtitan.models.routing import ChoosesExperts
 from torchtitan.parallel.layout import Layout
+from torchtitan.plan import rehearse as rehearsing
 from torchtitan.plan.rehearse import record_step, rehearse
 from torchtitan.plan.tape import MESSAGES, Record, Tape
+from torchtitan.plan.world import load_evenly
 
-TOML = jobs.TINY.replace("global_batch_size = 8", "").replace(
-    "local_batch_size = 2", "local_batch_size = 4"
-)
+TOML = jobs.TINY.replace("global_batch_size = 8", "").replace("size = 2", "size = 4")
 TP2 = "--parallelism.tensor_parallel_degree=2"
 COPIED = "--parallelism.enable_sequence_parallel=false"
 WHOLE_LOGITS = "--parallelism.disable_loss_parallel=true"
@@ -48,6 +52,8 @@ EXPERTS = ("--model.name=qwen3_moe", "--model.flavor=tiny8", "--model.num_layers
 DEEPSEEK = ("--model.name=deepseek_v3", "--model.flavor=tiny")
 EP2 = "--parallelism.expert_parallel_degree=2"
 EP4 = "--parallelism.expert_parallel_degree=4"
+EVERY_2 = (SELECTIVE, "--activation_checkpoint.selective_ac_option=2")
+IN_TWOS = "--parallelism.pipeline_parallel_microbatch_size=2"
 LAYERS4 = ("--model.flavor=tiny8", "--model.num_layers=4")
 
 
@@ -58,6 +64,13 @@ def cp(degree: int, method: str) -> tuple[str, ...]:
     )
 
 
+NUM_CHOSEN = 2
+"""Experts of a token in `EXPERTS`."""
+RNG_STATE = 5056
+"""Bytes of the CPU's generator, which a block keeps to be recomputed; no operator makes them."""
+FEW = 200
+"""Bytes of numbers of rows by expert, which are converted without an operator."""
+SMALL = 128
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one device": (1, ()),
     "one device, bfloat16": (1, (BF16,)),
@@ -65,7 +78,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one device, by operator": (1, BY_OPERATOR),
     "one device, every 2": (
         1,
-        (SELECTIVE, "--activation_checkpoint.selective_ac_option=2", *LAYERS4),
+        (*EVERY_2, *LAYERS4),
     ),
     "one device, documents": (1, ("--training.document_attention=within",)),
     "one device, chunks": (1, ("--training.loss_chunks=3",)),
@@ -78,7 +91,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "fsdp 2, frozen": (2, ('--optimizer.frozen_params=["tok_embeddings.*","layers.0.*"]',)),
     "fsdp 2, lora": (2, ("--lora.rank=4", "--lora.alpha=8.0")),
     "fsdp 2, bfloat16, by operator": (2, (BF16, *BY_OPERATOR)),
-    "fsdp 2, every 2": (2, (SELECTIVE, "--activation_checkpoint.selective_ac_option=2", *LAYERS4)),
+    "fsdp 2, every 2": (2, (*EVERY_2, *LAYERS4)),
     "ddp 2": (2, jobs.DDP),
     "hsdp 2x2, bfloat16": (4, (*jobs.HSDP, BF16)),
     "tp 2": (2, (TP2, *LAYERS4)),
@@ -98,7 +111,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp 2 x fsdp 2, bfloat16": (4, (*pipeline("1F1B"), *LAYERS4, BF16)),
     "pp 2 x tp 2": (
         4,
-        (*pipeline("1F1B"), *LAYERS4, TP2, "--parallelism.pipeline_parallel_microbatch_size=2"),
+        (*pipeline("1F1B"), *LAYERS4, TP2, IN_TWOS),
     ),
     "pp 2 ZBV x fsdp 2": (4, (*pipeline("ZBVZeroBubble"), *LAYERS4)),
     "experts": (1, EXPERTS),
@@ -165,7 +178,7 @@ class _OnCopies:
         if "send" in name:
             return out
         dist.Work.unbox(
-            [x for x in tree_leaves(out) if isinstance(x, torch.ScriptObject)][0]
+            next(x for x in tree_leaves(out) if isinstance(x, torch.ScriptObject))
         ).wait()
         for x in given:
             x.copy_(copies[id(x)])
@@ -197,3 +210,105 @@ def test_fake_is_real(name: str, ranks: RankPool, tmp_path: Path) -> None:
         assert {entry.what for entry in fake.entries} >= {"birth", "death", "product", "pass"}
         axes = {entry.where[0] for entry in fake.entries if entry.what == "message"}
         assert "?" not in axes, "a message over a group of no axis"
+
+
+def in_turn(module: ChoosesExperts, scores_BSE: Tensor, *_: Any) -> Tensor:
+    """Choose experts so that each gets as many tokens as any other, and from any part of them."""
+    *tokens, num_experts = scores_BSE.shape
+    ids = torch.arange(math.prod(tokens) * NUM_CHOSEN) % num_experts
+    return ids.reshape(*tokens, NUM_CHOSEN)
+
+
+def route_in_turn(model: nn.Module, **_: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, ChoosesExperts):
+            module.choose = partial(in_turn, module)
+
+
+def route_evenly(model: nn.Module, **settings: Any) -> None:
+    route_in_turn(model)
+    load_evenly(model, **settings)
+
+
+def record_routed(job: list[str]) -> Record:
+    """Record a real step without what stands in for the load of experts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rehearsing, "load_evenly", route_in_turn)
+        return record(job)
+
+
+def coarse(record: Record) -> list[list[tuple[object, ...]]]:
+    """Return entries without the numbers of rows by expert, which are read where they are known
+    beforehand; what dies together when a function returns dies in any order."""
+    entries = [entry[:5] for entry in record.entries if entry.size > SMALL]
+    runs = groupby(entries, key=lambda entry: entry[0] == "death")
+    return [sorted(run) if are_deaths else list(run) for are_deaths, run in runs]
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "ep 2, bfloat16" in name])
+def test_an_even_load_is_what_even_routes_give(
+    name: str, ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, arguments = LAYOUTS[name]
+    job = [*write_job(tmp_path, TOML), *arguments]
+    reals = ranks.run(record_routed, job, world=world)
+    monkeypatch.setattr(rehearsing, "load_evenly", route_evenly)
+    fake = rehearsed(job, world=world, rank=1)
+    assert coarse(reals[1]) == coarse(fake)
+
+
+PROFILED = {
+    "one device": 0,
+    "one device, bfloat16": 0,
+    "one device, documents": 0,
+    "one device, accumulating": 0,
+    "one device, recomputed": 2 * RNG_STATE,
+    "experts, bfloat16": FEW,
+    "deepseek_v3": FEW,
+}
+
+
+@pytest.mark.parametrize("name", PROFILED)
+def test_profiler_counts_the_same_bytes(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    _, arguments = LAYOUTS[name]
+    [(counted, noted)] = ranks.run(profiled, [*write_job(tmp_path, TOML), *arguments], world=1)
+    assert 0 <= counted - noted <= PROFILED[name]
+
+
+def profiled(job: list[str]) -> tuple[int, int]:
+    """Return the peak of memory above what is there before a step, as the profiler counts what
+    this process takes, and as the tape notes it.
+
+    The profiler's is the peak behind operators: what one takes and gives back itself is no tensor.
+    """
+    profile = torch.profiler.profile(profile_memory=True)
+    enter, leave = Tape.__enter__, Tape.__exit__
+
+    def entered(tape: Tape) -> Any:
+        profile.__enter__()
+        return enter(tape)
+
+    def left(tape: Tape, *args: Any) -> Any:
+        out = leave(tape, *args)
+        profile.__exit__(None, None, None)
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tape, "__enter__", entered)
+        patch.setattr(Tape, "__exit__", left)
+        noted = record(job)
+    events = profile.profiler.kineto_results.events()
+    steps = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    ends = [e.end_ns() for e in events if e.name() == "PythonDispatchMode"]
+    taken = [0, *accumulate(size for _, size in steps)]
+    counted = max(taken[bisect_right(steps, (end, 1 << 62))] for end in ends)
+    live, before = [0], 0
+    for piece, end in noted.bounds():
+        for entry in noted.entries[piece.start : end]:
+            sign = {"birth": 1, "death": -1}.get(entry.what, 0)
+            live.append(live[-1] + sign * entry.size)
+            # batches, too, are there before, and noted when they are read
+            before += entry.size if piece.phase == "state" and sign > 0 else 0
+    batches = live[-1] - before - taken[-1]
+    assert 0 <= batches < 2000
+    return counted, max(live) - before - batches

@@ -120,7 +120,7 @@ def stand_ins(tape: Tape) -> Iterator[None]:
 
 
 def load_evenly(model: nn.Module, *, dtype: torch.dtype) -> None:
-    """Let every expert of this rank get as many tokens as any other, to multiply them in `dtype`."""
+    """Let every expert of this rank multiply as many tokens as any other, in `dtype`."""
     for module in model.modules():
         if not isinstance(module, StackedExperts):
             continue
