@@ -44,7 +44,7 @@ FLOORS: Mapping[str, int] = {
     "assemble": 6,
     "train": 8,
     "launch": 7,
-    "api": 8,
+    "api": 9,
     "evaluate": 7,
 }
 # what a package may import beyond its own, where that is not "all lower floors"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, groupby, zip_longest
 from pathlib import Path
@@ -35,6 +36,7 @@ from torchtitan.job import Config, load_config
 from torchtitan.mesh.dims import build_mesh
 from torchtitan.models.routing import ChoosesExperts
 from torchtitan.parallel.layout import Layout
+from torchtitan.parallel.pipeline import schedules
 from torchtitan.plan import rehearse as rehearsing
 from torchtitan.plan.rehearse import record_step, rehearse
 from torchtitan.plan.tape import MESSAGES, Record, Tape
@@ -140,15 +142,18 @@ def record(job: list[str]) -> Record:
     def on_copies(tape: Tape, func: Any, *args: Any) -> Any:
         return dispatch(tape, _OnCopies(func) if func.namespace in MESSAGES else func, *args)
 
-    wait = dist.Work.wait
+    def unseen(work: Callable[..., Any]) -> Callable[..., Any]:
+        def worked(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._DisableTorchDispatch():
+                return work(*args, **kwargs)
 
-    def waited(*args: Any) -> Any:
-        with torch._C._DisableTorchDispatch():
-            return wait(*args)
+        return worked
 
+    # gloo makes copies in waiting; neighbouring stages greet each other before the first step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tape, "__torch_dispatch__", on_copies)
-        patch.setattr(dist.Work, "wait", waited)
+        for owner, name in ((dist.Work, "wait"), (schedules._Schedule, "_warmup_p2p")):
+            patch.setattr(owner, name, unseen(getattr(owner, name)))
         return record_step(config, layout=layout, mesh=mesh, fakes=None)
 
 

@@ -113,9 +113,7 @@ def build_run(
     shard = build_shard(config.parallelism, training=training, mesh=mesh)
     offloads = training.enable_cpu_offload
     fill = partial(materialize, device=device, offloads=offloads, seed=config.debug.seed)
-    model, execution = build_model(
-        config, layout=layout, mesh=mesh, device=device, fill=fill
-    )
+    model, execution = build_model(config, layout=layout, mesh=mesh, device=device, fill=fill)
     balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=device)
     validator = build_validator(
         config,

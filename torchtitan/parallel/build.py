@@ -81,9 +81,7 @@ def build_model_and_execution(
     return parts, pipeline
 
 
-def materialize(
-    part: LanguageModel, *, device: torch.device, offloads: bool, seed: int
-) -> None:
+def materialize(part: LanguageModel, *, device: torch.device, offloads: bool, seed: int) -> None:
     """Allocate the weights of a part on the device, or where the host offloads them, and fill
     them."""
     part.to_empty(device="cpu" if offloads else device)

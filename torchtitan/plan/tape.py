@@ -39,8 +39,8 @@ Kind = Literal[
 ]
 """What memory is for."""
 Pool = Literal["compute", "gather", "reduce", "host"]
-"""The stream in whose memory a storage lies: the allocator hands none of it to another stream. What
-is offloaded lies with the host."""
+"""The stream in whose memory a storage lies: the allocator hands none of it to another stream.
+What is offloaded lies with the host."""
 Phase = Literal["state", "forward", "backward", "between", "update"]
 """Between forwards and backwards a pipeline gathers the weights of its blocks and frees them."""
 WRAPPERS = (DTensor, AsyncCollectiveTensor)

@@ -8,7 +8,6 @@ dispatch what is allocated; they are replaced here, and nowhere else:
     the streams in which FSDP allocates              each has memory of its own
     DTensor's propagation of shapes                  it runs operators on whole tensors
     FSDP's padding of shards                         it asks for addresses
-    the greeting of pipeline stages                  it reads what peers say
     how many tokens other ranks send to experts      an even load is assumed
     gradients in small chunks for the norm           only on a CPU
 """
@@ -24,16 +23,15 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp_group
-import torch.distributed.pipelining.schedules as schedules
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.mesh.dims import Mesh
+from torchtitan.mesh.process_group import end_process_group
 from torchtitan.models.moe import multiply_grouped, multiply_in_turn
 from torchtitan.models.routing import Compute, StackedExperts
 from torchtitan.optim import clip
@@ -44,13 +42,11 @@ from torchtitan.plan.tape import Tape
 @contextmanager
 def fake_world(*, rank: int, world_size: int) -> Iterator[None]:
     """Be one rank of a job whose other ranks do not exist."""
-    _clear_sharding_prop_cache()  # it remembers meshes, and so groups of another world
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()
+        end_process_group()
 
 
 def axes_of(mesh: Mesh) -> dict[str, str]:
@@ -112,7 +108,6 @@ def stand_ins(tape: Tape) -> Iterator[None]:
             (fsdp_group, "foreach_all_gather", gathered),
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", shaped),
             (FSDPParam, "reset_sharded_param", _keep),
-            (schedules._PipelineSchedule, "_warmup_p2p", _assume_shapes),
             (clip, "CHUNK", 1 << 62),
         ):
             stack.enter_context(patch.object(owner, name, value))
@@ -181,8 +176,3 @@ class _EvenExchange(Exchange):
 
 def _keep(_: FSDPParam) -> None:
     """Leave a shard as it is, padded since its storage exists: of a fake one no address tells."""
-
-
-def _assume_shapes(_: Any, stages: Sequence[Any], *__: Any) -> None:
-    for stage in stages:
-        stage._inference_mode = schedules.InferenceMode.STATIC
