@@ -73,6 +73,8 @@ RNG_STATE = 5056
 FEW = 200
 """Bytes of numbers of rows by expert, which are converted without an operator."""
 SMALL = 128
+TINY = 16
+"""Bytes of a scalar that torch has kept from an earlier job."""
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one device": (1, ()),
     "one device, bfloat16": (1, (BF16,)),
@@ -277,7 +279,7 @@ PROFILED = {
 def test_profiler_counts_the_same_bytes(name: str, ranks: RankPool, tmp_path: Path) -> None:
     _, arguments = LAYOUTS[name]
     [(counted, noted)] = ranks.run(profiled, [*write_job(tmp_path, TOML), *arguments], world=1)
-    assert 0 <= counted - noted <= PROFILED[name]
+    assert -TINY <= counted - noted <= PROFILED[name]
 
 
 def profiled(job: list[str]) -> tuple[int, int]:
