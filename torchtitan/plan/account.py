@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from torchtitan.plan.allocator import Allocator
 from torchtitan.plan.tape import Entry, Kind, Phase, Record
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,8 @@ def replay(record: Record, *, expandable: bool, num_points: int = 400) -> Accoun
     allocator, places = Allocator(expandable=expandable), {}
     live: Counter[Kind] = Counter()
     now = peak = host = most_on_host = peak_active = 0
-    at, curve = -1, _Curve(len(entries), num_points)
+    begun = next((p.start for p in record.pieces[1:] if p.phase != "state"), 0)
+    at, curve = -1, _Curve(len(entries) - begun, num_points)
     for index, entry in enumerate(entries):
         if entry.what not in ("birth", "death"):
             continue
@@ -73,7 +77,8 @@ def replay(record: Record, *, expandable: bool, num_points: int = 400) -> Accoun
         peak_active = max(peak_active, allocator.active)
         if now > peak:
             peak, at = now, index
-        curve.add(index, now, live)
+        if index >= begun:
+            curve.add(index - begun, now, live)
     tenants = _tenants(entries, kinds, at=at)
     by_kind: Counter[Kind] = Counter()
     for tenant in tenants:

@@ -9,9 +9,9 @@ Memory is what the driver offers to programs, a little less than the sheet says.
 such machines usually have, one adapter of 200 or 400 Gbit/s per GPU.
 Shares: matrix products reach 60 to 85 % of the dense peak (H100, cuBLAS at sizes from 4096; lower
 for power limits), flash attention 2 30 to 55 % (FlashAttention-3's paper, arXiv:2407.08608, gives
-35 % forward on H100; the FlashAttention-2 paper, arXiv:2307.08691, 50 to 73 % on A100), memory-bound
-kernels 60 to 90 % of the bandwidth, collectives 50 to 85 % of their links (NCCL's tests call it bus
-bandwidth).
+35 % forward on H100; the FlashAttention-2 paper, arXiv:2307.08691, 50 to 73 % on A100),
+memory-bound kernels 60 to 90 % of the bandwidth, collectives 50 to 85 % of their links (NCCL's
+tests call it bus bandwidth).
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ DEVICES: Mapping[str, Device] = dict(
 )
 ALLOWANCE = 2 * GIB
 """What a device holds beside torch's memory: the CUDA context and its libraries (about 0.5 GiB),
-NCCL's buffers of each communicator, cuBLAS's workspaces. Not modelled; an estimate to be on the safe
-side."""
+NCCL's buffers of each communicator, cuBLAS's workspaces. Not modelled; an estimate to be on the
+safe side."""
 
 
 def find_device(name: str, *, memory_gib: float | None) -> Device:

@@ -11,6 +11,7 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.job import Config, load_config
 from torchtitan.parallel.layout import Layout
 from torchtitan.plan.devices import Device
+from torchtitan.plan.shorten import Shortened, shorten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class Planned:
     gpus_per_node: int
     is_compiled: bool
     """As the job asks; it is rehearsed without."""
+    shortened: Shortened
+    """What is rehearsed."""
 
     @property
     def world_size(self) -> int:
@@ -86,10 +89,12 @@ def place(config: Config, *, world_size: int, device: Device, gpus_per_node: int
         training = replace(training, mixed_precision_param="bfloat16")
     layout = find_layout(config, world_size=world_size)  # with all rules, compiling's too
     compilation = replace(config.compile, enable=False)
+    config = replace(config, training=training, compile=compilation)
     return Planned(
-        config=replace(config, training=training, compile=compilation),
+        config=config,
         layout=layout,
         device=device,
         gpus_per_node=gpus_per_node,
         is_compiled=is_compiled,
+        shortened=shorten(config, layout),
     )

@@ -164,7 +164,10 @@ def _hold_state(
 
 
 def rehearse_step(config: Config, *, layout: Layout, rank: int) -> Record:
-    """Record a step of `rank` with all blocks, most of which are copied if that can be done."""
+    """Record a step of `rank` with all blocks, most of which are copied if that can be done.
+
+    Of many microbatches and accumulation steps only some are taken; see `shorten`.
+    """
     templates, left_out = find_templates(config, layout=layout, rank=rank)
     if templates:
         record = rehearse(config, layout=layout, rank=rank, left_out=left_out)
@@ -203,7 +206,7 @@ def find_templates(config: Config, *, layout: Layout, rank: int) -> tuple[list[T
     return templates, left_out
 
 
-MARGIN = 3
+MARGIN = 2
 """Blocks before and behind a template that may differ from it."""
 
 

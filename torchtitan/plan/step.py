@@ -9,18 +9,19 @@ Each resource has a time at worst and at best, from the shares of its peak in `d
     overlapped  collectives beside it: gathering weights, reducing gradients
     host        launching operators, one after the other, beside what the device does
 
-A microbatch's forward takes products, attention, passes and waits in turn. A pipeline's microbatches
-are played through its table (`schedule.py`), which adds the bubble. At best all that can overlap
-does; at worst nothing of the overlapped collectives does.
+A microbatch's forward takes products, attention, passes and waits in turn. A pipeline's
+microbatches are played through its table (`schedule.py`), which adds the bubble. At best all that
+can overlap does; at worst nothing of the overlapped collectives does.
 
 It is a promise of bounds: kernels may be chosen badly, clocks throttled, a neighbour may share the
-network. Compiling fuses operators that only read and write; how many is the compiler's matter, so at
-best a third of their bytes is counted, at worst all.
+network. Compiling fuses operators that only read and write; how many is the compiler's matter, so
+at best a third of their bytes is counted, at worst all.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import argparse
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -28,6 +29,7 @@ from math import ceil
 from torchtitan.plan.devices import Device, Share
 from torchtitan.plan.job import Planned
 from torchtitan.plan.links import OVERLAPPED, Axis, axes_of, collective
+from torchtitan.plan.records import rehearse_ranks
 from torchtitan.plan.schedule import Costs, simulate
 from torchtitan.plan.tape import Entry, Record
 
@@ -63,12 +65,12 @@ class StepTime:
 def time_step(planned: Planned, records: Sequence[Record]) -> StepTime:
     """Return the bounds of a step from the records of the pipeline's ranks."""
     ranks = [_RankTimes(record, planned) for record in records]
-    worst, best = (_whole_step(planned, ranks, bound) for bound in (0, 1))
+    (worst, worst_idle), (best, best_idle) = (_whole_step(planned, ranks, n) for n in (0, 1))
     names = [*IN_TURN, "overlapped", "host"]
-    resources = {name: max((rank.total(name) for rank in ranks), key=lambda t: t[1]) for name in names}
-    busy = max(sum(rank.total(name)[1] for name in IN_TURN) for rank in ranks)
-    if planned.layout.pipeline is not None:
-        resources["bubble"] = (max(0.0, worst - busy), max(0.0, best - busy))
+    resources = {
+        name: max((rank.total(name) for rank in ranks), key=lambda t: t[1]) for name in names
+    }
+    resources["bubble"] = (worst_idle, best_idle)
     tokens, flops = planned.tokens_per_step, planned.model_flops
     peak = planned.device.flops * planned.world_size
     return StepTime(
@@ -87,7 +89,7 @@ class _RankTimes:
         device = planned.device
         axes = axes_of(planned.layout.dims, gpus_per_node=planned.gpus_per_node)
         kept = FUSED if planned.is_compiled else 1.0
-        self._times: Counter[tuple[str, str, int]] = Counter()
+        self._times: defaultdict[tuple[str, str, int], float] = defaultdict(float)
         """By phase, resource and bound."""
         known: dict[tuple[object, ...], tuple[str, Time]] = {}
         launch = (device.launch.worst, device.launch.best)
@@ -100,9 +102,10 @@ class _RankTimes:
                 if key not in known:
                     known[key] = _time(entry, device=device, axes=axes, kept=kept)
                 resource, time = known[key]
+                times = planned.shortened.times(entry, piece.phase)
                 for bound in (0, 1):
-                    self._times[phase, resource, bound] += time[bound]  # type: ignore[assignment]
-                    self._times[phase, "host", bound] += launch[bound]  # type: ignore[assignment]
+                    self._times[phase, resource, bound] += times * time[bound]
+                    self._times[phase, "host", bound] += times * launch[bound]
 
     def total(self, resource: str) -> Time:
         """Return the time of a resource over the step."""
@@ -122,21 +125,22 @@ class _RankTimes:
         return max(device, self.of("host", bound, *phases))
 
 
-def _whole_step(planned: Planned, ranks: Sequence[_RankTimes], bound: int) -> float:
-    """Return the time of a step at worst (0) or at best (1)."""
+def _whole_step(planned: Planned, ranks: Sequence[_RankTimes], bound: int) -> tuple[float, float]:
+    """Return the time of a step at worst (0) or at best (1), and that of its bubble."""
     pipeline, accumulation = planned.layout.pipeline, planned.layout.accumulation
     # what belongs to no block, the head and the loss, comes with every microbatch
     forward = max(rank.in_turn(bound, "forward", "between") for rank in ranks)
     backward = max(rank.in_turn(bound, "backward") for rank in ranks)
     update = max(rank.in_turn(bound, "update") for rank in ranks)
     beside = max(rank.of("overlapped", bound) for rank in ranks)
-    computing = forward + backward
+    computing, idle = forward + backward, 0.0
     if pipeline is not None:
         num = sum(action.kind == "forward" for action in pipeline.table[0]) * accumulation
         f, b = forward / num, backward / num
         costs = Costs(forward=f, backward=b, backward_input=b / 2, backward_weight=b / 2)
-        computing = accumulation * simulate(pipeline.table, costs=costs).makespan
-    return (computing + beside if bound == 0 else max(computing, beside)) + update
+        idle = accumulation * simulate(pipeline.table, costs=costs).makespan - computing
+        computing += idle
+    return (computing + beside if bound == 0 else max(computing, beside)) + update, idle
 
 
 def _time(
@@ -168,3 +172,35 @@ def _filled(shapes: str) -> float:
         return 1.0
     rows, columns = sides[-2][-2], sides[-1][-1]
     return (rows / ceil(rows / TILE) / TILE) * (columns / ceil(columns / TILE) / TILE)
+
+
+def plan_step(planned: Planned, arguments: argparse.Namespace) -> str:
+    """Return the bounds of a step as text."""
+    found = time_step(planned, rehearse_ranks(planned))
+    device = planned.device
+    lines = [
+        planned.headline(),
+        "",
+        f"a step: {found.best:.3g} to {found.worst:.3g} s; "
+        f"{found.tokens_per_second[0]:,.0f} to {found.tokens_per_second[1]:,.0f} tokens/s; "
+        f"MFU {found.mfu[0]:.0f} to {found.mfu[1]:.0f} %",
+        f"what binds: {found.binds}",
+        "",
+        f"{'seconds':<12}{'at best':>10}{'at worst':>10}",
+        *(
+            f"{name:<12}{best:>10.3f}{worst:>10.3f}"
+            for name, (worst, best) in found.resources.items()
+            if worst
+        ),
+        "",
+        f"Bounds, not a promise of a number: {device.name} at {_said(device.products)} of "
+        f"{device.flops / 1e12:.0f} TFLOP/s in products, {_said(device.attention)} in attention, "
+        f"{_said(device.passes)} of {device.bandwidth / 1e12:.2f} TB/s, {_said(device.links)} of "
+        f"{device.link / 1e9:.0f} GB/s on a machine and {device.network / 1e9:.0f} GB/s between "
+        "machines; the shares are in torchtitan/plan/devices.py.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _said(share: Share) -> str:
+    return f"{share.worst:.0%} to {share.best:.0%}"

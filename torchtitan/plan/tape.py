@@ -13,7 +13,7 @@ unrolled to any number (`unroll.py`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -49,6 +49,10 @@ MESSAGES = ("c10d", "_c10d_functional", "_dtensor")
 """Namespaces of operators that send something."""
 UNREGISTERED = ("flash_attention_for_cpu", "_grouped_mm")
 """Products of which torch does not know how much they are."""
+
+
+WORLD = "world"
+"""The axis of all ranks of the job."""
 
 
 class Entry(NamedTuple):
@@ -92,15 +96,18 @@ class Record:
 class Tape(TorchDispatchMode):
     """Records the operators of this process while it is entered.
 
-    `axes`: the names of process groups' axes by the names of the groups.
+    `axes`: by the name of each process group the axes whose ranks it has, those of FSDP last: one
+    group may serve several.
     """
 
-    def __init__(self, axes: dict[str, str]) -> None:
+    def __init__(self, axes: Mapping[str, Sequence[str]]) -> None:
         super().__init__()
         self.record = Record()
         self.pool: Pool = "compute"
         self.kind: Kind = "temporaries"
         self.is_paused = False
+        self.is_sharding = False
+        """Whether FSDP is at work."""
         self._axes = axes
         self._live: dict[int, tuple[int, int]] = {}
         """By storage: its size and its birth."""
@@ -215,11 +222,13 @@ class Tape(TorchDispatchMode):
     def _note_message(self, name: str, args: Any, out: Any) -> None:
         boxes = [x for x in tree_leaves(args) if "ProcessGroup" in str(getattr(x, "_type", str)())]
         names = [x for x in tree_leaves(args) if isinstance(x, str) and x in self._axes]
-        group = dist.ProcessGroup.unbox(boxes[0]).group_name if boxes else (names or ["?"])[-1]
+        group = dist.ProcessGroup.unbox(boxes[0]).group_name if boxes else names[-1]
         # the side that is whole, not sharded
         sides = [sum(t.nbytes for t in _tensors(x)) for x in (*args, out)]
         short = name.split("::")[1].split(".")[0].strip("_")
-        axis = self._axes.get(group, group)
+        axis = self._axes[group][-1 if self.is_sharding else 0]
+        if self.record.pieces[-1].phase == "update" and WORLD in self._axes[group]:
+            axis = WORLD  # the gradient norm
         self._append(Entry("message", max(sides), (axis, short, self._modules[-1])))
 
     def _note_product(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -265,7 +274,7 @@ class Tape(TorchDispatchMode):
 
     @contextmanager
     def within(self, **values: Any) -> Iterator[None]:
-        """Set attributes meanwhile: `pool`, `kind` or `is_paused`."""
+        """Set attributes meanwhile: `pool`, `kind`, `is_paused` or `is_sharding`."""
         before = {name: getattr(self, name) for name in values}
         for name, value in values.items():
             setattr(self, name, value)

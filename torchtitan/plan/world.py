@@ -14,8 +14,9 @@ dispatch what is allocated; they are replaced here, and nowhere else:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -36,7 +37,7 @@ from torchtitan.models.moe import multiply_grouped, multiply_in_turn
 from torchtitan.models.routing import Compute, StackedExperts
 from torchtitan.optim import clip
 from torchtitan.parallel.expert import Exchange
-from torchtitan.plan.tape import Tape
+from torchtitan.plan.tape import WORLD, Tape
 
 
 @contextmanager
@@ -49,16 +50,25 @@ def fake_world(*, rank: int, world_size: int) -> Iterator[None]:
         end_process_group()
 
 
-def axes_of(mesh: Mesh) -> dict[str, str]:
-    """Return the axes of the mesh by the names of their process groups."""
-    axes = {dist.group.WORLD.group_name: "world"}  # type: ignore[union-attr]
+def axes_of(mesh: Mesh) -> dict[str, list[str]]:
+    """Return the axes by the names of the process groups that have their ranks, those over which
+    FSDP shards and copies last."""
+    axes = defaultdict(list, {dist.group.WORLD.group_name: [WORLD]})  # type: ignore[union-attr]
     for view, names in (
-        (mesh.experts, ("ep", "efsdp")),
         (mesh.data, ("dp", "cp")),
-        (mesh.params, ("pp", "dp_replicate", "fsdp", "tp")),
+        (mesh.params, ("pp", "tp")),
+        (mesh.experts, ("ep", "efsdp")),
+        (mesh.params, ("dp_replicate", "fsdp")),
     ):
-        axes |= {view.get_group(name).group_name: name for name in names}
-    return axes
+        for name in names:
+            group = view.get_group(name)
+            at = (
+                0
+                if name in ("cp", "tp", "pp", "ep") and group.size() > 1
+                else len(axes[group.group_name])
+            )
+            axes[group.group_name].insert(at, name)
+    return dict(axes)
 
 
 @contextmanager
@@ -93,7 +103,8 @@ def stand_ins(tape: Tape) -> Iterator[None]:
     def of_block(work: Callable[..., Any]) -> Callable[..., Any]:
         def worked(group: Any, *args: Any, **kwargs: Any) -> Any:
             tape.mark_between(group.modules)
-            with tape.within(kind="gathered weights") if work is wait else nullcontext():
+            kind = "gathered weights" if work is wait else tape.kind
+            with tape.within(kind=kind, is_sharding=True):
                 return work(group, *args, **kwargs)
 
         return worked
