@@ -219,8 +219,16 @@ def _period(config: Config) -> int:
 def _kinds(layout: Layout) -> list[object]:
     """Return what tells the blocks of the whole model apart."""
     model = layout.spec.build_meta(layout.architecture)
+    if layout.adapt is not None:
+        layout.adapt(model)
+    layout.trained.freeze_others(model)
+    wide = layout.float8.filter_fqns if layout.float8 is not None else ()
     return [
-        [(name, p.shape) for name, p in block.named_parameters()] for block in model.layers.values()
+        [
+            (name, p.shape, p.requires_grad, [part in f"layers.{number}.{name}" for part in wide])
+            for name, p in block.named_parameters()
+        ]
+        for number, block in model.layers.items()
     ]
 
 
