@@ -235,9 +235,9 @@ class Tape(TorchDispatchMode):
         name = func.name()
         shapes = " ".join("x".join(map(str, t.shape)) for t in _tensors(args) if t.ndim > 1)
         if "flash_attention_for_cpu" in name:
-            q, k, num_products, place = (*args[:2], 2, 4)
-            if "backward" in name:
-                q, k, num_products, place = (*args[1:3], 5, 7)
+            is_backward = "backward" in name
+            q, k = args[1:3] if is_backward else args[:2]
+            num_products, place = (5, 7) if is_backward else (2, 4)
             is_causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
             # causal: half of the scores
             flops = num_products * q.numel() * k.shape[2] * (1 if is_causal else 2)
