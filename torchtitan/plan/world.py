@@ -10,6 +10,9 @@ dispatch what is allocated; they are replaced here, and nowhere else:
     FSDP's padding of shards                         it asks for addresses
     how many tokens other ranks send to experts      an even load is assumed
     gradients in small chunks for the norm           only on a CPU
+
+What a stage sends is taken to be gone at once; NCCL keeps it until the other stage has it, which is
+at most one microbatch's stream for each send on its way.
 """
 
 from __future__ import annotations
