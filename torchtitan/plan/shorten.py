@@ -69,7 +69,7 @@ def _shorten_table(config: Config, pipeline: PipelineLayout) -> tuple[Table, int
     if settings.pipeline_parallel_schedule_csv:
         return None
     pp, num = len(pipeline.table), _num_microbatches(pipeline.table)
-    peaks = _peaks(pipeline.table)
+    peaks, is_full = _peaks(pipeline.table), False
     for fewer in range(1, num):
         try:
             table = compute_table(
@@ -80,8 +80,9 @@ def _shorten_table(config: Config, pipeline: PipelineLayout) -> tuple[Table, int
             )
         except ConfigError:
             continue
-        if _peaks(table) == peaks:
+        if is_full:
             return table, fewer, num
+        is_full = _peaks(table) == peaks  # one more, which finds what the first has left
     return None
 
 
