@@ -111,8 +111,23 @@ def test_fsdp_saves_no_casts_of_weights(tmp_path: Path) -> None:
     one, sharded = record(tmp_path), record(tmp_path, world=2)
     assert saved(one, block=1) - saved(sharded, block=1) == 2 * (MATRICES + NORMS)
     assert born(sharded, "weights") == 4 * PARAMETERS // 2
-    # block 1 once in forward and once in backward, what the all-gather takes and what it fills
-    assert "gathered weights" in replay(sharded, expandable=True).by_kind
+
+
+@pytest.mark.parametrize(("reshard", "again"), [("always", LAYERS - 1), ("never", 0)])
+def test_gathered_weights(reshard: str, again: int, tmp_path: Path) -> None:
+    """All once in forward, and for backward the blocks that were freed: not the last one."""
+    argument = f"--parallelism.fsdp_reshard_after_forward={reshard}"
+    found = record(tmp_path, argument, world=2)
+    everything, blocks = 2 * PARAMETERS, 2 * again * (MATRICES + NORMS)
+    # a gather takes half of what it fills, and this is copied to where weights are used
+    messages = (everything + blocks) * 3 // 2
+    pools = Counter(gather=messages, compute=everything + blocks)
+    for pool in ("gather", "compute"):
+        assert born(found, "gathered weights", pool=pool) == pools[pool]
+    gathers = [e.size for e in found.entries if e.what == "message" and "gather" in e.where[1]]
+    assert sum(gathers) == everything + blocks
+    scattered = [e.size for e in found.entries if e.what == "message" and "scatter" in e.where[1]]
+    assert sum(scattered) == 4 * PARAMETERS
 
 
 def test_offloaded_state_is_on_the_host(tmp_path: Path) -> None:
