@@ -113,9 +113,11 @@ def test_fsdp_saves_no_casts_of_weights(tmp_path: Path) -> None:
     assert born(sharded, "weights") == 4 * PARAMETERS // 2
 
 
-@pytest.mark.parametrize(("reshard", "again"), [("always", LAYERS - 1), ("never", 0)])
+@pytest.mark.parametrize(
+    ("reshard", "again"), [("default", LAYERS - 1), ("always", LAYERS), ("never", 0)]
+)
 def test_gathered_weights(reshard: str, again: int, tmp_path: Path) -> None:
-    """All once in forward, and for backward the blocks that were freed: not the last one."""
+    """All once in forward, and for backward the blocks that were freed: by default not the last."""
     argument = f"--parallelism.fsdp_reshard_after_forward={reshard}"
     found = record(tmp_path, argument, world=2)
     everything, blocks = 2 * PARAMETERS, 2 * again * (MATRICES + NORMS)
