@@ -104,6 +104,7 @@ def classify(record: Record) -> list[Kind]:
     for number, (piece, end) in enumerate(record.bounds()):
         piece_of += [number] * (end - piece.start)
     phases = [piece.phase for piece in record.pieces]
+    blocks = [piece.block for piece in record.pieces]
     for index, entry in enumerate(entries):
         if entry.what != "death" or entry.kind not in ("temporaries", "communication"):
             continue
@@ -111,6 +112,12 @@ def classify(record: Record) -> list[Kind]:
         first, last = piece_of[born], piece_of[index]
         if phases[first] == "forward" and phases[last] in ("backward", None) and first != last:
             kinds[born] = "activations"
+        elif (
+            phases[first] == "backward"
+            and first != last
+            and (phases[last] in ("between", "update") or blocks[last] == blocks[first])
+        ):
+            kinds[born] = "gradients"  # not reduced yet
         elif entries[born].where[1].startswith("output"):
             kinds[born] = "logits"
     return kinds
