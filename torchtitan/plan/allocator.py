@@ -12,7 +12,8 @@ of c10/cuda/CUDACachingAllocator.cpp (torch 2.13):
 - neighbours of a segment that are free are one block again
 
 With `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` a stream has two segments that grow at their
-end, in pages of 2 MiB or 20 MiB, and what is left over always stays free.
+end, in pages of 2 MiB or 20 MiB, and what is left over always stays free. The block at the end is
+as large as it can grow, so it is taken where no other fits.
 
 Segments are never given back: what the allocator does when the device is full, to free those that
 are empty and try again, delays an out-of-memory error and costs time; a plan should not rely on it.
@@ -86,6 +87,9 @@ class _Pool:
             self._grow(size)
             index = bisect_left(self._free, (size, 0))
         found, address = self._free[index]
+        is_end = address + found == self.reserved
+        if self._expandable and is_end and index + 1 < len(self._free):
+            found, address = self._free[index + 1]
         self._remove(address)
         if found - size >= self._least_rest:
             self._add(address + size, found - size)

@@ -82,7 +82,7 @@ def record_step(
     model, execution = build_model(config, layout=layout, mesh=mesh, device=CPU, fill=fill)
     for part in model:
         tape.watch_blocks(part)
-        load_evenly(part)
+        load_evenly(part, dtype=getattr(torch, config.training.mixed_precision_param))
     batches = [_as_fake(batch, fakes) for batch in _batches(config, layout=layout, mesh=mesh)]
     with fake:
         optimizer = build_optimizer_of(config, model=model)
@@ -219,8 +219,16 @@ def _period(config: Config) -> int:
 def _kinds(layout: Layout) -> list[object]:
     """Return what tells the blocks of the whole model apart."""
     model = layout.spec.build_meta(layout.architecture)
+    if layout.adapt is not None:
+        layout.adapt(model)
+    layout.trained.freeze_others(model)
+    wide = layout.float8.filter_fqns if layout.float8 is not None else ()
     return [
-        [(name, p.shape) for name, p in block.named_parameters()] for block in model.layers.values()
+        [
+            (name, p.shape, p.requires_grad, [part in f"layers.{number}.{name}" for part in wide])
+            for name, p in block.named_parameters()
+        ]
+        for number, block in model.layers.items()
     ]
 
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -43,6 +44,12 @@ Pool = Literal["compute", "gather", "reduce", "host"]
 What is offloaded lies with the host."""
 Phase = Literal["state", "forward", "backward", "between", "update"]
 """Between forwards and backwards a pipeline gathers the weights of its blocks and frees them."""
+WRAPPERS = (DTensor, AsyncCollectiveTensor)
+"""Tensors that hold others, and no memory."""
+MESSAGES = ("c10d", "_c10d_functional", "_dtensor")
+"""Namespaces of operators that send something."""
+UNREGISTERED = ("flash_attention_for_cpu", "_grouped_mm")
+"""Products of which torch does not know how much they are."""
 
 
 WORLD = "world"
@@ -184,10 +191,12 @@ class Tape(DispatchMode):
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.mark(None, None))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again with this rank's parts
+        if any(issubclass(kind, WRAPPERS) for kind in types):
+            return NotImplemented  # it comes again with what is within
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            out = args[0]  # as of real tensors; of a fake one it makes another
         if not self.is_paused:
             self._note(func, args, kwargs, out)
         return out
@@ -195,16 +204,16 @@ class Tape(DispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func.name()
         given, made = _tensors((args, kwargs)), _tensors(out)
-        is_message = func.namespace in ("c10d", "_c10d_functional", "_dtensor")
+        is_message = func.namespace in MESSAGES
         kind: Kind = "communication" if is_message else self.kind
         for tensor in made:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._live:
                 self._bear(storage, storage.nbytes(), (name, self._modules[-1]), kind)
         if is_message:
-            if "wait_tensor" not in name:
+            if "wait_tensor" not in name and "wrap_tensor" not in name:
                 self._note_message(name, args, out)
-        elif func._overloadpacket in flop_registry or "flash_attention_for_cpu" in name:
+        elif func._overloadpacket in flop_registry or any(part in name for part in UNREGISTERED):
             self._note_product(func, args, kwargs, out)
         elif func.namespace == "aten" and not _is_view(func):
             size = sum(t.nbytes for t in given) + sum(t.nbytes for t in made)
@@ -226,10 +235,15 @@ class Tape(DispatchMode):
     def _note_product(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func.name()
         shapes = " ".join("x".join(map(str, t.shape)) for t in _tensors(args) if t.ndim > 1)
-        if "flash_attention_for_cpu" in name:  # causal: half of the scores; 2 products, or 5
+        if "flash_attention_for_cpu" in name:
             is_backward = "backward" in name
             q, k = args[1:3] if is_backward else args[:2]
-            flops = q.numel() * k.shape[2] * (5 if is_backward else 2)
+            num_products, place = (5, 7) if is_backward else (2, 4)
+            is_causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
+            # causal: half of the scores
+            flops = num_products * q.numel() * k.shape[2] * (1 if is_causal else 2)
+        elif "_grouped_mm" in name:  # each row of all groups once, or in a gradient each column
+            flops = 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
         else:
             flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         self._append(Entry("product", int(flops), (name, self._modules[-1], shapes)))
@@ -273,7 +287,7 @@ class Tape(DispatchMode):
 
 
 def _tensors(tree: Any) -> Sequence[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and not isinstance(x, WRAPPERS)]
 
 
 def _is_view(func: Any) -> bool:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torchtitan.plan.tape import Entry, Phase, Piece, Record
+from torchtitan.plan.tape import Entry, Kind, Phase, Piece, Record
 
 NEAR = 2
 """How many blocks ahead weights are gathered, or behind they are freed, at most."""
@@ -100,15 +100,19 @@ class _Unroller:
             self._places.append(place)
             self._piece_at[place] = number
             self._piece_of += [number] * (end - piece.start)
-        held = [0, 0]
+        held: Counter[tuple[Kind, bool]] = Counter()
         for place, (piece, end) in zip(self._places, self._bounds, strict=True):
             if place.phase == "state":
-                size = sum(entry.size for entry in self._entries[piece.start : end])
-                is_copied = place.template is not None and place.template.holds(place.index)
-                times = place.template.times if place.template is not None and is_copied else 0
-                held = [held[0] + size, held[1] + size * (1 + times)]
-        self._growth = held[1] / max(1, held[0])
-        """Of the state: as the update's operators, of all parameters at once, grow."""
+                template = place.template
+                is_copied = template is not None and template.holds(place.index)
+                times = 1 + template.times if template is not None and is_copied else 1
+                for entry in self._entries[piece.start : end]:
+                    held[entry.kind, False] += entry.size
+                    held[entry.kind, True] += entry.size * times
+        # what is trained has an optimizer's state, if that has any
+        kind: Kind = "optimizer" if held["optimizer", False] else "weights"
+        self._growth = held[kind, True] / max(1, held[kind, False])
+        """Of what is trained: as the update's operators, of all parameters at once, grow."""
         self._out: list[Entry] = []
         self._born: dict[tuple[int, int], int] = {}
         """By entry and copy of a birth: its index in what comes out, while it lives."""

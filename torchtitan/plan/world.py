@@ -7,8 +7,12 @@ dispatch what is allocated; they are replaced here, and nowhere else:
     the storages that FSDP frees and takes again     no operator does it
     the streams in which FSDP allocates              each has memory of its own
     DTensor's propagation of shapes                  it runs operators on whole tensors
+    FSDP's padding of shards                         it asks for addresses
     how many tokens other ranks send to experts      an even load is assumed
     gradients in small chunks for the norm           only on a CPU
+
+What a stage sends is taken to be gone at once; NCCL keeps it until the other stage has it, which is
+at most one microbatch's stream for each send on its way.
 """
 
 from __future__ import annotations
@@ -25,12 +29,14 @@ import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp_group
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.process_group import end_process_group
+from torchtitan.models.moe import multiply_grouped, multiply_in_turn
 from torchtitan.models.routing import Compute, StackedExperts
 from torchtitan.optim import clip
 from torchtitan.parallel.expert import Exchange
@@ -116,17 +122,20 @@ def stand_ins(tape: Tape) -> Iterator[None]:
             (DefaultReduceScatter, "allocate", allocated),
             (fsdp_group, "foreach_all_gather", gathered),
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", shaped),
+            (FSDPParam, "reset_sharded_param", _keep),
             (clip, "CHUNK", 1 << 62),
         ):
             stack.enter_context(patch.object(owner, name, value))
         yield
 
 
-def load_evenly(model: nn.Module) -> None:
-    """Let every expert of this rank get as many tokens as any other."""
+def load_evenly(model: nn.Module, *, dtype: torch.dtype) -> None:
+    """Let every expert of this rank multiply as many tokens as any other, in `dtype`."""
     for module in model.modules():
         if not isinstance(module, StackedExperts):
             continue
+        if module.compute is multiply_grouped and dtype != torch.bfloat16:
+            module.compute = multiply_in_turn  # as a GPU does
         if isinstance(module.exchange, Exchange):
             module.exchange = _EvenExchange(module.exchange)
         else:
@@ -146,7 +155,10 @@ def _multiply_evenly(
 def _compute_evenly(
     compute: Compute, x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]
 ) -> Tensor:
-    return compute(x_NC, torch.tensor(_even(len(x_NC), len(counts_E))), weights)
+    even = _even(len(x_NC), len(counts_E))
+    counts_E = torch.tensor(even)
+    counts_E.tolist = lambda: even  # type: ignore[method-assign]  # a fake tensor knows no numbers
+    return compute(x_NC, counts_E, weights)
 
 
 def _even(total: int, num: int) -> list[int]:
@@ -168,8 +180,14 @@ class _EvenExchange(Exchange):
     def _tell(self, counts_RL: Tensor) -> tuple[list[int], list[int], Tensor]:
         came_RL = torch.empty_like(counts_RL)
         dist.all_to_all_single(came_RL, counts_RL.contiguous(), group=self._group)
+        torch.cat([counts_RL.sum(1, keepdim=True), came_RL], 1)
         ranks, local = counts_RL.shape
         even = _even(self._num_rows, ranks * local)
         sent = [sum(even[rank * local :][:local]) for rank in range(ranks)]
         own = dist.get_rank(self._group)
-        return sent, [sent[own]] * ranks, came_RL
+        came = torch.tensor([even[own * local :][:local]] * ranks)
+        return sent, [sent[own]] * ranks, came
+
+
+def _keep(_: FSDPParam) -> None:
+    """Leave a shard as it is, padded since its storage exists: of a fake one no address tells."""

@@ -1,0 +1,321 @@
+"""Fake equals real: what is rehearsed on fake tensors is what ranks do.
+
+A step is run twice: on real tensors, by gloo ranks, and on fake ones, by a single process that
+pretends the other ranks. What a tape notes of both must be equal, event for event: each birth and
+death of a storage, each message, product and pass, its size, its operator and its module, in this
+order. So peaks, traffic and arithmetic are equal too.
+
+What the tape itself overlooks is overlooked in both, so torch's profiler counts real memory beside
+it, and rows are sent to experts by the trainer's own exchange.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate, groupby, zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import wait_tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.distributed import jobs
+from tests.distributed.jobs import write_job
+from tests.distributed.pipeline_jobs import pipeline
+from tests.distributed.rank_pool import RankPool
+from torchtitan.assemble.find import find_layout
+from torchtitan.assemble.model import resolve_model
+from torchtitan.job import Config, load_config
+from torchtitan.mesh.dims import build_mesh
+from torchtitan.models.routing import ChoosesExperts
+from torchtitan.parallel.layout import Layout
+from torchtitan.parallel.pipeline import schedules
+from torchtitan.plan import rehearse as rehearsing
+from torchtitan.plan.rehearse import record_step, rehearse
+from torchtitan.plan.tape import MESSAGES, Record, Tape
+from torchtitan.plan.world import load_evenly
+
+TOML = jobs.TINY.replace("global_batch_size = 8", "").replace("size = 2", "size = 4")
+TP2 = "--parallelism.tensor_parallel_degree=2"
+COPIED = "--parallelism.enable_sequence_parallel=false"
+WHOLE_LOGITS = "--parallelism.disable_loss_parallel=true"
+BF16 = "--training.mixed_precision_param=bfloat16"
+RECOMPUTED = "--activation_checkpoint.mode=full"
+SELECTIVE = "--activation_checkpoint.mode=selective"
+BY_OPERATOR = (SELECTIVE, "--activation_checkpoint.selective_ac_option=op")
+EXPERTS = ("--model.name=qwen3_moe", "--model.flavor=tiny8", "--model.num_layers=2")
+DEEPSEEK = ("--model.name=deepseek_v3", "--model.flavor=tiny")
+EP2 = "--parallelism.expert_parallel_degree=2"
+EP4 = "--parallelism.expert_parallel_degree=4"
+EVERY_2 = (SELECTIVE, "--activation_checkpoint.selective_ac_option=2")
+IN_TWOS = "--parallelism.pipeline_parallel_microbatch_size=2"
+LAYERS4 = ("--model.flavor=tiny8", "--model.num_layers=4")
+
+
+def cp(degree: int, method: str) -> tuple[str, ...]:
+    return (
+        f"--parallelism.context_parallel_degree={degree}",
+        f"--parallelism.context_parallel_rotate_method={method}",
+    )
+
+
+NUM_CHOSEN = 2
+"""Experts of a token in `EXPERTS`."""
+RNG_STATE = 5056
+"""Bytes of the CPU's generator, which a block keeps to be recomputed; no operator makes them."""
+FEW = 200
+"""Bytes of numbers of rows by expert, which are converted without an operator."""
+SMALL = 128
+TINY = 16
+"""Bytes of a scalar that torch has kept from an earlier job."""
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one device": (1, ()),
+    "one device, bfloat16": (1, (BF16,)),
+    "one device, recomputed": (1, (RECOMPUTED,)),
+    "one device, by operator": (1, BY_OPERATOR),
+    "one device, every 2": (
+        1,
+        (*EVERY_2, *LAYERS4),
+    ),
+    "one device, documents": (1, ("--training.document_attention=within",)),
+    "one device, chunks": (1, ("--training.loss_chunks=3",)),
+    "one device, accumulating": (1, ("--training.global_batch_size=8",)),
+    "fsdp 2": (2, ()),
+    "fsdp 4, bfloat16, recomputed": (4, (BF16, RECOMPUTED)),
+    "fsdp 2, kept": (2, ("--parallelism.fsdp_reshard_after_forward=never",)),
+    "fsdp 2, accumulating": (2, ("--training.global_batch_size=16",)),
+    "fsdp 2, offloaded": (2, ("--training.enable_cpu_offload=true",)),
+    "fsdp 2, frozen": (2, ('--optimizer.frozen_params=["tok_embeddings.*","layers.0.*"]',)),
+    "fsdp 2, lora": (2, ("--lora.rank=4", "--lora.alpha=8.0")),
+    "fsdp 2, bfloat16, by operator": (2, (BF16, *BY_OPERATOR)),
+    "fsdp 2, every 2": (2, (*EVERY_2, *LAYERS4)),
+    "ddp 2": (2, jobs.DDP),
+    "hsdp 2x2, bfloat16": (4, (*jobs.HSDP, BF16)),
+    "tp 2": (2, (TP2, *LAYERS4)),
+    "tp 2, stream copied": (2, (TP2, COPIED, *LAYERS4)),
+    "tp 2, logits gathered": (2, (TP2, WHOLE_LOGITS, *LAYERS4)),
+    "fsdp 2 x tp 2, bfloat16": (4, (TP2, BF16, *LAYERS4)),
+    "cp 2 ring": (2, cp(2, "alltoall")),
+    "cp 2 allgather": (2, cp(2, "allgather")),
+    "cp 2 ulysses": (2, cp(2, "ulysses")),
+    "cp 2 ulysses, documents": (2, (*cp(2, "ulysses"), "--training.document_attention=within")),
+    "fsdp 2 x cp 2, bfloat16": (4, (*cp(2, "alltoall"), BF16)),
+    "pp 2, 1F1B": (2, (*pipeline("1F1B"), *LAYERS4)),
+    "pp 2, GPipe": (2, (*pipeline("GPipe"), *LAYERS4)),
+    "pp 2, Interleaved1F1B": (2, (*pipeline("Interleaved1F1B"), *LAYERS4)),
+    "pp 2, ZBV": (2, (*pipeline("ZBVZeroBubble"), *LAYERS4)),
+    "pp 2, DualPipeV": (2, (*pipeline("DualPipeV"), *LAYERS4)),
+    "pp 2 x fsdp 2, bfloat16": (4, (*pipeline("1F1B"), *LAYERS4, BF16)),
+    "pp 2 x tp 2": (
+        4,
+        (*pipeline("1F1B"), *LAYERS4, TP2, IN_TWOS),
+    ),
+    "pp 2 ZBV x fsdp 2": (4, (*pipeline("ZBVZeroBubble"), *LAYERS4)),
+    "experts": (1, EXPERTS),
+    "experts, bfloat16": (1, (*EXPERTS, BF16)),
+    "experts, fsdp 2, ep 2": (2, (*EXPERTS, EP2)),
+    "experts, fsdp 4, ep 2, bfloat16, by operator": (4, (*EXPERTS, EP2, BF16, *BY_OPERATOR)),
+    "experts, fsdp 4, ep 4": (4, (*EXPERTS, EP4)),
+    "experts, tp 2, ep 2": (2, (*EXPERTS, EP2, TP2)),
+    "experts, fsdp 2 x tp 2, ep 4, stream copied": (4, (*EXPERTS, EP4, TP2, COPIED)),
+    "deepseek_v3": (1, DEEPSEEK),
+    "deepseek_v3, fsdp 4, ep 2": (4, (*DEEPSEEK, EP2)),
+}
+
+
+def resolved(job: list[str], *, world: int) -> tuple[Config, Layout]:
+    config = resolve_model(load_config(job))
+    return config, find_layout(config, world_size=world)
+
+
+def record(job: list[str]) -> Record:
+    """Record a real step of this rank."""
+    config, layout = resolved(job, world=dist.get_world_size())
+    mesh = build_mesh(layout.dims, device_type="cpu")
+    dispatch = Tape.__torch_dispatch__
+
+    def on_copies(tape: Tape, func: Any, *args: Any) -> Any:
+        return dispatch(tape, _OnCopies(func) if func.namespace in MESSAGES else func, *args)
+
+    def unseen(work: Callable[..., Any]) -> Callable[..., Any]:
+        def worked(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._DisableTorchDispatch():
+                return work(*args, **kwargs)
+
+        return worked
+
+    # gloo makes copies in waiting; neighbouring stages greet each other before the first step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tape, "__torch_dispatch__", on_copies)
+        for owner, name in ((dist.Work, "wait"), (schedules._Schedule, "_warmup_p2p")):
+            patch.setattr(owner, name, unseen(getattr(owner, name)))
+        return record_step(config, layout=layout, mesh=mesh, fakes=None)
+
+
+class _OnCopies:
+    """A message, sent and received in copies.
+
+    Threads of gloo hold what they are given a moment longer than the operator takes, and what is
+    sent as long as the pipeline has the handle; some operators make copies in waiting. Memory would
+    seem to be freed at random. NCCL does none of it.
+    """
+
+    def __init__(self, func: Any) -> None:
+        self._func = func
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._func, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = self._func.name()
+        if "recv" in name or "wait" in name or "wrap" in name:
+            return self._func(*args, **kwargs)
+        given = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        copies = {id(x): x.clone() for x in given}
+        out = self._func(*tree_map_only(Tensor, lambda x: copies[id(x)], args), **kwargs)
+        if self._func.namespace != "c10d":
+            return tree_map_only(Tensor, lambda x: wait_tensor(x).clone(), out)
+        if "send" in name:
+            return out
+        dist.Work.unbox(
+            next(x for x in tree_leaves(out) if isinstance(x, torch.ScriptObject))
+        ).wait()
+        for x in given:
+            x.copy_(copies[id(x)])
+        originals = {id(copies[id(x)]): x for x in given}
+        return tree_map_only(Tensor, lambda x: originals[id(x)], out)
+
+
+def rehearsed(job: list[str], *, world: int, rank: int) -> Record:
+    config, layout = resolved(job, world=world)
+    return rehearse(config, layout=layout, rank=rank)
+
+
+def assert_equal(real: Record, fake: Record) -> None:
+    """Assert that two records are the same, and show where the first difference is."""
+    pairs = enumerate(zip_longest(real.entries, fake.entries))
+    different = [(i, *pair) for i, pair in pairs if pair[0] != pair[1]]
+    assert not different, f"{len(different)} entries differ, real and fake: {different[:3]}"
+    assert real.pieces == fake.pieces
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fake_is_real(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    world, arguments = LAYOUTS[name]
+    job = [*write_job(tmp_path, TOML), *arguments]
+    reals = ranks.run(record, job, world=world)
+    for rank in sorted({0, world - 1}):
+        fake = rehearsed(job, world=world, rank=rank)
+        assert_equal(reals[rank], fake)
+        assert {entry.what for entry in fake.entries} >= {"birth", "death", "product", "pass"}
+        axes = {entry.where[0] for entry in fake.entries if entry.what == "message"}
+        assert "?" not in axes, "a message over a group of no axis"
+
+
+def in_turn(module: ChoosesExperts, scores_BSE: Tensor, *_: Any) -> Tensor:
+    """Choose experts so that each gets as many tokens as any other, and from any part of them."""
+    *tokens, num_experts = scores_BSE.shape
+    ids = torch.arange(math.prod(tokens) * NUM_CHOSEN) % num_experts
+    return ids.reshape(*tokens, NUM_CHOSEN)
+
+
+def route_in_turn(model: nn.Module, **_: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, ChoosesExperts):
+            module.choose = partial(in_turn, module)
+
+
+def route_evenly(model: nn.Module, **settings: Any) -> None:
+    route_in_turn(model)
+    load_evenly(model, **settings)
+
+
+def record_routed(job: list[str]) -> Record:
+    """Record a real step without what stands in for the load of experts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rehearsing, "load_evenly", route_in_turn)
+        return record(job)
+
+
+def coarse(record: Record) -> list[list[tuple[object, ...]]]:
+    """Return entries without the numbers of rows by expert, which are read where they are known
+    beforehand; what dies together when a function returns dies in any order."""
+    entries = [entry[:5] for entry in record.entries if entry.size > SMALL]
+    runs = groupby(entries, key=lambda entry: entry[0] == "death")
+    return [sorted(run) if are_deaths else list(run) for are_deaths, run in runs]
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "ep 2, bfloat16" in name])
+def test_an_even_load_is_what_even_routes_give(
+    name: str, ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, arguments = LAYOUTS[name]
+    job = [*write_job(tmp_path, TOML), *arguments]
+    reals = ranks.run(record_routed, job, world=world)
+    monkeypatch.setattr(rehearsing, "load_evenly", route_evenly)
+    fake = rehearsed(job, world=world, rank=1)
+    assert coarse(reals[1]) == coarse(fake)
+
+
+PROFILED = {
+    "one device": 0,
+    "one device, bfloat16": 0,
+    "one device, documents": 0,
+    "one device, accumulating": 0,
+    "one device, recomputed": 2 * RNG_STATE,
+    "experts, bfloat16": FEW,
+    "deepseek_v3": FEW,
+}
+
+
+@pytest.mark.parametrize("name", PROFILED)
+def test_profiler_counts_the_same_bytes(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    _, arguments = LAYOUTS[name]
+    [(counted, noted)] = ranks.run(profiled, [*write_job(tmp_path, TOML), *arguments], world=1)
+    assert -TINY <= counted - noted <= PROFILED[name]
+
+
+def profiled(job: list[str]) -> tuple[int, int]:
+    """Return the peak of memory above what is there before a step, as the profiler counts what
+    this process takes, and as the tape notes it.
+
+    The profiler's is the peak behind operators: what one takes and gives back itself is no tensor.
+    """
+    profile = torch.profiler.profile(profile_memory=True)
+    enter, leave = Tape.__enter__, Tape.__exit__
+
+    def entered(tape: Tape) -> Any:
+        profile.__enter__()
+        return enter(tape)
+
+    def left(tape: Tape, *args: Any) -> Any:
+        out = leave(tape, *args)
+        profile.__exit__(None, None, None)
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tape, "__enter__", entered)
+        patch.setattr(Tape, "__exit__", left)
+        noted = record(job)
+    events = profile.profiler.kineto_results.events()
+    steps = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    ends = [e.end_ns() for e in events if e.name() == "PythonDispatchMode"]
+    taken = [0, *accumulate(size for _, size in steps)]
+    counted = max(taken[bisect_right(steps, (end, 1 << 62))] for end in ends)
+    live, before = [0], 0
+    for piece, end in noted.bounds():
+        for entry in noted.entries[piece.start : end]:
+            sign = {"birth": 1, "death": -1}.get(entry.what, 0)
+            live.append(live[-1] + sign * entry.size)
+            # batches, too, are there before, and noted when they are read
+            before += entry.size if piece.phase == "state" and sign > 0 else 0
+    batches = live[-1] - before - taken[-1]
+    assert 0 <= batches < 2000
+    return counted, max(live) - before - batches
