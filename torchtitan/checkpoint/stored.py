@@ -68,9 +68,13 @@ class StoredPiece:
             and into.is_contiguous()
             and part.is_contiguous()
         )
-        there = into if is_direct else torch.empty(num_elements, dtype=part.dtype)
+        there = (
+            into.as_strided((num_elements,), (1,))
+            if is_direct
+            else torch.empty(num_elements, dtype=part.dtype)
+        )
         self._window.seek(self._begin + part.storage_offset() * part.element_size())
-        elements = memoryview(there.view(-1).view(torch.uint8).numpy())
+        elements = memoryview(there.view(torch.uint8).numpy())
         if self._window.readinto(elements) < len(elements):
             raise CheckpointError("it is cut short")
         if not is_direct:
