@@ -38,13 +38,13 @@ from torchtitan.mesh.faults import Pulse
 
 SUMMARY = "save, load, and time the loop is blocked"
 TARGET = "at most 1.10"
-NUM_TENSORS = 16
 MODES: tuple[Literal["async"], Literal["disabled"]] = ("async", "disabled")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what this command alone understands."""
     parser.add_argument("--size_gib", type=float, default=1.0, metavar="N", help="of the state")
+    parser.add_argument("--tensors", type=int, default=16, metavar="N", help="it consists of")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="on the disk to measure")
 
 
@@ -55,16 +55,16 @@ def measure(args: argparse.Namespace) -> Report:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            comparisons = _compare(Path(folder), size_gib=args.size_gib, num_pairs=args.pairs)
+            numel = max(1, int(args.size_gib * 2**30 / 4 / args.tensors))
+            tensors = {f"layers.{i}.weight": torch.randn(numel) for i in range(args.tensors)}
+            comparisons = _compare(Path(folder), tensors, num_pairs=args.pairs)
     finally:
         dist.destroy_process_group()
-    about = {"size_gib": args.size_gib, "torch": torch.__version__}
+    about = {"size_gib": args.size_gib, "tensors": args.tensors, "torch": torch.__version__}
     return Report(about=about, comparisons=comparisons)
 
 
-def _compare(folder: Path, *, size_gib: float, num_pairs: int) -> list[Comparison]:
-    numel = max(1, int(size_gib * 2**30 / 4 / NUM_TENSORS))
-    tensors = {f"layers.{i}.weight": torch.randn(numel) for i in range(NUM_TENSORS)}
+def _compare(folder: Path, tensors: dict[str, Tensor], *, num_pairs: int) -> list[Comparison]:
     blocked = [_measure_blocked(folder / mode, tensors, mode) for mode in MODES]
     return [
         *_save_and_load(folder, tensors, num_pairs=num_pairs),
