@@ -9,9 +9,10 @@ A mistake in a setting or a file fails here, before the first long work.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,13 +37,14 @@ from torchtitan.mesh.process_group import Launch, set_timeout
 from torchtitan.metrics.meter import Meter, build_meter
 from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.metrics.trace import Profiler, build_profiler
+from torchtitan.models.contract import LanguageModel
 from torchtitan.models.parts import ModelParts
 from torchtitan.optim.balance import Balance, build_balance
 from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
 from torchtitan.own import own_sections
-from torchtitan.parallel.build import build_model_and_execution
+from torchtitan.parallel.build import build_model_and_execution, materialize
 from torchtitan.parallel.context.build import build_shard
 from torchtitan.parallel.execution import Execution
 from torchtitan.parallel.layout import Layout
@@ -109,8 +111,10 @@ def build_run(
     training, progress = config.training, Progress()
     loader = build_loader(config, layout=layout, mesh=mesh, progress=progress)
     shard = build_shard(config.parallelism, training=training, mesh=mesh)
-    model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
-    balance = _build_balance(config, layout=layout, model=model, mesh=mesh, device=device)
+    offloads = training.enable_cpu_offload
+    fill = partial(materialize, device=device, offloads=offloads, seed=config.debug.seed)
+    model, execution = build_model(config, layout=layout, mesh=mesh, device=device, fill=fill)
+    balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=device)
     validator = build_validator(
         config,
         mesh=mesh,
@@ -178,9 +182,10 @@ def build_optimizer_of(config: Config, *, model: ModelParts) -> torch.optim.Opti
     return build_optimizer(model, settings=config.optimizer, dtype=dtype, sections=sections)
 
 
-def _build_balance(
+def build_balance_of(
     config: Config, *, layout: Layout, model: ModelParts, mesh: Mesh, device: torch.device
 ) -> Balance | None:
+    """Build what balances the experts of this rank's parts of the model, if it has any."""
     return build_balance(
         config.router,
         parts=model,
@@ -199,7 +204,12 @@ def build_schedule_of(config: Config) -> Schedule:
 
 
 def build_model(
-    config: Config, *, layout: Layout, mesh: Mesh, device: torch.device
+    config: Config,
+    *,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    fill: Callable[[LanguageModel], None],
 ) -> tuple[ModelParts, Execution]:
     """Build this rank's parts of the model with their loss, and what runs batches through all."""
     splits_logits = mesh.dims.tp > 1 and not config.parallelism.disable_loss_parallel
@@ -219,8 +229,8 @@ def build_model(
         recomputation=config.activation_checkpoint,
         compilation=config.compile,
         device=device,
-        seed=config.debug.seed,
         loss=loss,
+        fill=fill,
     )
 
 

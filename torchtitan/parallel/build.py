@@ -5,6 +5,8 @@ build on meta -> adapt -> keep this rank's stages -> parallelize -> allocate -> 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -33,10 +35,13 @@ def build_model_and_execution(
     recomputation: ActivationCheckpointConfig,
     compilation: CompileConfig,
     device: torch.device,
-    seed: int,
     loss: HeadLoss,
+    fill: Callable[[LanguageModel], None],
 ) -> tuple[ModelParts, Execution]:
-    """Build this rank's parts of the model, and what runs batches through all ranks' parts."""
+    """Build this rank's parts of the model, and what runs batches through all ranks' parts.
+
+    `fill` gives a part, so far on the meta device, memory and initial weights.
+    """
 
     def build_part(modules: tuple[str, ...] | None) -> LanguageModel:
         part = layout.spec.build_meta(layout.architecture)
@@ -57,10 +62,7 @@ def build_model_and_execution(
             compilation=compilation,
         )
         _check_placements(part, mesh=mesh)
-        part.to_empty(device="cpu" if training.enable_cpu_offload else device)
-        for state in untrained(part):  # too small to fetch in every layer
-            state.data = torch.empty_like(state, device=device)
-        initialize(part, seed=seed)
+        fill(part)
         return part
 
     if layout.pipeline is None:
@@ -77,6 +79,15 @@ def build_model_and_execution(
         device=device,
     )
     return parts, pipeline
+
+
+def materialize(part: LanguageModel, *, device: torch.device, offloads: bool, seed: int) -> None:
+    """Allocate the weights of a part on the device, or where the host offloads them, and fill
+    them."""
+    part.to_empty(device="cpu" if offloads else device)
+    for state in untrained(part):  # too small to fetch in every layer
+        state.data = torch.empty_like(state, device=device)
+    initialize(part, seed=seed)
 
 
 def _check_placements(part: LanguageModel, *, mesh: Mesh) -> None:

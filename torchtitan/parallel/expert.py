@@ -129,8 +129,7 @@ class Exchange:
     ) -> Tensor:
         """Multiply rows that are sorted by expert, `counts_E` for each, on all ranks together."""
         counts_RL = counts_E.unflatten(0, (self._size, -1))
-        sent, came_RL = keep_for_recomputation(lambda: self._tell(counts_RL))
-        came = came_RL.sum(1).tolist()
+        sent, came, came_RL = keep_for_recomputation(lambda: self._tell(counts_RL))
         x_MC = _Travel.apply(x_NC, sent, came, self._group)
         order_M = _by_expert(came_RL.to(x_NC.device, non_blocking=True), num_rows=len(x_MC))
         back_M = order_M.argsort()
@@ -139,14 +138,15 @@ class Exchange:
         out_NC: Tensor = _Travel.apply(reorder(out_MC, back_M, order_M), came, sent, self._group)
         return out_NC
 
-    def _tell(self, counts_RL: Tensor) -> tuple[list[int], Tensor]:
-        """Return how many rows go to each rank, and on the host how many come, by rank and
-        expert."""
+    def _tell(self, counts_RL: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """Return how many rows go to each rank, how many come from each, and on the host how many
+        come by rank and expert."""
         came_RL = torch.empty_like(counts_RL)
         dist.all_to_all_single(came_RL, counts_RL.contiguous(), group=self._group)
         sent_R1 = counts_RL.sum(1, keepdim=True)
         on_host = torch.cat([sent_R1, came_RL], 1).cpu()  # the host waits for the device
-        return on_host[:, 0].tolist(), on_host[:, 1:]
+        came_RL = on_host[:, 1:]
+        return on_host[:, 0].tolist(), came_RL.sum(1).tolist(), came_RL
 
 
 def _by_expert(came_RL: Tensor, *, num_rows: int) -> Tensor:

@@ -1,223 +1,78 @@
-"""Plan before you pay: `python -m torchtitan.plan schedule --schedule 1F1B --stages 4 ...`.
+"""Plan before you pay: `python -m torchtitan.plan memory --job.config_file F --world_size 512`.
 
-Needs no process group, no GPU and no model.
+Needs no GPU and no other ranks. What is not an option of the command is a setting of the job, as
+the trainer takes it.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from torchtitan.base.errors import ConfigError
-from torchtitan.parallel.pipeline.schedule_csv import read_csv
-from torchtitan.parallel.pipeline.schedules import SCHEDULES, Table, compute_table
-from torchtitan.plan.draw import LEGEND, as_text, save_picture
-from torchtitan.plan.measured import read_run
-from torchtitan.plan.schedule import Costs, Timeline, simulate
+from torchtitan.base.errors import UserError
+from torchtitan.plan.devices import DEVICES, find_device
+from torchtitan.plan.job import Planned, plan_job
+from torchtitan.plan.memory import plan_memory
+from torchtitan.plan.step import plan_step
+from torchtitan.plan.timelines import add_schedule, draw_schedule
+from torchtitan.plan.traffic import plan_traffic
 
-COSTS = ("forward", "backward_input", "backward_weight")
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A timeline to show."""
-
-    name: str
-    unit: str
-    timeline: Timeline
-
-    @property
-    def headline(self) -> str:
-        """Say in one line what it is and what it costs."""
-        peaks = [self.timeline.peak_in_shares(rank) for rank in range(len(self.timeline.rows))]
-        return (
-            f"{self.name}: bubble {self.timeline.total_bubble:.1%}, peak activations {max(peaks):g}"
-        )
+OF_A_JOB: Mapping[str, tuple[str, Callable[[Planned, argparse.Namespace], str]]] = {
+    "memory": ("tell what each pipeline rank's memory holds, and whether it fits", plan_memory),
+    "traffic": ("tell what is sent over each axis of the mesh", plan_traffic),
+    "step": ("tell between which bounds the time of a step lies, and what binds", plan_step),
+}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw what is asked for and return 0, or print one line for each mistake and return 2."""
-    arguments = _parser().parse_args(argv)
+    """Print what is asked for and return 0, or print one line for each mistake and return 2."""
+    arguments, settings = _parser().parse_known_args(argv)
     try:
-        sys.stdout.write(draw_schedule(arguments))
-    except ConfigError as error:
+        sys.stdout.write(_answer(arguments, settings))
+    except UserError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     return 0
 
 
+def _answer(arguments: argparse.Namespace, settings: Sequence[str]) -> str:
+    if arguments.command == "schedule":
+        if settings:
+            _parser().error(f"unrecognized arguments: {' '.join(settings)}")
+        return draw_schedule(arguments)
+    planned = plan_job(
+        settings,
+        world_size=arguments.world_size,
+        device=find_device(arguments.device, memory_gib=arguments.memory_gib),
+        gpus_per_node=arguments.gpus_per_node,
+    )
+    return OF_A_JOB[arguments.command][1](planned, arguments)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m torchtitan.plan", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    schedule = commands.add_parser(
-        "schedule", help="draw a pipeline schedule and tell its bubble and its activations"
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.plan", description=__doc__, allow_abbrev=False
     )
-    schedule.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
-    schedule.add_argument("--pp", type=int, help="pipeline ranks, where --stages leave it open")
-    schedule.add_argument("--stages", type=int, help="stages in all, over all ranks")
-    schedule.add_argument("--microbatches", type=int, help="microbatches of a step")
-    schedule.add_argument("--csv", type=Path, metavar="FILE", help="read the schedule from a file")
-    schedule.add_argument("--out", type=Path, metavar="FILE", help="also write an .svg or .png")
-    for name in COSTS:
-        schedule.add_argument(f"--{name}", type=float, help="its relative cost (1)")
-    schedule.add_argument("--transfer", type=float, help="cost of going to another rank (0)")
-    schedule.add_argument(
-        "--measured", type=Path, metavar="RUN", help="draw what a profiled run did, below its plan"
-    )
-    schedule.add_argument("--step", type=int, help="the traced step of RUN (the newest)")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, (summary, _) in OF_A_JOB.items():
+        command = commands.add_parser(name, help=summary, allow_abbrev=False)
+        command.add_argument("--world_size", type=int, required=True, help="ranks of the job")
+        command.add_argument("--device", default="H100", help=f"{', '.join(DEVICES)} (H100)")
+        command.add_argument("--memory_gib", type=float, help="its memory, if not the usual")
+        command.add_argument("--gpus_per_node", type=int, default=8, help="of a machine (8)")
+        if name == "traffic":
+            command.add_argument("--by_module", action="store_true", help="a row for each module")
+        if name == "memory":
+            command.add_argument("--out", type=Path, metavar="FILE", help="write an .svg or .png")
+            command.add_argument(
+                "--classic_allocator",
+                action="store_true",
+                help="without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            )
+    add_schedule(commands)
     return parser
-
-
-def draw_schedule(arguments: argparse.Namespace) -> str:
-    """Return timelines and their figures as text, and write the picture if one is asked for."""
-    if arguments.measured is not None:
-        panels = _measured_panels(arguments)
-    else:
-        table, title = _table(arguments)
-        panels = [
-            Panel(title, "times a forward of one stage", simulate(table, costs=_costs(arguments)))
-        ]
-    num_slots = _num_slots(panels[0].timeline)
-    width = shutil.get_terminal_size((100, 24)).columns
-    parts = []
-    for panel in panels:
-        drawn = as_text(panel.timeline, num_slots=num_slots, width=width)
-        parts += [panel.headline, drawn, _figures(panel)]
-    text = "\n\n".join([*parts, LEGEND]) + "\n"
-    if arguments.out is not None:
-        save_picture(
-            arguments.out,
-            panels=[(panel.headline, f"time, in {panel.unit}", panel.timeline) for panel in panels],
-            num_slots=num_slots,
-        )
-        text += f"\nwritten: {arguments.out}\n"
-    return text
-
-
-def _measured_panels(arguments: argparse.Namespace) -> list[Panel]:
-    """Return what the run's schedule comes to at the run's own mean durations, and what it did."""
-    names = ("schedule", "pp", "stages", "microbatches", "csv", *COSTS, "transfer")
-    given = [f"--{name}" for name in names if getattr(arguments, name) is not None]
-    if given:
-        raise ConfigError(f"--measured takes all from the run; leave out {', '.join(given)}")
-    run = read_run(arguments.measured, step=arguments.step)
-    if run.csv:
-        table = read_csv(run.csv)
-    else:
-        table = compute_table(
-            run.schedule,
-            pp=run.pp,
-            stages_per_rank=max(1, run.num_stages // run.pp),
-            num_microbatches=run.num_microbatches,
-        )
-    if len(table) != run.pp:
-        raise ConfigError(
-            f"{run.csv} has {len(table)} rows, but the run had {run.pp} pipeline ranks; was the "
-            "file changed since?"
-        )
-    for rank, (row, spans) in enumerate(zip(table, run.timeline.rows, strict=True)):
-        missing = sorted(set(row) - {span.action for span in spans})
-        if missing:
-            raise ConfigError(
-                f"{arguments.measured}: the trace of pipeline rank {rank} misses {len(missing)} "
-                f"actions of {run.schedule}, {missing[0]} for one; profile a whole step"
-            )
-    plan = simulate(table, costs=run.costs())
-    name = run.csv or run.schedule
-    return [
-        Panel(f"{name}, planned at the durations measured", "ms", plan),
-        Panel(f"{name}, measured in step {run.step}", "ms", run.timeline),
-    ]
-
-
-def _costs(arguments: argparse.Namespace) -> Costs:
-    given = {
-        name: getattr(arguments, name)
-        for name in (*COSTS, "transfer")
-        if getattr(arguments, name) is not None
-    }
-    mistakes = [
-        f"--{name} must be a finite number above 0, got {value:g}"
-        for name, value in given.items()
-        if not (0.0 < value < float("inf") or (name == "transfer" and value == 0.0))
-    ]
-    if arguments.step is not None:
-        mistakes.append("--step names a traced step of --measured RUN, which is missing")
-    if mistakes:
-        raise ConfigError(mistakes)
-    halves = Costs(**given)
-    return replace(halves, backward=halves.backward_input + halves.backward_weight)
-
-
-def _table(arguments: argparse.Namespace) -> tuple[Table, str]:
-    """Return the table to draw and what to call it."""
-    if arguments.csv is not None:
-        asked = [arguments.schedule, arguments.pp, arguments.stages, arguments.microbatches]
-        if any(value is not None for value in asked):
-            raise ConfigError(
-                "--csv tells ranks, stages and microbatches itself; leave out --schedule, --pp, "
-                "--stages and --microbatches"
-            )
-        return read_csv(arguments.csv), arguments.csv.name
-    name, pp, stages, microbatches = (
-        arguments.schedule,
-        arguments.pp,
-        arguments.stages,
-        arguments.microbatches,
-    )
-    missing = [
-        option
-        for option, value in (
-            ("--schedule", name),
-            ("--microbatches", microbatches),
-            ("--stages (or --pp)", stages if pp is None else pp),
-        )
-        if value is None
-    ]
-    if missing:
-        raise ConfigError(f"{', '.join(missing)} must be given too, or --csv FILE alone")
-    if pp is not None and pp < 1:
-        raise ConfigError(f"--pp must be at least 1, got {pp}")
-    # an unknown name is refused by compute_table, in the same words as anywhere
-    usual = 2 if name in SCHEDULES and SCHEDULES[name].multi_stage else 1
-    stages = usual * pp if stages is None else stages
-    step = usual if pp is None else pp
-    if stages < 1 or stages % step:
-        raise ConfigError(
-            f"--stages must be a multiple of {step}, the number of "
-            f"{'stages that a rank usually has' if pp is None else 'ranks'}: got {stages}; "
-            f"try {max(1, stages // step) * step}"
-        )
-    pp = stages // usual if pp is None else pp
-    table = compute_table(name, pp=pp, stages_per_rank=stages // pp, num_microbatches=microbatches)
-    return table, f"{name}, {pp} ranks, {stages} stages, {microbatches} microbatches"
-
-
-def _num_slots(timeline: Timeline) -> int:
-    """Return a number of slots in which the shortest action gets one."""
-    shortest = min(span.end - span.start for row in timeline.rows for span in row)
-    return min(2000, round(timeline.makespan / shortest))
-
-
-def _figures(panel: Panel) -> str:
-    """Tell a line for each rank, and the whole."""
-    timeline = panel.timeline
-    lines = ["rank  computes     idle   bubble  peak activations: of a stage  of a rank's layers"]
-    for rank in range(len(timeline.rows)):
-        busy, bubble = timeline.busy(rank), timeline.bubble(rank)
-        lines.append(
-            f"{rank:>4}  {busy:>8.5g} {timeline.makespan - busy:>8.5g} {bubble:>8.2%}"
-            f"{timeline.peak(rank):>28}  {timeline.peak_in_shares(rank):>18g}"
-        )
-    lines.append(
-        f"in all {timeline.makespan:.5g} {panel.unit}; bubble {timeline.total_bubble:.2%} of the "
-        "computing (idle / computes)"
-    )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Timelines of pipelines, as text for the terminal and as SVG or PNG.
+"""Timelines of pipelines, as text for the terminal and as SVG or PNG; memory over time as areas.
 
 Time runs to the right, a row is a rank, a box is one stage's work on the microbatch whose number
 it bears, and what is left blank is the bubble. Matplotlib is loaded when a picture is asked for;
@@ -7,6 +7,7 @@ its figures are made without pyplot, so no display and no global state are neede
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,17 @@ _COLOURS: Mapping[Kind, tuple[str, str]] = {
     "backward": ("#d65f5f", "#efb3b3"),
     "backward_input": ("#e8a33d", "#f6d59f"),
     "backward_weight": ("#6aa84f", "#b9d9ac"),
+}
+# of what memory is for, in the order in which they lie upon each other
+_AREAS: Mapping[str, str] = {
+    "weights": "#4878cf",
+    "optimizer": "#8da9d8",
+    "gradients": "#d65f5f",
+    "gathered weights": "#9467bd",
+    "activations": "#6aa84f",
+    "logits": "#e8a33d",
+    "communication": "#8c8c8c",
+    "temporaries": "#c7b299",
 }
 LEGEND = (
     "F forward, B backward, I and W its halves for inputs and weights, then the microbatch;\n"
@@ -77,17 +89,10 @@ def save_picture(
     Raises:
         ConfigError: for a suffix other than .svg and .png, or no matplotlib.
     """
-    if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"{path}: a picture ends in {' or '.join(SUFFIXES)}")
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}: a picture needs matplotlib ({error}); pip install matplotlib, or leave "
-            "--out away for text alone"
-        ) from error
+    _check_picture(path)
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     num_ranks = len(panels[0][2].rows)
     height = (0.32 * num_ranks + 0.75) * len(panels) + 0.4
     figure = Figure(figsize=(min(24.0, max(7.0, 0.2 * num_slots)), height), layout="constrained")
@@ -101,6 +106,59 @@ def save_picture(
     if any(panels[0][2].num_stages_of(rank) > 1 for rank in range(num_ranks)):
         entries.append(Patch(color="#cccccc", label="lighter: a later stage of the rank"))
     figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), fontsize=8)
+    _save(figure, path)
+
+
+def save_areas(
+    path: Path, *, panels: Sequence[tuple[str, Mapping[str, Sequence[float]]]], limit: float
+) -> None:
+    """Write panels of stacked areas, in GiB over the step, and the line that none may cross.
+
+    Raises:
+        ConfigError: as `save_picture`.
+    """
+    _check_picture(path)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 2.6 * len(panels) + 0.6), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    handles: dict[str, Any] = {}
+    for axis, (title, areas) in zip(axes, panels, strict=True):
+        num = len(next(iter(areas.values())))
+        drawn = axis.stackplot(
+            [100 * i / num for i in range(num)],
+            *areas.values(),
+            colors=[_AREAS[kind] for kind in areas],
+            step="post",
+        )
+        handles |= dict(zip(areas, drawn, strict=True))
+        axis.axhline(limit, color="#b00020", linewidth=1.0, linestyle="--")
+        axis.set_title(title, fontsize=9, loc="left")
+        axis.set_xlim(0, 100)
+        axis.set_ylabel("GiB", fontsize=8)
+        axis.tick_params(labelsize=8)
+    axes[-1].set_xlabel(
+        "% of the events of a step; dashed: the device, less what is not modelled", fontsize=8
+    )
+    figure.legend(
+        handles=handles.values(), labels=handles.keys(), loc="outside right upper", fontsize=8
+    )
+    _save(figure, path)
+
+
+def _check_picture(path: Path) -> None:
+    if path.suffix.lower() not in SUFFIXES:
+        raise ConfigError(f"{path}: a picture ends in {' or '.join(SUFFIXES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"{path}: a picture needs matplotlib; pip install matplotlib, or leave --out away for "
+            "text alone"
+        )
+
+
+def _save(figure: Any, path: Path) -> None:
+    import matplotlib
+
     # text stays text and nothing depends on the day, so that pictures can be kept under git
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "torchtitan"}):
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else None

@@ -227,6 +227,15 @@ class _Schedule(_PipelineScheduleRuntime):
         [microbatches] = args
         return [args for args, _ in microbatches], [kwargs for _, kwargs in microbatches]
 
+    def _warmup_p2p(self, stages: Any, *args: Any, **kwargs: Any) -> None:
+        if dist.get_backend(stages[0].group) != "fake":
+            super()._warmup_p2p(stages, *args, **kwargs)
+            return
+        from torch.distributed.pipelining.schedules import InferenceMode  # torch 2.11 has none
+
+        for stage in stages:  # a world of one rank, for plans: there is no peer to agree with
+            stage._inference_mode = InferenceMode.STATIC
+
 
 class Runtime:
     """Executes a table over the stages of this rank, by torch's own runtime.

@@ -1,0 +1,190 @@
+"""Bounds of a step against sums done by hand, and what the commands say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.plan.test_traffic import KV, B, C, F, H, L, S, V, planned
+from torchtitan.parallel.pipeline.schedules import compute_table
+from torchtitan.plan.__main__ import main
+from torchtitan.plan.devices import DEVICES, find_device
+from torchtitan.plan.rehearse import rehearse
+from torchtitan.plan.schedule import Costs, simulate
+from torchtitan.plan.step import time_step
+from torchtitan.plan.tape import Entry, Piece, Record
+
+MULTIPLIED = L * (2 * C * C + 2 * C * (C // H * KV) + 3 * C * F) + V * C
+
+
+def products(record: Record, *, of_attention: bool) -> int:
+    return sum(
+        entry.size
+        for entry in record.entries
+        if entry.what == "product" and ("attention" in entry.where[0]) == of_attention
+    )
+
+
+def test_products_are_those_of_the_convention(tmp_path: Path) -> None:
+    """6 per weight and token; causal attention is half of 12 H D S, and its backward
+    multiplies the scores once more."""
+    job = planned(tmp_path, world=1)
+    record = rehearse(job.config, layout=job.layout, rank=0)
+    assert products(record, of_attention=False) == 6 * MULTIPLIED * B * S
+    assert products(record, of_attention=True) == B * L * (2 + 5) * C * S * S
+
+
+def test_ranks_share_the_products(tmp_path: Path) -> None:
+    for name in ("tensor", "context"):
+        setting = f"--parallelism.{name}_parallel_degree=2"
+        job = planned(tmp_path, setting, world=2)
+        record = rehearse(job.config, layout=job.layout, rank=0)
+        assert products(record, of_attention=False) == 6 * MULTIPLIED * B * S / 2
+
+
+def test_full_recomputation_multiplies_blocks_once_more(tmp_path: Path) -> None:
+    job = planned(tmp_path, "--activation_checkpoint.mode=full", world=1)
+    record = rehearse(job.config, layout=job.layout, rank=0)
+    in_blocks = MULTIPLIED - V * C
+    left_out = L * C * F  # a block's last product is not needed again
+    expected = 6 * MULTIPLIED + 2 * (in_blocks - left_out)
+    assert products(record, of_attention=False) == expected * B * S
+
+
+def test_each_resource_by_hand(tmp_path: Path) -> None:
+    """A record made up: each time is a size over a peak, and the shares bound it."""
+    job = planned(tmp_path, world=4)
+    device = DEVICES["H100"]
+    entries = [
+        Entry("product", 10**15, ("aten::mm", "", "128x64 64x192")),
+        Entry("product", 10**12, ("aten::flash_attention", "", "")),
+        Entry("pass", 10**9, ("aten::mul", "")),
+        Entry("message", 10**9, ("fsdp", "allgather_base", "")),
+        Entry("message", 10**9, ("tp", "all_reduce", "")),
+    ]
+    found = time_step(job, [Record(entries, [Piece(0, "forward", 0)])])
+    filled = 192 / 256  # the second tile is half empty
+    products = 1e15 / device.flops / filled
+    assert found.resources["products"] == pytest.approx((products / 0.6, products / 0.85))
+    attention = 1e12 / device.flops
+    assert found.resources["attention"] == pytest.approx((attention / 0.3, attention / 0.55))
+    passes = 1e9 / device.bandwidth
+    assert found.resources["passes"] == pytest.approx((passes / 0.6, passes / 0.9))
+    # fsdp over two machines of two: half of the tensor through two adapters
+    gather = 1e9 / 2 / 2 / device.network
+    expected = gather / 0.5 + 30e-6, gather / 0.85 + 8e-6
+    assert found.resources["overlapped"] == pytest.approx(expected)
+    assert found.resources["waits"] == (0.0, 0.0)  # tp has one rank here
+    assert found.resources["host"] == pytest.approx((5 * 10e-6, 5 * 4e-6))
+    in_turn = [
+        sum(found.resources[name][n] for name in ("products", "attention", "passes"))
+        for n in (0, 1)
+    ]
+    assert found.worst == pytest.approx(in_turn[0] + expected[0])
+    assert found.best == pytest.approx(max(in_turn[1], expected[1]))
+    assert found.binds == "products"
+    assert found.mfu[1] == pytest.approx(100 * job.model_flops / found.best / device.flops / 4)
+
+
+def test_the_bubble_is_the_schedules(tmp_path: Path) -> None:
+    """1F1B over p ranks and m microbatches idles (p-1)/m of what a rank computes."""
+    settings = [
+        "--parallelism.pipeline_parallel_degree=2",
+        "--training.local_batch_size=16",
+        "--parallelism.pipeline_parallel_schedule=1F1B",
+    ]
+    job = planned(tmp_path, *settings, world=2)
+    assert job.shortened.layout.pipeline is not None
+    num = len(job.shortened.layout.pipeline.table[0]) // 2
+    assert num < 16  # fewer are rehearsed, and multiplied
+    assert job.shortened.microbatches == 16 / num
+    records = [
+        rehearse(job.shortened.config, layout=job.shortened.layout, rank=rank) for rank in (0, 1)
+    ]
+    found = time_step(job, records)
+    table = compute_table("1F1B", pp=2, stages_per_rank=1, num_microbatches=16)
+    timeline = simulate(table, costs=Costs())
+    share = found.resources["bubble"][1] / (found.best - found.resources["bubble"][1])
+    assert share == pytest.approx(timeline.total_bubble, rel=0.05)  # the update has none
+
+
+@pytest.mark.parametrize("settings", [[], ["--parallelism.pipeline_parallel_degree=2"]])
+def test_fewer_microbatches_have_the_peak_and_the_counts_of_all(
+    settings: Sequence[str], tmp_path: Path
+) -> None:
+    """The same job rehearsed as it is."""
+    from torchtitan.plan.account import replay
+    from torchtitan.plan.traffic import count_traffic
+
+    accumulated = [*settings, "--training.global_batch_size=64", "--training.local_batch_size=8"]
+    job = planned(tmp_path, *accumulated, world=2)
+    short = job.shortened
+    assert short.microbatches > 1
+    whole = replace(job, shortened=replace(short, layout=job.layout, microbatches=1.0, passes=1.0))
+    few = rehearse(short.config, layout=short.layout, rank=0)
+    every = rehearse(job.config, layout=job.layout, rank=0)
+    peaks = [replay(record, expandable=True).active for record in (few, every)]
+    # the batches themselves are all there from the beginning: tokens and labels, int64
+    assert 0 <= peaks[1] - peaks[0] <= job.layout.accumulation * 2 * 8 * S * 8
+    rows = count_traffic(job, few, by_module=False), count_traffic(whole, every, by_module=False)
+    for counted, expected in zip(*rows, strict=True):
+        assert (counted.axis, counted.collective) == (expected.axis, expected.collective)
+        assert (counted.calls, counted.size) == pytest.approx((expected.calls, expected.size))
+
+
+@pytest.mark.parametrize("command", ["memory", "traffic", "step"])
+def test_commands(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned(tmp_path, world=2)  # writes the file
+    pictures = [f"--out={tmp_path / 'memory.svg'}"] if command == "memory" else []
+    code = main(
+        [
+            *(command, "--world_size=4", *pictures),
+            *(f"--job.config_file={tmp_path / 'job.toml'}", "--lr_scheduler.warmup_steps=1"),
+            "--parallelism.pipeline_parallel_degree=2",
+        ]
+    )
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "llama3 tiny8 on 4 x H100: pp 2 x dp_shard 2; 4 x 64 tokens per rank" in out
+    expected = {
+        "memory": ["fits: H100 has 79.1 GiB", "pp 0", "pp 1", "optimizer", "allowance of 2 GiB"],
+        "traffic": ["pipeline rank 1", "reduce-scatter", "send"],
+        "step": ["what binds: host", "Bounds, not a promise", "bubble"],
+    }[command]
+    assert [text for text in expected if text not in out] == []
+    if pictures:
+        assert "gathered weights" in (tmp_path / "memory.svg").read_text()
+
+
+def test_a_job_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned(tmp_path, world=2)
+    file = f"--job.config_file={tmp_path / 'job.toml'}"
+    assert main(["memory", "--world_size=1", "--memory_gib=2", file]) == 0
+    assert "DOES NOT FIT: H100 has 2.0 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world_size=0"], "--world_size and --gpus_per_node must be at least 1"),
+        (["--world_size=4", "--device=H10"], "--device must be one of"),
+        (["--world_size=3", "--parallelism.tensor_parallel_degree=2"], "must be a multiple of"),
+        (["--world_size=4", "--training.step=3"], "did you mean"),
+        (["--world_size=4", "--out=memory.pdf"], "a picture ends in"),
+    ],
+)
+def test_refusals(
+    arguments: Sequence[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned(tmp_path, world=2)
+    code = main(["memory", f"--job.config_file={tmp_path / 'job.toml'}", *arguments])
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_devices() -> None:
+    assert find_device("H200", memory_gib=None).memory > find_device("H100", memory_gib=None).memory
+    assert find_device("H100", memory_gib=94).memory == 94 * 2**30

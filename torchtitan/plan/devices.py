@@ -1,0 +1,101 @@
+"""What devices and their links can do, from data sheets, and how much of it programs reach.
+
+A plan gives bounds, not a number: for each resource a share of its peak that well-made kernels and
+collectives reach on large sizes, and one that they fall to.
+
+Sources: NVIDIA's data sheets of A100, H100, H200, B200 and L40S, AMD's of MI300X (memory,
+bandwidth, links; of links the rate of one direction); matrix peaks are those of `base/device.py`.
+Memory is what the driver offers to programs, a little less than the sheet says. Networks are what
+such machines usually have, one adapter of 200 or 400 Gbit/s per GPU.
+Shares: matrix products reach 60 to 85 % of the dense peak (H100, cuBLAS at sizes from 4096; lower
+for power limits), flash attention 2 30 to 55 % (FlashAttention-3's paper, arXiv:2407.08608, gives
+35 % forward on H100; the FlashAttention-2 paper, arXiv:2307.08691, 50 to 73 % on A100),
+memory-bound kernels 60 to 90 % of the bandwidth, collectives 50 to 85 % of their links (NCCL's
+tests call it bus bandwidth).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torchtitan.base.device import GIB, GPU_PEAKS
+from torchtitan.base.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """How much of a resource's peak is reached, at worst and at best."""
+
+    worst: float
+    best: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One GPU and its links."""
+
+    name: str
+    memory: int
+    """Bytes."""
+    flops: float
+    """Dense bfloat16 matrix products, FLOP/s."""
+    bandwidth: float
+    """Of its memory, bytes/s."""
+    link: float
+    """To the other GPUs of its machine, one direction, bytes/s."""
+    network: float
+    """To other machines, one direction, bytes/s of one GPU."""
+    products: Share = Share(worst=0.6, best=0.85)
+    attention: Share = Share(worst=0.3, best=0.55)
+    passes: Share = Share(worst=0.6, best=0.9)
+    links: Share = Share(worst=0.5, best=0.85)
+    latency: Share = Share(worst=30e-6, best=8e-6)
+    """Of a collective or send, seconds."""
+    launch: Share = Share(worst=10e-6, best=4e-6)
+    """What the host needs for one operator, seconds."""
+
+
+def _device(
+    name: str, *, gib: float, bandwidth: float, link: float, network: float
+) -> tuple[str, Device]:
+    """`bandwidth` in TB/s, `link` and `network` in GB/s."""
+    return name, Device(
+        name=name,
+        memory=round(gib * GIB),
+        flops=GPU_PEAKS[name].bf16 * 1e12,
+        bandwidth=bandwidth * 1e12,
+        link=link * 1e9,
+        network=network * 1e9,
+    )
+
+
+DEVICES: Mapping[str, Device] = dict(
+    (
+        _device("A100", gib=79.1, bandwidth=2.039, link=300, network=25),
+        _device("H100", gib=79.1, bandwidth=3.35, link=450, network=50),
+        _device("H200", gib=139.8, bandwidth=4.8, link=450, network=50),
+        _device("B200", gib=178.3, bandwidth=7.7, link=900, network=50),
+        _device("L40S", gib=44.3, bandwidth=0.864, link=32, network=25),
+        _device("MI300X", gib=191.9, bandwidth=5.3, link=448, network=50),
+    )
+)
+ALLOWANCE = 2 * GIB
+"""What a device holds beside torch's memory: the CUDA context and its libraries (about 0.5 GiB),
+NCCL's buffers of each communicator, cuBLAS's workspaces. Not modelled; an estimate to be on the
+safe side."""
+
+
+def find_device(name: str, *, memory_gib: float | None) -> Device:
+    """Return a device of the table, with as much memory as is given.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    if name not in DEVICES:
+        raise ConfigError(
+            f"--device must be one of {', '.join(DEVICES)}, got {name!r}"
+            f"{did_you_mean(name, DEVICES)}; for another take the nearest, and --memory_gib"
+        )
+    found = DEVICES[name]
+    return found if memory_gib is None else replace(found, memory=round(memory_gib * GIB))

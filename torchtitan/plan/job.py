@@ -1,0 +1,100 @@
+"""The job that is planned: its settings, how it lies over ranks, and what it would run on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torchtitan.assemble.find import find_layout
+from torchtitan.assemble.model import resolve_model
+from torchtitan.base.errors import ConfigError
+from torchtitan.job import Config, load_config
+from torchtitan.parallel.layout import Layout
+from torchtitan.plan.devices import Device
+from torchtitan.plan.shorten import Shortened, shorten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A job on so many devices."""
+
+    config: Config
+    layout: Layout
+    device: Device
+    gpus_per_node: int
+    is_compiled: bool
+    """As the job asks; it is rehearsed without."""
+    shortened: Shortened
+    """What is rehearsed."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.layout.dims.world_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        training = self.config.training
+        return self.layout.samples_per_step(training) * training.seq_len
+
+    @property
+    def model_flops(self) -> float:
+        """The FLOPs of a step by the convention of MFU, of all ranks."""
+        seq_len = self.config.training.seq_len
+        return float(self.layout.counts.flops_per_token(seq_len)) * self.tokens_per_step
+
+    def first_ranks(self) -> list[int]:
+        """Return one rank of each pipeline stage's, the first."""
+        pp = self.layout.dims.pp
+        return [rank * (self.world_size // pp) for rank in range(pp)]
+
+    def headline(self) -> str:
+        """Say what is planned in one line."""
+        model, training = self.config.model, self.config.training
+        accumulated = f", {self.layout.accumulation} times" if self.layout.accumulation > 1 else ""
+        return (
+            f"{model.name} {model.flavor} on {self.world_size} x {self.device.name}: "
+            f"{self.layout.dims}; {training.local_batch_size} x {training.seq_len} tokens per rank"
+            f"{accumulated}"
+        )
+
+
+def plan_job(
+    argv: Sequence[str], *, world_size: int, device: Device, gpus_per_node: int
+) -> Planned:
+    """Read a job as the trainer would, and find how it lies over the ranks.
+
+    Raises:
+        ConfigError: The settings, or the number of ranks, do not fit.
+    """
+    if world_size < 1 or gpus_per_node < 1:
+        raise ConfigError(
+            f"--world_size and --gpus_per_node must be at least 1, got {world_size} and "
+            f"{gpus_per_node}"
+        )
+    return place(
+        resolve_model(load_config(argv)),
+        world_size=world_size,
+        device=device,
+        gpus_per_node=gpus_per_node,
+    )
+
+
+def place(config: Config, *, world_size: int, device: Device, gpus_per_node: int) -> Planned:
+    """Find how a job lies over so many ranks."""
+    is_compiled = config.compile.enable
+    training = config.training
+    if training.mixed_precision_param == "auto":  # every device of the table multiplies it
+        training = replace(training, mixed_precision_param="bfloat16")
+    layout = find_layout(config, world_size=world_size)  # with all rules, compiling's too
+    compilation = replace(config.compile, enable=False)
+    config = replace(config, training=training, compile=compilation)
+    return Planned(
+        config=config,
+        layout=layout,
+        device=device,
+        gpus_per_node=gpus_per_node,
+        is_compiled=is_compiled,
+        shortened=shorten(config, layout),
+    )

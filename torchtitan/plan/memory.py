@@ -1,0 +1,134 @@
+"""The command `memory`: what each pipeline rank's device holds at the peak, and whether it fits."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torchtitan.base.device import GIB
+from torchtitan.plan.account import KINDS, Account, replay
+from torchtitan.plan.allocator import MIB
+from torchtitan.plan.devices import ALLOWANCE
+from torchtitan.plan.draw import save_areas
+from torchtitan.plan.job import Planned
+from torchtitan.plan.records import rehearse_ranks
+
+NUM_TENANTS = 8
+
+
+def plan_memory(planned: Planned, arguments: argparse.Namespace) -> str:
+    """Return the account of each pipeline rank as text, and draw it if a picture is asked for."""
+    expandable = not arguments.classic_allocator
+    accounts = [replay(record, expandable=expandable) for record in rehearse_ranks(planned)]
+    text = "\n\n".join(
+        [
+            planned.headline(),
+            _table(planned, accounts),
+            _verdict(planned, accounts),
+            *(_peak(rank, account) for rank, account in _extremes(accounts)),
+            _limits(planned, expandable=expandable),
+        ]
+    )
+    if arguments.out is not None:
+        _draw(arguments.out, planned, accounts)
+        text += f"\nwritten: {arguments.out}"
+    return text + "\n"
+
+
+def needed(account: Account) -> int:
+    """Return the bytes of a device that a rank needs, what is not modelled included."""
+    return account.reserved + ALLOWANCE
+
+
+def _table(planned: Planned, accounts: Sequence[Account]) -> str:
+    """Return the memory by kind, a column for each pipeline rank."""
+    ranks = planned.first_ranks()
+    names = [f"pp {number}" if len(ranks) > 1 else "each rank" for number in range(len(ranks))]
+    rows: list[tuple[str, list[int]]] = [
+        (kind, [account.by_kind.get(kind, 0) for account in accounts]) for kind in KINDS
+    ]
+    rows = [row for row in rows if any(row[1])]
+    rows.append(("live at the peak", [sum(account.by_kind.values()) for account in accounts]))
+    rows.append(("active (rounded up)", [account.active for account in accounts]))
+    rows.append(("reserved by torch", [account.reserved for account in accounts]))
+    rows.append(("not modelled (allowance)", [ALLOWANCE] * len(accounts)))
+    rows.append(("needed", [needed(account) for account in accounts]))
+    if any(account.on_host for account in accounts):
+        rows.append(("on the host", [account.on_host for account in accounts]))
+    lines = [" " * 25 + "".join(f"{name:>12}" for name in names)]
+    lines += [
+        f"{name:<25}" + "".join(f"{_said(size):>12}" for size in sizes) for name, sizes in rows
+    ]
+    return "\n".join(lines)
+
+
+def _said(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.2f} MiB"
+
+
+def _verdict(planned: Planned, accounts: Sequence[Account]) -> str:
+    most = max(map(needed, accounts))
+    device = planned.device
+    left = (device.memory - most) / GIB
+    has = f"{device.name} has {device.memory / GIB:.1f} GiB"
+    if left >= 0:
+        return f"fits: {has}, {left:.1f} GiB are left on the fullest rank"
+    return f"DOES NOT FIT: {has}, {-left:.1f} GiB are missing on the fullest rank"
+
+
+def _extremes(accounts: Sequence[Account]) -> list[tuple[int, Account]]:
+    """Return the fullest rank."""
+    fullest = max(range(len(accounts)), key=lambda rank: needed(accounts[rank]))
+    return [(fullest, accounts[fullest])]
+
+
+def _peak(rank: int, account: Account) -> str:
+    phase, block = account.during
+    during = "between blocks" if block is None else f"in the {phase} of layer {block}"
+    operator, module = account.where.where[:2]
+    lines = [
+        f"The peak of pipeline rank {rank} comes {during}, with {operator}"
+        + (f" of {module}" if module else "")
+        + "; then most is held by:"
+    ]
+    lines += [
+        f"  {_said(tenant.size):>12}  {tenant.num:>5} x  {tenant.kind:<17} "
+        f"{tenant.operator} {tenant.module}".rstrip()
+        for tenant in account.tenants[:NUM_TENANTS]
+    ]
+    return "\n".join(lines)
+
+
+def _limits(planned: Planned, *, expandable: bool) -> str:
+    said = [
+        f"Not modelled, and covered by an allowance of {ALLOWANCE / GIB:.0f} GiB: the CUDA "
+        "context, NCCL's buffers, cuBLAS's workspaces.",
+        "Reserved memory is that of torch's allocator "
+        + ("with" if expandable else "without")
+        + " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+    ]
+    if planned.is_compiled:
+        said.append("Blocks are taken as not compiled; compiling usually needs less.")
+    if planned.layout.counts.num_experts:
+        said.append("Every expert gets as many tokens as any other.")
+    if planned.config.training.document_attention == "within":
+        said.append("Each sequence is taken as one document.")
+    if planned.config.validation.enable or planned.config.checkpoint.enable:
+        said.append("Validation needs less than training; checkpoints are staged on the host.")
+    return "\n".join(said)
+
+
+def _draw(path: Path, planned: Planned, accounts: Sequence[Account]) -> None:
+    panels: list[tuple[str, Mapping[str, Sequence[float]]]] = [
+        (
+            f"pipeline rank {rank}" if len(accounts) > 1 else planned.headline(),
+            {
+                str(kind): [point.get(kind, 0) / GIB for point in account.curve]
+                for kind in KINDS
+                if any(point.get(kind, 0) for point in account.curve)
+            },
+        )
+        for rank, account in enumerate(accounts)
+    ]
+    save_areas(path, panels=panels, limit=(planned.device.memory - ALLOWANCE) / GIB)

@@ -1,0 +1,235 @@
+"""Rehearse one optimizer step of one rank: the trainer's own code, on fake tensors.
+
+Nothing of the model, of FSDP, of recomputation or of the pipeline is modelled here; they run, in a
+world that pretends the other ranks (`world.py`), and a tape records what they do. A rehearsal may
+leave out blocks that are like their neighbours: `unroll.py` puts them back into the record.
+
+Tensors are on a pretended CPU, because a pretended GPU aborts where there is no driver. Where a GPU
+would take another path that matters, it is taken by name: bfloat16 where the job says "auto",
+fused kernels as the settings say.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torchtitan.assemble.run import build_balance_of, build_model, build_optimizer_of
+from torchtitan.job import Config
+from torchtitan.mesh.dims import Mesh, build_mesh
+from torchtitan.models.contract import LanguageModel
+from torchtitan.models.init import local_part
+from torchtitan.models.parts import ModelParts
+from torchtitan.models.routing import untrained
+from torchtitan.optim.clip import clip_gradients, global_norm
+from torchtitan.optim.loss import count_valid
+from torchtitan.optim.optimizer import take_step
+from torchtitan.optim.state import create_state
+from torchtitan.parallel.batch import Batch
+from torchtitan.parallel.context.build import build_shard
+from torchtitan.parallel.layout import Layout
+from torchtitan.plan.tape import Pool, Record, Tape
+from torchtitan.plan.unroll import CannotUnrollError, Template, unroll
+from torchtitan.plan.world import axes_of, fake_world, load_evenly, stand_ins
+
+logger = logging.getLogger(__name__)
+CPU = torch.device("cpu")
+
+
+def rehearse(
+    config: Config,
+    *,
+    layout: Layout,
+    rank: int,
+    left_out: Collection[int] = (),
+    is_fake: bool = True,
+) -> Record:
+    """Record a step of `rank`, without the blocks `left_out`.
+
+    It begins with all that is there before: weights and the optimizer's state.
+    """
+    with fake_world(rank=rank, world_size=layout.dims.world_size):
+        mesh = build_mesh(layout.dims, device_type="cpu")
+        return record_step(
+            config,
+            layout=_without(layout, left_out),
+            mesh=mesh,
+            fakes=FakeTensorMode(allow_non_fake_inputs=True),
+        )
+
+
+def record_step(
+    config: Config, *, layout: Layout, mesh: Mesh, fakes: FakeTensorMode | None
+) -> Record:
+    """Record a step of this rank of the job; the process group must exist.
+
+    `fakes`: what makes fake tensors; None: the step is a real one, on this machine's CPU.
+    """
+    tape, fake = Tape(axes_of(mesh)), fakes or nullcontext()
+
+    def fill(part: LanguageModel) -> None:
+        with fake:
+            part.to_empty(device=CPU)
+            for state in untrained(part):
+                state.data = torch.empty_like(state, device=CPU)
+
+    model, execution = build_model(config, layout=layout, mesh=mesh, device=CPU, fill=fill)
+    for part in model:
+        tape.watch_blocks(part)
+        load_evenly(part)
+    batches = [_as_fake(batch, fakes) for batch in _batches(config, layout=layout, mesh=mesh)]
+    with fake:
+        optimizer = build_optimizer_of(config, model=model)
+        create_state(optimizer)
+        balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=CPU)
+        offloads = config.training.enable_cpu_offload
+        _hold_state(tape, model, optimizer, pool="host" if offloads else "compute")
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        with stand_ins(tape), tape:
+            divisor = (
+                torch.stack([count_valid(batch.labels) for batch in batches]).sum().clamp(min=1)
+            )
+            if balance is not None:
+                balance.begin(divisor)
+            loss_sum = execution.forward_backward(batches, divisor=divisor)
+            tape.mark("update", None)
+            for p in parameters:
+                if p.grad is not None:
+                    tape.name(
+                        local_part(p.grad), kind="gradients", pool="host" if offloads else None
+                    )
+            norm = global_norm(parameters, loss=loss_sum)
+            clip_gradients(parameters, norm=norm, max_norm=config.training.max_norm)
+            take_step(optimizer, norm=norm)
+            if balance is not None:
+                balance.update(norm=norm)
+            execution.after_update()
+        return tape.ended()
+
+
+def _without(layout: Layout, left_out: Collection[int]) -> Layout:
+    """Return the layout of a model without some of its blocks."""
+    if not left_out:
+        return layout
+    gone = {f"layers.{number}" for number in left_out}
+
+    def adapt(model: LanguageModel) -> None:
+        if layout.adapt is not None:
+            layout.adapt(model)
+        for number in left_out:
+            del model.layers[str(number)]
+
+    pipeline = layout.pipeline
+    if pipeline is not None:
+        modules = tuple(tuple(m for m in stage if m not in gone) for stage in pipeline.modules)
+        pipeline = replace(pipeline, modules=modules)
+    return replace(layout, adapt=adapt, pipeline=pipeline)
+
+
+def _batches(config: Config, *, layout: Layout, mesh: Mesh) -> list[Batch]:
+    """Return the batches of a step, each sample one document."""
+    training = config.training
+    shard = build_shard(config.parallelism, training=training, mesh=mesh)
+    tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+    lengths = torch.full((training.local_batch_size,), training.seq_len)
+    samples = {"tokens": tokens, "labels": tokens.clone(), "document_lengths": lengths}
+    return [shard.take(samples) for _ in range(layout.accumulation)]
+
+
+def _as_fake(batch: Batch, fakes: FakeTensorMode | None) -> Batch:
+    if fakes is None:
+        return batch
+    names = ("tokens", "labels", "positions")
+    return replace(batch, **{name: fakes.from_tensor(getattr(batch, name)) for name in names})
+
+
+def _hold_state(
+    tape: Tape, model: ModelParts, optimizer: torch.optim.Optimizer, *, pool: Pool
+) -> None:
+    """Note what is there before the step, block by block."""
+    for name, parameter in model.named_parameters():
+        words = name.split(".")
+        tape.mark("state", int(words[1]) if words[0] == "layers" else None)
+        state = [t for t in optimizer.state.get(parameter, {}).values() if isinstance(t, Tensor)]
+        tape.hold(local_part(parameter.detach()), kind="weights", pool=pool)
+        for tensor in state:
+            tape.hold(local_part(tensor.detach()), kind="optimizer", pool=pool)
+    tape.mark(None, None)
+
+
+def rehearse_step(config: Config, *, layout: Layout, rank: int) -> Record:
+    """Record a step of `rank` with all blocks, most of which are copied if that can be done.
+
+    Of many microbatches and accumulation steps only some are taken; see `shorten`.
+    """
+    templates, left_out = find_templates(config, layout=layout, rank=rank)
+    if templates:
+        record = rehearse(config, layout=layout, rank=rank, left_out=left_out)
+        try:
+            return unroll(record, templates)
+        except CannotUnrollError as error:
+            logger.info("All blocks are run: %s", error)
+    return rehearse(config, layout=layout, rank=rank)
+
+
+def find_templates(config: Config, *, layout: Layout, rank: int) -> tuple[list[Template], set[int]]:
+    """Return which blocks stand for others in each stage of a rank, and all that are left out."""
+    table = [] if layout.pipeline is None else layout.pipeline.table
+    if any(action.kind == "backward_weight" for row in table for action in row):
+        return [], set()  # gradients of weights come in no order of blocks
+    if config.optimizer.name == "Muon":
+        return [], set()  # it updates one matrix after the other, some of them on other ranks
+    period = _period(config)
+    kinds = _kinds(layout)
+    templates, left_out = [], set()
+    for stage in _stages(layout, rank=rank):
+        # a run of alike blocks that ends the stage, or the whole of it
+        start = next(
+            (i for i in reversed(range(1, len(stage))) if kinds[stage[i]] != kinds[stage[i - 1]]), 0
+        )
+        first = start + MARGIN
+        first += -(stage[first] if first < len(stage) else 0) % period
+        spare = len(stage) - first - period - MARGIN - period
+        times = spare // period
+        if times < 1:
+            continue
+        gone = stage[first + period : first + period * (1 + times)]
+        left_out |= set(gone)
+        kept = [block for block in stage if block not in left_out]
+        templates.append(Template(blocks=tuple(kept), first=first, period=period, times=times))
+    return templates, left_out
+
+
+MARGIN = 2
+"""Blocks before and behind a template that may differ from it."""
+
+
+def _period(config: Config) -> int:
+    recomputation = config.activation_checkpoint
+    option = recomputation.selective_ac_option
+    return int(option) if recomputation.mode == "selective" and option.isdecimal() else 1
+
+
+def _kinds(layout: Layout) -> list[object]:
+    """Return what tells the blocks of the whole model apart."""
+    model = layout.spec.build_meta(layout.architecture)
+    return [
+        [(name, p.shape) for name, p in block.named_parameters()] for block in model.layers.values()
+    ]
+
+
+def _stages(layout: Layout, *, rank: int) -> list[list[int]]:
+    """Return the blocks of each stage that a rank holds."""
+    if layout.pipeline is None:
+        return [list(range(layout.architecture.num_layers))]
+    own = layout.pipeline.stages_of(rank // (layout.dims.world_size // layout.dims.pp))
+    return [
+        [int(name.split(".")[1]) for name in layout.pipeline.modules[stage] if "." in name]
+        for stage in own
+    ]

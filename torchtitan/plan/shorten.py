@@ -1,0 +1,95 @@
+"""A step of fewer microbatches with the same peak of memory.
+
+Once a pipeline is full, each further microbatch repeats what the one before it did, and so does
+each accumulation step behind the second, which finds gradients that the first has left. So a
+rehearsal takes as few as reach the peak, and what is counted is multiplied: what computing does by
+the number of microbatches, what comes once in a pass of the pipeline by that of the passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.job import Config
+from torchtitan.parallel.layout import Layout
+from torchtitan.parallel.pipeline.layout import PipelineLayout
+from torchtitan.parallel.pipeline.schedules import Table, compute_table
+from torchtitan.plan.links import OVERLAPPED
+from torchtitan.plan.schedule import Costs, simulate
+from torchtitan.plan.tape import Entry, Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortened:
+    """A job whose step takes fewer microbatches."""
+
+    config: Config
+    layout: Layout
+    microbatches: float = 1.0
+    """How often each of its microbatches comes in the step of the whole job."""
+    passes: float = 1.0
+    """The same of its accumulation steps."""
+
+    def times(self, entry: Entry, phase: Phase | None) -> float:
+        """Return how often an entry of its record comes in the whole step."""
+        if phase in ("update", "state"):
+            return 1.0
+        is_once = phase in (None, "between") and entry.what == "message"
+        if self.layout.pipeline is not None and is_once and entry.where[0] in OVERLAPPED:
+            return self.passes
+        return self.microbatches
+
+
+def shorten(config: Config, layout: Layout) -> Shortened:
+    """Return the job with as few microbatches and accumulation steps as show all of a step."""
+    accumulation = min(layout.accumulation, 2)
+    passes = layout.accumulation / accumulation
+    layout = replace(layout, accumulation=accumulation)
+    pipeline = layout.pipeline
+    found = None if pipeline is None else _shorten_table(config, pipeline)
+    if found is None or pipeline is None:
+        return Shortened(config=config, layout=layout, microbatches=passes, passes=passes)
+    table, num, of = found
+    training = replace(
+        config.training, local_batch_size=num * pipeline.microbatch_size, global_batch_size=-1
+    )
+    return Shortened(
+        config=replace(config, training=training),
+        layout=replace(layout, pipeline=replace(pipeline, table=table)),
+        microbatches=passes * of / num,
+        passes=passes,
+    )
+
+
+def _shorten_table(config: Config, pipeline: PipelineLayout) -> tuple[Table, int, int] | None:
+    """Return the same schedule with the fewest microbatches that fill it, their number, and that of
+    the whole."""
+    settings = config.parallelism
+    if settings.pipeline_parallel_schedule_csv:
+        return None
+    pp, num = len(pipeline.table), _num_microbatches(pipeline.table)
+    peaks, is_full = _peaks(pipeline.table), False
+    for fewer in range(1, num):
+        try:
+            table = compute_table(
+                settings.pipeline_parallel_schedule,
+                pp=pp,
+                stages_per_rank=len(pipeline.modules) // pp,
+                num_microbatches=fewer,
+            )
+        except ConfigError:
+            continue
+        if is_full:
+            return table, fewer, num
+        is_full = _peaks(table) == peaks  # one more, which finds what the first has left
+    return None
+
+
+def _num_microbatches(table: Table) -> int:
+    return 1 + max(action.microbatch for row in table for action in row)
+
+
+def _peaks(table: Table) -> list[int]:
+    timeline = simulate(table, costs=Costs())
+    return [timeline.peak(rank) for rank in range(len(table))]

@@ -1,0 +1,279 @@
+"""A record of what a step does to memory, links and arithmetic units, in the order it does it.
+
+The tape is a dispatch mode: below autograd, FSDP and DTensor it sees each operator of one rank,
+whether on real tensors or on fake ones. From what operators return it learns when a storage is
+born; a finalizer tells when it dies. Neither an estimate by formula nor a profiler is needed: the
+one would repeat the trainer's rules by hand, the other would need the machine that is planned for.
+
+The tape is cut into *pieces*: what happens from the moment a block's forward, or its backward,
+begins until the next one does. Pieces of equal blocks are equal, so a tape with a few blocks can be
+unrolled to any number (`unroll.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+Kind = Literal[
+    "weights",
+    "optimizer",
+    "gradients",
+    "gathered weights",
+    "activations",
+    "logits",
+    "communication",
+    "temporaries",
+]
+"""What memory is for."""
+Pool = Literal["compute", "gather", "reduce", "host"]
+"""The stream in whose memory a storage lies: the allocator hands none of it to another stream.
+What is offloaded lies with the host."""
+Phase = Literal["state", "forward", "backward", "between", "update"]
+"""Between forwards and backwards a pipeline gathers the weights of its blocks and frees them."""
+
+
+WORLD = "world"
+"""The axis of all ranks of the job."""
+
+
+class Entry(NamedTuple):
+    """One event of the tape. Names of modules are relative to their block."""
+
+    what: Literal["birth", "death", "message", "product", "pass"]
+    """A pass reads and writes memory, and its arithmetic costs nothing beside that."""
+    size: int
+    """Bytes; of a product: floating-point operations."""
+    where: tuple[str, ...]
+    """Of a birth or pass: operator, module. Of a message: axis, collective, module. Of a product:
+    operator, module, shapes of what is multiplied."""
+    kind: Kind = "temporaries"
+    pool: Pool = "compute"
+    born: int = -1
+    """Of a death: the index of the birth."""
+
+
+class Piece(NamedTuple):
+    """From this entry on, until the next piece, the tape belongs to a block's forward or
+    backward; no block: to none."""
+
+    start: int
+    phase: Phase | None
+    block: int | None
+
+
+@dataclass
+class Record:
+    """What a tape holds, to be replayed, counted or unrolled."""
+
+    entries: list[Entry] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=lambda: [Piece(0, None, None)])
+
+    def bounds(self) -> Iterator[tuple[Piece, int]]:
+        """Yield each piece and where it ends."""
+        ends = [piece.start for piece in self.pieces[1:]] + [len(self.entries)]
+        yield from zip(self.pieces, ends, strict=True)
+
+
+class Tape(TorchDispatchMode):
+    """Records the operators of this process while it is entered.
+
+    `axes`: by the name of each process group the axes whose ranks it has, those of FSDP last: one
+    group may serve several.
+    """
+
+    def __init__(self, axes: Mapping[str, Sequence[str]]) -> None:
+        super().__init__()
+        self.record = Record()
+        self.pool: Pool = "compute"
+        self.kind: Kind = "temporaries"
+        self.is_paused = False
+        self.is_sharding = False
+        """Whether FSDP is at work."""
+        self._axes = axes
+        self._live: dict[int, tuple[int, int]] = {}
+        """By storage: its size and its birth."""
+        self._modules: list[str] = [""]
+        self._block_of: dict[nn.Module, int] = {}
+        self._backward = -1
+
+    def ended(self) -> Record:
+        """Return what was recorded so far; what dies later is no part of it."""
+        return Record(list(self.record.entries), list(self.record.pieces))
+
+    def mark(self, phase: Phase | None, block: int | None) -> None:
+        """Begin a piece."""
+        piece = Piece(len(self.record.entries), phase, block)
+        if self.record.pieces[-1][1:] != piece[1:]:
+            self.record.pieces.append(piece)
+
+    def hold(self, tensor: Tensor, *, kind: Kind, pool: Pool = "compute") -> None:
+        """Note a tensor that is there already; one that was seen keeps its place."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._live:
+            self.name(tensor, kind=kind, pool=pool)
+        else:
+            with self.within(pool=pool):
+                self._bear(storage, storage.nbytes(), ("state", ""), kind)
+
+    def name(self, tensor: Tensor, *, kind: Kind, pool: Pool | None = None) -> None:
+        """Say what a live storage is for, and where it lies, now that this is known."""
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        if found is not None and found[1] >= 0:
+            entry = self.record.entries[found[1]]
+            self.record.entries[found[1]] = entry._replace(kind=kind, pool=pool or entry.pool)
+
+    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Note that a storage has another size from now on."""
+        if self._live.get(storage._cdata, (0, -1))[0] != size:
+            self._bear(storage, size, ("resize", self._modules[-1]), "gathered weights")
+
+    def watch_blocks(self, model: nn.Module) -> None:
+        """Cut the tape where blocks of `model` begin, and learn the names of modules."""
+        blocks = {block: int(name) for name, block in model.layers.items()}  # type: ignore[operator]
+        prefixes = {block: name for name, block in model.named_modules() if block in blocks}
+        for name, module in model.named_modules():
+            owner = next((p for p in prefixes.values() if name.startswith(f"{p}.")), "")
+            own = name.removeprefix(f"{owner}.") if owner else name
+            shown = "" if module in blocks else own
+            module.register_forward_pre_hook(lambda *_, shown=shown: self._modules.append(shown))
+            module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+        for block, number in blocks.items():
+            self._block_of |= dict.fromkeys(block.modules(), number)
+            block.register_forward_pre_hook(lambda *_, n=number: self._enter_block(n), prepend=True)
+            block.register_forward_hook(lambda _, __, out, n=number: self._await_gradient(out, n))
+        model.register_forward_hook(lambda *_: self._enter_block(None))
+        ends = [getattr(model, name) for name in ("norm", "output")]
+        for module in [end for end in ends if end is not None]:
+            module.register_forward_pre_hook(lambda *_: self._enter_block(None), prepend=True)
+
+    def _leave(self) -> None:
+        if len(self._modules) > 1:
+            self._modules.pop()
+
+    def _enter_block(self, number: int | None) -> None:
+        if torch._C._current_graph_task_id() == -1:  # in backward blocks are only recomputed
+            self.mark("forward" if number is not None else None, number)
+
+    def mark_between(self, modules: Sequence[nn.Module]) -> None:
+        """Begin the piece of the block that holds `modules`, if no block computes now."""
+        if self.record.pieces[-1].phase in (None, "between"):
+            block = self._block_of.get(modules[0])
+            self.mark(None if block is None else "between", block)
+
+    def _await_gradient(self, out: Tensor, number: int) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda _: self._enter_backward(number))
+
+    def _enter_backward(self, number: int) -> None:
+        self.mark("backward", number)
+        if self._backward != (task := torch._C._current_graph_task_id()):
+            self._backward = task
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.mark(None, None))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again with this rank's parts
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not self.is_paused:
+            self._note(func, args, kwargs, out)
+        return out
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = func.name()
+        given, made = _tensors((args, kwargs)), _tensors(out)
+        is_message = func.namespace in ("c10d", "_c10d_functional", "_dtensor")
+        kind: Kind = "communication" if is_message else self.kind
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live:
+                self._bear(storage, storage.nbytes(), (name, self._modules[-1]), kind)
+        if is_message:
+            if "wait_tensor" not in name:
+                self._note_message(name, args, out)
+        elif func._overloadpacket in flop_registry or "flash_attention_for_cpu" in name:
+            self._note_product(func, args, kwargs, out)
+        elif func.namespace == "aten" and not _is_view(func):
+            size = sum(t.nbytes for t in given) + sum(t.nbytes for t in made)
+            if size:
+                self._append(Entry("pass", size, (name, self._modules[-1])))
+
+    def _note_message(self, name: str, args: Any, out: Any) -> None:
+        boxes = [x for x in tree_leaves(args) if "ProcessGroup" in str(getattr(x, "_type", str)())]
+        names = [x for x in tree_leaves(args) if isinstance(x, str) and x in self._axes]
+        group = dist.ProcessGroup.unbox(boxes[0]).group_name if boxes else names[-1]
+        # the side that is whole, not sharded
+        sides = [sum(t.nbytes for t in _tensors(x)) for x in (*args, out)]
+        short = name.split("::")[1].split(".")[0].strip("_")
+        axis = self._axes[group][-1 if self.is_sharding else 0]
+        if self.record.pieces[-1].phase == "update" and WORLD in self._axes[group]:
+            axis = WORLD  # the gradient norm
+        self._append(Entry("message", max(sides), (axis, short, self._modules[-1])))
+
+    def _note_product(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = func.name()
+        shapes = " ".join("x".join(map(str, t.shape)) for t in _tensors(args) if t.ndim > 1)
+        if "flash_attention_for_cpu" in name:  # causal: half of the scores; 2 products, or 5
+            is_backward = "backward" in name
+            q, k = args[1:3] if is_backward else args[:2]
+            flops = q.numel() * k.shape[2] * (5 if is_backward else 2)
+        else:
+            flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        self._append(Entry("product", int(flops), (name, self._modules[-1], shapes)))
+
+    def _bear(
+        self, storage: torch.UntypedStorage, size: int, where: tuple[str, ...], kind: Kind
+    ) -> None:
+        key = storage._cdata
+        if key in self._live:
+            self._die(key)
+        else:
+            weakref.finalize(storage, self._drop, key)
+        self._live[key] = size, len(self.record.entries) if size else -1
+        if size:
+            self._append(Entry("birth", size, where, kind, self.pool))
+
+    def _drop(self, key: int) -> None:
+        self._die(key)
+        del self._live[key]
+
+    def _die(self, key: int) -> None:
+        size, birth = self._live[key]
+        if size:
+            entry = self.record.entries[birth]
+            self._append(entry._replace(what="death", born=birth))
+
+    def _append(self, entry: Entry) -> None:
+        self.record.entries.append(entry)
+
+    @contextmanager
+    def within(self, **values: Any) -> Iterator[None]:
+        """Set attributes meanwhile: `pool`, `kind`, `is_paused` or `is_sharding`."""
+        before = {name: getattr(self, name) for name in values}
+        for name, value in values.items():
+            setattr(self, name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+
+
+def _tensors(tree: Any) -> Sequence[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+
+
+def _is_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)

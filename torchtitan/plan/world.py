@@ -1,0 +1,174 @@
+"""A world of any size in one process, and stand-ins for what would need the other ranks.
+
+The trainer's own code runs in it for one rank: collectives of torch's `fake` backend return at
+once, and tensors are fake, with shapes and no contents. Some places look at contents, or hide from
+dispatch what is allocated; they are replaced here, and nowhere else:
+
+    the storages that FSDP frees and takes again     no operator does it
+    the streams in which FSDP allocates              each has memory of its own
+    DTensor's propagation of shapes                  it runs operators on whole tensors
+    how many tokens other ranks send to experts      an even load is assumed
+    gradients in small chunks for the norm           only on a CPU
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp_group
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtitan.mesh.dims import Mesh
+from torchtitan.mesh.process_group import end_process_group
+from torchtitan.models.routing import Compute, StackedExperts
+from torchtitan.optim import clip
+from torchtitan.parallel.expert import Exchange
+from torchtitan.plan.tape import WORLD, Tape
+
+
+@contextmanager
+def fake_world(*, rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a job whose other ranks do not exist."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        end_process_group()
+
+
+def axes_of(mesh: Mesh) -> dict[str, list[str]]:
+    """Return the axes by the names of the process groups that have their ranks, those over which
+    FSDP shards and copies last."""
+    axes = defaultdict(list, {dist.group.WORLD.group_name: [WORLD]})  # type: ignore[union-attr]
+    for view, names in (
+        (mesh.data, ("dp", "cp")),
+        (mesh.params, ("pp", "tp")),
+        (mesh.experts, ("ep", "efsdp")),
+        (mesh.params, ("dp_replicate", "fsdp")),
+    ):
+        for name in names:
+            group = view.get_group(name)
+            at = (
+                0
+                if name in ("cp", "tp", "pp", "ep") and group.size() > 1
+                else len(axes[group.group_name])
+            )
+            axes[group.group_name].insert(at, name)
+    return dict(axes)
+
+
+@contextmanager
+def stand_ins(tape: Tape) -> Iterator[None]:
+    """Replace what a fake world cannot run, and tell `tape` what it would not see."""
+    resize = torch.UntypedStorage.resize_
+    allocate, gather = DefaultReduceScatter.allocate, fsdp_group.foreach_all_gather
+    find_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+    wait, num_reductions = FSDPParamGroup.wait_for_unshard, 0
+
+    def resized(storage: torch.UntypedStorage, size: int) -> None:
+        tape.resized(storage, size)
+        resize(storage, size)
+
+    def allocated(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal num_reductions
+        num_reductions += 1
+        # first what is reduced, beside computing, then the result, in a stream of its own
+        is_result = num_reductions % 2 == 0
+        pool, kind = ("reduce", "gradients") if is_result else ("compute", "communication")
+        with tape.within(pool=pool, kind=kind):
+            return allocate(*args, **kwargs)
+
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        with tape.within(pool="gather", kind="gathered weights"):
+            return gather(*args, **kwargs)
+
+    def shaped(*args: Any, **kwargs: Any) -> Any:
+        with tape.within(is_paused=True):
+            return find_shapes(*args, **kwargs)
+
+    def of_block(work: Callable[..., Any]) -> Callable[..., Any]:
+        def worked(group: Any, *args: Any, **kwargs: Any) -> Any:
+            tape.mark_between(group.modules)
+            kind = "gathered weights" if work is wait else tape.kind
+            with tape.within(kind=kind, is_sharding=True):
+                return work(group, *args, **kwargs)
+
+        return worked
+
+    with ExitStack() as stack:
+        for name in ("unshard", "wait_for_unshard", "reshard", "post_backward"):
+            work = getattr(FSDPParamGroup, name)
+            stack.enter_context(patch.object(FSDPParamGroup, name, of_block(work)))
+        for owner, name, value in (
+            (torch.UntypedStorage, "resize_", resized),
+            (DefaultReduceScatter, "allocate", allocated),
+            (fsdp_group, "foreach_all_gather", gathered),
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", shaped),
+            (clip, "CHUNK", 1 << 62),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        yield
+
+
+def load_evenly(model: nn.Module) -> None:
+    """Let every expert of this rank get as many tokens as any other."""
+    for module in model.modules():
+        if not isinstance(module, StackedExperts):
+            continue
+        if isinstance(module.exchange, Exchange):
+            module.exchange = _EvenExchange(module.exchange)
+        else:
+            module.exchange = partial(_multiply_evenly, module.exchange)
+
+
+def _multiply_evenly(
+    exchange: Callable[..., Tensor],
+    compute: Compute,
+    x_NC: Tensor,
+    counts_E: Tensor,
+    weights: Sequence[Tensor],
+) -> Tensor:
+    return exchange(partial(_compute_evenly, compute), x_NC, counts_E, weights)
+
+
+def _compute_evenly(
+    compute: Compute, x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]
+) -> Tensor:
+    return compute(x_NC, torch.tensor(_even(len(x_NC), len(counts_E))), weights)
+
+
+def _even(total: int, num: int) -> list[int]:
+    """Return `num` numbers that add up to `total` and are as equal as can be."""
+    return [total // num + (i < total % num) for i in range(num)]
+
+
+class _EvenExchange(Exchange):
+    """Exchanges rows of which every expert of every rank gets as many."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange._group)
+        self._num_rows = 0
+
+    def __call__(self, compute: Compute, x_NC: Tensor, *args: Any) -> Tensor:
+        self._num_rows = len(x_NC)
+        return super().__call__(partial(_compute_evenly, compute), x_NC, *args)
+
+    def _tell(self, counts_RL: Tensor) -> tuple[list[int], list[int], Tensor]:
+        came_RL = torch.empty_like(counts_RL)
+        dist.all_to_all_single(came_RL, counts_RL.contiguous(), group=self._group)
+        ranks, local = counts_RL.shape
+        even = _even(self._num_rows, ranks * local)
+        sent = [sum(even[rank * local :][:local]) for rank in range(ranks)]
+        own = dist.get_rank(self._group)
+        return sent, [sent[own]] * ranks, came_RL
