@@ -42,11 +42,7 @@ NEVER_CLIPPED = "--training.max_norm=inf"
 CHUNKS = "--training.loss_chunks=3"
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     **{f"pp 2 {name}": (2, pipeline(name)) for name in SCHEDULES},
-    **{
-        f"pp 2 x fsdp 2 {name}": (4, pipeline(name))
-        for name in SCHEDULES
-        if name not in WHOLE_BACKWARD
-    },
+    **{f"pp 2 x fsdp 2 {name}": (4, pipeline(name)) for name in SCHEDULES},
     **{
         f"pp 2 x fsdp 2 {name}, weights freed": (
             4,
@@ -61,6 +57,14 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         2,
         pipeline(
             "Interleaved1F1B",
+            pipeline_parallel_layers_per_stage=1,
+            pipeline_parallel_last_stage_less_layers=0,
+        ),
+    ),
+    "pp 2 x fsdp 2, 4 stages a rank": (
+        4,
+        pipeline(
+            "InterleavedZeroBubble",
             pipeline_parallel_layers_per_stage=1,
             pipeline_parallel_last_stage_less_layers=0,
         ),
@@ -83,6 +87,7 @@ DEEP = {
     "pp 4 Interleaved1F1B": {"num_layers": 8},
     "pp 4 DualPipeV": {"num_layers": 8},
     "4 stages a rank": {"num_layers": 8},
+    "pp 2 x fsdp 2, 4 stages a rank": {"num_layers": 8},
 }
 
 
@@ -120,8 +125,9 @@ def test_tied_embeddings_on_two_stages(
     pj.assert_same_evaluation(results, reference)
 
 
+@pytest.mark.parametrize("fsdp", [1, 2])
 def test_a_schedule_file_of_two_stages_with_halved_backwards(
-    ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
+    fsdp: int, ranks: RankPool, tmp_path: Path, cache: Path, on_one_device: OneDevice
 ) -> None:
     """The last stage on rank 0, weights' gradients late: nothing that a built-in schedule does."""
     path = tmp_path / "own.csv"
@@ -130,9 +136,9 @@ def test_a_schedule_file_of_two_stages_with_halved_backwards(
     )
     csv = f"--parallelism.pipeline_parallel_schedule_csv={path}"
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *pipeline("1F1B"), csv]
-    results = ranks.run(pj.train, job, evaluating=True, world=2)
+    results = ranks.run(pj.train, job, evaluating=True, world=2 * fsdp)
     assert_same_training(results, on_one_device(pj.train, evaluating=True, sizes=pj.FOUR_LAYERS))
-    assert [result.owns_loss for result in results] == [True, False]
+    assert [result.owns_loss for result in results] == [True] * fsdp + [False] * fsdp
 
 
 def train_with(bug: str, job: list[str]) -> Trained:

@@ -10,13 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.models.fake_group import fake_group
+from tests.parallel.test_tensor import split
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
-from torchtitan.models.init import initialize
+from torchtitan.models.init import initialize, local_part
+from torchtitan.models.sizes import DecoderConfig
 from torchtitan.parallel.activation import Mode, apply_activation_checkpointing
 
 PRODUCT = "aten::mm"
@@ -73,6 +77,8 @@ class Watch(TorchDispatchMode):
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again with this rank's parts
         result = func(*args, **(kwargs or {}))
         self.calls[func._schema.name] += 1
         for leaf in tree_leaves(result):
@@ -81,8 +87,11 @@ class Watch(TorchDispatchMode):
                 self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return result
 
-    def bytes_held(self) -> int:
-        return sum(size for storage, size in self._made.values() if not storage.expired())
+    def bytes_held(self, *, but: nn.Module) -> int:
+        """All but what a module's parameters take, of which views were made."""
+        own = {local_part(p).untyped_storage()._cdata for p in but.parameters()}
+        made = (found for key, found in self._made.items() if key not in own)
+        return sum(size for storage, size in made if not storage.expired())
 
 
 def watched_step(mode: Mode, option: str) -> tuple[Counter[str], int]:
@@ -92,7 +101,7 @@ def watched_step(mode: Mode, option: str) -> tuple[Counter[str], int]:
     tokens = (torch.arange(2 * 512) % 263).view(2, 512)
     with Watch() as watch:
         loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), reduction="sum")
-        held, forward = watch.bytes_held(), Counter(watch.calls)
+        held, forward = watch.bytes_held(but=model), Counter(watch.calls)
         loss.backward()
     return watch.calls - forward, held
 
@@ -110,6 +119,47 @@ def test_by_operator_the_dear_ones_are_kept() -> None:
     widths = (16, config.dim, config.hidden_dim, config.dim, config.num_heads)
     assert held_by_op - held_by_full == 2 * 4 * 1024 * sum(widths)
     assert held_by_full < held_by_op < held_by_none
+
+
+TP = replace(MODELS["llama3"].flavors["tiny8"], num_layers=2, vocab_size=264)
+
+
+def held_by_layers(config: DecoderConfig, mode: Mode, *, tp: int, sequence: bool) -> int:
+    """The bytes that forward leaves behind on one of `tp` ranks."""
+    with fake_group(rank=1, world_size=tp):
+        model = MODELS["llama3"].build(config)
+        split(model, tp=tp, sequence=sequence)
+        apply_activation_checkpointing(model, mode=mode, option="op")
+        with Watch() as watch:
+            stream = model(torch.zeros(2, 512, dtype=torch.int64))
+            held = watch.bytes_held(but=model)
+        assert stream.requires_grad
+    return held
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_of_a_product_and_its_sum_over_ranks_only_the_sum_is_kept(tp: int, sequence: bool) -> None:
+    more = held_by_layers(TP, "selective", tp=tp, sequence=sequence)
+    more -= held_by_layers(TP, "full", tp=tp, sequence=sequence)
+    kv_width = TP.num_kv_heads * TP.head_width
+    # wk and w3, attention and its log-sum-exp
+    split_width = kv_width + TP.hidden_dim + TP.dim + TP.num_heads
+    sum_width = TP.dim // tp if sequence else TP.dim
+    assert more == 2 * 4 * 1024 * (split_width // tp + sum_width)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_a_layer_keeps_what_the_documentation_says(tp: int) -> None:
+    eight_b = replace(TP, dim=512, num_heads=32, num_kv_heads=8, hidden_dim=1792)
+    for sequence, expected in ((True, 6.76 / tp), (False, 2 + 4.76 / tp)):
+        one, two = (
+            held_by_layers(replace(eight_b, num_layers=n), "selective", tp=tp, sequence=sequence)
+            for n in (1, 2)
+        )
+        # the log-sum-exp is 32 of 512, of 4096 in the real size
+        kept = (two - one) / (4 * 1024 * 512) - (32 / 512 - 32 / 4096) / tp
+        assert kept == pytest.approx(expected, rel=0.01)
 
 
 # --- random numbers, and arguments of other blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,11 @@ from torchtitan.parallel.pipeline.schedule_csv import read_csv
 from torchtitan.parallel.pipeline.schedules import (
     SCHEDULES,
     Action,
+    _as_torch,
     check_schedule,
     compute_table,
+    forward_table,
+    lower,
     ranks_of,
 )
 
@@ -86,6 +90,44 @@ def test_every_action_once_on_the_rank_of_its_stage(
             ["forward", "backward"],
             ["forward", "backward_input", "backward_weight"],
         )
+
+
+@pytest.mark.parametrize("stages_per_rank", [2, 3, 4, 6])
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS"])
+def test_a_stage_is_gathered_once_and_reduced_once(name: str, stages_per_rank: int) -> None:
+    """Before its work, and after; what is done in between is torch's, in torch's order."""
+    training = compute_table(name, pp=2, stages_per_rank=stages_per_rank, num_microbatches=8)
+    evaluating = forward_table(ranks_of(training), num_microbatches=8)
+    for table, reduces in ((training, 1), (evaluating, 0)):
+        for rank, row in lower(table).items():
+            words = [str(action) for action in row]
+            for stage in {action.stage for action in table[rank]}:
+                own = [word for word in words if re.match(rf"{stage}\D", word)]
+                computing = [word for word in own if re.fullmatch(rf"{stage}[FBIW]\d+", word)]
+                assert computing == [str(a) for a in table[rank] if a.stage == stage]
+                assert own[0] == f"{stage}UNSHARD"
+                assert own[-1] == f"{stage}RESHARD"
+                assert own.count(f"{stage}UNSHARD") == own.count(f"{stage}RESHARD") == 1
+                assert own.count(f"{stage}REDUCE_GRAD") == reduces
+
+
+@pytest.mark.parametrize("name", MULTI)
+def test_what_a_rank_of_two_stages_does_is_what_torch_has_it_do(name: str) -> None:
+    table = compute_table(name, pp=2, stages_per_rank=2, num_microbatches=8)
+    theirs: Any = SimpleNamespace(
+        _n_microbatches=8,
+        _num_stages=4,
+        _defer_pp_recv=False,
+        stage_index_to_group_rank=dict(enumerate(ranks_of(table))),
+    )
+    prepare = torch_schedules._PipelineScheduleRuntime._prepare_schedule_with_comms
+    with pytest.MonkeyPatch.context() as patch:
+        kind = torch_schedules.PipelineScheduleMulti
+        patch.setattr(kind, "_validate_and_set_stage_mapping", lambda *arguments: None)
+        runtime = object.__new__(torch_schedules._PipelineScheduleRuntime)
+        runtime.__dict__.update(vars(theirs))
+        prepare(runtime, {rank: [*map(_as_torch, row)] for rank, row in enumerate(table)})
+    assert lower(table) == runtime.pipeline_order_with_comms
 
 
 def test_1f1b_as_it_is_drawn_in_every_paper() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.models.fake_group import fake_group
 from torchtitan.base.errors import ConfigError, Violation
@@ -141,6 +144,39 @@ def test_stages_take_and_return_plain_local_tensors(sequence: bool, loss: bool, 
         assert summed.shape == ()
         summed.backward()
         assert all(p.grad is not None for p in first.parameters())
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements of a tensor that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again with this rank's part
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.found = max(self.found, *sizes, 0)
+        return result
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_no_rank_makes_a_gradient_of_the_whole_vocabulary(fsdp: int, sequence: bool) -> None:
+    tp, vocab_size = 4, 4096
+    config = replace(TINY8, num_layers=1, vocab_size=vocab_size)
+    tokens = torch.arange(8).view(1, 8)
+    with fake_group(rank=1, world_size=fsdp * tp):
+        model = LLAMA3.build(config)
+        model.keep_only({"tok_embeddings", "layers.0"})
+        split(model, tp=tp, fsdp=fsdp, sequence=sequence)
+        with Largest() as largest:
+            model(tokens).sum().backward()
+        gradient = model.tok_embeddings.weight.grad
+        assert gradient.to_local().shape == (vocab_size // tp // fsdp, config.dim)
+        assert largest.found == vocab_size // tp * config.dim
 
 
 def autograd_keeps(model: Decoder, tokens: Tensor) -> int:

@@ -12,6 +12,11 @@ is elementwise are recomputed. torchtitan keeps the first, third ... product, he
 fourth ...: recomputation ends with the last tensor that backward needs, the input of a block's last
 product, so the seventh of Llama's would be kept for nothing. The same holds for the sum after it.
 
+A product whose output is only one rank's term of a sum (`wo`, `w2`) is not kept, since under
+sequence parallelism it is tp times as large as the part of the sum that this rank keeps. Nor is it
+computed again where its sum is kept: nothing else reads it, so empty memory stands for it until the
+kept sum replaces that.
+
 **Collectives** of a recomputed block are repeated, on all ranks alike, but for the sum that "op"
 keeps: the gathers along the sequence under tensor parallelism, since to keep their outputs is to
 give up what sequence parallelism saves, and the exchanges of Ulysses. Attention over a ring or over
@@ -32,12 +37,14 @@ microseconds a block.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -45,6 +52,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from torchtitan.base.dispatch import DispatchMode
 from torchtitan.models.contract import Attends
 from torchtitan.models.routing import ChoosesExperts, Routes, StackedExperts
 from torchtitan.parallel.one_operator import WHOLE_ATTENTION
@@ -152,13 +160,14 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
 
 def _contexts_by_operator() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The same where some operators' outputs are kept."""
-    pairs = zip(_contexts(), create_selective_checkpoint_contexts(_Policy()), strict=True)
-    run, again = (_Both(tape, operators) for tape, operators in pairs)
-    return run, again
+    policy = _Policy()
+    (run, again), (keep, take) = _contexts(), create_selective_checkpoint_contexts(policy)
+    # outside of what hands out kept outputs: it sees the operators that run again
+    return _Together(run, keep), _Together(again, _SkipTerms(policy.stand_ins), take)
 
 
-class _Both(AbstractContextManager[None]):
-    """Two contexts as one, which may be entered again."""
+class _Together(AbstractContextManager[None]):
+    """Several contexts as one, which may be entered again."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self._contexts, self._open = contexts, ExitStack()
@@ -171,11 +180,19 @@ class _Both(AbstractContextManager[None]):
         self._open.__exit__(*error)
 
 
+StandIn = Callable[[DTensor], DTensor]
+"""Makes what stands for a product, from the product's first factor."""
+
+
 class _Policy:
     """Says of each operator of one run of a block, in their order, whether its output is kept."""
 
     def __init__(self) -> None:
         self._seen: Counter[tuple[str, bool]] = Counter()
+        self._terms: set[int] = set()  # products, by number, that are terms of sums over ranks
+        self._last_term: tuple[int, int, StandIn] | None = None
+        self.stand_ins: list[StandIn | None] = []
+        """What stands for each product that is not kept; None: it runs again."""
 
     def __call__(
         self, context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
@@ -184,9 +201,14 @@ class _Policy:
         again = context.is_recompute
         name = operator.name()
         if name in PRODUCTS:
-            keeps = self._number("product", again) % 2 == 0
+            number = self._number("product", again)
+            if not again:
+                self._note_product(number, context.op_output)
+            keeps = self._keeps_product(number)
         elif name in SUMS:
             keeps = self._number("sum", again) % 2 == 1
+            if not again:
+                self._note_sum(args[0].numel(), keeps=keeps)
         else:
             keeps = name in ATTENTION
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
@@ -195,3 +217,47 @@ class _Policy:
         """Count: 1 is the first of its kind."""
         self._seen[kind, again] += 1
         return self._seen[kind, again]
+
+    def _keeps_product(self, number: int) -> bool:
+        return number % 2 == 0 and number not in self._terms
+
+    def _note_product(self, number: int, output: Tensor) -> None:
+        if isinstance(output, DTensor) and any(p.is_partial() for p in output.placements):
+            self._terms.add(number)
+            shape = output.to_local().shape
+            make = partial(_stand_in, shape=shape, placements=output.placements)
+            self._last_term = len(self.stand_ins), shape.numel(), make
+        if not self._keeps_product(number):
+            self.stand_ins.append(None)
+
+    def _note_sum(self, size: int, *, keeps: bool) -> None:
+        """If a sum is kept, let the product that went into it be left out."""
+        if keeps and self._last_term is not None and self._last_term[1] == size:
+            self.stand_ins[self._last_term[0]] = self._last_term[2]
+        self._last_term = None
+
+
+def _stand_in(left: DTensor, *, shape: torch.Size, placements: Sequence[Placement]) -> DTensor:
+    """Return memory that nothing was written to, in the place of a product."""
+    empty = left.to_local().new_empty(shape)
+    return DTensor.from_local(empty, left.device_mesh, placements, run_check=False)
+
+
+class _SkipTerms(DispatchMode):
+    """Leaves out products of which a kept sum was made; it sees those that would run again."""
+
+    def __init__(self, stand_ins: Sequence[StandIn | None]) -> None:
+        super().__init__()
+        self._stand_ins, self._place = stand_ins, 0
+
+    def __enter__(self) -> Any:
+        self._place = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() in PRODUCTS:
+            make = self._stand_ins[self._place]
+            self._place += 1
+            if make is not None:
+                return make(args[-2])
+        return func(*args, **(kwargs or {}))

@@ -50,6 +50,7 @@ from torchtitan.models.routing import Routes, StackedExperts, untrained
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import TensorRole
 from torchtitan.parallel.copies import Copied, Shared, copy_parameters, wrapped
+from torchtitan.parallel.lookup import Lookup
 
 
 class SplitsItself:
@@ -171,7 +172,7 @@ def _style(role: TensorRole, *, stream: Placement, loss_parallel: bool) -> Paral
     """
     match role:
         case "vocabulary":
-            return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+            return Lookup(stream)
         case "norm":
             return _Norm(stream)
         case "head_norm":

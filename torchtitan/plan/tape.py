@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from torchtitan.base.dispatch import DispatchMode
 
 Kind = Literal[
     "weights",
@@ -86,7 +87,7 @@ class Record:
         yield from zip(self.pieces, ends, strict=True)
 
 
-class Tape(TorchDispatchMode):
+class Tape(DispatchMode):
     """Records the operators of this process while it is entered.
 
     `axes`: by the name of each process group the axes whose ranks it has, those of FSDP last: one

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _Action,
+    _add_reduce_grad,
     _add_send_recv,
     _add_unshard_reshard,
     _PipelineScheduleRuntime,
@@ -277,21 +278,9 @@ class Runtime:
         for stage in self._schedule._stages:
             record_actions(stage)
         self._trains = any(action.kind != "forward" for row in table for action in row)
-        order: dict[int, list[Any]] = {
-            rank: [_as_torch(action) for action in row] for rank, row in enumerate(table)
-        }
-        if self._trains:
-            self._schedule._prepare_schedule_with_comms(order)
-            return
-        # torch's own preparation takes no table without backwards
-        self._schedule.stage_index_to_group_rank = dict(enumerate(ranks))
-        for stage in self._schedule._stages:
-            stage.stage_index_to_group_rank = dict(enumerate(ranks))
-        self._schedule.pipeline_order_with_comms = _add_send_recv(
-            {rank: _add_unshard_reshard(row) for rank, row in order.items()},
-            stage_to_rank=lambda stage: ranks[stage],
-            num_stages=num_stages,
-        )
+        for owner in (self._schedule, *self._schedule._stages):
+            owner.stage_index_to_group_rank = dict(enumerate(ranks))
+        self._schedule.pipeline_order_with_comms = lower(table)
 
     def run(self, microbatches: Sequence[Batch]) -> None:
         """Run a batch through the table; `loss` gets the loss of each microbatch."""
@@ -327,6 +316,23 @@ def ranks_of(table: Table) -> tuple[int, ...]:
     """Return the rank that holds each stage of a table."""
     found = {action.stage: rank for rank, row in enumerate(table) for action in row}
     return tuple(found[stage] for stage in range(len(found)))
+
+
+def lower(table: Table) -> dict[int, list[_Action]]:
+    """Add what else a rank does: gather a stage's weights, reduce its gradients, send and receive.
+
+    Stages are gathered once, all before the first work of their rank, and kept until they have no
+    more. (torch's own preparation keeps at most three: a rank with four gathers them again and
+    again. It takes no table without backwards either.)
+    """
+    ranks = ranks_of(table)
+    num_microbatches = 1 + max(action.microbatch for row in table for action in row)
+    actions = {}
+    for rank, row in enumerate(table):
+        num_stages = len({action.stage for action in row})
+        gathering = _add_unshard_reshard([*map(_as_torch, row)], max_active_stages=num_stages)
+        actions[rank] = _add_reduce_grad(gathering, num_microbatches)
+    return _add_send_recv(actions, stage_to_rank=lambda stage: ranks[stage], num_stages=len(ranks))
 
 
 def _as_torch(action: Action) -> _Action:
