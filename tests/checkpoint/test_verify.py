@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import xxhash
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.files import FileRecord
+from torchtitan.checkpoint.files import FileRecord, hash_file
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.steps import newest_step
 from torchtitan.checkpoint.storage import Component, read_manifest, write
@@ -87,6 +88,12 @@ def test_any_flipped_byte_of_any_file_is_found(name: str, folder: Path) -> None:
             ], offset
             os.pwrite(file.fileno(), bytes([byte]), offset)
     assert verify(folder / "step-3", group=None) == []
+
+
+def test_a_file_of_several_chunks_is_hashed_to_its_end(tmp_path: Path) -> None:
+    content = random.Random(0).randbytes((5 << 20) // 2)
+    (tmp_path / "file").write_bytes(content)
+    assert hash_file(tmp_path / "file") == xxhash.xxh3_128_hexdigest(content)
 
 
 def cut(path: Path) -> str:

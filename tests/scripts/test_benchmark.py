@@ -70,7 +70,13 @@ def test_checkpoint_leaves_no_file(tmp_path: Path) -> None:
         num_pairs=2,
     )
     assert figures["size_gib"] == 0.001
-    assert names(figures) == ["save / torch.save", "load / torch.load", "blocked by async / sync"]
+    assert names(figures) == [
+        "save / torch.save, elapsed",
+        "save / torch.save, processor",
+        "load / torch.load, elapsed",
+        "load / torch.load, processor",
+        "blocked by async / sync",
+    ]
     assert list((tmp_path / "disk").iterdir()) == []
 
 

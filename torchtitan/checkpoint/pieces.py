@@ -38,6 +38,7 @@ from torchtitan.checkpoint.files import check_is_file
 from torchtitan.checkpoint.metadata import METADATA, find_misses, is_tensor, read_metadata
 from torchtitan.checkpoint.ranks import reason, reasons
 from torchtitan.checkpoint.rows import Places, overlap
+from torchtitan.checkpoint.stored import StoredPiece
 
 
 class PieceReader(dcp.FileSystemReader):
@@ -49,8 +50,12 @@ class PieceReader(dcp.FileSystemReader):
         self._in_halves: dict[str, tuple[int, list[ChunkStorageMetadata]]] = {}
 
     def open_piece(self, index: MetadataIndex) -> AbstractContextManager[Any]:
-        """Open a piece: slices of the result are tensors."""
+        """Open a piece, for `copy`: slices of the result are tensors."""
         raise NotImplementedError
+
+    def copy(self, piece: Any, region: tuple[slice, ...], *, into: Tensor) -> None:
+        """Copy a region of an open piece."""
+        into.copy_(piece[region])
 
     @property
     def entries(self) -> dict[str, Any]:
@@ -95,7 +100,7 @@ class PieceReader(dcp.FileSystemReader):
             for index, places in self._pieces(item):
                 with self.open_piece(index) as piece:
                     for into, out_of in places:
-                        target[into].copy_(piece[out_of])
+                        self.copy(piece, out_of, into=target[into])
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -149,8 +154,8 @@ class TensorReader(PieceReader):
             )
 
     @contextmanager
-    def open_piece(self, index: MetadataIndex) -> Iterator[Tensor]:
-        """Read a piece, which has to be what the metadata say."""
+    def open_piece(self, index: MetadataIndex) -> Iterator[StoredPiece]:
+        """Open a piece, which has to be what the metadata say."""
         place: Place = self.storage_data[index]
         file = Path(self.path) / place.relative_path
         try:
@@ -159,16 +164,18 @@ class TensorReader(PieceReader):
                 num_bytes = os.fstat(stream.fileno()).st_size
                 if min(place.offset, place.length) < 0 or place.offset + place.length > num_bytes:
                     raise CheckpointError("it is cut short")
-                piece = torch.load(
-                    self._slice_file(stream, place), map_location="cpu", weights_only=True
-                )
-            self._check_stored(piece, index)
-            yield piece
+                piece = StoredPiece(stream, offset=place.offset, length=place.length)
+                self._check_stored(piece.content, index)
+                yield piece
         except Exception as error:  # damaged bytes can make reading fail in any way
             raise CheckpointError(
                 f"{file} cannot be read, nothing in it was run: {reason(error)}; use another "
                 f"checkpoint"
             ) from error
+
+    def copy(self, piece: StoredPiece, region: tuple[slice, ...], *, into: Tensor) -> None:
+        """Copy a region of an open piece."""
+        piece.read(region, into=into)
 
     def _check_stored(self, piece: Any, index: MetadataIndex) -> None:
         """Refuse a piece of another type or shape than the metadata say: copying would cast it."""

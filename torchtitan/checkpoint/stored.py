@@ -1,0 +1,155 @@
+"""A tensor as torch.save writes it, read from its file straight to where it belongs.
+
+torch.load reads a tensor into new memory, from which it is then copied. The system hands out that
+memory page by page, clears it, and takes it back: of a large tensor this costs more than to read
+it, and more than to compare its checksum. So torch.load is asked for type and shape alone (on the
+meta device), and the bytes are read into the tensor that they are for; of its rows only those that
+are wanted.
+
+The bytes must lie in the file as they lie in memory: in one record of the zip, not compressed, in
+this machine's byte order. So torch.save writes a contiguous tensor. One that lies in another way is
+read by torch.load, and so is a small one, for which there is memory at hand.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import struct
+import sys
+from typing import Any
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
+
+import torch
+from torch import Tensor
+
+from torchtitan.base.errors import CheckpointError
+
+LARGE = 1 << 20
+"""Bytes from which on new memory costs more than a second look at the zip."""
+_HEADER = struct.Struct("<4s22xHH")
+"""Of a record: the signature, and how long its name and the field behind the name are."""
+
+
+class StoredPiece:
+    """A tensor of `length` bytes at `offset` of a file."""
+
+    def __init__(self, file: io.BufferedReader, *, offset: int, length: int) -> None:
+        self._window = _Window(file, offset, length)
+        self._begin: int | None = None
+        """Where the elements begin; None: `content` holds them."""
+        self.content: Any = None
+        """The tensor, maybe on the meta device; or whatever else is there."""
+        record = _find_elements(self._window) if length >= LARGE else None
+        if record is not None:
+            self._begin, num_bytes = record
+            self.content = self._load("meta")
+        if record is None or not _lies_as_in_memory(self.content, num_bytes):
+            self._begin = None
+            self.content = self._load("cpu")
+
+    def _load(self, device: str) -> Any:
+        self._window.seek(0)
+        return torch.load(self._window, map_location=device, weights_only=True)
+
+    def read(self, region: tuple[slice, ...], *, into: Tensor) -> None:
+        """Copy a region of the tensor, in the type of `into`."""
+        part: Tensor = self.content[region]
+        if self._begin is None:
+            into.copy_(part)
+            return
+        # from the region's first element to its last
+        steps = zip(part.shape, part.stride(), strict=True)
+        num_elements = 1 + sum((n - 1) * stride for n, stride in steps) if part.numel() else 0
+        is_direct = (
+            type(into) is Tensor
+            and (into.device.type, into.dtype) == ("cpu", part.dtype)
+            and into.is_contiguous()
+            and part.is_contiguous()
+        )
+        there = (
+            into.as_strided((num_elements,), (1,))
+            if is_direct
+            else torch.empty(num_elements, dtype=part.dtype)
+        )
+        self._window.seek(self._begin + part.storage_offset() * part.element_size())
+        elements = memoryview(there.view(torch.uint8).numpy())
+        if self._window.readinto(elements) < len(elements):
+            raise CheckpointError("it is cut short")
+        if not is_direct:
+            into.copy_(there.as_strided(part.shape, part.stride()))
+
+
+def _lies_as_in_memory(content: Any, num_bytes: int) -> bool:
+    """Tell whether `num_bytes` are just the elements of a tensor, in their order."""
+    return (
+        type(content) is Tensor
+        and content.layout == torch.strided
+        and content.is_contiguous()
+        and not (content.storage_offset() or content.is_conj() or content.is_neg())
+        and content.nbytes == num_bytes
+    )
+
+
+def _find_elements(window: _Window) -> tuple[int, int] | None:
+    """Return where the only storage of an archive begins, and its bytes; None: it has several, or
+    they are compressed or in another byte order, or there is no archive."""
+    try:
+        with ZipFile(window) as archive:
+            records = archive.infolist()
+    except BadZipFile:  # torch.load reads it, or says what is wrong with it
+        return None
+    orders = [record for record in records if record.filename.endswith("/byteorder")]
+    storages = [record for record in records if "/data/" in record.filename]
+    if (len(orders), len(storages)) != (1, 1):
+        return None
+    order, storage = _place(orders[0], window), _place(storages[0], window)
+    if order is None or storage is None:
+        return None
+    window.seek(order[0])
+    return storage if window.read(order[1]) == sys.byteorder.encode() else None
+
+
+def _place(record: ZipInfo, window: _Window) -> tuple[int, int] | None:
+    """Return where the bytes of a record begin, and how many they are; None: not as they are."""
+    window.seek(record.header_offset)
+    header = window.read(_HEADER.size)
+    if record.compress_type != ZIP_STORED or len(header) < _HEADER.size:
+        return None
+    signature, *behind = _HEADER.unpack(header)
+    begin = record.header_offset + _HEADER.size + sum(behind)
+    # a size beyond the file would be asked of memory
+    is_whole = signature == b"PK\3\4" and begin + record.file_size <= window.length
+    return (begin, record.file_size) if is_whole else None
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, as a file of its own."""
+
+    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
+        self._file = file
+        self._offset = offset
+        self.length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.length}[whence]
+        if start + offset < 0:
+            raise OSError(errno.EINVAL, f"there is no byte {start + offset}")
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read what there is, all that fits into `buffer`."""
+        view = memoryview(buffer).cast("B")[: max(0, self.length - self._at)]
+        self._file.seek(self._offset + self._at)
+        count = self._file.readinto(view)
+        self._at += count
+        return count
