@@ -13,6 +13,9 @@ from torchtitan.parallel.layout import Layout
 from torchtitan.plan.devices import Device
 from torchtitan.plan.shorten import Shortened, shorten
 
+FEW = 4
+"""Ranks of a pipeline that are all looked at."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
@@ -26,6 +29,8 @@ class Planned:
     """As the job asks; it is rehearsed without."""
     shortened: Shortened
     """What is rehearsed."""
+    pipeline_ranks: Sequence[int]
+    """Whose memory and work are looked at."""
 
     @property
     def world_size(self) -> int:
@@ -45,9 +50,8 @@ class Planned:
         return float(self.layout.counts.flops_per_token(seq_len)) * self.tokens_per_step
 
     def first_ranks(self) -> list[int]:
-        """Return one rank of each pipeline stage's, the first."""
-        pp = self.layout.dims.pp
-        return [rank * (self.world_size // pp) for rank in range(pp)]
+        """Return of each of the pipeline ranks the first rank of the job."""
+        return [rank * (self.world_size // self.layout.dims.pp) for rank in self.pipeline_ranks]
 
     def headline(self) -> str:
         """Say what is planned in one line."""
@@ -61,9 +65,16 @@ class Planned:
 
 
 def plan_job(
-    argv: Sequence[str], *, world_size: int, device: Device, gpus_per_node: int
+    argv: Sequence[str],
+    *,
+    world_size: int,
+    device: Device,
+    gpus_per_node: int,
+    all_ranks: bool = False,
 ) -> Planned:
     """Read a job as the trainer would, and find how it lies over the ranks.
+
+    `all_ranks`: look at every rank of a long pipeline, not at some alone.
 
     Raises:
         ConfigError: The settings, or the number of ranks, do not fit.
@@ -78,10 +89,13 @@ def plan_job(
         world_size=world_size,
         device=device,
         gpus_per_node=gpus_per_node,
+        all_ranks=all_ranks,
     )
 
 
-def place(config: Config, *, world_size: int, device: Device, gpus_per_node: int) -> Planned:
+def place(
+    config: Config, *, world_size: int, device: Device, gpus_per_node: int, all_ranks: bool
+) -> Planned:
     """Find how a job lies over so many ranks."""
     is_compiled = config.compile.enable
     training = config.training
@@ -97,4 +111,10 @@ def place(config: Config, *, world_size: int, device: Device, gpus_per_node: int
         gpus_per_node=gpus_per_node,
         is_compiled=is_compiled,
         shortened=shorten(config, layout),
+        pipeline_ranks=_pipeline_ranks(layout.dims.pp, all_ranks=all_ranks),
     )
+
+
+def _pipeline_ranks(pp: int, *, all_ranks: bool) -> list[int]:
+    """Return the ranks to look at: of many the ends, which differ, and two of the others."""
+    return list(range(pp)) if all_ranks or pp <= FEW else [0, 1, pp // 2, pp - 1]

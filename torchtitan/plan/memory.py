@@ -26,7 +26,7 @@ def plan_memory(planned: Planned, arguments: argparse.Namespace) -> str:
             planned.headline(),
             _table(planned, accounts),
             _verdict(planned, accounts),
-            *(_peak(rank, account) for rank, account in _extremes(accounts)),
+            _peak(*_fullest(planned, accounts)),
             _limits(planned, expandable=expandable),
         ]
     )
@@ -43,8 +43,8 @@ def needed(account: Account) -> int:
 
 def _table(planned: Planned, accounts: Sequence[Account]) -> str:
     """Return the memory by kind, a column for each pipeline rank."""
-    ranks = planned.first_ranks()
-    names = [f"pp {number}" if len(ranks) > 1 else "each rank" for number in range(len(ranks))]
+    ranks = planned.pipeline_ranks
+    names = [f"pp {number}" if len(ranks) > 1 else "each rank" for number in ranks]
     rows: list[tuple[str, list[int]]] = [
         (kind, [account.by_kind.get(kind, 0) for account in accounts]) for kind in KINDS
     ]
@@ -77,10 +77,10 @@ def _verdict(planned: Planned, accounts: Sequence[Account]) -> str:
     return f"DOES NOT FIT: {has}, {-left:.1f} GiB are missing on the fullest rank"
 
 
-def _extremes(accounts: Sequence[Account]) -> list[tuple[int, Account]]:
-    """Return the fullest rank."""
-    fullest = max(range(len(accounts)), key=lambda rank: needed(accounts[rank]))
-    return [(fullest, accounts[fullest])]
+def _fullest(planned: Planned, accounts: Sequence[Account]) -> tuple[int, Account]:
+    """Return the pipeline rank that needs most."""
+    pairs = zip(planned.pipeline_ranks, accounts, strict=True)
+    return max(pairs, key=lambda pair: needed(pair[1]))
 
 
 def _peak(rank: int, account: Account) -> str:
@@ -129,6 +129,6 @@ def _draw(path: Path, planned: Planned, accounts: Sequence[Account]) -> None:
                 if any(point.get(kind, 0) for point in account.curve)
             },
         )
-        for rank, account in enumerate(accounts)
+        for rank, account in zip(planned.pipeline_ranks, accounts, strict=True)
     ]
     save_areas(path, panels=panels, limit=(planned.device.memory - ALLOWANCE) / GIB)

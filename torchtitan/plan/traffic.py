@@ -78,7 +78,7 @@ def plan_traffic(planned: Planned, arguments: argparse.Namespace) -> str:
     """Return the table of each pipeline rank's traffic."""
     parts = [planned.headline()]
     records = rehearse_ranks(planned)
-    for number, record in enumerate(records):
+    for number, record in zip(planned.pipeline_ranks, records, strict=True):
         rows = count_traffic(planned, record, by_module=arguments.by_module)
         title = f"pipeline rank {number}, " if len(records) > 1 else ""
         parts.append(f"{title}GiB of a rank in a step\n{_table(rows)}")
