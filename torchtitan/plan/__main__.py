@@ -14,6 +14,7 @@ from pathlib import Path
 from torchtitan.base.errors import UserError
 from torchtitan.plan.devices import DEVICES, find_device
 from torchtitan.plan.job import Planned, plan_job
+from torchtitan.plan.layout import plan_layout
 from torchtitan.plan.memory import plan_memory
 from torchtitan.plan.step import plan_step
 from torchtitan.plan.timelines import add_schedule, draw_schedule
@@ -22,6 +23,7 @@ from torchtitan.plan.traffic import plan_traffic
 OF_A_JOB: Mapping[str, tuple[str, Callable[[Planned, argparse.Namespace], str]]] = {
     "memory": ("tell what each pipeline rank's memory holds, and whether it fits", plan_memory),
     "traffic": ("tell what is sent over each axis of the mesh", plan_traffic),
+    "layout": ("find the degrees to take, and write the job's file for them", plan_layout),
     "step": ("tell between which bounds the time of a step lies, and what binds", plan_step),
 }
 
@@ -69,6 +71,13 @@ def _parser() -> argparse.ArgumentParser:
             help="look at every rank of a pipeline of more than 4, not at the first two, one in "
             "the middle and the last",
         )
+        if name == "layout":
+            command.add_argument(
+                "--global_batch", type=int, metavar="N", help="samples of a step (as the job has)"
+            )
+            command.add_argument(
+                "--write", type=Path, metavar="FILE", help="write the best as TOML"
+            )
         if name == "traffic":
             command.add_argument("--by_module", action="store_true", help="a row for each module")
         if name == "memory":

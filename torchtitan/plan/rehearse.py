@@ -48,7 +48,6 @@ def rehearse(
     layout: Layout,
     rank: int,
     left_out: Collection[int] = (),
-    is_fake: bool = True,
 ) -> Record:
     """Record a step of `rank`, without the blocks `left_out`.
 
