@@ -159,6 +159,16 @@ def test_experts(tmp_path: Path) -> None:
     assert row.size == pytest.approx(with_experts * rows_sent, rel=0.01)
 
 
+def test_copies_of_experts(tmp_path: Path) -> None:
+    """What shards and copies experts has groups of its own."""
+    settings = [f"{P}expert_parallel_degree=2", f"{P}data_parallel_replicate_degree=2"]
+    with_experts = L - 1
+    rows = counted(tmp_path, "--model.name=qwen3_moe", *settings, world=8)
+    groups = L + 2 + with_experts  # blocks, both ends, and the experts of a block
+    assert rows["dp_replicate", "all-reduce"].calls == groups
+    assert rows["efsdp", "reduce-scatter"].calls == with_experts
+
+
 def test_where_ranks_lie() -> None:
     dims = ParallelDims(pp=2, dp_shard=4, cp=1, tp=4)
     axes = axes_of(dims, gpus_per_node=8)

@@ -126,8 +126,8 @@ class Measured:
 def rank_candidates(
     planned: Planned, *, samples: int, measured: Mapping[Recompute, Measured]
 ) -> list[Candidate]:
-    """Return the layouts that fit by the formulas, the best first: of each choice of degrees the
-    quickest, and of choices that are about as quick the one with fewer axes.
+    """Return the layouts that fit by the formulas, the best first: of each choice of pp, cp, tp
+    and ep the quickest, and of choices that are about as quick the one with fewer axes.
 
     `planned`: the job in any layout; `samples`: of a step over all ranks; `measured`: for each way
     to recompute.
@@ -137,9 +137,10 @@ def rank_candidates(
         memory, seconds = estimate(planned, candidate, measured[candidate.recompute])
         if memory <= planned.device.memory:
             found.append(replace(candidate, seconds=seconds, memory=memory))
-    best: dict[ParallelDims, Candidate] = {}
+    best: dict[tuple[int, ...], Candidate] = {}
     for candidate in sorted(found, key=lambda candidate: candidate.seconds):
-        best.setdefault(candidate.dims, candidate)
+        dims = candidate.dims
+        best.setdefault((dims.pp, dims.cp, dims.tp, dims.ep), candidate)
     return sorted(best.values(), key=lambda one: one.seconds * SIMPLER ** _num_axes(one.dims))
 
 

@@ -38,7 +38,7 @@ from torchtitan.plan.memory import needed
 from torchtitan.plan.rehearse import rehearse_step
 from torchtitan.plan.step import StepTime, time_step
 
-SHOWN, TRIED = 4, 12
+SHOWN, TRIED = 3, 12
 """Layouts to find, and the most that are rehearsed for it."""
 
 

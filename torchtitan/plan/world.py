@@ -60,7 +60,7 @@ def axes_of(mesh: Mesh) -> dict[str, list[str]]:
     for view, names in (
         (mesh.data, ("dp", "cp")),
         (mesh.params, ("pp", "tp")),
-        (mesh.experts, ("ep", "efsdp")),
+        (mesh.experts, ("ep", "dp_replicate", "efsdp")),
         (mesh.params, ("dp_replicate", "fsdp")),
     ):
         for name in names:
