@@ -27,6 +27,45 @@ def test_rotation_is_that_of_complex_numbers_in_float64():
     torch.testing.assert_close(rope.rotate(x), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gradient_is_turned_back_in_float64(compiled):
+    rope = build_rope(torch.tensor([0, 3, 131_071]), head_dim=6, theta=10_000.0, scaling=None)
+    given = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(2, 3, 5, 6, generator=given) for _ in range(2))
+    x.requires_grad_()
+    rotate = torch.compile(rope.rotate, backend="eager") if compiled else rope.rotate
+    rotate(x).backward(grad)
+    back = torch.complex(rope.cos.double(), -rope.sin.double())[:, None]
+    expected = torch.view_as_complex(grad.double().unflatten(-1, (-1, 2))) * back
+    expected = torch.view_as_real(expected).flatten(-2).float()
+    torch.testing.assert_close(x.grad, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_channels_that_begin_at_an_odd_place(start, heads):
+    """Latent attention rotates a slice of each head, or of a latent that all heads share."""
+    whole = torch.randn(2, 4, heads, 9, generator=torch.Generator().manual_seed(0))
+    part = whole[..., start : start + 8]
+    rope = build_rope(torch.arange(4), head_dim=8, theta=10_000.0, scaling=None)
+    torch.testing.assert_close(
+        rope.rotate(part), rope.rotate(part.clone(memory_format=torch.contiguous_format))
+    )
+    part.requires_grad_()
+    # a gradient of a sum has no strides
+    rope.rotate(part).sum().backward()
+    assert part.grad is not None
+
+
+def test_each_batch_row_has_positions_of_its_own():
+    x = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[0, 1, 2, 3], [7, 0, 1, 2]])
+    whole = build_rope(positions, head_dim=8, theta=10_000.0, scaling=None).rotate(x)
+    for row, own, given in zip(positions, whole, x, strict=True):
+        rope = build_rope(row, head_dim=8, theta=10_000.0, scaling=None)
+        assert torch.equal(own, rope.rotate(given[None])[0])
+
+
 def assert_equal_to_the_public_rotation(config: DecoderConfig) -> None:
     # two heads of the right width are enough: frequencies know nothing else
     small = dataclasses.replace(config, dim=2 * config.head_width, num_heads=2, num_kv_heads=2)

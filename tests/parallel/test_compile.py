@@ -60,13 +60,19 @@ def compiled(backend: str | Counter, *, memory_budget: float = 1.0) -> Decoder:
     return model
 
 
+def assert_equal_to_rounding(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    # no bits: compiled blocks rotate by real numbers, others by complex ones (`models/rope.py`)
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-5, atol=1e-7)
+
+
 def test_gradients_and_names_stay_and_all_blocks_share_one_graph() -> None:
     counter = Counter()
     model, plain = compiled(counter), tiny()
     got, expected = gradients(model), gradients(plain)
     assert list(model.state_dict()) == list(plain.state_dict())
     assert list(got) == list(expected)
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert_equal_to_rounding(got, expected)
     assert (counter.graphs, counter.calls) == (1, len(model.layers))
 
 
@@ -99,7 +105,7 @@ def test_each_block_runs_its_own_forward() -> None:
     apply_activation_checkpointing(model, mode="selective", option="2")
     got, expected = gradients(model), gradients(mixed())
     assert list(got) == list(expected)
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert_equal_to_rounding(got, expected)
     assert (counter.graphs, counter.calls) == (3, 5 + 3)
     others = gradients(tiny(num_layers=5))
     assert not any(torch.equal(got[name], others[name]) for name in got if "attention.wq" in name)
@@ -115,7 +121,7 @@ def test_a_recomputed_block_runs_the_same_graph_again(
     model = compiled(counter)
     apply_activation_checkpointing(model, mode=mode, option=option)
     got, expected = gradients(model), gradients(tiny())
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert_equal_to_rounding(got, expected)
     assert (counter.graphs, counter.calls) == (1, len(model.layers) + recomputed)
 
 

@@ -1,11 +1,16 @@
 """Rotary position embedding: each pair of channels turns by an angle that grows with the position.
 
 Pairs are neighbouring channels (2i, 2i + 1), the layout of Meta's and torchtitan's weights; Hugging
-Face pairs i with i + D/2 instead and permutes wq and wk to make up for it. Cosines and sines are
-computed from integer positions once a forward rather than kept in a buffer. A complex buffer is
-destroyed by `model.to(dtype)`, a real one is rounded by it, and either needs care on the meta
-device; computing costs S x D/2 cosines, nothing beside one layer. Angles are float64, since float32
-is off by 0.008 rad at position 131072; the rotation is float32, whatever the model computes in.
+Face pairs i with i + D/2 instead and permutes wq and wk to make up for it. Neighbours are a complex
+number in memory, and turning it is one product: an operator in forward and two in backward, one of
+them small, where cosines and sines apart take seven and eight. Compiled blocks keep to real
+numbers: inductor fuses those.
+
+Cosines and sines are computed from integer positions once a forward rather than kept in a buffer. A
+complex buffer is destroyed by `model.to(dtype)`, a real one is rounded by it, and either needs care
+on the meta device; computing costs S x D/2 cosines, nothing beside one layer. Angles are float64,
+since float32 is off by 0.008 rad at position 131072; the rotation is float32, whatever the model
+computes in.
 
 For contexts longer than those of pretraining the frequencies are scaled (`rope_scaling.py`).
 
@@ -29,6 +34,8 @@ from torchtitan.models.rope_scaling import (
 class Rope:
     """The rotation at S positions, or at B x S of them: float32 `cos` and `sin` of (..., S, P).
 
+    `turn` is both as complex numbers.
+
     A plain class on purpose: FSDP's mixed precision casts every float tensor that it finds in a
     block's arguments to bfloat16, inside tuples, dictionaries and dataclasses too.
     """
@@ -36,19 +43,26 @@ class Rope:
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self.cos = cos
         self.sin = sin
+        self.turn = torch.complex(cos, sin)
 
     def rotate(self, x_BSHD: torch.Tensor) -> torch.Tensor:
         """Turn the channel pairs of queries or keys; the dtype stays."""
-        even_BSHP, odd_BSHP = x_BSHD.float().unflatten(-1, (-1, 2)).unbind(-1)
-        cos, sin = self.cos[..., None, :], self.sin[..., None, :]  # the same for all heads
-        turned = torch.stack(
-            (
-                even_BSHP * cos - odd_BSHP * sin,
-                even_BSHP * sin + odd_BSHP * cos,
-            ),
-            dim=-1,
-        )
-        return turned.flatten(-2).type_as(x_BSHD)
+        # complex numbers must begin at even places: slices of latent attention may not
+        pairs_BSHP2 = x_BSHD.float().contiguous().unflatten(-1, (-1, 2))
+        if torch.compiler.is_compiling():
+            cos, sin = self.cos[..., None, :], self.sin[..., None, :]  # the same for all heads
+            even_BSHP, odd_BSHP = pairs_BSHP2.unbind(-1)
+            turned_BSHP2 = torch.stack(
+                (
+                    even_BSHP * cos - odd_BSHP * sin,
+                    even_BSHP * sin + odd_BSHP * cos,
+                ),
+                dim=-1,
+            )
+        else:
+            turned_BSHP = torch.view_as_complex(pairs_BSHP2) * self.turn[..., None, :]
+            turned_BSHP2 = torch.view_as_real(turned_BSHP)
+        return turned_BSHP2.flatten(-2).type_as(x_BSHD)
 
 
 def frequencies(
