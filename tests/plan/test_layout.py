@@ -129,6 +129,7 @@ def test_the_command_writes_a_job_that_runs(
     arguments = [
         *("layout", "--world_size=4", "--global_batch=16", f"--write={written}"),
         *(f"--job.config_file={tmp_path / 'job.toml'}", "--lr_scheduler.warmup_steps=1"),
+        *("--compile.enable=true", "--training.mixed_precision_param=auto"),
     ]
     assert main(arguments) == 0
     out = capsys.readouterr().out
@@ -136,6 +137,8 @@ def test_the_command_writes_a_job_that_runs(
     assert "rehearsed, the best that fit" in out
     again = load_config([f"--job.config_file={written}"])
     assert again.training.global_batch_size == 16
+    assert again.compile.enable  # though blocks are rehearsed without
+    assert again.training.mixed_precision_param == "auto"
     assert main(["memory", "--world_size=4", f"--job.config_file={written}"]) == 0
 
 

@@ -159,7 +159,7 @@ def measure(planned: Planned, recompute: Recompute) -> Measured:
         recompute=recompute,
     )
     job = place_again(planned, pair)
-    record = rehearse_step(job.config, layout=job.layout, rank=0)
+    record = rehearse_step(job.shortened.config, layout=job.shortened.layout, rank=0)
     kinds = classify(record)
     saved = sum(
         entry.size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchtitan.assemble.find import find_layout
 from torchtitan.assemble.model import resolve_model
@@ -25,8 +25,6 @@ class Planned:
     layout: Layout
     device: Device
     gpus_per_node: int
-    is_compiled: bool
-    """As the job asks; it is rehearsed without."""
     shortened: Shortened
     """What is rehearsed."""
     pipeline_ranks: Sequence[int]
@@ -36,6 +34,11 @@ class Planned:
     def world_size(self) -> int:
         """The number of ranks."""
         return self.layout.dims.world_size
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the job compiles its blocks; they are rehearsed without."""
+        return self.config.compile.enable
 
     @property
     def tokens_per_step(self) -> int:
@@ -97,19 +100,12 @@ def place(
     config: Config, *, world_size: int, device: Device, gpus_per_node: int, all_ranks: bool
 ) -> Planned:
     """Find how a job lies over so many ranks."""
-    is_compiled = config.compile.enable
-    training = config.training
-    if training.mixed_precision_param == "auto":  # every device of the table multiplies it
-        training = replace(training, mixed_precision_param="bfloat16")
-    layout = find_layout(config, world_size=world_size)  # with all rules, compiling's too
-    compilation = replace(config.compile, enable=False)
-    config = replace(config, training=training, compile=compilation)
+    layout = find_layout(config, world_size=world_size)
     return Planned(
         config=config,
         layout=layout,
         device=device,
         gpus_per_node=gpus_per_node,
-        is_compiled=is_compiled,
         shortened=shorten(config, layout),
         pipeline_ranks=_pipeline_ranks(layout.dims.pp, all_ranks=all_ranks),
     )
