@@ -28,7 +28,7 @@ from torchtitan.plan.candidates import (
 )
 from torchtitan.plan.devices import ALLOWANCE
 from torchtitan.plan.job import Planned
-from torchtitan.plan.rehearse import rehearse_step
+from torchtitan.plan.records import rehearse_rank
 
 LARGE = [
     *("--model.dim=1024", "--model.hidden_dim=2816", "--model.num_layers=8"),
@@ -94,8 +94,7 @@ def test_formulas_are_near_the_rehearsal(
         dims=dims, schedule="1F1B", microbatch=4, num_microbatches=num, recompute=recompute
     )
     memory, seconds = estimate(job, candidate, measured[recompute])
-    short = place_again(job, candidate).shortened
-    account = replay(rehearse_step(short.config, layout=short.layout, rank=0), expandable=True)
+    account = replay(rehearse_rank(place_again(job, candidate), 0), expandable=True)
     assert (memory - ALLOWANCE) / FRAGMENTED == pytest.approx(account.active, rel=0.25)
     assert seconds > 0
 

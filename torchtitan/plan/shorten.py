@@ -16,7 +16,7 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.job import Config
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline.layout import PipelineLayout
-from torchtitan.parallel.pipeline.schedules import Table, compute_table
+from torchtitan.parallel.pipeline.schedules import Table, compute_table, count_microbatches
 from torchtitan.plan.links import OVERLAPPED
 from torchtitan.plan.schedule import Costs, simulate
 from torchtitan.plan.tape import Entry, Phase
@@ -74,7 +74,7 @@ def _shorten_table(config: Config, pipeline: PipelineLayout) -> tuple[Table, int
     settings = config.parallelism
     if settings.pipeline_parallel_schedule_csv:
         return None
-    pp, num = len(pipeline.table), _num_microbatches(pipeline.table)
+    pp, num = len(pipeline.table), count_microbatches(pipeline.table)
     peaks, is_full = _peaks(pipeline.table), False
     for fewer in range(1, num):
         try:
@@ -90,10 +90,6 @@ def _shorten_table(config: Config, pipeline: PipelineLayout) -> tuple[Table, int
             return table, fewer, num
         is_full = _peaks(table) == peaks  # one more, which finds what the first has left
     return None
-
-
-def _num_microbatches(table: Table) -> int:
-    return 1 + max(action.microbatch for row in table for action in row)
 
 
 def _peaks(table: Table) -> list[int]:
