@@ -130,13 +130,24 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
+VALIDATED = (
+    "one device, bfloat16",
+    "fsdp 2",
+    "fsdp 2 x tp 2, bfloat16",
+    "fsdp 2 x cp 2, bfloat16",
+    "pp 2 x fsdp 2, bfloat16",
+    "pp 2, ZBV",
+    "experts, fsdp 2, ep 2",
+)
+
+
 def resolved(job: list[str], *, world: int) -> tuple[Config, Layout]:
     config = resolve_model(load_config(job))
     return config, find_layout(config, world_size=world)
 
 
-def record(job: list[str]) -> Record:
-    """Record a real step of this rank."""
+def record(job: list[str], *, validates: bool = False) -> Record:
+    """Record a real step, or validation, of this rank."""
     config, layout = resolved(job, world=dist.get_world_size())
     mesh = build_mesh(layout.dims, device_type="cpu")
     dispatch = Tape.__torch_dispatch__
@@ -156,7 +167,7 @@ def record(job: list[str]) -> Record:
         patch.setattr(Tape, "__torch_dispatch__", on_copies)
         for owner, name in ((dist.Work, "wait"), (schedules._Schedule, "_warmup_p2p")):
             patch.setattr(owner, name, unseen(getattr(owner, name)))
-        return record_step(config, layout=layout, mesh=mesh, fakes=None)
+        return record_step(config, layout=layout, mesh=mesh, fakes=None, validates=validates)
 
 
 class _OnCopies:
@@ -193,9 +204,9 @@ class _OnCopies:
         return tree_map_only(Tensor, lambda x: originals[id(x)], out)
 
 
-def rehearsed(job: list[str], *, world: int, rank: int) -> Record:
+def rehearsed(job: list[str], *, world: int, rank: int, validates: bool = False) -> Record:
     config, layout = resolved(job, world=world)
-    return rehearse(config, layout=layout, rank=rank)
+    return rehearse(config, layout=layout, rank=rank, validates=validates)
 
 
 def assert_equal(real: Record, fake: Record) -> None:
@@ -217,6 +228,16 @@ def test_fake_is_real(name: str, ranks: RankPool, tmp_path: Path) -> None:
         assert {entry.what for entry in fake.entries} >= {"birth", "death", "product", "pass"}
         axes = {entry.where[0] for entry in fake.entries if entry.what == "message"}
         assert "?" not in axes, "a message over a group of no axis"
+
+
+@pytest.mark.parametrize("name", VALIDATED)
+def test_fake_validation_is_real(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    world, arguments = LAYOUTS[name]
+    larger = ("--validation.enable=true", "--validation.local_batch_size=8")
+    job = [*write_job(tmp_path, TOML), *arguments, *larger]
+    reals = ranks.run(record, job, validates=True, world=world)
+    for rank in sorted({0, world - 1}):
+        assert_equal(reals[rank], rehearsed(job, world=world, rank=rank, validates=True))
 
 
 def in_turn(module: ChoosesExperts, scores_BSE: Tensor, *_: Any) -> Tensor:

@@ -88,6 +88,8 @@ def _fullest(planned: Planned, accounts: Sequence[Account]) -> tuple[int, Accoun
 def _peak(rank: int, account: Account) -> str:
     phase, block = account.during
     during = "between blocks" if block is None else f"in the {phase} of layer {block}"
+    if phase == "validation" and block is None:
+        during = "in the validation"
     operator, module = account.where.where[:2]
     lines = [
         f"The peak of pipeline rank {rank} comes {during}, with {operator}"
@@ -116,8 +118,6 @@ def _limits(planned: Planned, *, expandable: bool) -> str:
         said.append("Every expert gets as many tokens as any other.")
     if planned.config.training.document_attention == "within":
         said.append("Each sequence is taken as one document.")
-    if planned.config.validation.enable or planned.config.checkpoint.enable:
-        said.append("Validation needs less than training; checkpoints are staged on the host.")
     return "\n".join(said)
 
 

@@ -10,13 +10,18 @@ from pathlib import Path
 
 from torchtitan.plan.job import Planned, Sent, send
 from torchtitan.plan.rehearse import rehearse_step
-from torchtitan.plan.tape import Record
+from torchtitan.plan.tape import Piece, Record
 
 
 def rehearse_rank(planned: Planned, rank: int) -> Record:
-    """Return the record of one rank of the job."""
+    """Return the record of one rank of the job: of a step, and of the validation behind it."""
     short = planned.shortened
-    return rehearse_step(short.config, layout=short.layout, rank=rank)
+    record = rehearse_step(short.config, layout=short.layout, rank=rank)
+    if not planned.config.validation.enable:
+        return record
+    return follow(
+        record, rehearse_step(short.config, layout=short.layout, rank=rank, validates=True)
+    )
 
 
 def rehearse_ranks(planned: Planned) -> list[Record]:
@@ -39,6 +44,23 @@ def rehearse_ranks(planned: Planned) -> list[Record]:
                     said = f"\rrehearsed {len(records)} of {len(ranks)} pipeline ranks{ending}"
                     sys.stderr.write(said)
     return records
+
+
+def follow(step: Record, validation: Record) -> Record:
+    """Return the record of both in turn; they begin with the same state."""
+    begun = next(p.start for p in validation.pieces[1:] if p.phase != "state")
+    assert validation.entries[:begun] == step.entries[:begun]
+    shift = len(step.entries) - begun
+    entries = [
+        entry._replace(born=entry.born + shift) if entry.born >= begun else entry
+        for entry in validation.entries[begun:]
+    ]
+    pieces = [
+        Piece(piece.start + shift, "validation", piece.block)
+        for piece in validation.pieces[1:]
+        if piece.phase != "state"
+    ]
+    return Record(step.entries + entries, step.pieces + pieces)
 
 
 def _rehearse(work: tuple[Sent, int]) -> Record:

@@ -21,6 +21,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtitan.assemble.run import build_balance_of, build_model, build_optimizer_of
+from torchtitan.assemble.validation import describe_source
+from torchtitan.data.loader import Samples
+from torchtitan.data.settings import TrainingConfig
 from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.models.contract import LanguageModel
@@ -43,9 +46,14 @@ CPU = torch.device("cpu")
 
 
 def rehearse(
-    config: Config, *, layout: Layout, rank: int, left_out: Collection[int] = ()
+    config: Config,
+    *,
+    layout: Layout,
+    rank: int,
+    left_out: Collection[int] = (),
+    validates: bool = False,
 ) -> Record:
-    """Record a step of `rank`, without the blocks `left_out`.
+    """Record a step of `rank`, or its validation, without the blocks `left_out`.
 
     It begins with all that is there before: weights and the optimizer's state.
     """
@@ -56,15 +64,22 @@ def rehearse(
             layout=_without(layout, left_out),
             mesh=mesh,
             fakes=FakeTensorMode(allow_non_fake_inputs=True),
+            validates=validates,
         )
 
 
 def record_step(
-    config: Config, *, layout: Layout, mesh: Mesh, fakes: FakeTensorMode | None
+    config: Config,
+    *,
+    layout: Layout,
+    mesh: Mesh,
+    fakes: FakeTensorMode | None,
+    validates: bool = False,
 ) -> Record:
     """Record a step of this rank of the job; the process group must exist.
 
     `fakes`: what makes fake tensors; None: the step is a real one, on this machine's CPU.
+    `validates`: batches of the validation take the place of the step.
     """
     tape, fake = Tape(axes_of(mesh)), fakes or nullcontext()
 
@@ -76,13 +91,24 @@ def record_step(
     for part in model:
         tape.watch_blocks(part)
         load_evenly(part, dtype=getattr(torch, config.training.mixed_precision_param))
-    batches = [_as_fake(batch, fakes) for batch in _batches(config, layout=layout, mesh=mesh)]
+    source, num = config.training, layout.accumulation
+    if validates:
+        source, num = describe_source(config), 2  # one finds what the other has left gathered
+    shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
+    batches = [_as_fake(shard.take(_samples(source)), fakes) for _ in range(num)]
     with fake:
         optimizer = build_optimizer_of(config, model=model)
         create_state(optimizer)
         balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=CPU)
         offloads = config.training.enable_cpu_offload
         _hold_state(tape, model, optimizer, pool="host" if offloads else "compute")
+        if validates:
+            with stand_ins(tape), tape:
+                for part in model:
+                    part.eval()
+                for batch in batches:
+                    execution.evaluate(batch)
+            return tape.ended()
         parameters = [p for p in model.parameters() if p.requires_grad]
         with stand_ins(tape), tape:
             divisor = (
@@ -125,14 +151,11 @@ def _without(layout: Layout, left_out: Collection[int]) -> Layout:
     return replace(layout, adapt=adapt, pipeline=pipeline)
 
 
-def _batches(config: Config, *, layout: Layout, mesh: Mesh) -> list[Batch]:
-    """Return the batches of a step, each sample one document."""
-    training = config.training
-    shard = build_shard(config.parallelism, training=training, mesh=mesh)
-    tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
-    lengths = torch.full((training.local_batch_size,), training.seq_len)
-    samples = {"tokens": tokens, "labels": tokens.clone(), "document_lengths": lengths}
-    return [shard.take(samples) for _ in range(layout.accumulation)]
+def _samples(source: TrainingConfig) -> Samples:
+    """Return the samples of a batch, each one document."""
+    tokens = torch.zeros(source.local_batch_size, source.seq_len, dtype=torch.int64)
+    lengths = torch.full((source.local_batch_size,), source.seq_len)
+    return {"tokens": tokens, "labels": tokens.clone(), "document_lengths": lengths}
 
 
 def _as_fake(batch: Batch, fakes: FakeTensorMode | None) -> Batch:
@@ -156,19 +179,19 @@ def _hold_state(
     tape.mark(None, None)
 
 
-def rehearse_step(config: Config, *, layout: Layout, rank: int) -> Record:
-    """Record a step of `rank` with all blocks, most of which are copied if that can be done.
+def rehearse_step(config: Config, *, layout: Layout, rank: int, validates: bool = False) -> Record:
+    """Do as `rehearse`, with all blocks, most of which are copied if that can be done.
 
     Of many microbatches and accumulation steps only some are taken; see `shorten`.
     """
     templates, left_out = find_templates(config, layout=layout, rank=rank)
     if templates:
-        record = rehearse(config, layout=layout, rank=rank, left_out=left_out)
+        record = rehearse(config, layout=layout, rank=rank, left_out=left_out, validates=validates)
         try:
             return unroll(record, templates)
         except CannotUnrollError as error:
             logger.info("All blocks are run: %s", error)
-    return rehearse(config, layout=layout, rank=rank)
+    return rehearse(config, layout=layout, rank=rank, validates=validates)
 
 
 def find_templates(config: Config, *, layout: Layout, rank: int) -> tuple[list[Template], set[int]]:

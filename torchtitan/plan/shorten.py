@@ -35,6 +35,8 @@ class Shortened:
 
     def times(self, entry: Entry, phase: Phase | None) -> float:
         """Return how often an entry of its record comes in the whole step."""
+        if phase == "validation":
+            return 0.0
         if phase in ("update", "state"):
             return 1.0
         is_once = phase in (None, "between") and entry.what == "message"

@@ -42,7 +42,7 @@ Kind = Literal[
 Pool = Literal["compute", "gather", "reduce", "host"]
 """The stream in whose memory a storage lies: the allocator hands none of it to another stream.
 What is offloaded lies with the host."""
-Phase = Literal["state", "forward", "backward", "between", "update"]
+Phase = Literal["state", "forward", "backward", "between", "update", "validation"]
 """Between forwards and backwards a pipeline gathers the weights of its blocks and frees them."""
 WRAPPERS = (DTensor, AsyncCollectiveTensor)
 """Tensors that hold others, and no memory."""
