@@ -21,7 +21,7 @@ from torchtitan.metrics.hardware import Hardware, read_hardware
 from torchtitan.metrics.sinks import Row, read_rows
 from torchtitan.plan.account import Account, replay
 from torchtitan.plan.devices import DEVICES, Device, find_device
-from torchtitan.plan.job import place
+from torchtitan.plan.job import Planned, place
 from torchtitan.plan.kernels import kernel_seconds
 from torchtitan.plan.records import rehearse_ranks
 from torchtitan.plan.step import StepTime, time_step
@@ -29,6 +29,10 @@ from torchtitan.trajectory import CONFIG_FILE, Job
 
 CPU = "(OMP_NUM_THREADS)"
 """What `base/device.py` writes in the name of a CPU."""
+
+
+NEEDED = ("step_time_s", "data_time_s", "tokens_per_second", "mfu", "memory_peak_gib")
+"""Figures of a row."""
 
 
 def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -62,7 +66,7 @@ def explain(arguments: argparse.Namespace) -> str:
         planned.headline(),
         f"measured on {start.world_size} x {start.device}, {len(rows)} rows behind the first "
         f"of the start at step {start.resumed_from}",
-        _memory(rows, accounts[0], comparable=not on_cpu),
+        _memory(_peaks(run, start=start), planned, accounts, comparable=not on_cpu),
     ]
     found = None if device is None else time_step(planned, records)
     parts.append(_speed(rows, found, comparable=is_same))
@@ -80,12 +84,19 @@ def explain(arguments: argparse.Namespace) -> str:
     if traces:
         spent = kernel_seconds(traces[-1], num_steps=config.profiling.profiler_active)
         parts.append(_kernels(traces[-1], spent, found))
+        parts.append("Steps under the profiler are slower than others; they are among the rows.")
     return "\n\n".join(parts) + "\n"
 
 
 def settled(rows: Sequence[Row], *, start: Hardware) -> list[Row]:
     """Return the rows of the newest start but its first, which times its start-up."""
     found = [row for row in rows if row["step"] > start.resumed_from][1:]
+    missing = sorted({name for row in found for name in NEEDED if name not in row})
+    if missing:
+        raise ConfigError(
+            f"a row of metrics.jsonl must have {', '.join(NEEDED)}, got one without "
+            f"{', '.join(missing)}; explain a run of this version"
+        )
     if not found:
         raise ConfigError(
             "a run must have two rows in metrics.jsonl since its newest start, the first of which "
@@ -119,17 +130,39 @@ def verdict(measured: float, *, best: float, worst: float) -> str:
     return "within the bounds"
 
 
-def _memory(rows: Sequence[Row], account: Account, *, comparable: bool) -> str:
-    measured = max(row["memory_peak_gib"] for row in rows)
-    active = account.active / GIB
-    compared = f" ({100 * (measured / active - 1):+.1f} %)" if comparable else " (not compared)"
-    lines = [
-        "memory of rank 0, GiB",
-        f"{'measured peak':<25}{measured:>10.5f}{compared}",
-        f"{'predicted active':<25}{active:>10.5f}",
-        f"{'predicted reserved':<25}{account.reserved / GIB:>10.5f}",
-        *(f"  {kind:<23}{size / GIB:>10.5f}" for kind, size in account.by_kind.items()),
-    ]
+def _peaks(run: Path, *, start: Hardware) -> dict[int, float]:
+    """Return the most memory, in GiB, of each rank that has written its figures."""
+    files = {0: run / "metrics.jsonl"}
+    files |= {int(path.name.split("_")[1][:-6]): path for path in run.glob("metrics.rank_*.jsonl")}
+    return {
+        rank: max(row["memory_peak_gib"] for row in settled(read_rows(path), start=start))
+        for rank, path in sorted(files.items())
+        if rank < start.world_size
+    }
+
+
+def _memory(
+    peaks: Mapping[int, float], planned: Planned, accounts: Sequence[Account], *, comparable: bool
+) -> str:
+    """Return the measured peaks, and what was predicted of these ranks' pipeline ranks."""
+    of_stage = dict(zip(planned.pipeline_ranks, accounts, strict=True))
+    ranks_per_stage = planned.world_size // planned.layout.dims.pp
+    lines = [f"{'memory, GiB':<25}{'measured':>10}{'predicted':>11}{'reserved':>10}"]
+    for rank, measured in peaks.items():
+        line = f"{f'rank {rank}, peak':<25}{measured:>10.5f}"
+        account = of_stage.get(rank // ranks_per_stage)
+        if account is not None:
+            active = account.active / GIB
+            line += f"{active:>11.5f}{account.reserved / GIB:>10.5f}"
+            if comparable:
+                line += f"  measured is {100 * (measured / active - 1):+.1f} % off"
+        lines.append(line)
+    stages = {rank // ranks_per_stage for rank in peaks} & set(of_stage)
+    for stage in sorted(stages):
+        of = f" of pipeline rank {stage}" if len(of_stage) > 1 else ""
+        lines.append(f"predicted peak{of}, by kind")
+        by_kind = of_stage[stage].by_kind
+        lines += [f"  {kind:<33}{size / GIB:>11.5f}" for kind, size in by_kind.items()]
     return "\n".join(lines)
 
 

@@ -41,7 +41,7 @@ def kernel_seconds(trace: Path, *, num_steps: int) -> Counter[str]:
             if event.get("ph") == "X" and event.get("cat") in DEVICE:
                 kind = kind_of(event["name"]) if event["cat"] == "kernel" else "other"
                 spent[kind] += event["dur"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{trace} must be a trace of torch's profiler, it cannot be read: {error!r}; profile "
             "the run again, or move the file away"
