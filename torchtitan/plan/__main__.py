@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torchtitan.base.errors import UserError
 from torchtitan.plan.devices import DEVICES, find_device
+from torchtitan.plan.explain import add_explain, explain
 from torchtitan.plan.job import Planned, plan_job
 from torchtitan.plan.layout import plan_layout
 from torchtitan.plan.memory import plan_memory
@@ -25,6 +26,10 @@ OF_A_JOB: Mapping[str, tuple[str, Callable[[Planned, argparse.Namespace], str]]]
     "traffic": ("tell what is sent over each axis of the mesh", plan_traffic),
     "layout": ("find the degrees to take, and write the job's file for them", plan_layout),
     "step": ("tell between which bounds the time of a step lies, and what binds", plan_step),
+}
+OTHERS: Mapping[str, Callable[[argparse.Namespace], str]] = {
+    "schedule": draw_schedule,
+    "explain": explain,
 }
 
 
@@ -40,10 +45,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _answer(arguments: argparse.Namespace, settings: Sequence[str]) -> str:
-    if arguments.command == "schedule":
+    if arguments.command in OTHERS:
         if settings:
             _parser().error(f"unrecognized arguments: {' '.join(settings)}")
-        return draw_schedule(arguments)
+        return OTHERS[arguments.command](arguments)
     planned = plan_job(
         settings,
         world_size=arguments.world_size,
@@ -89,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
                 help="without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
             )
     add_schedule(commands)
+    add_explain(commands)
     return parser
 
 
