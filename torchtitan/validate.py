@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,6 +23,7 @@ from torchtitan.mesh.process_group import gather, set_timeout, tighten_timeout
 from torchtitan.metrics.sinks import Row
 from torchtitan.models.parts import ModelParts
 from torchtitan.optim.loss import count_valid
+from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.context.layout import SequenceShard
 from torchtitan.parallel.execution import Execution
 from torchtitan.parallel.fsdp import free_gathered
@@ -80,9 +81,13 @@ class Validator:
         started = time.perf_counter()
         if not self._has_run:
             set_timeout(self._first_timeout, groups=self._mesh.groups())
-        with _evaluating(self._model, device=self._device):
-            loss_sum, num_valid = self._sum()
-        loss_sums, counts = gather(torch.stack([loss_sum, num_valid])).unbind(1)
+        self._loader.rewind()
+        batches = (self._shard.take(samples).to(self._device) for [samples] in self._loader)
+        figures = evaluate(
+            batches, model=self._model, execution=self._execution, device=self._device
+        )
+        self._loader.close()
+        loss_sums, counts = gather(figures).unbind(1)
         total, count = loss_sums.sum().item(), counts.sum().item()
         if not self._has_run:
             tighten_timeout(self._timeout, groups=self._mesh.groups())
@@ -103,22 +108,23 @@ class Validator:
             row["validation_perplexity"] = perplexity_of(loss)
         return row | {"validation_time_s": time.perf_counter() - started}
 
-    def _sum(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's summed loss and the number of its labels."""
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        num_valid = torch.zeros_like(loss_sum)
-        self._loader.rewind()
-        for [samples] in self._loader:
-            batch = self._shard.take(samples).to(self._device)
-            loss_sum += self._execution.evaluate(batch)
-            if self._execution.owns_loss:
-                num_valid += count_valid(batch.labels)
-        self._loader.close()
-        return loss_sum, num_valid
-
     def close(self) -> None:
         """End the loader's workers."""
         self._loader.close()
+
+
+def evaluate(
+    batches: Iterable[Batch], *, model: ModelParts, execution: Execution, device: torch.device
+) -> Tensor:
+    """Return this rank's summed loss and the number of its labels, in float64."""
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    num_valid = torch.zeros_like(loss_sum)
+    with _evaluating(model, device=device):
+        for batch in batches:
+            loss_sum += execution.evaluate(batch)
+            if execution.owns_loss:
+                num_valid += count_valid(batch.labels)
+    return torch.stack([loss_sum, num_valid])
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from torchtitan.plan.account import classify, replay
 from torchtitan.plan.devices import ALLOWANCE
 from torchtitan.plan.job import Planned, place
 from torchtitan.plan.links import Collective, axes_of
-from torchtitan.plan.records import rehearse_rank
+from torchtitan.plan.rehearse import rehearse_step
 from torchtitan.plan.step import IN_TURN, time_step
 
 Recompute = Literal["none", "2", "op", "full"]
@@ -159,7 +159,8 @@ def measure(planned: Planned, recompute: Recompute) -> Measured:
         recompute=recompute,
     )
     job = place_again(planned, pair)
-    record = rehearse_rank(job, 0)
+    short = job.shortened
+    record = rehearse_step(short.config, layout=short.layout, rank=0)
     kinds = classify(record)
     saved = sum(
         entry.size

@@ -39,7 +39,8 @@ from torchtitan.parallel.context.build import build_shard
 from torchtitan.parallel.layout import Layout
 from torchtitan.plan.tape import Pool, Record, Tape
 from torchtitan.plan.unroll import CannotUnrollError, Template, unroll
-from torchtitan.plan.world import axes_of, fake_world, load_evenly, stand_ins
+from torchtitan.plan.world import axes_by_group, fake_world, load_evenly, stand_ins
+from torchtitan.validate import evaluate
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -81,7 +82,7 @@ def record_step(
     `fakes`: what makes fake tensors; None: the step is a real one, on this machine's CPU.
     `validates`: batches of the validation take the place of the step.
     """
-    tape, fake = Tape(axes_of(mesh)), fakes or nullcontext()
+    tape, fake = Tape(axes_by_group(mesh)), fakes or nullcontext()
 
     def fill(part: LanguageModel) -> None:
         with fake:
@@ -104,10 +105,7 @@ def record_step(
         _hold_state(tape, model, optimizer, pool="host" if offloads else "compute")
         if validates:
             with stand_ins(tape), tape:
-                for part in model:
-                    part.eval()
-                for batch in batches:
-                    execution.evaluate(batch)
+                evaluate(batches, model=model, execution=execution, device=CPU)
             return tape.ended()
         parameters = [p for p in model.parameters() if p.requires_grad]
         with stand_ins(tape), tape:

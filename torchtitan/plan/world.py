@@ -60,7 +60,7 @@ def fake_world(*, rank: int, world_size: int) -> Iterator[None]:
         end_process_group()
 
 
-def axes_of(mesh: Mesh) -> dict[str, list[str]]:
+def axes_by_group(mesh: Mesh) -> dict[str, list[str]]:
     """Return the axes by the names of the process groups that have their ranks, those over which
     FSDP shards and copies last."""
     axes = defaultdict(list, {dist.group.WORLD.group_name: [WORLD]})  # type: ignore[union-attr]
