@@ -34,13 +34,19 @@ from torchtitan.assemble.find import find_layout
 from torchtitan.assemble.model import resolve_model
 from torchtitan.job import Config, load_config
 from torchtitan.mesh.dims import build_mesh
+from torchtitan.models.init import local_part
 from torchtitan.models.routing import ChoosesExperts
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline import schedules
 from torchtitan.plan import rehearse as rehearsing
+from torchtitan.plan.devices import DEVICES
+from torchtitan.plan.job import plan_job
+from torchtitan.plan.memory import staged
+from torchtitan.plan.records import rehearse_rank
 from torchtitan.plan.rehearse import record_step, rehearse
 from torchtitan.plan.tape import MESSAGES, Record, Tape
 from torchtitan.plan.world import load_evenly
+from torchtitan.trainer import Trainer
 
 TOML = jobs.TINY.replace("global_batch_size = 8", "").replace("size = 2", "size = 4")
 TP2 = "--parallelism.tensor_parallel_degree=2"
@@ -238,6 +244,34 @@ def test_fake_validation_is_real(name: str, ranks: RankPool, tmp_path: Path) -> 
     reals = ranks.run(record, job, validates=True, world=world)
     for rank in sorted({0, world - 1}):
         assert_equal(reals[rank], rehearsed(job, world=world, rank=rank, validates=True))
+
+
+STAGED = ("one device, bfloat16", "fsdp 2, lora", "hsdp 2x2, bfloat16", "pp 2 x tp 2", "ddp 2")
+SAVED = (
+    *("--checkpoint.enable=true", "--checkpoint.async_mode=async", "--training.steps=1"),
+    "--lr_scheduler.warmup_steps=0",
+)
+
+
+def saved(job: list[str]) -> int:
+    """Run a job to its end; return the bytes of memory into which its state was copied."""
+    trainer = Trainer(jobs.start(job))
+    trainer.train()
+    copies = trainer.run.checkpoints._staging._buffers
+    trainer.close()
+    of_state = [t for (name, _), t in copies.items() if name in ("model", "optimizer")]
+    assert all(local_part(t).is_contiguous() for t in of_state)  # else a GPU would copy first
+    return sum(local_part(t).untyped_storage().nbytes() for t in of_state)
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_a_copy_to_save_is_as_planned(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    world, arguments = LAYOUTS[name]
+    job = [*write_job(tmp_path, TOML), *arguments, *SAVED]
+    real = ranks.run(saved, job, world=world)
+    plan = plan_job(job, world_size=world, device=DEVICES["H100"], gpus_per_node=8)
+    for rank in plan.first_ranks():
+        assert staged(plan, rehearse_rank(plan, rank)) == real[rank] > 0
 
 
 def in_turn(module: ChoosesExperts, scores_BSE: Tensor, *_: Any) -> Tensor:

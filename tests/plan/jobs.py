@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchtitan.assemble.find import find_layout
-from torchtitan.assemble.model import resolve_model
-from torchtitan.job import Config, load_config
+from torchtitan.job import Config
 from torchtitan.parallel.layout import Layout
+from torchtitan.plan.devices import DEVICES
+from torchtitan.plan.job import Planned, plan_job
 
 TINY = """
 [model]
@@ -21,15 +21,25 @@ local_batch_size = 8
 steps = 20
 mixed_precision_param = "bfloat16"
 [lr_scheduler]
-warmup_steps = 2
+warmup_steps = 1
 [activation_checkpoint]
 mode = "none"
 """
 
 
-def planned(folder: Path, *arguments: str, world: int = 1) -> tuple[Config, Layout]:
-    """Return a job and its layout, as commands find them."""
-    path = folder / "tiny.toml"
+def planned(folder: Path, *arguments: str, world: int = 1) -> Planned:
+    """Return a job as commands find it, on machines of 2 GPUs."""
+    path = folder / "job.toml"
     path.write_text(TINY)
-    config = resolve_model(load_config([f"--job.config_file={path}", *arguments]))
-    return config, find_layout(config, world_size=world)
+    return plan_job(
+        [f"--job.config_file={path}", *arguments],
+        world_size=world,
+        device=DEVICES["H100"],
+        gpus_per_node=2,
+    )
+
+
+def placed(folder: Path, *arguments: str, world: int = 1) -> tuple[Config, Layout]:
+    """Return what is rehearsed of it, nothing left out."""
+    job = planned(folder, *arguments, world=world)
+    return job.config, job.layout

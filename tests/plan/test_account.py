@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plan.jobs import planned
+from tests.plan.jobs import placed
 from torchtitan.plan.account import classify, replay
 from torchtitan.plan.rehearse import rehearse
 from torchtitan.plan.tape import Entry, Record
@@ -26,7 +26,7 @@ RECOMPUTED = "--activation_checkpoint.mode=full"
 
 
 def record(folder: Path, *arguments: str, world: int = 1) -> Record:
-    config, layout = planned(folder, NUM_LAYERS, *arguments, world=world)
+    config, layout = placed(folder, NUM_LAYERS, *arguments, world=world)
     return rehearse(config, layout=layout, rank=0)
 
 
@@ -214,7 +214,7 @@ def test_context_parallel_ranks_share_the_products_of_attention(
         "--parallelism.context_parallel_degree=2",
         f"--parallelism.context_parallel_rotate_method={method}",
     )
-    config, layout = planned(tmp_path, NUM_LAYERS, *arguments, world=2)
+    config, layout = placed(tmp_path, NUM_LAYERS, *arguments, world=2)
     ranks = [rehearse(config, layout=layout, rank=rank) for rank in range(2)]
     assert sum(operations(rank, attention=True) for rank in ranks) == one
 
@@ -226,7 +226,7 @@ def test_products_of_experts(ep: int, tmp_path: Path) -> None:
         "--model.flavor=tiny",
         f"--parallelism.expert_parallel_degree={ep}",
     )
-    config, layout = planned(tmp_path, NUM_LAYERS, *arguments, world=ep)
+    config, layout = placed(tmp_path, NUM_LAYERS, *arguments, world=ep)
     found = rehearse(config, layout=layout, rank=0)
     sizes = layout.architecture
     rows = TOKENS * sizes.num_experts_per_token  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.plan.jobs import planned
+from tests.plan.jobs import placed
 from torchtitan.plan.rehearse import rehearse
 from torchtitan.plan.tape import Record, Tape
 from torchtitan.plan.world import stand_ins
@@ -32,7 +32,7 @@ BY_OPERATOR = (
 
 
 def record(folder: Path, *arguments: str, world: int = 1) -> Record:
-    config, layout = planned(folder, NUM_LAYERS, *arguments, world=world)
+    config, layout = placed(folder, NUM_LAYERS, *arguments, world=world)
     return rehearse(config, layout=layout, rank=0)
 
 
@@ -79,7 +79,7 @@ def test_norms_of_the_stream(
 def test_norms_of_heads(arguments: tuple[str, ...], world: int, tmp_path: Path) -> None:
     """Tensor parallelism cuts their heads, not their rows."""
     found = record(tmp_path, "--model.name=qwen3", "--model.flavor=tiny8", *arguments, world=world)
-    _, layout = planned(tmp_path, "--model.name=qwen3", "--model.flavor=tiny8")
+    _, layout = placed(tmp_path, "--model.name=qwen3", "--model.flavor=tiny8")
     model = layout.architecture
     for module, heads in (("q_norm", model.num_heads), ("k_norm", model.num_kv_heads)):
         num_rows = TOKENS * heads // world

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.plan.test_traffic import KV, B, C, F, H, L, S, V, planned
+from tests.plan.jobs import planned
+from tests.plan.test_traffic import KV, B, C, F, H, L, S, V
 from torchtitan.parallel.pipeline.schedules import compute_table
 from torchtitan.plan.__main__ import main
 from torchtitan.plan.devices import DEVICES, find_device
@@ -127,8 +128,8 @@ def test_fewer_microbatches_have_the_peak_and_the_counts_of_all(
     few = rehearse(short.config, layout=short.layout, rank=0)
     every = rehearse(job.config, layout=job.layout, rank=0)
     peaks = [replay(record, expandable=True).active for record in (few, every)]
-    # the batches themselves are all there from the beginning: tokens and labels, int64
-    assert 0 <= peaks[1] - peaks[0] <= job.layout.accumulation * 2 * 8 * S * 8
+    # the batches themselves are all there from the beginning: tokens, labels, positions, int64
+    assert 0 <= peaks[1] - peaks[0] <= job.layout.accumulation * 3 * 8 * S * 8
     rows = count_traffic(job, few, by_module=False), count_traffic(whole, every, by_module=False)
     for counted, expected in zip(*rows, strict=True):
         assert (counted.axis, counted.collective) == (expected.axis, expected.collective)
@@ -143,14 +144,14 @@ def test_commands(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     code = main(
         [
             *(command, "--world_size=4", *pictures),
-            *(f"--job.config_file={tmp_path / 'job.toml'}", "--lr_scheduler.warmup_steps=1"),
+            f"--job.config_file={tmp_path / 'job.toml'}",
             f"--parallelism.pipeline_parallel_degree={1 + is_staged}",
         ]
     )
     out = capsys.readouterr().out
     assert code == 0
     dims = "pp 2 x dp_shard 2" if is_staged else "dp_shard 4"
-    assert f"llama3 tiny8 on 4 x H100: {dims}; 4 x 64 tokens per rank" in out
+    assert f"llama3 tiny8 on 4 x H100: {dims}; 8 x 64 tokens per rank" in out
     expected = {
         "memory": ["fits: H100 has 79.1 GiB", "pp 0", "pp 1", "optimizer", "allowance of 2 GiB"],
         "traffic": ["GiB of a rank in a step", "reduce-scatter", "fsdp"],

@@ -8,42 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.plan.jobs import planned
 from torchtitan.mesh.dims import ParallelDims
-from torchtitan.plan.devices import DEVICES
-from torchtitan.plan.job import Planned, plan_job
 from torchtitan.plan.links import Collective, axes_of, collective
 from torchtitan.plan.rehearse import rehearse
 from torchtitan.plan.traffic import Row, count_traffic
 
-L, C, H, KV, F, V = 6, 32, 8, 4, 96, 264
-B, S = 4, 64
+L, C, H, KV, F, V = 8, 32, 8, 4, 96, 264
+B, S = 8, 64
 D = C // H
 BLOCK = C * C * 2 + 2 * C * KV * D + 3 * C * F + 2 * C
 EMBEDDING, HEAD = V * C, V * C + C
 BF16, FP32 = 2, 4
 
-TOML = f"""
-[model]
-flavor = "tiny8"
-num_layers = {L}
-tokenizer_path = "byte"
-[training]
-dataset = "synthetic_masked"
-seq_len = {S}
-local_batch_size = {B}
-mixed_precision_param = "bfloat16"
-[activation_checkpoint]
-mode = "none"
-"""
 P = "--parallelism."
 TP2, CP2, PP2 = (f"{P}{name}_parallel_degree=2" for name in ("tensor", "context", "pipeline"))
-
-
-def planned(folder: Path, *settings: str, world: int) -> Planned:
-    file = folder / "job.toml"
-    file.write_text(TOML)
-    arguments = [f"--job.config_file={file}", "--lr_scheduler.warmup_steps=1", *settings]
-    return plan_job(arguments, world_size=world, device=DEVICES["H100"], gpus_per_node=2)
 
 
 def counted(

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.distributed.jobs import DDP, HSDP
 from tests.distributed.pipeline_jobs import pipeline
-from tests.plan.jobs import planned
+from tests.plan.jobs import placed
 from torchtitan.models.contract import LanguageModel
 from torchtitan.parallel.layout import Layout
 from torchtitan.plan import rehearse as rehearsing
@@ -109,7 +109,7 @@ def assert_like(unrolled: Record, full: Record) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_unrolled_equals_full(name: str, tmp_path: Path) -> None:
     world, rank, arguments = LAYOUTS[name]
-    config, layout = planned(tmp_path, *arguments, world=world)
+    config, layout = placed(tmp_path, *arguments, world=world)
     templates, left_out = find_templates(config, layout=layout, rank=rank)
     assert left_out
     few = rehearse(config, layout=layout, rank=rank, left_out=left_out)
@@ -120,13 +120,13 @@ def test_unrolled_equals_full(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
 def test_halves_of_backwards_are_not_unrolled(schedule: str, tmp_path: Path) -> None:
-    config, layout = planned(tmp_path, layers(36), *pipeline(schedule), world=2)
+    config, layout = placed(tmp_path, layers(36), *pipeline(schedule), world=2)
     assert find_templates(config, layout=layout, rank=0) == ([], set())
 
 
 @pytest.fixture(name="few", scope="module")
 def _few(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, list[Template]]:
-    config, layout = planned(tmp_path_factory.mktemp("job"), layers(10), world=2)
+    config, layout = placed(tmp_path_factory.mktemp("job"), layers(10), world=2)
     templates, left_out = find_templates(config, layout=layout, rank=0)
     return rehearse(config, layout=layout, rank=0, left_out=left_out), templates
 
@@ -197,7 +197,7 @@ def widened(layout: Layout, *, block: int) -> Layout:
 
 @pytest.mark.parametrize("block", [0, 3, 5, 8, 11])
 def test_a_block_that_is_unlike_the_others(block: int, tmp_path: Path) -> None:
-    config, layout = planned(tmp_path, layers(12))
+    config, layout = placed(tmp_path, layers(12))
     layout = widened(layout, block=block)
     found = rehearse_step(config, layout=layout, rank=0)
     assert_like(found, rehearse(config, layout=layout, rank=0))
@@ -207,7 +207,7 @@ def test_all_blocks_are_run_where_copying_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where blocks look alike and are not: with settings that no parameter shows."""
-    config, layout = planned(tmp_path, layers(12))
+    config, layout = placed(tmp_path, layers(12))
     layout = widened(layout, block=2)
     monkeypatch.setattr(rehearsing, "_kinds", lambda _: [0] * 12)
     [template], _ = find_templates(config, layout=layout, rank=0)
@@ -218,7 +218,7 @@ def test_all_blocks_are_run_where_copying_fails(
 
 def test_frozen_blocks_are_unlike_trained_ones(tmp_path: Path) -> None:
     frozen = '--optimizer.frozen_params=["layers.0.*", "layers.1.*", "layers.2.*"]'
-    config, layout = planned(tmp_path, layers(14), frozen)
+    config, layout = placed(tmp_path, layers(14), frozen)
     [template], _ = find_templates(config, layout=layout, rank=0)
     assert template.first == 3 + rehearsing.MARGIN
     found = rehearse_step(config, layout=layout, rank=0)
@@ -227,7 +227,7 @@ def test_frozen_blocks_are_unlike_trained_ones(tmp_path: Path) -> None:
 
 def test_dense_blocks_before_experts_are_no_templates(tmp_path: Path) -> None:
     arguments = (layers(12), *DEEPSEEK)
-    config, layout = planned(tmp_path, *arguments)
+    config, layout = placed(tmp_path, *arguments)
     [template], left_out = find_templates(config, layout=layout, rank=0)
     assert min(left_out) > 1 + rehearsing.MARGIN  # the first is dense
     found = rehearse_step(config, layout=layout, rank=0)

@@ -1,4 +1,4 @@
-"""A validation's forward passes in the account: below a step of as many tokens, above it with more."""
+"""A validation in the account: below a step of as many tokens, above it with more."""
 
 from __future__ import annotations
 
@@ -7,68 +7,115 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.pipeline_jobs import pipeline
-from tests.plan.jobs import TINY, planned
+from tests.plan.jobs import placed, planned
+from tests.plan.test_account import (
+    DIM,
+    HIDDEN,
+    NUM_LAYERS,
+    PARAMETERS,
+    RECOMPUTED,
+    SEQUENCE,
+    TENSORS,
+    VOCAB,
+)
 from tests.plan.test_unroll import IN_4, LAYOUTS, layers
 from torchtitan.plan.__main__ import main
 from torchtitan.plan.account import Account, replay
-from torchtitan.plan.records import follow
-from torchtitan.plan.rehearse import find_templates, rehearse, rehearse_step
+from torchtitan.plan.candidates import measure
+from torchtitan.plan.records import follow, rehearse_rank
+from torchtitan.plan.rehearse import find_templates, rehearse
 from torchtitan.plan.unroll import unroll
 
-DIM, VOCAB, SEQUENCE = 32, 264, 64
 VALIDATES = "--validation.enable=true"
+BATCH = "--validation.local_batch_size="
 SPLIT = {  # their backward is of no matter here
     "pp ZBV": (2, 0, (layers(10), IN_4, *pipeline("ZBVZeroBubble"))),
     "pp DualPipeV": (2, 1, (layers(10), IN_4, *pipeline("DualPipeV"))),
 }
-RECOMPUTED = "--activation_checkpoint.mode=full"
-NUMBERS = 64
-"""Bytes per token of ids, labels and what the loss has beside logits, at most."""
+SMALL = 8192
+"""Bytes of rotations of the 64 positions, and of scalars."""
 
 
 def peak(account: Account) -> int:
     return sum(account.by_kind.values())
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *SPLIT])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_unrolled_equals_full(name: str, tmp_path: Path) -> None:
+    world, rank, arguments = LAYOUTS[name]
+    config, layout = placed(tmp_path, *arguments, VALIDATES, world=world)
+    templates, left_out = find_templates(config, layout=layout, rank=rank)
+    few = rehearse(config, layout=layout, rank=rank, left_out=left_out, validates=True)
+    full = rehearse(config, layout=layout, rank=rank, validates=True)
+    assert unroll(few, templates) == full
+
+
+@pytest.mark.parametrize("name", ["fsdp x tp, stream copied", "pp, first rank", *SPLIT])
 def test_the_same_tokens_need_less_than_a_step(name: str, tmp_path: Path) -> None:
     world, rank, arguments = (LAYOUTS | SPLIT)[name]
-    config, layout = planned(tmp_path, *arguments, VALIDATES, world=world)
-    templates, left_out = find_templates(config, layout=layout, rank=rank)
-    full = rehearse(config, layout=layout, rank=rank, validates=True)
-    if name in LAYOUTS:
-        few = rehearse(config, layout=layout, rank=rank, left_out=left_out, validates=True)
-        assert unroll(few, templates) == full
-    step = rehearse(config, layout=layout, rank=rank)
-    alone, both = (replay(found, expandable=True) for found in (step, follow(step, full)))
-    assert peak(replay(full, expandable=True)) < peak(alone)
-    assert (both.active, both.reserved, both.where) == (alone.active, alone.reserved, alone.where)
-    assert both.by_kind == alone.by_kind
+    config, layout = placed(tmp_path, *arguments, VALIDATES, world=world)
+    step, validation = (
+        rehearse(config, layout=layout, rank=rank, validates=validates)
+        for validates in (False, True)
+    )
+    both = follow(step, validation)
+    alone, account = (replay(found, expandable=True) for found in (step, both))
+    assert peak(replay(validation, expandable=True)) < peak(alone)
+    assert (account.active, account.where, account.by_kind) == (
+        alone.active,
+        alone.where,
+        alone.by_kind,
+    )
 
 
 @pytest.mark.parametrize(
-    "larger",
-    [
-        lambda times: f"--validation.local_batch_size={8 * times}",
-        lambda times: f"--validation.seq_len={SEQUENCE * times}",
-    ],
+    ("samples", "chunks", "is_head"),
+    [(64, 0, True), (64, 2, True), (64, 4, False), (1024, 0, False)],
 )
-def test_more_tokens_make_the_peak(larger: object, tmp_path: Path) -> None:
-    """Each with a row of logits, in bfloat16 and float32, and the head's input."""
-    assert callable(larger)
-    accounts = []
-    for times in (8, 16):
-        arguments = (layers(3), RECOMPUTED, VALIDATES, larger(times))
-        config, layout = planned(tmp_path, *arguments)
-        step, validation = (
-            rehearse_step(config, layout=layout, rank=0, validates=validates)
-            for validates in (False, True)
-        )
-        accounts.append(replay(follow(step, validation), expandable=True))
-        assert accounts[-1].during == ("validation", None)
-    growth = (peak(accounts[1]) - peak(accounts[0])) / (8 * 8 * SEQUENCE)
-    row = (2 + 4) * VOCAB + 2 * DIM
-    assert row < growth <= row + NUMBERS
+def test_more_tokens_make_the_peak(
+    samples: int, chunks: int, is_head: bool, tmp_path: Path
+) -> None:
+    """The larger of the head, by the loss's code, and of a block, by the feed-forward's.
+
+    A token of the head: its input, its id, label and loss. Of a chunk beside them: logits in
+    bfloat16 and float32, two labels, a maximum, two sums, two losses, three masks and what the
+    loss is made from. Of a block: the stream, what was added to it and its norm, three hidden
+    products, and the id.
+    """
+    arguments = (NUM_LAYERS, RECOMPUTED, VALIDATES, f"--training.loss_chunks={chunks}")
+    job = planned(tmp_path, *arguments, f"{BATCH}{samples}")
+    account = replay(rehearse_rank(job, 0), expandable=True)
+    tokens = samples * SEQUENCE
+    few = 2**24 // VOCAB
+    chunk = tokens // (chunks or 1) if chunks or tokens <= few else 512
+    token = 2 * DIM + 8 + 8 + 4
+    head = tokens * token + chunk * ((2 + 4) * VOCAB + 2 * 8 + 4 + 2 * 4 + 2 * 4 + 3 + 4)
+    head += 2 * VOCAB * DIM  # its weight, in bfloat16
+    block = tokens * (3 * 2 * DIM + 3 * 2 * HIDDEN + 8)
+    assert (head > block) == is_head
+    state = (4 + 8) * PARAMETERS + 4 * TENSORS
+    assert 0 <= peak(account) - state - max(head, block) < SMALL
+    assert account.during == ("validation", None if is_head else 0)
+
+
+def test_all_microbatches_are_validated(tmp_path: Path) -> None:
+    """A step is rehearsed with as few as fill the pipeline."""
+    arguments = (layers(8), *pipeline("Interleaved1F1B"), VALIDATES)
+    job = planned(tmp_path, *arguments, "--training.local_batch_size=32", world=2)
+    short = job.shortened
+    assert short.config.training.local_batch_size < 32
+    peaks = [
+        peak(replay(rehearse(config, layout=layout, rank=0, validates=True), expandable=True))
+        for config, layout in ((short.config, short.layout), (job.config, job.layout))
+    ]
+    assert peaks[0] == peaks[1]
+
+
+def test_formulas_for_layouts_are_of_a_step(tmp_path: Path) -> None:
+    job, large = (
+        planned(tmp_path, NUM_LAYERS, *more, world=2) for more in ((), (VALIDATES, f"{BATCH}64"))
+    )
+    assert measure(job, "none") == measure(large, "none")
 
 
 def answer(capsys: pytest.CaptureFixture[str], command: str, *arguments: str) -> str:
@@ -77,10 +124,9 @@ def answer(capsys: pytest.CaptureFixture[str], command: str, *arguments: str) ->
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "tiny.toml"
-    file.write_text(TINY)
-    job = (f"--job.config_file={file}", RECOMPUTED, layers(3))
-    large = (VALIDATES, "--validation.local_batch_size=64")
+    planned(tmp_path)  # writes the file
+    job = (f"--job.config_file={tmp_path / 'job.toml'}", RECOMPUTED, NUM_LAYERS)
+    large = (VALIDATES, f"{BATCH}64")
     text = answer(capsys, "memory", *job, *large)
     assert "The peak of pipeline rank 0 comes in the validation, with aten::" in text
     assert "validation" not in answer(capsys, "memory", *job)

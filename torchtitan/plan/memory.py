@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torchtitan.base.device import GIB
+from torchtitan.checkpoint.manager import PINNED
 from torchtitan.plan.account import KINDS, Account, replay
 from torchtitan.plan.allocator import MIB
 from torchtitan.plan.devices import ALLOWANCE
 from torchtitan.plan.draw import check_picture, save_areas
 from torchtitan.plan.job import Planned
 from torchtitan.plan.records import rehearse_ranks
+from torchtitan.plan.tape import Record
 
 NUM_TENANTS = 8
 
@@ -22,11 +24,12 @@ def plan_memory(planned: Planned, arguments: argparse.Namespace) -> str:
     if arguments.out is not None:
         check_picture(arguments.out)
     expandable = not arguments.classic_allocator
-    accounts = [replay(record, expandable=expandable) for record in rehearse_ranks(planned)]
+    records = rehearse_ranks(planned)
+    accounts = [replay(record, expandable=expandable) for record in records]
     text = "\n\n".join(
         [
             planned.headline(),
-            _table(planned, accounts),
+            _table(planned, accounts, [staged(planned, record) for record in records]),
             _verdict(planned, accounts),
             _peak(*_fullest(planned, accounts)),
             _limits(planned, expandable=expandable),
@@ -43,7 +46,25 @@ def needed(account: Account) -> int:
     return account.reserved + ALLOWANCE
 
 
-def _table(planned: Planned, accounts: Sequence[Account]) -> str:
+def staged(planned: Planned, record: Record) -> int:
+    """Return the bytes of the host that hold a rank's copy of the state, once it has saved one.
+
+    Page-locked memory comes in powers of two.
+    """
+    settings = planned.config.checkpoint
+    if not settings.enable or settings.async_mode == "disabled":
+        return 0
+    return sum(
+        1 << (entry.size - 1).bit_length()
+        if settings.async_mode == PINNED and entry.pool != "host"
+        else entry.size
+        for piece, end in record.bounds()
+        if piece.phase == "state"
+        for entry in record.entries[piece.start : end]
+    )
+
+
+def _table(planned: Planned, accounts: Sequence[Account], copies: Sequence[int]) -> str:
     """Return the memory by kind, a column for each pipeline rank."""
     ranks = planned.pipeline_ranks
     names = [f"pp {number}" if len(ranks) > 1 else "each rank" for number in ranks]
@@ -58,6 +79,9 @@ def _table(planned: Planned, accounts: Sequence[Account]) -> str:
     rows.append(("needed", [needed(account) for account in accounts]))
     if any(account.on_host for account in accounts):
         rows.append(("on the host", [account.on_host for account in accounts]))
+    if any(copies):
+        both = zip(accounts, copies, strict=True)
+        rows.append(("on the host while saving", [a.on_host + copy for a, copy in both]))
     lines = [" " * 25 + "".join(f"{name:>12}" for name in names)]
     lines += [
         f"{name:<25}" + "".join(f"{_said(size):>12}" for size in sizes) for name, sizes in rows

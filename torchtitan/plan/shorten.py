@@ -59,11 +59,15 @@ def shorten(config: Config, layout: Layout) -> Shortened:
     if found is None or pipeline is None:
         return Shortened(config=config, layout=layout, microbatches=passes, passes=passes)
     table, num, of = found
+    validation = replace(  # a rank keeps something of each of its microbatches
+        config.validation,
+        local_batch_size=config.validation.local_batch_size or training.local_batch_size,
+    )
     training = replace(
         training, local_batch_size=num * pipeline.microbatch_size, global_batch_size=-1
     )
     return Shortened(
-        config=replace(config, training=training),
+        config=replace(config, training=training, validation=validation),
         layout=replace(layout, pipeline=replace(pipeline, table=table)),
         microbatches=passes * of / num,
         passes=passes,
