@@ -22,6 +22,7 @@ from tests.plan.test_unroll import IN_4, LAYOUTS, layers
 from torchtitan.plan.__main__ import main
 from torchtitan.plan.account import Account, replay
 from torchtitan.plan.candidates import measure
+from torchtitan.plan.nearest import propose
 from torchtitan.plan.records import follow, rehearse_rank
 from torchtitan.plan.rehearse import find_templates, rehearse
 from torchtitan.plan.unroll import unroll
@@ -116,6 +117,15 @@ def test_formulas_for_layouts_are_of_a_step(tmp_path: Path) -> None:
         planned(tmp_path, NUM_LAYERS, *more, world=2) for more in ((), (VALIDATES, f"{BATCH}64"))
     )
     assert measure(job, "none") == measure(large, "none")
+
+
+def test_a_smaller_batch_of_it_is_proposed(tmp_path: Path) -> None:
+    job = planned(tmp_path, NUM_LAYERS, RECOMPUTED, VALIDATES, f"{BATCH}1024")
+    said = [str(change) for change in propose(job)]
+    assert [one for one in said if "batch" in one] == [
+        *(f"--training.local_batch_size={size}" for size in (4, 1)),
+        *(f"{BATCH}{size}" for size in (512, 1)),
+    ]
 
 
 def answer(capsys: pytest.CaptureFixture[str], command: str, *arguments: str) -> str:

@@ -91,7 +91,12 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--classic_allocator",
                 action="store_true",
-                help="without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+                help="without PYTORCH_ALLOC_CONF=expandable_segments:True",
+            )
+            command.add_argument(
+                "--ran_out",
+                action="store_true",
+                help="the job ran out of memory: find settings that need less, though it may fit",
             )
     add_schedule(commands)
     add_explain(commands)

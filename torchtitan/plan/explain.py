@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from torchtitan.base.device import GIB, GPU_PEAKS, table_peaks
+from torchtitan.base.device import GIB
 from torchtitan.base.errors import ConfigError
 from torchtitan.metrics.hardware import Hardware, read_hardware
 from torchtitan.metrics.sinks import Row, read_rows
 from torchtitan.plan.account import Account, replay
-from torchtitan.plan.devices import DEVICES, Device, find_device
+from torchtitan.plan.devices import DEVICES, Device, device_named, find_device
 from torchtitan.plan.job import Planned, place
 from torchtitan.plan.kernels import kernel_seconds
 from torchtitan.plan.records import rehearse_ranks
@@ -29,8 +29,6 @@ from torchtitan.trajectory import CONFIG_FILE, Job
 
 CPU = "(OMP_NUM_THREADS)"
 """What `base/device.py` writes in the name of a CPU."""
-
-
 NEEDED = ("step_time_s", "data_time_s", "tokens_per_second", "mfu", "memory_peak_gib")
 """Figures of a row."""
 
@@ -52,7 +50,7 @@ def explain(arguments: argparse.Namespace) -> str:
     rows = settled(read_rows(run / "metrics.jsonl"), start=start)
     device = device_of(start.device, asked=arguments.device)
     on_cpu = CPU in start.device
-    is_same = device is not None and table_peaks(start.device) is GPU_PEAKS[device.name]
+    is_same = device is not None and device is device_named(start.device)
     planned = place(
         config,
         world_size=start.world_size,
@@ -109,12 +107,8 @@ def device_of(recorded: str, *, asked: str | None) -> Device | None:
     """Return the device to plan for: the one asked for, else the recorded; None for a CPU."""
     if asked is not None:
         return find_device(asked, memory_gib=None)
-    peaks = table_peaks(recorded)
-    for name, device in DEVICES.items():
-        if peaks is GPU_PEAKS[name]:
-            return device
-    if CPU in recorded:
-        return None
+    if (device := device_named(recorded)) is not None or CPU in recorded:
+        return device
     raise ConfigError(
         f"the run's device must be one of {', '.join(DEVICES)}, got {recorded!r}; name the nearest "
         "with --device"
