@@ -31,6 +31,7 @@ OTHERS: Mapping[str, Callable[[argparse.Namespace], str]] = {
     "schedule": draw_schedule,
     "explain": explain,
 }
+OF_DEVICE = f"{', '.join(DEVICES)} (H100), or a file of `scripts/benchmark.py gpu --calibrate`"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, (summary, _) in OF_A_JOB.items():
         command = commands.add_parser(name, help=summary, allow_abbrev=False)
         command.add_argument("--world_size", type=int, required=True, help="ranks of the job")
-        command.add_argument("--device", default="H100", help=f"{', '.join(DEVICES)} (H100)")
+        command.add_argument("--device", default="H100", help=OF_DEVICE)
         command.add_argument("--memory_gib", type=float, help="its memory, if not the usual")
         command.add_argument("--gpus_per_node", type=int, default=8, help="of a machine (8)")
         if name != "layout":

@@ -19,7 +19,10 @@ are 614 GB/s, for eight GPUs); both are estimates.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.base.device import GIB, GPU_PEAKS, table_peaks
 from torchtitan.base.errors import ConfigError, did_you_mean
@@ -62,6 +65,21 @@ class Device:
     """What an optimizer on the host reads and writes for one GPU, bytes/s."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What was measured of a device; see `Device` for the units."""
+
+    product: str
+    """The name that its driver gives."""
+    memory: int
+    to_host: float
+    products: Share
+    attention: Share
+    passes: Share
+    launch: Share
+    on_host: Share
+
+
 def _device(
     name: str, *, gib: float, bandwidth: float, link: float, network: float, to_host: float
 ) -> tuple[str, Device]:
@@ -102,13 +120,37 @@ def device_named(product: str) -> Device | None:
 def find_device(name: str, *, memory_gib: float | None) -> Device:
     """Return a device of the table, with as much memory as is given.
 
+    `name`: or a file with what was measured of one, by `scripts/benchmark.py gpu --calibrate`.
+
     Raises:
-        ConfigError: There is no such device.
+        ConfigError: There is no such device, or no such file.
     """
-    if name not in DEVICES:
+    if name.endswith(".json"):
+        found = _read_constants(Path(name))
+    elif name in DEVICES:
+        found = DEVICES[name]
+    else:
         raise ConfigError(
             f"--device must be one of {', '.join(DEVICES)}, got {name!r}"
-            f"{did_you_mean(name, DEVICES)}; for another take the nearest, and --memory_gib"
+            f"{did_you_mean(name, DEVICES)}; for another take the nearest, and --memory_gib, or "
+            "a file with constants that were measured, .json"
         )
-    found = DEVICES[name]
     return found if memory_gib is None else replace(found, memory=round(memory_gib * GIB))
+
+
+def _read_constants(file: Path) -> Device:
+    try:
+        found = TypeAdapter(Constants).validate_json(file.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise ConfigError(
+            f"--device {file} must hold constants as scripts/benchmark.py gpu --calibrate writes "
+            f"them, it cannot be read: {error}"
+        ) from error
+    known = device_named(found.product)
+    if known is None:
+        raise ConfigError(
+            f"--device {file} must be measured on one of {', '.join(DEVICES)}, got {found.product}"
+        )
+    measured = {field.name: getattr(found, field.name) for field in fields(found)}
+    del measured["product"]
+    return replace(known, **measured)
