@@ -99,17 +99,19 @@ def test_more_tokens_make_the_peak(
     assert account.during == ("validation", None if is_head else 0)
 
 
-def test_all_microbatches_are_validated(tmp_path: Path) -> None:
-    """A step is rehearsed with as few as fill the pipeline."""
-    arguments = (layers(8), *pipeline("Interleaved1F1B"), VALIDATES)
-    job = planned(tmp_path, *arguments, "--training.local_batch_size=32", world=2)
-    short = job.shortened
-    assert short.config.training.local_batch_size < 32
-    peaks = [
-        peak(replay(rehearse(config, layout=layout, rank=0, validates=True), expandable=True))
-        for config, layout in ((short.config, short.layout), (job.config, job.layout))
-    ]
-    assert peaks[0] == peaks[1]
+def test_each_microbatch_is_validated(tmp_path: Path) -> None:
+    """A step is rehearsed with as few as fill the pipeline; a validation keeps what a stage sends
+    of each, beside its ids, labels and positions."""
+    num, accounts = 48, []
+    for batch in (num, 2 * num):
+        arguments = (layers(4), *pipeline("1F1B"), RECOMPUTED, VALIDATES)
+        job = planned(tmp_path, *arguments, f"--training.local_batch_size={batch}", world=2)
+        assert job.shortened.config.training.local_batch_size < num
+        accounts.append(replay(rehearse_rank(job, 0), expandable=True))
+        assert accounts[-1].during[0] == "validation"
+    growth = (peak(accounts[1]) - peak(accounts[0])) / num
+    stream = 2 * DIM * SEQUENCE
+    assert stream < growth <= stream + 4 * 8 * SEQUENCE
 
 
 def test_formulas_for_layouts_are_of_a_step(tmp_path: Path) -> None:
