@@ -81,12 +81,9 @@ class Validator:
         started = time.perf_counter()
         if not self._has_run:
             set_timeout(self._first_timeout, groups=self._mesh.groups())
-        self._loader.rewind()
-        batches = (self._shard.take(samples).to(self._device) for [samples] in self._loader)
         figures = evaluate(
-            batches, model=self._model, execution=self._execution, device=self._device
+            self._batches(), model=self._model, execution=self._execution, device=self._device
         )
-        self._loader.close()
         loss_sums, counts = gather(figures).unbind(1)
         total, count = loss_sums.sum().item(), counts.sum().item()
         if not self._has_run:
@@ -107,6 +104,12 @@ class Validator:
         if self._tells_perplexity:
             row["validation_perplexity"] = perplexity_of(loss)
         return row | {"validation_time_s": time.perf_counter() - started}
+
+    def _batches(self) -> Iterator[Batch]:
+        self._loader.rewind()
+        for [samples] in self._loader:
+            yield self._shard.take(samples).to(self._device)
+        self._loader.close()
 
     def close(self) -> None:
         """End the loader's workers."""

@@ -176,10 +176,8 @@ def propose(planned: Planned) -> Iterator[Change]:
     for of, size in batches:
         for smaller in sorted({size // 2, 1} - {0, size}, reverse=True):
             yield Change(f"batch of {of}", {f"{of}.local_batch_size": smaller})
-    num, size = (
-        parallelism.pipeline_parallel_num_microbatches,
-        parallelism.pipeline_parallel_microbatch_size,
-    )
+    num = parallelism.pipeline_parallel_num_microbatches
+    size = parallelism.pipeline_parallel_microbatch_size
     if dims.pp > 1 and num is not None:
         yield Change("batch", {"parallelism.pipeline_parallel_num_microbatches": 2 * num})
     elif dims.pp > 1 and size > 1:
