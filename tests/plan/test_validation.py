@@ -78,10 +78,10 @@ def test_more_tokens_make_the_peak(
 ) -> None:
     """The larger of the head, by the loss's code, and of a block, by the feed-forward's.
 
-    A token of the head: its input, its id, label and loss. Of a chunk beside them: logits in
+    A token of the head: its input, label and loss. Of a chunk beside them: logits in
     bfloat16 and float32, two labels, a maximum, two sums, two losses, three masks and what the
     loss is made from. Of a block: the stream, what was added to it and its norm, three hidden
-    products, and the id.
+    products, and the label.
     """
     arguments = (NUM_LAYERS, RECOMPUTED, VALIDATES, f"--training.loss_chunks={chunks}")
     job = planned(tmp_path, *arguments, f"{BATCH}{samples}")
@@ -89,7 +89,7 @@ def test_more_tokens_make_the_peak(
     tokens = samples * SEQUENCE
     few = 2**24 // VOCAB
     chunk = tokens // (chunks or 1) if chunks or tokens <= few else 512
-    token = 2 * DIM + 8 + 8 + 4
+    token = 2 * DIM + 8 + 4
     head = tokens * token + chunk * ((2 + 4) * VOCAB + 2 * 8 + 4 + 2 * 4 + 2 * 4 + 3 + 4)
     head += 2 * VOCAB * DIM  # its weight, in bfloat16
     block = tokens * (3 * 2 * DIM + 3 * 2 * HIDDEN + 8)

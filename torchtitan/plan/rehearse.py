@@ -96,7 +96,8 @@ def record_step(
     if validates:
         source, num = describe_source(config), 2  # one finds what the other has left gathered
     shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
-    batches = [_as_fake(shard.take(_samples(source)), fakes) for _ in range(num)]
+    samples = _samples(source)
+    batches = [_as_fake(shard.take(samples), fakes) for _ in range(num)]
     with fake:
         optimizer = build_optimizer_of(config, model=model)
         create_state(optimizer)
