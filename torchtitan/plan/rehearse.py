@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensors
 
 from torchtitan.assemble.run import build_balance_of, build_model, build_optimizer_of
 from torchtitan.job import Config
@@ -42,6 +42,11 @@ logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 
 
+def fake_tensors() -> FakeTensors:
+    """Return a mode in which tensors have shapes and no contents; real ones may meet them."""
+    return FakeTensors(allow_non_fake_inputs=True)
+
+
 def rehearse(
     config: Config,
     *,
@@ -59,12 +64,12 @@ def rehearse(
             config,
             layout=_without(layout, left_out),
             mesh=mesh,
-            fakes=FakeTensorMode(allow_non_fake_inputs=True),
+            fakes=fake_tensors(),
         )
 
 
 def record_step(
-    config: Config, *, layout: Layout, mesh: Mesh, fakes: FakeTensorMode | None
+    config: Config, *, layout: Layout, mesh: Mesh, fakes: FakeTensors | None
 ) -> Record:
     """Record a step of this rank of the job; the process group must exist.
 
@@ -141,7 +146,7 @@ def _batches(config: Config, *, layout: Layout, mesh: Mesh) -> list[Batch]:
     return [shard.take(samples) for _ in range(layout.accumulation)]
 
 
-def _as_fake(batch: Batch, fakes: FakeTensorMode | None) -> Batch:
+def _as_fake(batch: Batch, fakes: FakeTensors | None) -> Batch:
     if fakes is None:
         return batch
     names = ("tokens", "labels", "positions")
