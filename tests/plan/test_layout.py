@@ -28,7 +28,7 @@ from torchtitan.plan.candidates import (
 )
 from torchtitan.plan.devices import ALLOWANCE
 from torchtitan.plan.job import Planned
-from torchtitan.plan.rehearse import rehearse_step
+from torchtitan.plan.records import rehearse_rank
 
 LARGE = [
     *("--model.dim=1024", "--model.hidden_dim=2816", "--model.num_layers=8"),
@@ -94,8 +94,7 @@ def test_formulas_are_near_the_rehearsal(
         dims=dims, schedule="1F1B", microbatch=4, num_microbatches=num, recompute=recompute
     )
     memory, seconds = estimate(job, candidate, measured[recompute])
-    short = place_again(job, candidate).shortened
-    account = replay(rehearse_step(short.config, layout=short.layout, rank=0), expandable=True)
+    account = replay(rehearse_rank(place_again(job, candidate), 0), expandable=True)
     assert (memory - ALLOWANCE) / FRAGMENTED == pytest.approx(account.active, rel=0.25)
     assert seconds > 0
 
@@ -129,6 +128,7 @@ def test_the_command_writes_a_job_that_runs(
     arguments = [
         *("layout", "--world_size=4", "--global_batch=16", f"--write={written}"),
         *(f"--job.config_file={tmp_path / 'job.toml'}", "--lr_scheduler.warmup_steps=1"),
+        *("--compile.enable=true", "--training.mixed_precision_param=auto"),
     ]
     assert main(arguments) == 0
     out = capsys.readouterr().out
@@ -136,6 +136,8 @@ def test_the_command_writes_a_job_that_runs(
     assert "rehearsed, the best that fit" in out
     again = load_config([f"--job.config_file={written}"])
     assert again.training.global_batch_size == 16
+    assert again.compile.enable  # though blocks are rehearsed without
+    assert again.training.mixed_precision_param == "auto"
     assert main(["memory", "--world_size=4", f"--job.config_file={written}"]) == 0
 
 

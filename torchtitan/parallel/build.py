@@ -82,12 +82,16 @@ def build_model_and_execution(
 
 
 def materialize(part: LanguageModel, *, device: torch.device, offloads: bool, seed: int) -> None:
-    """Allocate the weights of a part on the device, or where the host offloads them, and fill
-    them."""
+    """Allocate the weights of a part and fill them."""
+    allocate(part, device=device, offloads=offloads)
+    initialize(part, seed=seed)
+
+
+def allocate(part: LanguageModel, *, device: torch.device, offloads: bool) -> None:
+    """Give the weights of a part memory on the device, or where the host offloads them."""
     part.to_empty(device="cpu" if offloads else device)
     for state in untrained(part):  # too small to fetch in every layer
         state.data = torch.empty_like(state, device=device)
-    initialize(part, seed=seed)
 
 
 def _check_placements(part: LanguageModel, *, mesh: Mesh) -> None:

@@ -49,7 +49,7 @@ def _answer(arguments: argparse.Namespace, settings: Sequence[str]) -> str:
         world_size=arguments.world_size,
         device=find_device(arguments.device, memory_gib=arguments.memory_gib),
         gpus_per_node=arguments.gpus_per_node,
-        all_ranks=arguments.all_ranks,
+        all_ranks=getattr(arguments, "all_ranks", False),
     )
     return OF_A_JOB[arguments.command][1](planned, arguments)
 
@@ -65,12 +65,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--device", default="H100", help=f"{', '.join(DEVICES)} (H100)")
         command.add_argument("--memory_gib", type=float, help="its memory, if not the usual")
         command.add_argument("--gpus_per_node", type=int, default=8, help="of a machine (8)")
-        command.add_argument(
-            "--all_ranks",
-            action="store_true",
-            help="look at every rank of a pipeline of more than 4, not at the first two, one in "
-            "the middle and the last",
-        )
+        if name != "layout":
+            command.add_argument(
+                "--all_ranks",
+                action="store_true",
+                help="look at every rank of a pipeline of more than 4, not at the first two, one "
+                "in the middle and the last",
+            )
         if name == "layout":
             command.add_argument(
                 "--global_batch", type=int, metavar="N", help="samples of a step (as the job has)"

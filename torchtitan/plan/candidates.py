@@ -28,7 +28,7 @@ from torchtitan.plan.account import classify, replay
 from torchtitan.plan.devices import ALLOWANCE
 from torchtitan.plan.job import Planned, place
 from torchtitan.plan.links import Collective, axes_of
-from torchtitan.plan.rehearse import rehearse_step
+from torchtitan.plan.records import rehearse_rank
 from torchtitan.plan.step import IN_TURN, time_step
 
 Recompute = Literal["none", "2", "op", "full"]
@@ -159,7 +159,7 @@ def measure(planned: Planned, recompute: Recompute) -> Measured:
         recompute=recompute,
     )
     job = place_again(planned, pair)
-    record = rehearse_step(job.config, layout=job.layout, rank=0)
+    record = rehearse_rank(job, 0)
     kinds = classify(record)
     saved = sum(
         entry.size
@@ -206,7 +206,7 @@ def enumerate_layouts(planned: Planned, *, samples: int) -> Iterator[Candidate]:
         eps = [n for n in _powers(world) if _allows(planned, ParallelDims(dp_shard=n, ep=n))]
     cps = [cp for cp in _powers(seq_len // LEAST_SEQUENCE) if cp <= world]
     pps = _powers(min(num_layers, world))
-    for tp, cp, pp in product(tps, cps or [1], pps):
+    for tp, cp, pp in product(tps, cps, pps):
         if world % (tp * cp * pp):
             continue
         dp = world // (tp * cp * pp)

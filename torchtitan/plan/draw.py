@@ -89,7 +89,7 @@ def save_picture(
     Raises:
         ConfigError: for a suffix other than .svg and .png, or no matplotlib.
     """
-    _check_picture(path)
+    check_picture(path)
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -117,7 +117,7 @@ def save_areas(
     Raises:
         ConfigError: as `save_picture`.
     """
-    _check_picture(path)
+    check_picture(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 2.6 * len(panels) + 0.6), layout="constrained")
@@ -146,7 +146,12 @@ def save_areas(
     _save(figure, path)
 
 
-def _check_picture(path: Path) -> None:
+def check_picture(path: Path) -> None:
+    """Check that a picture can be drawn to `path`, before long work is done for it.
+
+    Raises:
+        ConfigError: for a suffix other than .svg and .png, or no matplotlib.
+    """
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"{path}: a picture ends in {' or '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:

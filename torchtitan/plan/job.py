@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 from torchtitan.assemble.find import find_layout
 from torchtitan.assemble.model import resolve_model
 from torchtitan.base.errors import ConfigError
+from torchtitan.config.toml_files import to_toml
 from torchtitan.job import Config, load_config
 from torchtitan.parallel.layout import Layout
 from torchtitan.plan.devices import Device
@@ -25,8 +28,6 @@ class Planned:
     layout: Layout
     device: Device
     gpus_per_node: int
-    is_compiled: bool
-    """As the job asks; it is rehearsed without."""
     shortened: Shortened
     """What is rehearsed."""
     pipeline_ranks: Sequence[int]
@@ -36,6 +37,11 @@ class Planned:
     def world_size(self) -> int:
         """The number of ranks."""
         return self.layout.dims.world_size
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the job compiles its blocks; they are rehearsed without."""
+        return self.config.compile.enable
 
     @property
     def tokens_per_step(self) -> int:
@@ -97,21 +103,50 @@ def place(
     config: Config, *, world_size: int, device: Device, gpus_per_node: int, all_ranks: bool
 ) -> Planned:
     """Find how a job lies over so many ranks."""
-    is_compiled = config.compile.enable
-    training = config.training
-    if training.mixed_precision_param == "auto":  # every device of the table multiplies it
-        training = replace(training, mixed_precision_param="bfloat16")
-    layout = find_layout(config, world_size=world_size)  # with all rules, compiling's too
-    compilation = replace(config.compile, enable=False)
-    config = replace(config, training=training, compile=compilation)
+    layout = find_layout(config, world_size=world_size)
     return Planned(
         config=config,
         layout=layout,
         device=device,
         gpus_per_node=gpus_per_node,
-        is_compiled=is_compiled,
         shortened=shorten(config, layout),
         pipeline_ranks=_pipeline_ranks(layout.dims.pp, all_ranks=all_ranks),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """A job for another process, to which settings go as a file alone."""
+
+    file: Path
+    world_size: int
+    device: Device
+    gpus_per_node: int
+
+    def place(self) -> Planned:
+        """Read the job there; what it says about its settings has been said already.
+
+        Raises:
+            ConfigError: The rules do not allow it.
+        """
+        logging.disable(logging.WARNING)
+        return place(
+            load_config([f"--job.config_file={self.file}"]),
+            world_size=self.world_size,
+            device=self.device,
+            gpus_per_node=self.gpus_per_node,
+            all_ranks=False,
+        )
+
+
+def send(config: Config, planned: Planned, *, file: Path) -> Sent:
+    """Write a job to a file, to be planned on as many devices as `planned`."""
+    file.write_text(to_toml(config), encoding="utf-8")
+    return Sent(
+        file=file,
+        world_size=planned.world_size,
+        device=planned.device,
+        gpus_per_node=planned.gpus_per_node,
     )
 
 

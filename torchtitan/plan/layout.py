@@ -8,21 +8,18 @@ written, comes from the rehearsal alone.
 from __future__ import annotations
 
 import argparse
-import logging
 import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from multiprocessing.pool import Pool
 from pathlib import Path
 
 from torchtitan.base.device import GIB
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.toml_files import to_toml
-from torchtitan.job import Config, load_config
 from torchtitan.plan.account import replay
 from torchtitan.plan.candidates import (
     RECOMPUTES,
@@ -32,10 +29,9 @@ from torchtitan.plan.candidates import (
     measure,
     rank_candidates,
 )
-from torchtitan.plan.devices import Device
-from torchtitan.plan.job import Planned, place
+from torchtitan.plan.job import Planned, Sent, send
 from torchtitan.plan.memory import needed
-from torchtitan.plan.rehearse import rehearse_step
+from torchtitan.plan.records import rehearse_rank
 from torchtitan.plan.step import StepTime, time_step
 
 SHOWN, TRIED = 3, 12
@@ -59,8 +55,8 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> str:
         tempfile.TemporaryDirectory() as folder,
         multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool,
     ):
-        works = _Works(planned, folder=Path(folder))
-        figures = pool.map(_measure, [works.of(planned.config, one) for one in RECOMPUTES])
+        job = send(planned.config, planned, file=Path(folder) / "job.toml")
+        figures = pool.map(_measure, [(job, recompute) for recompute in RECOMPUTES])
         measured = dict(zip(RECOMPUTES, figures, strict=True))
         ranked = rank_candidates(planned, samples=samples, measured=measured)
         if not ranked:
@@ -69,7 +65,7 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> str:
                 "in a step fits by the formulas; take more ranks, another --global_batch, or "
                 "shorter sequences"
             )
-        found = _find_fitting(planned, ranked, pool=pool, works=works)
+        found = _find_fitting(planned, ranked, pool=pool, folder=Path(folder))
         pool.terminate()
     if not found:
         raise ConfigError(
@@ -86,11 +82,14 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> str:
 
 
 def _find_fitting(
-    planned: Planned, ranked: Sequence[Candidate], *, pool: Pool, works: _Works
+    planned: Planned, ranked: Sequence[Candidate], *, pool: Pool, folder: Path
 ) -> list[Rehearsed]:
     """Rehearse the best layouts until enough of them fit."""
     found: list[Rehearsed] = []
-    work = [works.of(candidate.apply(planned.config), candidate) for candidate in ranked[:TRIED]]
+    work = [
+        (send(candidate.apply(planned.config), planned, file=folder / f"{n}.toml"), candidate)
+        for n, candidate in enumerate(ranked[:TRIED])
+    ]
     for number, rehearsed in enumerate(pool.imap(_rehearse, work), start=1):
         if rehearsed is not None and rehearsed.memory <= planned.device.memory:
             found.append(rehearsed)
@@ -103,62 +102,21 @@ def _find_fitting(
     return found
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What another process is to look at: a job in a file, since settings cannot be sent."""
-
-    file: str
-    what: Candidate | Recompute
-    world_size: int
-    device: Device
-    gpus_per_node: int
-
-    def place(self, *, world_size: int) -> Planned:
-        logging.disable(logging.WARNING)  # the command itself has said it
-        return place(
-            load_config([f"--job.config_file={self.file}"]),
-            world_size=world_size,
-            device=self.device,
-            gpus_per_node=self.gpus_per_node,
-            all_ranks=False,
-        )
+def _measure(work: tuple[Sent, Recompute]) -> Measured:
+    job, recompute = work
+    return measure(job.place(), recompute)
 
 
-class _Works:
-    """Writes jobs to files of a folder."""
-
-    def __init__(self, planned: Planned, *, folder: Path) -> None:
-        self._planned, self._folder = planned, folder
-        self._numbers = count()
-
-    def of(self, config: Config, what: Candidate | Recompute) -> _Work:
-        """Return the work on a job."""
-        file = self._folder / f"{next(self._numbers)}.toml"
-        file.write_text(to_toml(config), encoding="utf-8")
-        planned = self._planned
-        return _Work(str(file), what, planned.world_size, planned.device, planned.gpus_per_node)
-
-
-def _measure(work: _Work) -> Measured:
-    assert not isinstance(work.what, Candidate)
-    return measure(work.place(world_size=work.world_size), work.what)
-
-
-def _rehearse(work: _Work) -> Rehearsed | None:
+def _rehearse(work: tuple[Sent, Candidate]) -> Rehearsed | None:
     """Rehearse both ends of a layout's pipeline; None: the rules do not allow it."""
-    candidate = work.what
-    assert isinstance(candidate, Candidate)
+    job, candidate = work
     try:
-        planned = work.place(world_size=work.world_size)
+        planned = job.place()
     except ConfigError:
         return None
     pp = candidate.dims.pp
     planned = replace(planned, pipeline_ranks=[0, pp - 1] if pp > 1 else [0])
-    short = planned.shortened
-    records = [
-        rehearse_step(short.config, layout=short.layout, rank=rank)
-        for rank in planned.first_ranks()
-    ]
+    records = [rehearse_rank(planned, rank) for rank in planned.first_ranks()]
     memory = max(needed(replay(record, expandable=True)) for record in records)
     return Rehearsed(candidate=candidate, memory=memory, time=time_step(planned, records))
 

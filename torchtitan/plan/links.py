@@ -22,15 +22,6 @@ OVERLAPPED = frozenset({"fsdp", "efsdp", "dp_replicate"})
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send", "receive"]
 
 
-def collective(operator: str) -> Collective:
-    """Return which collective an operator of torch is."""
-    words = operator.replace("_", "")
-    for name in ("allgather", "reducescatter", "allreduce", "alltoall", "send", "recv"):
-        if words.startswith(name):
-            return NAMES[name]
-    raise AssertionError(f"no collective is known by the name of {operator}")
-
-
 NAMES: Mapping[str, Collective] = {
     "allgather": "all-gather",
     "reducescatter": "reduce-scatter",
@@ -39,6 +30,15 @@ NAMES: Mapping[str, Collective] = {
     "send": "send",
     "recv": "receive",
 }
+
+
+def collective(operator: str) -> Collective:
+    """Return which collective an operator of torch is."""
+    words = operator.replace("_", "")
+    for name, found in NAMES.items():
+        if words.startswith(name):
+            return found
+    raise AssertionError(f"no collective is known by the name of {operator}")
 
 
 @dataclass(frozen=True, kw_only=True)

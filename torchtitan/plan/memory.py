@@ -10,7 +10,7 @@ from torchtitan.base.device import GIB
 from torchtitan.plan.account import KINDS, Account, replay
 from torchtitan.plan.allocator import MIB
 from torchtitan.plan.devices import ALLOWANCE
-from torchtitan.plan.draw import save_areas
+from torchtitan.plan.draw import check_picture, save_areas
 from torchtitan.plan.job import Planned
 from torchtitan.plan.records import rehearse_ranks
 
@@ -19,6 +19,8 @@ NUM_TENANTS = 8
 
 def plan_memory(planned: Planned, arguments: argparse.Namespace) -> str:
     """Return the account of each pipeline rank as text, and draw it if a picture is asked for."""
+    if arguments.out is not None:
+        check_picture(arguments.out)
     expandable = not arguments.classic_allocator
     accounts = [replay(record, expandable=expandable) for record in rehearse_ranks(planned)]
     text = "\n\n".join(

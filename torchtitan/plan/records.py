@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import sys
 import tempfile
 from pathlib import Path
 
-from torchtitan.assemble.find import find_layout
-from torchtitan.config.toml_files import to_toml
-from torchtitan.job import load_config
-from torchtitan.plan.job import Planned
+from torchtitan.plan.job import Planned, Sent, send
 from torchtitan.plan.rehearse import rehearse_step
-from torchtitan.plan.shorten import shorten
 from torchtitan.plan.tape import Record
+
+
+def rehearse_rank(planned: Planned, rank: int) -> Record:
+    """Return the record of one rank of the job."""
+    short = planned.shortened
+    return rehearse_step(short.config, layout=short.layout, rank=rank)
 
 
 def rehearse_ranks(planned: Planned) -> list[Record]:
@@ -26,15 +27,12 @@ def rehearse_ranks(planned: Planned) -> list[Record]:
     ranks = planned.first_ranks()
     num_processes = min(len(ranks), os.cpu_count() or 1)
     if num_processes == 1:
-        short = planned.shortened
-        return [rehearse_step(short.config, layout=short.layout, rank=ranks[0])]
+        return [rehearse_rank(planned, ranks[0])]
     records = []
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "job.toml"
-        file.write_text(to_toml(planned.config), encoding="utf-8")
-        work = [(str(file), planned.world_size, rank) for rank in ranks]
+        job = send(planned.config, planned, file=Path(folder) / "job.toml")
         with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-            for record in pool.imap(_rehearse, work):
+            for record in pool.imap(_rehearse, [(job, rank) for rank in ranks]):
                 records.append(record)
                 if sys.stderr.isatty():
                     ending = "\n" if len(records) == len(ranks) else ""
@@ -43,9 +41,6 @@ def rehearse_ranks(planned: Planned) -> list[Record]:
     return records
 
 
-def _rehearse(work: tuple[str, int, int]) -> Record:
-    file, world_size, rank = work
-    logging.disable(logging.WARNING)  # the command itself has said it
-    config = load_config([f"--job.config_file={file}"])
-    short = shorten(config, find_layout(config, world_size=world_size))
-    return rehearse_step(short.config, layout=short.layout, rank=rank)
+def _rehearse(work: tuple[Sent, int]) -> Record:
+    job, rank = work
+    return rehearse_rank(job.place(), rank)

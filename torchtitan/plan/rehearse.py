@@ -26,12 +26,12 @@ from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.init import local_part
 from torchtitan.models.parts import ModelParts
-from torchtitan.models.routing import untrained
 from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
 from torchtitan.optim.optimizer import take_step
 from torchtitan.optim.state import create_state
 from torchtitan.parallel.batch import Batch
+from torchtitan.parallel.build import allocate
 from torchtitan.parallel.context.build import build_shard
 from torchtitan.parallel.layout import Layout
 from torchtitan.plan.tape import Pool, Record, Tape
@@ -48,11 +48,7 @@ def fake_tensors() -> FakeTensors:
 
 
 def rehearse(
-    config: Config,
-    *,
-    layout: Layout,
-    rank: int,
-    left_out: Collection[int] = (),
+    config: Config, *, layout: Layout, rank: int, left_out: Collection[int] = ()
 ) -> Record:
     """Record a step of `rank`, without the blocks `left_out`.
 
@@ -79,9 +75,7 @@ def record_step(
 
     def fill(part: LanguageModel) -> None:
         with fake:
-            part.to_empty(device=CPU)
-            for state in untrained(part):
-                state.data = torch.empty_like(state, device=CPU)
+            allocate(part, device=CPU, offloads=False)
 
     model, execution = build_model(config, layout=layout, mesh=mesh, device=CPU, fill=fill)
     for part in model:

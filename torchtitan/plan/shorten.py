@@ -1,9 +1,11 @@
-"""A step of fewer microbatches with the same peak of memory.
+"""The job that is rehearsed: a step of fewer microbatches with the same peak of memory.
 
 Once a pipeline is full, each further microbatch repeats what the one before it did, and so does
 each accumulation step behind the second, which finds gradients that the first has left. So a
 rehearsal takes as few as reach the peak, and what is counted is multiplied: what computing does by
 the number of microbatches, what comes once in a pass of the pipeline by that of the passes.
+
+Blocks are rehearsed without compiling them, and "auto" is bfloat16, as on each device of the table.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.job import Config
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline.layout import PipelineLayout
-from torchtitan.parallel.pipeline.schedules import Table, compute_table
+from torchtitan.parallel.pipeline.schedules import Table, compute_table, count_microbatches
 from torchtitan.plan.links import OVERLAPPED
 from torchtitan.plan.schedule import Costs, simulate
 from torchtitan.plan.tape import Entry, Phase
@@ -43,6 +45,10 @@ class Shortened:
 
 def shorten(config: Config, layout: Layout) -> Shortened:
     """Return the job with as few microbatches and accumulation steps as show all of a step."""
+    training = config.training
+    if training.mixed_precision_param == "auto":
+        training = replace(training, mixed_precision_param="bfloat16")
+    config = replace(config, training=training, compile=replace(config.compile, enable=False))
     accumulation = min(layout.accumulation, 2)
     passes = layout.accumulation / accumulation
     layout = replace(layout, accumulation=accumulation)
@@ -52,7 +58,7 @@ def shorten(config: Config, layout: Layout) -> Shortened:
         return Shortened(config=config, layout=layout, microbatches=passes, passes=passes)
     table, num, of = found
     training = replace(
-        config.training, local_batch_size=num * pipeline.microbatch_size, global_batch_size=-1
+        training, local_batch_size=num * pipeline.microbatch_size, global_batch_size=-1
     )
     return Shortened(
         config=replace(config, training=training),
@@ -68,7 +74,7 @@ def _shorten_table(config: Config, pipeline: PipelineLayout) -> tuple[Table, int
     settings = config.parallelism
     if settings.pipeline_parallel_schedule_csv:
         return None
-    pp, num = len(pipeline.table), _num_microbatches(pipeline.table)
+    pp, num = len(pipeline.table), count_microbatches(pipeline.table)
     peaks, is_full = _peaks(pipeline.table), False
     for fewer in range(1, num):
         try:
@@ -84,10 +90,6 @@ def _shorten_table(config: Config, pipeline: PipelineLayout) -> tuple[Table, int
             return table, fewer, num
         is_full = _peaks(table) == peaks  # one more, which finds what the first has left
     return None
-
-
-def _num_microbatches(table: Table) -> int:
-    return 1 + max(action.microbatch for row in table for action in row)
 
 
 def _peaks(table: Table) -> list[int]:

@@ -10,6 +10,7 @@ dispatch what is allocated; they are replaced here, and nowhere else:
     FSDP's padding of shards                         it asks for addresses
     how many tokens other ranks send to experts      an even load is assumed
     gradients in small chunks for the norm           only on a CPU
+    RMSNorm as several operators                     a GPU has one kernel for it
 
 What a stage sends is taken to be gone at once; NCCL keeps it until the other stage has it, which is
 at most one microbatch's stream for each send on its way.
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp_group
 from torch import Tensor, nn
+from torch._decomp import decomposition_table
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -41,6 +43,11 @@ from torchtitan.models.routing import Compute, StackedExperts
 from torchtitan.optim import clip
 from torchtitan.parallel.expert import Exchange
 from torchtitan.plan.tape import WORLD, Tape
+
+FUSED = (torch.ops.aten._fused_rms_norm.default, torch.ops.aten._fused_rms_norm_backward.default)
+"""Operators with a kernel on a GPU alone. With one on a CPU too, dispatch goes the way of a GPU: by
+these operators and their own rules for autograd and DTensor. A norm whose input and weight have
+different types remains several operators, as there."""
 
 
 @contextmanager
@@ -114,6 +121,9 @@ def stand_ins(tape: Tape) -> Iterator[None]:
         return worked
 
     with ExitStack() as stack:
+        kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        for operator in FUSED:
+            kernels.impl(operator, decomposition_table[operator], "CPU")
         for name in ("unshard", "wait_for_unshard", "reshard", "post_backward"):
             work = getattr(FSDPParamGroup, name)
             stack.enter_context(patch.object(FSDPParamGroup, name, of_block(work)))

@@ -271,7 +271,7 @@ class Runtime:
                 )
                 for index, module in stages.items()
             ],
-            1 + max(action.microbatch for row in table for action in row),
+            count_microbatches(table),
             loss_fn=loss,
             scale_grads=False,
         )
@@ -318,6 +318,11 @@ def ranks_of(table: Table) -> tuple[int, ...]:
     return tuple(found[stage] for stage in range(len(found)))
 
 
+def count_microbatches(table: Table) -> int:
+    """Return the number of microbatches of a step."""
+    return 1 + max(action.microbatch for row in table for action in row)
+
+
 def lower(table: Table) -> dict[int, list[_Action]]:
     """Add what else a rank does: gather a stage's weights, reduce its gradients, send and receive.
 
@@ -326,7 +331,7 @@ def lower(table: Table) -> dict[int, list[_Action]]:
     again. It takes no table without backwards either.)
     """
     ranks = ranks_of(table)
-    num_microbatches = 1 + max(action.microbatch for row in table for action in row)
+    num_microbatches = count_microbatches(table)
     actions = {}
     for rank, row in enumerate(table):
         num_stages = len({action.stage for action in row})
