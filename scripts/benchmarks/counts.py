@@ -24,9 +24,8 @@ import argparse
 import importlib.util
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
@@ -185,7 +184,7 @@ def count(record: Record, *, tokens: int) -> Counts:
     num: Counter[str] = Counter()
     size: Counter[str] = Counter()
     for entry in record.entries:
-        what = entry.what
+        what: str = entry.what
         if what == "message":
             what = "gather" if "gather" in entry.where[1] else entry.where[1]
         num[what] += 1

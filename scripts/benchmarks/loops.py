@@ -55,7 +55,10 @@ def shard(
     dtype: torch.dtype,
     mesh: DeviceMesh | None = None,
 ) -> None:
-    """Apply FSDP2 as its tutorial does: each block, then the rest; over all ranks without `mesh`."""
+    """Apply FSDP2 as its tutorial does: each block, then the rest.
+
+    Over all ranks, if no `mesh` is given.
+    """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)

@@ -107,6 +107,7 @@ class _Record:
 
 
 def assemble_ours(settings: dict[str, Any], *, launch: Launch, folder: Path) -> Run:
+    """Build the library's run as a job is built."""
     return assemble(load_config(describe_job(settings, folder=folder)), launch=launch, color=False)
 
 

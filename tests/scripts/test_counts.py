@@ -54,7 +54,8 @@ def test_ours_equals_the_formula(mode: str) -> None:
     assert formal.kept is not None
     assert ours.kept == formal.kept + again
     assert ours.products == formal.products
-    assert ours.peak is not None and formal.peak is not None
+    assert ours.peak is not None
+    assert formal.peak is not None
     assert ours.peak > formal.peak
 
 

@@ -64,9 +64,7 @@ def rehearse(
         )
 
 
-def record_step(
-    config: Config, *, layout: Layout, mesh: Mesh, fakes: FakeTensors | None
-) -> Record:
+def record_step(config: Config, *, layout: Layout, mesh: Mesh, fakes: FakeTensors | None) -> Record:
     """Record a step of this rank of the job; the process group must exist.
 
     `fakes`: what makes fake tensors; None: the step is a real one, on this machine's CPU.
