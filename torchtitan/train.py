@@ -1,8 +1,9 @@
 """The trainer's command: settings -> process group -> run -> exit code. Nothing is built here.
 
-Exit codes: 0 done; 2 a setting, file or checkpoint has to be mended, said in one message; 3 the
-loss or gradient norm was not finite; 4 stopped early by a signal or the deadline, saved where
-checkpoints are on; 128 + n a second signal n; anything else is a fault of ours, with its traceback.
+Exit codes: 0 done; 2 a setting, file or checkpoint has to be mended, said in one message, or the
+device's memory is not enough, said with a plan of the job; 3 the loss or gradient norm was not
+finite; 4 stopped early by a signal or the deadline, saved where checkpoints are on; 128 + n a
+second signal n; anything else is a fault of ours, with its traceback.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -49,8 +51,10 @@ from torchtitan.job import Config, load_job
 from torchtitan.mesh.faults import PeerError
 from torchtitan.mesh.process_group import (
     Launch,
+    await_report,
     await_reports,
     end_process_group,
+    end_report,
     init_process_group,
     is_first_to_report,
     leave,
@@ -59,6 +63,7 @@ from torchtitan.mesh.process_group import (
 from torchtitan.mesh.stop import StopRequest, watch_signals
 from torchtitan.metrics.progress import ProgressBar, Summary, show_summary, shows_bar
 from torchtitan.metrics.sinks import RECORD
+from torchtitan.plan.ran_out import SECONDS_TO_PLAN, find_cause, plan_after
 from torchtitan.trainer import Run, Trainer
 
 logger = logging.getLogger("torchtitan.train")  # __name__ is "__main__" when this is started
@@ -248,9 +253,12 @@ def main(argv: Sequence[str], *, undo: ExitStack | None = None) -> int:
         except UserError as error:
             _report(error)
             return error.exit_code
-        except (Exception, CheckpointException):  # DCP's is no Exception
+        except (Exception, CheckpointException) as error:  # DCP's is no Exception
             note_in_file(traceback.format_exc())
-            raise
+            if (ran_out := find_cause(error)) is None:
+                raise
+            _report_ran_out(ran_out, argv)
+            return UserError.exit_code
     return 0
 
 
@@ -286,9 +294,22 @@ def _report(error: UserError) -> None:
     _say(error)
 
 
-def _say(error: UserError) -> None:
+def _report_ran_out(error: torch.OutOfMemoryError, argv: Sequence[str]) -> None:
+    """Say once a job where memory went, and what to do; the other ranks wait for it."""
+    if dist.is_initialized() and not is_first_to_report():
+        await_report(SECONDS_TO_PLAN)
+        return
+    _say(f"rank {os.environ.get('RANK', '0')} has run out of its device's memory: {error}")
+    plan = plan_after(argv, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    note_in_file(plan)
+    _say(plan)
+    if dist.is_initialized():
+        end_report()
+
+
+def _say(what: object) -> None:
     with suppress(BrokenPipeError):  # as of `| head`: the exit code still tells, and the log file
-        sys.stderr.write(f"{erase_line(sys.stderr)}{error}\n")
+        sys.stderr.write(f"{erase_line(sys.stderr)}{what}\n")
         sys.stderr.flush()
 
 

@@ -19,12 +19,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from scripts.benchmarks.calibrate import write_constants
 from scripts.benchmarks.pairs import Comparison, Report
 from scripts.benchmarks.trace import top_operations
 from torchtitan.base.device import device_name, local_device
@@ -121,6 +122,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     everything = [*COMPARISONS, *JOBS]
     parser.add_argument("--toy", action="store_true", help="sizes at which it runs on a CPU")
     parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="measure the planner's constants alone, and write them for its --device FILE",
+    )
+    parser.add_argument(
         "--only",
         nargs="+",
         choices=everything,
@@ -132,6 +139,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> Report:
     """Run one after the other; what fails is noted."""
+    if args.calibrate is not None:
+        return _calibrate(args.calibrate, is_toy=args.toy)
     sizes = TOY if args.toy else REAL
     comparisons: list[Comparison] = []
     notes: list[str] = []
@@ -167,6 +176,14 @@ def measure(args: argparse.Namespace) -> Report:
         notes=notes,
         more=more,
     )
+
+
+def _calibrate(file: Path, *, is_toy: bool) -> Report:
+    device = local_device(0)
+    found = asdict(write_constants(file, device=device, is_toy=is_toy))
+    notes = [f"{name}: {value}" for name, value in found.items()]
+    about = {"device": device_name(device), "torch": torch.__version__, "written": str(file)}
+    return Report(about=about, comparisons=[], notes=notes, more=found)
 
 
 def _compare(name: str, *, sizes: Sizes, pairs: int, folder: Path) -> dict[str, Any]:

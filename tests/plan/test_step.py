@@ -89,6 +89,26 @@ def test_each_resource_by_hand(tmp_path: Path) -> None:
     assert found.mfu[1] == pytest.approx(100 * job.model_flops / found.best / device.flops / 4)
 
 
+def test_offloading_by_hand(tmp_path: Path) -> None:
+    """Each rank's quarter comes in float32 for a gather in bfloat16, and leaves as it is reduced;
+    the update's passes go over the host's memory."""
+    job = planned(tmp_path, "--training.enable_cpu_offload", world=4)
+    device = DEVICES["H100"]
+    messages = [
+        Entry("message", 10**9, ("fsdp", "allgather_base", "")),
+        Entry("message", 10**9, ("fsdp", "reduce_scatter_base", "")),
+    ]
+    update = [Entry("pass", 10**9, ("aten::_fused_adamw_", ""))]
+    record = Record([*messages, *update], [Piece(0, "forward", 0), Piece(2, "update", None)])
+    found = time_step(job, [record])
+    assert found.resources["offload"] == pytest.approx((1e9 / 10e9, 1e9 / 75e9))
+    assert found.resources["passes"] == (0.0, 0.0)
+    sent = 2 * 1e9 / 2 / 2 / device.network
+    copied = (2 + 1) * 1e9 / 4 / device.to_host
+    expected = sent / 0.5 + 60e-6 + copied / 0.5, sent / 0.85 + 16e-6 + copied / 0.85
+    assert found.resources["overlapped"] == pytest.approx(expected)
+
+
 def test_the_bubble_is_the_schedules(tmp_path: Path) -> None:
     """1F1B over p ranks and m microbatches idles (p-1)/m of what a rank computes."""
     settings = [

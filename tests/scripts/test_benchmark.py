@@ -21,10 +21,12 @@ from scripts.benchmarks.theirs import build_theirs
 from scripts.benchmarks.trace import top_operations
 from scripts.benchmarks.turns import check_losses
 from tests.models.reference import EXPERTS, TINY, random_decoder
+from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import Llama3Scaling
 from torchtitan.models.sizes import DecoderConfig
+from torchtitan.plan.devices import DEVICES, find_device
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -200,6 +202,25 @@ def test_gpu_names_a_job_that_fails_and_goes_on(
     for name, given in (("a", "x"), ("b", "-1")):
         assert f"- {name}: not measured, it ended with code 2: " in shown
         assert f"--training.seq_len {given}: must be" in shown
+
+
+def test_gpu_measures_constants_that_the_planner_reads(tmp_path: Path) -> None:
+    file = tmp_path / "measured.json"
+    assert benchmark.main(["gpu", "--toy", "--calibrate", str(file)]) == 0
+    written = json.loads(file.read_text())
+    device = find_device(str(file), memory_gib=None)
+    assert device.name == "H100"
+    for name in ("products", "attention", "passes", "launch", "on_host"):
+        share = getattr(device, name)
+        assert {"worst": share.worst, "best": share.best} == written[name]
+        assert min(written[name].values()) > 0
+    assert device.to_host == written["to_host"] > 0
+    assert device.links == DEVICES["H100"].links
+    assert find_device(str(file), memory_gib=8).memory == 8 * 2**30
+    for spoilt in ({"memory": "much"}, {"product": "NVIDIA H1000"}, {"passes": {"worst": 1}}):
+        file.write_text(json.dumps(written | spoilt))
+        with pytest.raises(ConfigError, match=r"--device .*measured\.json must"):
+            find_device(str(file), memory_gib=None)
 
 
 def test_gpu_asks_for_jobs_that_there_are() -> None:

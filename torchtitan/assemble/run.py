@@ -25,7 +25,7 @@ from torchtitan.assemble.precision import resolve_precision
 from torchtitan.assemble.resume import build_checkpoints, describe_lr, find_start
 from torchtitan.assemble.validation import build_validator
 from torchtitan.base.determinism import set_determinism
-from torchtitan.base.device import device_type, local_device
+from torchtitan.base.device import device_name, device_type, local_device
 from torchtitan.callbacks import Hooks, build_callbacks
 from torchtitan.checkpoint.manager import build_group
 from torchtitan.checkpoint.start import Start
@@ -34,6 +34,7 @@ from torchtitan.data.loader import Loader
 from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.mesh.process_group import Launch, set_timeout
+from torchtitan.metrics.hardware import Hardware, write_hardware
 from torchtitan.metrics.meter import Meter, build_meter
 from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.metrics.trace import Profiler, build_profiler
@@ -260,4 +261,13 @@ def build_reports(
         description=config.job.description,
         sections=own_sections(config),
     )
+    if rank == 0:
+        world_size = layout.dims.world_size
+        hardware = Hardware(
+            resumed_from=resume_step,
+            world_size=world_size,
+            ranks_per_machine=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+            device=device_name(device),
+        )
+        write_hardware(folder, hardware)
     return meter, sinks, build_profiler(config.profiling, folder=folder, rank=rank, device=device)

@@ -29,7 +29,7 @@ from torchtitan.mesh.settings import CommConfig
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
-REPORTS = "reports"
+REPORTS, REPORTED = "reports", "reported"
 SECONDS_TO_REPORT = 2.0
 """How long other ranks may take to ask who reports an error."""
 
@@ -174,6 +174,21 @@ def is_first_to_report() -> bool:
         return job_store().add(REPORTS, 1) == 1
     except dist.DistError:  # the store went with rank 0: better said twice than never
         return True
+
+
+def end_report() -> None:
+    """Let ranks that wait for the first one's report go on."""
+    with suppress(dist.DistError):
+        job_store().set(REPORTED, "1")
+
+
+def await_report(seconds: float) -> None:
+    """Wait until the first rank to report has done so: when one leaves, a launcher ends the others.
+
+    `seconds`: the longest to wait.
+    """
+    with suppress(dist.DistError):
+        job_store().wait([REPORTED], timedelta(seconds=seconds))
 
 
 def await_reports() -> None:

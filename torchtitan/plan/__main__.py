@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torchtitan.base.errors import UserError
 from torchtitan.plan.devices import DEVICES, find_device
+from torchtitan.plan.explain import add_explain, explain
 from torchtitan.plan.job import Planned, plan_job
 from torchtitan.plan.layout import plan_layout
 from torchtitan.plan.memory import plan_memory
@@ -26,6 +27,11 @@ OF_A_JOB: Mapping[str, tuple[str, Callable[[Planned, argparse.Namespace], str]]]
     "layout": ("find the degrees to take, and write the job's file for them", plan_layout),
     "step": ("tell between which bounds the time of a step lies, and what binds", plan_step),
 }
+OTHERS: Mapping[str, Callable[[argparse.Namespace], str]] = {
+    "schedule": draw_schedule,
+    "explain": explain,
+}
+OF_DEVICE = f"{', '.join(DEVICES)} (H100), or a file of `scripts/benchmark.py gpu --calibrate`"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,10 +46,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _answer(arguments: argparse.Namespace, settings: Sequence[str]) -> str:
-    if arguments.command == "schedule":
+    if arguments.command in OTHERS:
         if settings:
             _parser().error(f"unrecognized arguments: {' '.join(settings)}")
-        return draw_schedule(arguments)
+        return OTHERS[arguments.command](arguments)
     planned = plan_job(
         settings,
         world_size=arguments.world_size,
@@ -62,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, (summary, _) in OF_A_JOB.items():
         command = commands.add_parser(name, help=summary, allow_abbrev=False)
         command.add_argument("--world_size", type=int, required=True, help="ranks of the job")
-        command.add_argument("--device", default="H100", help=f"{', '.join(DEVICES)} (H100)")
+        command.add_argument("--device", default="H100", help=OF_DEVICE)
         command.add_argument("--memory_gib", type=float, help="its memory, if not the usual")
         command.add_argument("--gpus_per_node", type=int, default=8, help="of a machine (8)")
         if name != "layout":
@@ -86,9 +92,15 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--classic_allocator",
                 action="store_true",
-                help="without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+                help="without PYTORCH_ALLOC_CONF=expandable_segments:True",
+            )
+            command.add_argument(
+                "--ran_out",
+                action="store_true",
+                help="the job ran out of memory: find settings that need less, though it may fit",
             )
     add_schedule(commands)
+    add_explain(commands)
     return parser
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from torchtitan.plan.allocator import Allocator
+from torchtitan.plan.devices import ALLOWANCE
 from torchtitan.plan.tape import Entry, Kind, Phase, Record
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -50,6 +51,11 @@ class Account:
     """What is live over the step: the most of each stretch of it."""
     on_host: int
     """The most of what is offloaded to the host's memory."""
+
+    @property
+    def needed(self) -> int:
+        """What the device must have, what is not modelled included."""
+        return self.reserved + ALLOWANCE
 
 
 def replay(record: Record, *, expandable: bool, num_points: int = 400) -> Account:

@@ -11,7 +11,7 @@ of c10/cuda/CUDACachingAllocator.cpp (torch 2.13):
   the size, rounded up to 2 MiB
 - neighbours of a segment that are free are one block again
 
-With `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` a stream has two segments that grow at their
+With `PYTORCH_ALLOC_CONF=expandable_segments:True` a stream has two segments that grow at their
 end, in pages of 2 MiB or 20 MiB, and what is left over always stays free. The block at the end is
 as large as it can grow, so it is taken where no other fits.
 

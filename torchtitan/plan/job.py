@@ -119,6 +119,8 @@ class Sent:
     """A job for another process, to which settings go as a file alone."""
 
     file: Path
+    settings: Sequence[str]
+    """Options that come on top of the file."""
     world_size: int
     device: Device
     gpus_per_node: int
@@ -131,7 +133,7 @@ class Sent:
         """
         logging.disable(logging.WARNING)
         return place(
-            load_config([f"--job.config_file={self.file}"]),
+            load_config([f"--job.config_file={self.file}", *self.settings]),
             world_size=self.world_size,
             device=self.device,
             gpus_per_node=self.gpus_per_node,
@@ -139,11 +141,12 @@ class Sent:
         )
 
 
-def send(config: Config, planned: Planned, *, file: Path) -> Sent:
+def send(config: Config, planned: Planned, *, file: Path, settings: Sequence[str] = ()) -> Sent:
     """Write a job to a file, to be planned on as many devices as `planned`."""
     file.write_text(to_toml(config), encoding="utf-8")
     return Sent(
         file=file,
+        settings=settings,
         world_size=planned.world_size,
         device=planned.device,
         gpus_per_node=planned.gpus_per_node,

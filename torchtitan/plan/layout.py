@@ -1,7 +1,7 @@
 """The command `layout`: which degrees to take on so many ranks, and the job's file for them.
 
 All layouts that could be tried are ranked by formulas (`candidates.py`); the best are rehearsed as
-`memory` and `step` do, each in a process of its own, until enough of them fit. What is shown, and
+`memory` and `step` do, until enough of them fit. What is shown, and
 written, comes from the rehearsal alone.
 """
 
@@ -13,14 +13,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from multiprocessing.pool import Pool
 from pathlib import Path
 
 from torchtitan.base.device import GIB
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.toml_files import to_toml
-from torchtitan.plan.account import replay
 from torchtitan.plan.candidates import (
     RECOMPUTES,
     Candidate,
@@ -30,22 +28,10 @@ from torchtitan.plan.candidates import (
     rank_candidates,
 )
 from torchtitan.plan.job import Planned, Sent, send
-from torchtitan.plan.memory import needed
-from torchtitan.plan.records import rehearse_rank
-from torchtitan.plan.step import StepTime, time_step
+from torchtitan.plan.tried import Tried, try_jobs
 
 SHOWN, TRIED = 3, 12
 """Layouts to find, and the most that are rehearsed for it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rehearsed:
-    """A layout, and what its rehearsal tells."""
-
-    candidate: Candidate
-    memory: int
-    """Bytes that the fullest rank needs."""
-    time: StepTime
 
 
 def plan_layout(planned: Planned, arguments: argparse.Namespace) -> str:
@@ -74,7 +60,7 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> str:
         )
     text = _table(planned, found, samples=samples, num_ranked=len(ranked))
     if arguments.write is not None:
-        config = found[0].candidate.apply(planned.config)
+        config = found[0][0].apply(planned.config)
         arguments.write.parent.mkdir(parents=True, exist_ok=True)
         arguments.write.write_text(to_toml(config, only_changed=True), encoding="utf-8")
         text += f"\nwritten, with the first of them: {arguments.write}\n"
@@ -83,18 +69,17 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> str:
 
 def _find_fitting(
     planned: Planned, ranked: Sequence[Candidate], *, pool: Pool, folder: Path
-) -> list[Rehearsed]:
+) -> list[tuple[Candidate, Tried]]:
     """Rehearse the best layouts until enough of them fit."""
-    found: list[Rehearsed] = []
-    work = [
-        (send(candidate.apply(planned.config), planned, file=folder / f"{n}.toml"), candidate)
-        for n, candidate in enumerate(ranked[:TRIED])
+    found: list[tuple[Candidate, Tried]] = []
+    best = ranked[:TRIED]
+    jobs = [
+        send(candidate.apply(planned.config), planned, file=folder / f"{n}.toml")
+        for n, candidate in enumerate(best)
     ]
-    for number, rehearsed in enumerate(pool.imap(_rehearse, work), start=1):
-        if rehearsed is not None and rehearsed.memory <= planned.device.memory:
-            found.append(rehearsed)
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\rrehearsed {number} layouts, {len(found)} fit")
+    for candidate, tried in zip(best, try_jobs(jobs, pool=pool), strict=True):
+        if tried is not None and tried.memory <= planned.device.memory:
+            found.append((candidate, tried))
         if len(found) == SHOWN:
             break
     if sys.stderr.isatty():
@@ -107,21 +92,9 @@ def _measure(work: tuple[Sent, Recompute]) -> Measured:
     return measure(job.place(), recompute)
 
 
-def _rehearse(work: tuple[Sent, Candidate]) -> Rehearsed | None:
-    """Rehearse both ends of a layout's pipeline; None: the rules do not allow it."""
-    job, candidate = work
-    try:
-        planned = job.place()
-    except ConfigError:
-        return None
-    pp = candidate.dims.pp
-    planned = replace(planned, pipeline_ranks=[0, pp - 1] if pp > 1 else [0])
-    records = [rehearse_rank(planned, rank) for rank in planned.first_ranks()]
-    memory = max(needed(replay(record, expandable=True)) for record in records)
-    return Rehearsed(candidate=candidate, memory=memory, time=time_step(planned, records))
-
-
-def _table(planned: Planned, found: Sequence[Rehearsed], *, samples: int, num_ranked: int) -> str:
+def _table(
+    planned: Planned, found: Sequence[tuple[Candidate, Tried]], *, samples: int, num_ranked: int
+) -> str:
     device, training = planned.device, planned.config.training
     lines = [
         f"{planned.config.model.name} {planned.config.model.flavor} on {planned.world_size} x "
@@ -132,10 +105,10 @@ def _table(planned: Planned, found: Sequence[Rehearsed], *, samples: int, num_ra
         f"{'GiB':>6}{'step, s':>14}{'MFU, %':>10}  {'binds':<11}layout",
     ]
     lines += [
-        f"{one.memory / GIB:>6.1f}{f'{one.time.best:.3g}-{one.time.worst:.3g}':>14}"
-        f"{f'{one.time.mfu[0]:.0f}-{one.time.mfu[1]:.0f}':>10}  {one.time.binds:<11}"
-        f"{one.candidate}"
-        for one in found
+        f"{tried.memory / GIB:>6.1f}{f'{tried.time.best:.3g}-{tried.time.worst:.3g}':>14}"
+        f"{f'{tried.time.mfu[0]:.0f}-{tried.time.mfu[1]:.0f}':>10}  {tried.time.binds:<11}"
+        f"{candidate}"
+        for candidate, tried in found
     ]
     lines += ["", "Bounds, and limits as of `memory` and `step`."]
     return "\n".join(lines) + "\n"

@@ -12,9 +12,14 @@ from torchtitan.plan.allocator import MIB
 from torchtitan.plan.devices import ALLOWANCE
 from torchtitan.plan.draw import check_picture, save_areas
 from torchtitan.plan.job import Planned
+from torchtitan.plan.nearest import describe_nearest
 from torchtitan.plan.records import rehearse_ranks
+from torchtitan.plan.step import time_step
+from torchtitan.plan.tried import Tried
 
 NUM_TENANTS = 8
+LESS = 0.95
+"""How much torch may reserve of what it reserved in a plan that ran out all the same."""
 
 
 def plan_memory(planned: Planned, arguments: argparse.Namespace) -> str:
@@ -22,25 +27,26 @@ def plan_memory(planned: Planned, arguments: argparse.Namespace) -> str:
     if arguments.out is not None:
         check_picture(arguments.out)
     expandable = not arguments.classic_allocator
-    accounts = [replay(record, expandable=expandable) for record in rehearse_ranks(planned)]
-    text = "\n\n".join(
-        [
-            planned.headline(),
-            _table(planned, accounts),
-            _verdict(planned, accounts),
-            _peak(*_fullest(planned, accounts)),
-            _limits(planned, expandable=expandable),
-        ]
-    )
+    records = rehearse_ranks(planned)
+    accounts = [replay(record, expandable=expandable) for record in records]
+    fullest_rank, fullest = _fullest(planned, accounts)
+    parts = [
+        planned.headline(),
+        _table(planned, accounts),
+        _verdict(planned, fullest),
+        _peak(fullest_rank, fullest),
+    ]
+    budget = planned.device.memory
+    if arguments.ran_out:
+        budget = min(budget, fullest.needed - round((1 - LESS) * fullest.reserved))
+    if fullest.needed > budget:
+        now = Tried(memory=fullest.needed, time=time_step(planned, records))
+        parts.append(describe_nearest(planned, now=now, budget=budget))
+    text = "\n\n".join([*parts, _limits(planned, expandable=expandable)])
     if arguments.out is not None:
         _draw(arguments.out, planned, accounts)
         text += f"\nwritten: {arguments.out}"
     return text + "\n"
-
-
-def needed(account: Account) -> int:
-    """Return the bytes of a device that a rank needs, what is not modelled included."""
-    return account.reserved + ALLOWANCE
 
 
 def _table(planned: Planned, accounts: Sequence[Account]) -> str:
@@ -55,7 +61,7 @@ def _table(planned: Planned, accounts: Sequence[Account]) -> str:
     rows.append(("active (rounded up)", [account.active for account in accounts]))
     rows.append(("reserved by torch", [account.reserved for account in accounts]))
     rows.append(("not modelled (allowance)", [ALLOWANCE] * len(accounts)))
-    rows.append(("needed", [needed(account) for account in accounts]))
+    rows.append(("needed", [account.needed for account in accounts]))
     if any(account.on_host for account in accounts):
         rows.append(("on the host", [account.on_host for account in accounts]))
     lines = [" " * 25 + "".join(f"{name:>12}" for name in names)]
@@ -69,10 +75,9 @@ def _said(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.2f} MiB"
 
 
-def _verdict(planned: Planned, accounts: Sequence[Account]) -> str:
-    most = max(map(needed, accounts))
+def _verdict(planned: Planned, fullest: Account) -> str:
     device = planned.device
-    left = (device.memory - most) / GIB
+    left = (device.memory - fullest.needed) / GIB
     has = f"{device.name} has {device.memory / GIB:.1f} GiB"
     if left >= 0:
         return f"fits: {has}, {left:.1f} GiB are left on the fullest rank"
@@ -82,7 +87,7 @@ def _verdict(planned: Planned, accounts: Sequence[Account]) -> str:
 def _fullest(planned: Planned, accounts: Sequence[Account]) -> tuple[int, Account]:
     """Return the pipeline rank that needs most."""
     pairs = zip(planned.pipeline_ranks, accounts, strict=True)
-    return max(pairs, key=lambda pair: needed(pair[1]))
+    return max(pairs, key=lambda pair: pair[1].needed)
 
 
 def _peak(rank: int, account: Account) -> str:
@@ -108,7 +113,7 @@ def _limits(planned: Planned, *, expandable: bool) -> str:
         "context, NCCL's buffers, cuBLAS's workspaces.",
         "Reserved memory is that of torch's allocator "
         + ("with" if expandable else "without")
-        + " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+        + " PYTORCH_ALLOC_CONF=expandable_segments:True.",
     ]
     if planned.is_compiled:
         said.append("Blocks are taken as not compiled; compiling usually needs less.")

@@ -6,7 +6,8 @@ Each resource has a time at worst and at best, from the shares of its peak in `d
     attention   causal attention, half of the scores
     passes      all other operators: the bytes that they read and write
     waits       collectives that computing waits for: tp, cp, ep
-    overlapped  collectives beside it: gathering weights, reducing gradients
+    overlapped  collectives beside it: gathering weights, reducing gradients; offloaded, copies too
+    offload     the update, where weights and the optimizer's state lie with the host
     host        launching operators, one after the other, beside what the device does
 
 A microbatch's forward takes products, attention, passes and waits in turn. A pipeline's
@@ -26,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+import torch
+
 from torchtitan.plan.devices import Device, Share
 from torchtitan.plan.job import Planned
 from torchtitan.plan.links import OVERLAPPED, Axis, axes_of, collective
@@ -39,7 +42,7 @@ FUSED = 1 / 3
 Time = tuple[float, float]
 """Seconds at worst, and at best."""
 NONE: Time = (0.0, 0.0)
-IN_TURN = ("products", "attention", "passes", "waits")
+IN_TURN = ("products", "attention", "passes", "waits", "offload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +95,20 @@ class _RankTimes:
         self._times: defaultdict[tuple[str, str, int], float] = defaultdict(float)
         """By phase, resource and bound."""
         known: dict[tuple[object, ...], tuple[str, Time]] = {}
+        offloaded = (
+            _Offloaded(planned, axes) if planned.config.training.enable_cpu_offload else None
+        )
         launch = (device.launch.worst, device.launch.best)
         for piece, end in record.bounds():
             phase = piece.phase or "between"
             for entry in record.entries[piece.start : end]:
                 if entry.what in ("birth", "death"):
                     continue
-                key = entry[:3]
+                key = (*entry[:3], phase == "update")
                 if key not in known:
                     known[key] = _time(entry, device=device, axes=axes, kept=kept)
+                    if offloaded is not None:
+                        known[key] = offloaded.time(entry, phase, *known[key])
                 resource, time = known[key]
                 times = planned.shortened.times(entry, piece.phase)
                 for bound in (0, 1):
@@ -159,6 +167,28 @@ def _time(
         return "attention", _spread(entry.size / device.flops, device.attention)
     filled = _filled(entry.where[2])
     return "products", _spread(entry.size / device.flops / filled, device.products)
+
+
+class _Offloaded:
+    """What changes where weights and the optimizer's state lie with the host."""
+
+    def __init__(self, planned: Planned, axes: Mapping[str, Axis]) -> None:
+        self._device, self._axes = planned.device, axes
+        dtype = getattr(torch, planned.shortened.config.training.mixed_precision_param)
+        self._widened = torch.float32.itemsize / dtype.itemsize
+
+    def time(self, entry: Entry, phase: str, resource: str, time: Time) -> tuple[str, Time]:
+        """Return the resource that an entry needs, and for how long: weights are copied to the
+        device before they are gathered, gradients away when they are reduced."""
+        device = self._device
+        if entry.what == "pass" and phase == "update":
+            return "offload", (entry.size / device.on_host.worst, entry.size / device.on_host.best)
+        if entry.what != "message" or entry.where[0] not in ("fsdp", "efsdp"):
+            return resource, time
+        wide = self._widened if collective(entry.where[1]) == "all-gather" else 1.0
+        size = wide * entry.size / self._axes[entry.where[0]].degree
+        copy = _spread(size / device.to_host, device.links)
+        return resource, (time[0] + copy[0], time[1] + copy[1])
 
 
 def _spread(seconds: float, share: Share, *, best: float = 1.0) -> Time:
