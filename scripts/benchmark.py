@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 from scripts.benchmarks import (
     attention,
     checkpoint,
+    counts,
     data,
     gpu,
     loss,
@@ -44,6 +45,7 @@ COMMANDS = {
     "attention": attention,
     "pipeline": pipeline,
     "checkpoint": checkpoint,
+    "counts": counts,
     "gpu": gpu,
 }
 

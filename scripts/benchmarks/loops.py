@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from torchtitan.parallel.batch import Batch
@@ -47,12 +48,21 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
 
 
-def shard(model: nn.Module, blocks: Sequence[nn.Module], *, dtype: torch.dtype) -> None:
-    """Apply FSDP2 as its tutorial does: each block, then the rest."""
+def shard(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    *,
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None = None,
+) -> None:
+    """Apply FSDP2 as its tutorial does: each block, then the rest.
+
+    Over all ranks, if no `mesh` is given.
+    """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 class BareLoop:

@@ -72,6 +72,8 @@ class Report:
     """What the figures cannot say: what agreed, and what was left out and why."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Figures that are no times."""
+    tables: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
+    """The same to be read: by title rows, the first of which names the columns."""
 
 
 def alternate(
@@ -151,6 +153,13 @@ def show(report: Report) -> None:
     console.print(f"{about}{pairs}", markup=False)
     if num_pairs:
         console.print(table)
+    for title, (head, *rows) in report.tables.items():
+        figures = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in head:
+            figures.add_column(column, justify="right" if column else "left", no_wrap=True)
+        for cells in rows:
+            figures.add_row(*cells)
+        console.print(figures)
     for note in report.notes:
         console.print(f"- {note}", markup=False)
 

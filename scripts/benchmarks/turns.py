@@ -106,11 +106,12 @@ class _Record:
         """Do nothing."""
 
 
-def _assemble(settings: dict[str, Any], *, launch: Launch, folder: Path) -> Run:
+def assemble_ours(settings: dict[str, Any], *, launch: Launch, folder: Path) -> Run:
+    """Build the library's run as a job is built."""
     return assemble(load_config(describe_job(settings, folder=folder)), launch=launch, color=False)
 
 
-def _load_batches(settings: dict[str, Any], *, device: torch.device, folder: Path) -> list[Batch]:
+def load_batches(settings: dict[str, Any], *, device: torch.device, folder: Path) -> list[Batch]:
     """Return the batches of all steps, as this rank's run reads them."""
     config = load_config(describe_job(settings, folder=folder))
     layout = find_layout(config, world_size=settings["ranks"])
@@ -120,7 +121,7 @@ def _load_batches(settings: dict[str, Any], *, device: torch.device, folder: Pat
     return [part.take(samples) for _ in range(config.training.steps) for samples in next(loader)]
 
 
-def _build_other(
+def build_other(
     name: str, settings: dict[str, Any], *, device: torch.device, batches: list[Batch], folder: Path
 ) -> Loop:
     """Build one of the other loops on the initial weights that the library's run starts from."""
@@ -166,10 +167,10 @@ def take_turns(launch: Launch, folder: Path, settings: dict[str, Any]) -> dict[s
     The library's loop is never left: the others have their turns where it tells of a step done.
     """
     device = local_device(launch.local_rank)
-    batches = _load_batches(settings, device=device, folder=folder)
-    run, record = _assemble(settings, launch=launch, folder=folder), _Record()
+    batches = load_batches(settings, device=device, folder=folder)
+    run, record = assemble_ours(settings, launch=launch, folder=folder), _Record()
     loops = {
-        name: _build_other(name, settings, device=device, batches=batches, folder=folder)
+        name: build_other(name, settings, device=device, batches=batches, folder=folder)
         for name in settings["others"]
     }
     spent: dict[str, list[Spent]] = {name: [] for name in (OURS, *loops)}
@@ -203,14 +204,14 @@ def take_all(launch: Launch, folder: Path, settings: dict[str, Any]) -> dict[str
     """Train in one loop alone; tell its times, losses, and the peak of this rank's memory."""
     name, num_steps = settings["loop"], settings["steps"]
     device = local_device(launch.local_rank)
-    batches = _load_batches(settings, device=device, folder=folder)
+    batches = load_batches(settings, device=device, folder=folder)
     _import_peer(name)
     start = peak_gib()
     spent: list[Spent] = []
     rows: list[Row] = []
     losses: list[float] = []
     if name == OURS:
-        run, record = _assemble(settings, launch=launch, folder=folder), _Record()
+        run, record = assemble_ours(settings, launch=launch, folder=folder), _Record()
         started = read_clocks()
 
         def on_step(step: int) -> None:
@@ -222,7 +223,7 @@ def take_all(launch: Launch, folder: Path, settings: dict[str, Any]) -> dict[str
         Trainer(replace(run, sinks=[*run.sinks, record])).train(on_step=on_step)
         rows = _rows_before(record.rows, run.training.steps)
     else:
-        loop = _build_other(name, settings, device=device, batches=batches, folder=folder)
+        loop = build_other(name, settings, device=device, batches=batches, folder=folder)
         for _ in range(settings["pairs"] + 1):
             started = read_clocks()
             loop.run(num_steps)

@@ -132,6 +132,21 @@ def test_gathered_weights(reshard: str, again: int, tmp_path: Path) -> None:
     assert sum(scattered) == 4 * PARAMETERS
 
 
+def test_passes_are_what_moves_bytes(tmp_path: Path) -> None:
+    """FSDP copies gathered weights to where they are used, and gradients to where they are reduced,
+    in another type; new memory and views move nothing."""
+    found = record(tmp_path, world=2)
+    size: Counter[str] = Counter()
+    for entry in found.entries:
+        if entry.what == "message":
+            size["gathered"] += entry.size * ("gather" in entry.where[1])
+        if entry.what == "pass":
+            size[entry.where[0]] += entry.size
+    assert size["fsdp::split_with_sizes_copy"] == 2 * size["gathered"]
+    assert size["fsdp::chunk_cat"] == (2 + 4) * PARAMETERS
+    assert not [name for name in size if "empty" in name or "view" in name]
+
+
 def test_offloaded_state_is_on_the_host(tmp_path: Path) -> None:
     found = record(tmp_path, "--training.enable_cpu_offload=true", world=2)
     share = PARAMETERS // 2

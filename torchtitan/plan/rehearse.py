@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensors
 
 from torchtitan.assemble.run import build_balance_of, build_model, build_optimizer_of
 from torchtitan.assemble.validation import describe_source
@@ -46,6 +46,11 @@ logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 
 
+def fake_tensors() -> FakeTensors:
+    """Return a mode in which tensors have shapes and no contents; real ones may meet them."""
+    return FakeTensors(allow_non_fake_inputs=True)
+
+
 def rehearse(
     config: Config,
     *,
@@ -64,7 +69,7 @@ def rehearse(
             config,
             layout=_without(layout, left_out),
             mesh=mesh,
-            fakes=FakeTensorMode(allow_non_fake_inputs=True),
+            fakes=fake_tensors(),
             validates=validates,
         )
 
@@ -74,7 +79,7 @@ def record_step(
     *,
     layout: Layout,
     mesh: Mesh,
-    fakes: FakeTensorMode | None,
+    fakes: FakeTensors | None,
     validates: bool = False,
 ) -> Record:
     """Record a step of this rank of the job; the process group must exist.
@@ -157,7 +162,7 @@ def _samples(source: TrainingConfig) -> Samples:
     return {"tokens": tokens, "labels": tokens.clone(), "document_lengths": lengths}
 
 
-def _as_fake(batch: Batch, fakes: FakeTensorMode | None) -> Batch:
+def _as_fake(batch: Batch, fakes: FakeTensors | None) -> Batch:
     if fakes is None:
         return batch
     names = ("tokens", "labels", "positions")

@@ -50,6 +50,8 @@ MESSAGES = ("c10d", "_c10d_functional", "_dtensor")
 """Namespaces of operators that send something."""
 UNREGISTERED = ("flash_attention_for_cpu", "_grouped_mm")
 """Products of which torch does not know how much they are."""
+COPIES = ("fsdp::split_with_sizes_copy", "fsdp::chunk_cat")
+"""What FSDP copies between its buffers and the tensors of a block, in one operator each."""
 
 
 WORLD = "world"
@@ -215,7 +217,7 @@ class Tape(DispatchMode):
                 self._note_message(name, args, out)
         elif func._overloadpacket in flop_registry or any(part in name for part in UNREGISTERED):
             self._note_product(func, args, kwargs, out)
-        elif func.namespace == "aten" and not _is_view(func):
+        elif name in COPIES or (func.namespace == "aten" and not _moves_nothing(func)):
             size = sum(t.nbytes for t in given) + sum(t.nbytes for t in made)
             if size:
                 self._append(Entry("pass", size, (name, self._modules[-1])))
@@ -290,5 +292,9 @@ def _tensors(tree: Any) -> Sequence[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and not isinstance(x, WRAPPERS)]
 
 
-def _is_view(func: Any) -> bool:
+def _moves_nothing(func: Any) -> bool:
+    """Tell whether an operator only makes a view, or memory that nobody has written to."""
+    name = func._schema.name.removeprefix("aten::")
+    if name == "_unsafe_view" or name.removeprefix("new_").startswith("empty"):
+        return True
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
