@@ -225,7 +225,8 @@ def least(sizes: DecoderConfig, *, world: int, tokens: int, mode: str) -> Counts
     parameters = layers * block + 2 * end + width
     saved = _saved(sizes)
     kept = LOW * width if mode == "full" else saved
-    again = tokens * saved if mode == "full" else 0
+    # the input is there already
+    again = tokens * (saved - kept)
     state = 3 * FULL * parameters / world
     backward = state + layers * tokens * kept + again + LOW * block
     # of a block 7 products and attention, in backward twice as many and attention; the head's 3;
