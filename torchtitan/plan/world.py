@@ -34,6 +34,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.mesh.dims import Mesh
@@ -48,6 +49,8 @@ FUSED = (torch.ops.aten._fused_rms_norm.default, torch.ops.aten._fused_rms_norm_
 """Operators with a kernel on a GPU alone. With one on a CPU too, dispatch goes the way of a GPU: by
 these operators and their own rules for autograd and DTensor. A norm whose input and weight have
 different types remains several operators, as there."""
+ACTION = "PP:"
+"""How torch begins the name of the profiler's range around each action of a schedule."""
 
 
 @contextmanager
@@ -88,6 +91,7 @@ def stand_ins(tape: Tape) -> Iterator[None]:
     allocate, gather = DefaultReduceScatter.allocate, fsdp_group.foreach_all_gather
     find_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
     wait, num_reductions = FSDPParamGroup.wait_for_unshard, 0
+    enter, leave = record_function.__enter__, record_function.__exit__
 
     def resized(storage: torch.UntypedStorage, size: int) -> None:
         tape.resized(storage, size)
@@ -120,6 +124,16 @@ def stand_ins(tape: Tape) -> Iterator[None]:
 
         return worked
 
+    def entered(scope: record_function) -> record_function:
+        if scope.name.startswith(ACTION):
+            tape.begin_action(scope.name.removeprefix(ACTION))
+        return enter(scope)
+
+    def left(scope: record_function, *args: Any) -> None:
+        leave(scope, *args)
+        if scope.name.startswith(ACTION):
+            tape.begin_action("")
+
     with ExitStack() as stack:
         kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         for operator in FUSED:
@@ -134,6 +148,8 @@ def stand_ins(tape: Tape) -> Iterator[None]:
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", shaped),
             (FSDPParam, "reset_sharded_param", _keep),
             (clip, "CHUNK", 1 << 62),
+            (record_function, "__enter__", entered),
+            (record_function, "__exit__", left),
         ):
             stack.enter_context(patch.object(owner, name, value))
         yield
