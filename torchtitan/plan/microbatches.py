@@ -13,7 +13,7 @@ microbatch does is checked, and that copies leave nothing behind; if they do, al
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -21,13 +21,13 @@ from string import digits
 from typing import NamedTuple
 
 from torchtitan.parallel.pipeline.layout import PipelineLayout
-from torchtitan.parallel.pipeline.schedules import Kind, Table, count_microbatches, lower
+from torchtitan.parallel.pipeline.schedules import Action, Kind, lower
 from torchtitan.plan.tape import Entry, Piece, Record
 from torchtitan.plan.unroll import CannotUnrollError
 
-HEAD, HEAD_OF_HALVES = 1, 2
-"""First microbatches of their like that may differ from those behind: they find no gradients. A
-half of backward frees what the one before has left."""
+HEAD = 1
+"""Where the gradients of inputs and weights are computed apart: microbatches that may differ from
+those behind though they do the same, for the second one finds nothing to add gradients to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,39 +49,27 @@ class Sparse:
         """Return the microbatch that was run for this one."""
         return next((t for t, of in self.copies.items() if number in of), number)
 
-    def distance(self, to: int, *, of: int) -> int:
-        """Return how many microbatches one that was run comes behind another."""
-        return self.run.index(of) - self.run.index(to)
-
 
 def leave_out(pipeline: PipelineLayout, *, rank: int) -> Sparse | None:
     """Return the pipeline with few microbatches for one of its ranks; None: it needs all."""
     table = pipeline.table
-    num = count_microbatches(table)
-    works: list[set[tuple[int, Kind]]] = [set() for _ in range(num)]
-    for action in table[rank]:
-        works[action.microbatch].add((action.stage, action.kind))
-    splits = any(action.kind == "backward_weight" for action in table[rank])
-    head = HEAD_OF_HALVES if splits else HEAD
+    works = _works(table[rank])
+    head = any(action.kind == "backward_weight" for action in table[rank]) * HEAD
     copies = {}
-    for _, group in groupby(range(num), lambda number: works[number]):
+    for _, group in groupby(range(len(works)), lambda number: works[number]):
         alike = list(group)
         if len(alike) > head + 2:
             copies[alike[head]] = range(alike[head], alike[-1])
-    if not copies:
-        return None
     gone = {number for of in copies.values() for number in of[1:]}
-    run = [number for number in range(num) if number not in gone]
+    run = [number for number in range(len(works)) if number not in gone]
     new = {number: index for index, number in enumerate(run)}
-    fewer: Table = [
-        [
-            replace(action, microbatch=new[action.microbatch])
-            for action in row
-            if action.microbatch in new
-        ]
+    fewer = [
+        [replace(a, microbatch=new[a.microbatch]) for a in row if a.microbatch in new]
         for row in table
     ]
     few = replace(pipeline, table=fewer)
+    if not copies or _works(fewer[rank]) != {new[number]: works[number] for number in run}:
+        return None
     if (few.losses_in_flight > 1) != (pipeline.losses_in_flight > 1):
         return None  # the loss would be computed in another way
     return Sparse(
@@ -91,6 +79,18 @@ def leave_out(pipeline: PipelineLayout, *, rank: int) -> Sparse | None:
         run=run,
         copies=copies,
     )
+
+
+def _works(row: Sequence[Action]) -> dict[int, set[tuple[int, Kind, Kind | None]]]:
+    """Return what a rank does for each microbatch: stages, kinds, and what comes before each, of
+    the forwards or the backwards of its stage. A gradient's first half finds what a second left."""
+    last: dict[tuple[int, bool], Kind] = {}
+    works: defaultdict[int, set[tuple[int, Kind, Kind | None]]] = defaultdict(set)
+    for action in row:
+        key = action.stage, action.kind == "forward"
+        works[action.microbatch].add((action.stage, action.kind, last.get(key)))
+        last[key] = action.kind
+    return works
 
 
 def unroll_microbatches(record: Record, sparse: Sparse) -> Record:
@@ -127,6 +127,9 @@ class _Unroller:
         self._parts = list(_cut(record, sparse))
         self._part_at = {part.place: part for part in self._parts}
         self._part_of = [part for part in self._parts for _ in range(part.start, part.end)]
+        self._order_of: dict[_Place, int] = {part.place: n for n, part in enumerate(self._parts)}
+        self._done: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+        """By pass, stage and kind: the microbatches of those in what comes out."""
         self._out: list[Entry] = []
         self._pieces = list(record.pieces[:1])
         self._born: dict[tuple[int, int | None], int] = {}
@@ -142,6 +145,8 @@ class _Unroller:
                 self._emit(index, of)
             for mark in marks:
                 self._mark(mark)
+            if number is not None:
+                self._done[part.place[:2]].append(number)
         freed = {entry.born for entry in self._entries if entry.what == "death"}
         left = [key for key in self._born if key[0] in freed]
         if left:
@@ -205,21 +210,31 @@ class _Unroller:
         """Return the birth that a copy of a death ends, and which microbatch's."""
         born = self._entries[index].born
         here, there = self._part_of[index].place, self._part_of[born]
-        if there.place.microbatch is None or number is None:
+        if number is None:
             return born, None
-        if here.microbatch is not None:
-            number += self._sparse.distance(here.microbatch, of=there.place.microbatch)
+        if there.place.microbatch is None:  # one of a row of buffers for each microbatch
+            return born + number - self._sparse.run.index(here.microbatch), None
+        if here.microbatch not in (None, there.place.microbatch):
+            done, since = self._done[there.place[:2]], self._since(there.place, here)
+            if since > len(done):
+                raise CannotUnrollError(f"nothing was before that {self._entries[index]} frees")
+            number = done[-since]
         place = there.place._replace(microbatch=self._sparse.stands_for(number))
         part = self._part_at.get(place)
         if part is None:
             raise CannotUnrollError(f"no such action has been run: {place}")
         return part.start + born - there.start, number
 
+    def _since(self, there: _Place, here: _Place) -> int:
+        """Return how many actions of a stage and kind have come since one of them, itself too."""
+        behind = range(self._order_of[there], self._order_of[here])
+        return sum(self._parts[n].place[:2] == there[:2] for n in behind)
+
     def _check_likeness(self) -> None:
         """Check that the microbatch behind a template does what it does."""
         for part in self._parts:
             number = part.place.microbatch
-            if number not in self._sparse.copies:
+            if number is None or number not in self._sparse.copies:
                 continue
             behind = self._sparse.copies[number].stop
             other = self._part_at[part.place._replace(microbatch=behind)]
@@ -236,10 +251,13 @@ class _Unroller:
         if entry.what != "death":
             return entry
         here, there = self._part_of[index].place, self._part_of[entry.born]
-        distance = None
-        if here.microbatch is not None and there.place.microbatch is not None:
-            distance = self._sparse.distance(here.microbatch, of=there.place.microbatch)
-        return entry[:-1], there.place[:2], distance, entry.born - there.start
+        assert here.microbatch is not None
+        offset = entry.born - there.start
+        if there.place.microbatch is None:
+            return entry[:-1], there.place, offset - self._sparse.run.index(here.microbatch)
+        is_own = here.microbatch == there.place.microbatch
+        since = 0 if is_own else self._since(there.place, here)
+        return entry[:-1], there.place[:2], since, offset
 
 
 def _cut(record: Record, sparse: Sparse) -> Iterator[_Part]:

@@ -84,7 +84,7 @@ class Piece(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What a pipeline's schedule does in one go: computing for a stage and microbatch, a message."""
+    """What a pipeline's schedule does in one go: one stage's work on a microbatch, a message."""
 
     name: str
     """As torch calls it: `0F3` is the forward of stage 0 for microbatch 3. Empty: what is not of
