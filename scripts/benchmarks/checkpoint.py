@@ -26,8 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scripts.benchmarks.pairs import Comparison, Report, alternate, timed
-from scripts.benchmarks.turns import CLOCKS, Spent, read_clocks, spent_since
+from scripts.benchmarks.pairs import (
+    Comparison,
+    Report,
+    Spent,
+    alternate,
+    alternate_by_clocks,
+    read_clocks,
+    spent_since,
+    timed,
+)
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.manager import CheckpointManager, build_group
@@ -102,26 +110,12 @@ def _save_and_load(folder: Path, tensors: dict[str, Tensor], *, num_pairs: int) 
     def load_plain() -> Spent:
         return spent(lambda: torch.load(plain, weights_only=True))
 
-    saves = _alternate("save / torch.save", save, save_plain, num_pairs=num_pairs)
-    loads = _alternate("load / torch.load", load, load_plain, num_pairs=num_pairs)
+    saves = alternate_by_clocks("save / torch.save", TARGET, save, save_plain, num_pairs=num_pairs)
+    loads = alternate_by_clocks("load / torch.load", TARGET, load, load_plain, num_pairs=num_pairs)
     assert all(torch.equal(into[name], tensors[name]) for name in tensors)
     shutil.rmtree(step)
     plain.unlink()
     return saves + loads
-
-
-def _alternate(
-    name: str, ours: Callable[[], Spent], other: Callable[[], Spent], *, num_pairs: int
-) -> list[Comparison]:
-    """Let both measure themselves in turn, by both clocks, after one pair that is not counted."""
-    ours(), other()
-    pairs = [(ours(), other()) for _ in range(num_pairs)]
-    return [
-        Comparison(
-            f"{name}, {clock}", TARGET, [a[clock] for a, _ in pairs], [b[clock] for _, b in pairs]
-        )
-        for clock in CLOCKS
-    ]
 
 
 def _torch_save(tensors: dict[str, Tensor], path: Path) -> None:

@@ -105,7 +105,6 @@ def measure(args: argparse.Namespace) -> Report:
     Raises:
         UserError: A setting is refused.
     """
-    logging.disable(logging.WARNING)  # of jobs that are never run
     spec, sizes = find_model(ModelConfig(name="llama3", flavor=args.flavor))
     has_theirs = importlib.util.find_spec("transformers") is not None
     found: dict[str, dict[int, dict[str, Counts]]] = {}
@@ -170,12 +169,16 @@ def rehearse_ours(flavor: str, *, mode: str, world_size: int, batch: int, seq_le
         "activation_checkpoint.mode": recompute,
         "activation_checkpoint.selective_ac_option": option,
     }
-    planned = plan_job(
-        [f"--{name}={value}" for name, value in settings.items()],
-        world_size=world_size,
-        device=find_device("H100", memory_gib=None),
-        gpus_per_node=8,
-    )
+    logging.disable(logging.WARNING)  # of a job that is never run
+    try:
+        planned = plan_job(
+            [f"--{name}={value}" for name, value in settings.items()],
+            world_size=world_size,
+            device=find_device("H100", memory_gib=None),
+            gpus_per_node=8,
+        )
+    finally:
+        logging.disable(logging.NOTSET)
     return rehearse_rank(planned, 0)
 
 
@@ -222,7 +225,8 @@ def least(sizes: DecoderConfig, *, world: int, tokens: int, mode: str) -> Counts
     parameters = layers * block + 2 * end + width
     saved = _saved(sizes)
     kept = LOW * width if mode == "full" else saved
-    again = tokens * saved if mode == "full" else 0
+    # the input is there already
+    again = tokens * (saved - kept)
     state = 3 * FULL * parameters / world
     backward = state + layers * tokens * kept + again + LOW * block
     # of a block 7 products and attention, in backward twice as many and attention; the head's 3;

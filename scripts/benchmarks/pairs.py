@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich import box
@@ -27,6 +27,12 @@ from rich.table import Table
 from torchtitan.base.errors import UserError
 
 WIDTH = 110
+CLOCKS = ("elapsed", "processor")
+
+Spent = dict[str, float]
+"""Seconds by each of `CLOCKS`."""
+
+Turn = TypeVar("Turn")
 
 
 class DisagreementError(UserError):
@@ -87,9 +93,45 @@ def alternate(
     unit: str = "",
 ) -> Comparison:
     """Let both measure themselves in turn, after one pair that is not counted."""
-    ours(), other()
-    pairs = [(ours(), other()) for _ in range(num_pairs)]
+    pairs = _pairs(ours, other, num_pairs)
     return Comparison(name, target, [a for a, _ in pairs], [b for _, b in pairs], amount, unit)
+
+
+def alternate_by_clocks(
+    name: str,
+    target: str,
+    ours: Callable[[], Spent],
+    other: Callable[[], Spent],
+    *,
+    num_pairs: int,
+) -> list[Comparison]:
+    """Do as `alternate`, and compare by each of `CLOCKS`."""
+    pairs = _pairs(ours, other, num_pairs)
+    return [
+        Comparison(
+            f"{name}, {clock}", target, [a[clock] for a, _ in pairs], [b[clock] for _, b in pairs]
+        )
+        for clock in CLOCKS
+    ]
+
+
+def _pairs(
+    ours: Callable[[], Turn], other: Callable[[], Turn], num_pairs: int
+) -> list[tuple[Turn, Turn]]:
+    ours(), other()
+    return [(ours(), other()) for _ in range(num_pairs)]
+
+
+def read_clocks() -> Spent:
+    """Return what each clock shows, once the device has done its work."""
+    synchronize()
+    return {"elapsed": time.perf_counter(), "processor": time.process_time()}
+
+
+def spent_since(start: Spent) -> Spent:
+    """Return the seconds since `start`."""
+    now = read_clocks()
+    return {clock: now[clock] - start[clock] for clock in CLOCKS}
 
 
 def timed(action: Callable[[], object]) -> float:

@@ -20,9 +20,16 @@ from typing import Any
 
 import torch
 
-from scripts.benchmarks.pairs import Comparison, Report, check_close
+from scripts.benchmarks.pairs import (
+    CLOCKS,
+    Comparison,
+    Report,
+    check_close,
+    read_clocks,
+    spent_since,
+)
 from scripts.benchmarks.ranks import run_ranks
-from scripts.benchmarks.turns import CLOCKS, TOLERANCES, peak_gib, read_clocks, spent_since
+from scripts.benchmarks.turns import TOLERANCES, peak_gib
 from torchtitan.assemble import assemble, find_model
 from torchtitan.base.device import device_name
 from torchtitan.job import load_config

@@ -30,11 +30,10 @@ from typing import Any
 
 import torch
 
-from scripts.benchmarks.pairs import Comparison, Report
+from scripts.benchmarks.pairs import CLOCKS, Comparison, Report
 from scripts.benchmarks.ranks import run_ranks
 from scripts.benchmarks.turns import (
     BARE,
-    CLOCKS,
     OURS,
     THEIRS,
     TOLERANCES,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import resource
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from scripts.benchmarks.loops import (
     TrainerLoop,
     shard,
 )
-from scripts.benchmarks.pairs import check_close, synchronize
+from scripts.benchmarks.pairs import Spent, check_close, read_clocks, spent_since
 from scripts.benchmarks.theirs import build_theirs
 from torchtitan.assemble import assemble, find_model
 from torchtitan.assemble.data import build_loader
@@ -49,11 +48,7 @@ from torchtitan.trainer import Run, Trainer
 
 OURS, BARE, THEIRS, TRAINER = "ours", "bare loop", "transformers", "Trainer"
 TOLERANCES = {"float32": 5e-5, "bfloat16": 2e-2}
-CLOCKS = ("elapsed", "processor")
 GIB = 2**30
-
-Spent = dict[str, float]
-"""Seconds by each of `CLOCKS`."""
 
 
 def describe_job(settings: dict[str, Any], *, folder: Path) -> list[str]:
@@ -265,18 +260,6 @@ def _about(settings: dict[str, Any], *, device: torch.device) -> dict[str, Any]:
         "peak_flops": peak.value,
         "peak_source": peak.source,
     }
-
-
-def read_clocks() -> Spent:
-    """Return what each clock shows, once the device has done its work."""
-    synchronize()
-    return {"elapsed": time.perf_counter(), "processor": time.process_time()}
-
-
-def spent_since(start: Spent) -> Spent:
-    """Return the seconds since `start`."""
-    now = read_clocks()
-    return {clock: now[clock] - start[clock] for clock in CLOCKS}
 
 
 def check_losses(name: str, losses: Sequence[float], *, rows: Sequence[Row], dtype: str) -> float:

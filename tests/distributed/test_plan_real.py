@@ -58,6 +58,7 @@ SELECTIVE = "--activation_checkpoint.mode=selective"
 BY_OPERATOR = (SELECTIVE, "--activation_checkpoint.selective_ac_option=op")
 EXPERTS = ("--model.name=qwen3_moe", "--model.flavor=tiny8", "--model.num_layers=2")
 DEEPSEEK = ("--model.name=deepseek_v3", "--model.flavor=tiny")
+WIDE = "--model.vocab_size=264"
 EP2 = "--parallelism.expert_parallel_degree=2"
 EP4 = "--parallelism.expert_parallel_degree=4"
 EVERY_2 = (SELECTIVE, "--activation_checkpoint.selective_ac_option=2")
@@ -109,6 +110,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp 2, logits gathered": (2, (TP2, WHOLE_LOGITS, *LAYERS4)),
     "fsdp 2 x tp 2, bfloat16": (4, (TP2, BF16, *LAYERS4)),
     "cp 2 ring": (2, cp(2, "alltoall")),
+    "cp 2 ring, by operator": (2, (*cp(2, "alltoall"), *BY_OPERATOR)),
     "cp 2 allgather": (2, cp(2, "allgather")),
     "cp 2 ulysses": (2, cp(2, "ulysses")),
     "cp 2 ulysses, documents": (2, (*cp(2, "ulysses"), "--training.document_attention=within")),
@@ -133,6 +135,10 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "experts, fsdp 2 x tp 2, ep 4, stream copied": (4, (*EXPERTS, EP4, TP2, COPIED)),
     "deepseek_v3": (1, DEEPSEEK),
     "deepseek_v3, fsdp 4, ep 2": (4, (*DEEPSEEK, EP2)),
+    "deepseek_v3, tp 2, balanced": (
+        2,
+        (*DEEPSEEK, TP2, WIDE, "--router.sequence_loss_weight=0.01"),
+    ),
 }
 
 

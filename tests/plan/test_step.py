@@ -156,6 +156,13 @@ def test_fewer_microbatches_have_the_peak_and_the_counts_of_all(
         assert (counted.calls, counted.size) == pytest.approx((expected.calls, expected.size))
 
 
+def test_muon_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned(tmp_path, world=1)  # writes the file
+    job = ["--world_size=4", f"--job.config_file={tmp_path / 'job.toml'}", "--optimizer.name=Muon"]
+    assert main(["memory", *job]) == 2
+    assert "[optimizer] name: must not be Muon in a plan" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["memory", "traffic", "step"])
 def test_commands(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned(tmp_path, world=2)  # writes the file

@@ -128,6 +128,13 @@ def test_a_step_of_ours_never_waits() -> None:
     assert found["step"] == {"waits": 1, "read later": 2}
 
 
+def test_what_is_recomputed_lives_beside_the_inputs_once() -> None:
+    """Of one layer the two modes hold the same: its input is not counted twice."""
+    one = replace(SIZES, num_layers=1)
+    none, full = (least(one, world=4, tokens=1 << 20, mode=mode) for mode in ("none", "full"))
+    assert none.peak == full.peak
+
+
 @needs_theirs
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "counts.json"

@@ -21,13 +21,14 @@ Computation = Callable[[Tensor, Tensor, Tensor], Attended]
 _COMPUTATION: ContextVar[Computation] = ContextVar("computation")
 
 
-def _compute(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Attended:
+def compute(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Attended:
+    """Run what the operator stands for, as the operator does."""
     return _COMPUTATION.get()(q_BHSD, k_BKSD, v_BKSD)
 
 
 _LIBRARY = torch.library.Library("torchtitan", "DEF")
 _LIBRARY.define("attention(Tensor q, Tensor k, Tensor v) -> (Tensor out, Tensor lse)")
-_LIBRARY.impl("attention", _compute, "CompositeExplicitAutograd")
+_LIBRARY.impl("attention", compute, "CompositeExplicitAutograd")
 
 WHOLE_ATTENTION = "torchtitan::attention"
 """The operator's name."""

@@ -102,7 +102,17 @@ def plan_job(
 def place(
     config: Config, *, world_size: int, device: Device, gpus_per_node: int, all_ranks: bool
 ) -> Planned:
-    """Find how a job lies over so many ranks."""
+    """Find how a job lies over so many ranks.
+
+    Raises:
+        ConfigError: The rules do not allow it, or it cannot be rehearsed.
+    """
+    if config.optimizer.name == "Muon":
+        raise ConfigError.at(
+            "optimizer.name",
+            "must not be Muon in a plan: its ranks tell each other at the start what they hold, "
+            "and here there is one; plan with AdamW, which needs more memory",
+        )
     layout = find_layout(config, world_size=world_size)
     return Planned(
         config=config,

@@ -225,8 +225,6 @@ def find_templates(config: Config, *, layout: Layout, rank: int) -> tuple[list[T
     table = [] if layout.pipeline is None else layout.pipeline.table
     if any(action.kind == "backward_weight" for row in table for action in row):
         return [], set()  # gradients of weights come in no order of blocks
-    if config.optimizer.name == "Muon":
-        return [], set()  # it updates one matrix after the other, some of them on other ranks
     period = _period(config)
     kinds = _kinds(layout)
     templates, left_out = [], set()

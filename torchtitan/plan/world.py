@@ -68,7 +68,7 @@ def axes_by_group(mesh: Mesh) -> dict[str, list[str]]:
     FSDP shards and copies last."""
     axes = defaultdict(list, {dist.group.WORLD.group_name: [WORLD]})  # type: ignore[union-attr]
     for view, names in (
-        (mesh.data, ("dp", "cp")),
+        (mesh.data, ("dp", "cp", "tp")),
         (mesh.params, ("pp", "tp")),
         (mesh.experts, ("ep", "dp_replicate", "efsdp")),
         (mesh.params, ("dp_replicate", "fsdp")),
