@@ -6,9 +6,9 @@ but what it frees. So a few microbatches of the table are run, and the actions o
 *template*, are copied for those left out, in the order of the whole table. All microbatches are
 given to the step, so that what belongs to none, such as buffers for what is received, is there.
 
-A copied death ends the birth in the copy of the same microbatch, or in one as many microbatches
-away. What is freed between actions is freed for each copy. That a template does what the next
-microbatch does is checked, and that copies leave nothing behind; if they do, all must be run.
+A copied death ends the birth in the copy of the same microbatch, or in an action as many back as in
+what was run. What is freed between actions is freed for each copy. That a template does what the
+next microbatch does is checked, and that copies leave nothing behind; if they do, all must be run.
 """
 
 from __future__ import annotations

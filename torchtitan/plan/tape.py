@@ -101,8 +101,8 @@ class Record:
 
     entries: list[Entry] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=lambda: [Piece(0, None, None)])
-    actions: list[Action] = field(default_factory=lambda: [Action("", 0, [])])
-    """One behind the other, as the tape is cut."""
+    actions: list[Action] = field(default_factory=lambda: [Action("", 0, [])], compare=False)
+    """One behind the other; not in what has been unrolled."""
 
     def bounds(self) -> Iterator[tuple[Piece, int]]:
         """Yield each piece and where it ends."""

@@ -91,7 +91,6 @@ def stand_ins(tape: Tape) -> Iterator[None]:
     allocate, gather = DefaultReduceScatter.allocate, fsdp_group.foreach_all_gather
     find_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
     wait, num_reductions = FSDPParamGroup.wait_for_unshard, 0
-    enter, leave = record_function.__enter__, record_function.__exit__
 
     def resized(storage: torch.UntypedStorage, size: int) -> None:
         tape.resized(storage, size)
@@ -124,17 +123,8 @@ def stand_ins(tape: Tape) -> Iterator[None]:
 
         return worked
 
-    def entered(scope: record_function) -> record_function:
-        if scope.name.startswith(ACTION):
-            tape.begin_action(scope.name.removeprefix(ACTION))
-        return enter(scope)
-
-    def left(scope: record_function, *args: Any) -> None:
-        leave(scope, *args)
-        if scope.name.startswith(ACTION):
-            tape.begin_action("")
-
     with ExitStack() as stack:
+        stack.enter_context(_actions_seen(tape))
         kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         for operator in FUSED:
             kernels.impl(operator, decomposition_table[operator], "CPU")
@@ -148,10 +138,30 @@ def stand_ins(tape: Tape) -> Iterator[None]:
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", shaped),
             (FSDPParam, "reset_sharded_param", _keep),
             (clip, "CHUNK", 1 << 62),
-            (record_function, "__enter__", entered),
-            (record_function, "__exit__", left),
         ):
             stack.enter_context(patch.object(owner, name, value))
+        yield
+
+
+@contextmanager
+def _actions_seen(tape: Tape) -> Iterator[None]:
+    """Tell `tape` where the actions of a pipeline's schedule begin and end."""
+    enter, leave = record_function.__enter__, record_function.__exit__
+
+    def entered(scope: record_function) -> record_function:
+        if scope.name.startswith(ACTION):
+            tape.begin_action(scope.name.removeprefix(ACTION))
+        return enter(scope)
+
+    def left(scope: record_function, *args: Any) -> None:
+        leave(scope, *args)
+        if scope.name.startswith(ACTION):
+            tape.begin_action("")
+
+    with (
+        patch.object(record_function, "__enter__", entered),
+        patch.object(record_function, "__exit__", left),
+    ):
         yield
 
 
