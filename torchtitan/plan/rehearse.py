@@ -2,7 +2,8 @@
 
 Nothing of the model, of FSDP, of recomputation or of the pipeline is modelled here; they run, in a
 world that pretends the other ranks (`world.py`), and a tape records what they do. A rehearsal may
-leave out blocks that are like their neighbours: `unroll.py` puts them back into the record.
+leave out blocks and microbatches that are like their neighbours: `unroll.py` and `microbatches.py`
+put them back into the record.
 
 Tensors are on a pretended CPU, because a pretended GPU aborts where there is no driver. Where a GPU
 would take another path that matters, it is taken by name: bfloat16 where the job says "auto",
