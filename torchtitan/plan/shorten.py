@@ -111,3 +111,21 @@ def _shorten_table(config: Config, pipeline: PipelineLayout) -> tuple[Table, int
 def _peaks(table: Table) -> list[int]:
     """Return the most activations that each rank holds at once, as `Timeline.peak` does."""
     return [max(accumulate(HELD[action.kind] for action in row)) for row in table]
+
+
+def fullest_ranks(pipeline: PipelineLayout) -> list[int]:
+    """Return the ranks of a pipeline that may need most memory: both ends, and of the others the
+    one that holds activations of most modules at once, and the one with most modules."""
+    sizes = [len(modules) for modules in pipeline.modules]
+    held = [max(accumulate(HELD[a.kind] * sizes[a.stage] for a in row)) for row in pipeline.table]
+    own = [sum(sizes[stage] for stage in pipeline.stages_of(n)) for n in range(len(held))]
+    last = len(held) - 1
+    inner = range(1, last) or range(1)
+    return sorted(
+        {
+            0,
+            max(inner, key=lambda n: (held[n], own[n])),
+            max(inner, key=lambda n: (own[n], held[n])),
+            last,
+        }
+    )

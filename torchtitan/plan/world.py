@@ -11,6 +11,8 @@ dispatch what is allocated; they are replaced here, and nowhere else:
     how many tokens other ranks send to experts      an even load is assumed
     gradients in small chunks for the norm           only on a CPU
     RMSNorm as several operators                     a GPU has one kernel for it
+    the number of a pipeline's microbatches          its table may leave some out
+    the collector of garbage                         it would come at any time
 
 What a stage sends is taken to be gone at once; NCCL keeps it until the other stage has it, which is
 at most one microbatch's stream for each send on its way.
@@ -18,6 +20,7 @@ at most one microbatch's stream for each send on its way.
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -42,7 +45,9 @@ from torchtitan.mesh.process_group import end_process_group
 from torchtitan.models.moe import multiply_grouped, multiply_in_turn
 from torchtitan.models.routing import Compute, StackedExperts
 from torchtitan.optim import clip
+from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.expert import Exchange
+from torchtitan.parallel.pipeline.schedules import Runtime
 from torchtitan.plan.tape import WORLD, Tape
 
 FUSED = (torch.ops.aten._fused_rms_norm.default, torch.ops.aten._fused_rms_norm_backward.default)
@@ -125,6 +130,9 @@ def stand_ins(tape: Tape) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(_actions_seen(tape))
+        if gc.isenabled():
+            gc.disable()
+            stack.callback(gc.enable)
         kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         for operator in FUSED:
             kernels.impl(operator, decomposition_table[operator], "CPU")
@@ -145,8 +153,9 @@ def stand_ins(tape: Tape) -> Iterator[None]:
 
 @contextmanager
 def _actions_seen(tape: Tape) -> Iterator[None]:
-    """Tell `tape` where the actions of a pipeline's schedule begin and end."""
-    enter, leave = record_function.__enter__, record_function.__exit__
+    """Tell `tape` where the actions of a pipeline's schedule begin and end, and let the schedule
+    take more microbatches than its table has."""
+    enter, leave, run = record_function.__enter__, record_function.__exit__, Runtime.run
 
     def entered(scope: record_function) -> record_function:
         if scope.name.startswith(ACTION):
@@ -158,9 +167,14 @@ def _actions_seen(tape: Tape) -> Iterator[None]:
         if scope.name.startswith(ACTION):
             tape.begin_action("")
 
+    def run_first(runtime: Runtime, microbatches: Sequence[Batch]) -> None:
+        runtime._schedule._n_microbatches = len(microbatches)
+        run(runtime, microbatches)
+
     with (
         patch.object(record_function, "__enter__", entered),
         patch.object(record_function, "__exit__", left),
+        patch.object(Runtime, "run", run_first),
     ):
         yield
 

@@ -285,7 +285,6 @@ class Runtime:
     def run(self, microbatches: Sequence[Batch]) -> None:
         """Run a batch through the table; `loss` gets the loss of each microbatch."""
         run = self._schedule.step if self._trains else self._schedule.eval
-        self._schedule._n_microbatches = len(microbatches)  # a plan's table runs the first of them
         inputs = [
             (
                 (part.tokens,) if self._holds_first else (),
