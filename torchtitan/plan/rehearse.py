@@ -113,11 +113,11 @@ def record_step(
         offloads = config.training.enable_cpu_offload
         _hold_state(tape, model, optimizer, pool="host" if offloads else "compute")
         if validates:
-            with stand_ins(tape), tape:
+            with stand_ins(tape, are_fake=fakes is not None), tape:
                 evaluate(batches, model=model, execution=execution, device=CPU)
             return tape.ended()
         parameters = [p for p in model.parameters() if p.requires_grad]
-        with stand_ins(tape), tape:
+        with stand_ins(tape, are_fake=fakes is not None), tape:
             divisor = (
                 torch.stack([count_valid(batch.labels) for batch in batches]).sum().clamp(min=1)
             )

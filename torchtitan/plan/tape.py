@@ -137,6 +137,11 @@ class Tape(DispatchMode):
         record = self.record
         return Record(list(record.entries), list(record.pieces), list(record.actions))
 
+    @property
+    def place(self) -> tuple[str, Kind, Pool]:
+        """The module that runs, and what is made in it: what for, and where."""
+        return self._modules[-1], self.kind, self.pool
+
     def mark(self, phase: Phase | None, block: int | None) -> None:
         """Begin a piece."""
         piece = Piece(len(self.record.entries), phase, block)

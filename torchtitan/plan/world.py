@@ -11,6 +11,7 @@ dispatch what is allocated; they are replaced here, and nowhere else:
     how many tokens other ranks send to experts      an even load is assumed
     gradients in small chunks for the norm           only on a CPU
     RMSNorm as several operators                     a GPU has one kernel for it
+    the head's gradient in thousands of products     those of one chunk are copied for the others
     the number of a pipeline's microbatches          its table may leave some out
     the collector of garbage                         it would come at any time
 
@@ -44,11 +45,11 @@ from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.process_group import end_process_group
 from torchtitan.models.moe import multiply_grouped, multiply_in_turn
 from torchtitan.models.routing import Compute, StackedExperts
-from torchtitan.optim import clip
+from torchtitan.optim import clip, loss
 from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.expert import Exchange
 from torchtitan.parallel.pipeline.schedules import Runtime
-from torchtitan.plan.tape import WORLD, Tape
+from torchtitan.plan.tape import WORLD, Entry, Tape
 
 FUSED = (torch.ops.aten._fused_rms_norm.default, torch.ops.aten._fused_rms_norm_backward.default)
 """Operators with a kernel on a GPU alone. With one on a CPU too, dispatch goes the way of a GPU: by
@@ -90,8 +91,11 @@ def axes_by_group(mesh: Mesh) -> dict[str, list[str]]:
 
 
 @contextmanager
-def stand_ins(tape: Tape) -> Iterator[None]:
-    """Replace what a fake world cannot run, and tell `tape` what it would not see."""
+def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
+    """Replace what a fake world cannot run, and tell `tape` what it would not see.
+
+    `are_fake`: tensors have no contents, so what is known to come again need not be computed.
+    """
     resize = torch.UntypedStorage.resize_
     allocate, gather = DefaultReduceScatter.allocate, fsdp_group.foreach_all_gather
     find_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -148,7 +152,34 @@ def stand_ins(tape: Tape) -> Iterator[None]:
             (clip, "CHUNK", 1 << 62),
         ):
             stack.enter_context(patch.object(owner, name, value))
+        if are_fake:
+            add = _copied(loss._add_product, tape)
+            stack.enter_context(patch.object(loss, "_add_product", add))
         yield
+
+
+def _copied(work: Callable[..., None], tape: Tape) -> Callable[..., None]:
+    """Return a function that runs `work`, which changes a tensor in place and leaves nothing else
+    behind, once for each set of shapes; then its entries are copied."""
+    seen: dict[object, list[Entry]] = {}
+
+    def worked(*tensors: Tensor) -> None:
+        entries = tape.record.entries
+        start = len(entries)
+        key = (tape.place, *((x.shape, x.stride(), x.dtype) for x in tensors))
+        if key not in seen:
+            work(*tensors)
+            seen[key] = [
+                entry._replace(born=entry.born - start) if entry.what == "death" else entry
+                for entry in entries[start:]
+            ]
+            return
+        entries += [
+            entry._replace(born=entry.born + start) if entry.what == "death" else entry
+            for entry in seen[key]
+        ]
+
+    return worked
 
 
 @contextmanager
