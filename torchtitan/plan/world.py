@@ -132,11 +132,7 @@ def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
 
         return worked
 
-    with ExitStack() as stack:
-        stack.enter_context(_actions_seen(tape))
-        if gc.isenabled():
-            gc.disable()
-            stack.callback(gc.enable)
+    with ExitStack() as stack, _actions_seen(tape), _collects_nothing():
         kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         for operator in FUSED:
             kernels.impl(operator, decomposition_table[operator], "CPU")
@@ -150,17 +146,28 @@ def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", shaped),
             (FSDPParam, "reset_sharded_param", _keep),
             (clip, "CHUNK", 1 << 62),
+            (loss, "_add_product", _copied(loss._add_product, tape, are_fake=are_fake)),
         ):
             stack.enter_context(patch.object(owner, name, value))
-        if are_fake:
-            add = _copied(loss._add_product, tape)
-            stack.enter_context(patch.object(loss, "_add_product", add))
         yield
 
 
-def _copied(work: Callable[..., None], tape: Tape) -> Callable[..., None]:
+@contextmanager
+def _collects_nothing() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _copied(work: Callable[..., None], tape: Tape, *, are_fake: bool) -> Callable[..., None]:
     """Return a function that runs `work`, which changes a tensor in place and leaves nothing else
     behind, once for each set of shapes; then its entries are copied."""
+    if not are_fake:
+        return work
     seen: dict[object, list[Entry]] = {}
 
     def worked(*tensors: Tensor) -> None:
