@@ -31,6 +31,7 @@ FLOORS: Mapping[str, int] = {
     "checkpoint": 3,
     "sft": 3,
     "plan": 7,
+    "check": 8,
     "validate": 3,
     # leaf rooms: nothing of the core imports them
     "hf": 4,
@@ -57,7 +58,7 @@ NARROW: Mapping[str, frozenset[str]] = {
 SETTINGS = "settings"
 # files that stand higher than their package: a command, and what `import torchtitan` offers
 HIGHER = {"torchtitan/config/__main__.py": "train", "torchtitan/__init__.py": "api"}
-NAMES_CONFIG = ("api", "train", "assemble", "plan", "job", "trajectory")
+NAMES_CONFIG = ("api", "check", "train", "assemble", "plan", "job", "trajectory")
 MAX_FILE, MAX_FUNCTION = 350, 60
 
 
