@@ -60,6 +60,7 @@ from torchtitan.mesh.process_group import (
     leave,
     read_launch,
 )
+from torchtitan.mesh.recorder import write_collectives
 from torchtitan.mesh.stop import StopRequest, watch_signals
 from torchtitan.metrics.progress import ProgressBar, Summary, show_summary, shows_bar
 from torchtitan.metrics.sinks import RECORD
@@ -255,6 +256,7 @@ def main(argv: Sequence[str], *, undo: ExitStack | None = None) -> int:
             return error.exit_code
         except (Exception, CheckpointException) as error:  # DCP's is no Exception
             note_in_file(traceback.format_exc())
+            write_collectives()
             if (ran_out := find_cause(error)) is None:
                 raise
             _report_ran_out(ran_out, argv)
