@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.distributed.jobs import places_of_ranks
 from tests.plan.jobs import planned
@@ -277,3 +278,18 @@ def test_a_second_rank_outlives_the_report_of_the_first(error: str, tmp_path: Pa
     [may_take], [waits] = re.findall(r"may take (\d+)", first), re.findall(r"waits (\d+)", second)
     assert 0 < int(may_take) < int(waits)
     assert int(may_take) < 40  # the timeout
+
+
+def test_a_report_that_fails_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+    for name, value in {
+        "begin_report": lambda: True,
+        "end_report": lambda: ended.append(True),
+        "plan_after": lambda *_, **__: open("/nowhere/full"),  # noqa: SIM115
+    }.items():
+        monkeypatch.setattr(train, name, value)
+    monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(train.dist, "get_world_size", lambda: 1)
+    with pytest.raises(FileNotFoundError):
+        train._report_ran_out(torch.OutOfMemoryError("full"), [])
+    assert ended == [True]
