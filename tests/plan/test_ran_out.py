@@ -97,7 +97,7 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("no_job", "interruptible")
 def test_what_was_found_in_time_is_said_and_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["-c", PLANNER]
-    parts = says(command)
+    parts = says(command, seconds=60)
     text = ""
     while "half a line" not in text:  # at once, while the planner goes on
         text += next(parts) + "\n"
@@ -107,7 +107,7 @@ def test_what_was_found_in_time_is_said_and_how_to_go_on(monkeypatch: pytest.Mon
     monkeypatch.setattr(ran_out, "time", later)
     try:
         assert list(parts) == [
-            "\nThe search for settings was ended after 600 s; to run it at leisure: "
+            "\nThe search for settings was ended after 60 s; to run it at leisure: "
             f"python {shlex.join(command)}"
         ]
         with pytest.raises(ProcessLookupError):  # nothing goes on computing

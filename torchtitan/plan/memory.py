@@ -52,7 +52,8 @@ def plan_memory(planned: Planned, arguments: argparse.Namespace) -> Iterator[str
         budget = min(budget, fullest.needed - round((1 - LESS) * fullest.reserved))
     if fullest.needed > budget:
         now = Tried(memory=fullest.needed, time=time_step(planned, records))
-        yield f"\n{describe_nearest(planned, now=now, budget=budget)}\n"
+        found = describe_nearest(planned, now=now, budget=budget, expandable=expandable)
+        yield f"\n{found}\n"
 
 
 def staged(planned: Planned, record: Record) -> int:
@@ -144,6 +145,12 @@ def _limits(planned: Planned, *, expandable: bool) -> str:
         + ("with" if expandable else "without")
         + " PYTORCH_ALLOC_CONF=expandable_segments:True.",
     ]
+    looked_at, pp = len(planned.pipeline_ranks), planned.layout.dims.pp
+    if looked_at < pp:
+        said.append(
+            f"Of {pp} pipeline ranks {looked_at} were looked at, which should need most; "
+            "`--all_ranks` looks at each."
+        )
     if planned.is_compiled:
         said.append("Blocks are taken as not compiled; compiling usually needs less.")
     if planned.layout.counts.num_experts:
