@@ -46,7 +46,7 @@ def test_pools_are_asked_for_by_the_number_of_jobs(
         monkeypatch.setattr(module, "open_pool", asked)
     job = planned(tmp_path, "--parallelism.pipeline_parallel_degree=2", world=4)
     with pytest.raises(AskedError, match=f"^{len(list(propose(job)))}$"):
-        describe_nearest(job, now=NOW, budget=1)
+        describe_nearest(job, now=NOW, budget=1, expandable=True)
     with pytest.raises(AskedError, match=f"^{layout.TRIED}$"):
         layout.plan_layout(job, argparse.Namespace(global_batch=None))
     with pytest.raises(AskedError, match=r"^2$"):
