@@ -20,7 +20,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import (
+    _get_default_group,
+    _get_default_store,
+    _set_pg_timeout,
+)
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -30,7 +34,7 @@ from torchtitan.mesh.settings import CommConfig
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
-REPORTS, REPORTED = "reports", "reported"
+REPORTS, RAN_OUT, REPORTED = "reports", "out of memory", "reported"
 SECONDS_TO_REPORT = 2.0
 """How long other ranks may take to ask who reports an error."""
 
@@ -146,6 +150,13 @@ def set_timeout(seconds: int, *, groups: Iterable[dist.ProcessGroup]) -> None:
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
+def seconds_to_wait() -> float:
+    """Return how long other ranks wait for this one in a collective by now."""
+    group = _get_default_group()
+    waits: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return waits.total_seconds()
+
+
 def gather(tensor: Tensor) -> Tensor:
     """Return the tensors of all ranks, stacked along a new first dimension."""
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -160,25 +171,39 @@ def job_store() -> dist.Store:
 
 def is_first_to_report() -> bool:
     """Tell whether this rank is the first of the job to report an error, without waiting."""
-    try:
-        return job_store().add(REPORTS, 1) == 1
-    except dist.DistError:  # the store went with rank 0: better said twice than never
-        return True
+    return _is_first(REPORTS)
+
+
+def begin_report() -> bool:
+    """Tell whether this rank is the first that is out of memory, and so reports it for all.
+
+    Errors are counted apart: neither report may take the other's place.
+    """
+    return _is_first(RAN_OUT)
 
 
 def end_report() -> None:
-    """Let ranks that wait for the first one's report go on."""
+    """Let ranks that wait for the report of `begin_report` go on."""
     with suppress(dist.DistError):
         job_store().set(REPORTED, "1")
 
 
 def await_report(seconds: float) -> None:
-    """Wait until the first rank to report has done so: when one leaves, a launcher ends the others.
+    """Wait until a report that another rank has begun is out: when one rank leaves, a launcher ends
+    the others. Return at once if there is none.
 
     `seconds`: the longest to wait.
     """
     with suppress(dist.DistError):
-        job_store().wait([REPORTED], timedelta(seconds=seconds))
+        if job_store().add(RAN_OUT, 0):
+            job_store().wait([REPORTED], timedelta(seconds=seconds))
+
+
+def _is_first(counter: str) -> bool:
+    try:
+        return job_store().add(counter, 1) == 1
+    except dist.DistError:  # the store went with rank 0: better said twice than never
+        return True
 
 
 def await_reports() -> None:

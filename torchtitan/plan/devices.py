@@ -22,18 +22,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PositiveInt, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from torchtitan.base.device import GIB, GPU_PEAKS, table_peaks
 from torchtitan.base.errors import ConfigError, did_you_mean
+from torchtitan.config.types import FinitePositive
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
     """How much of a resource's peak is reached, at worst and at best."""
 
-    worst: float
-    best: float
+    worst: FinitePositive
+    best: FinitePositive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +73,8 @@ class Constants:
 
     product: str
     """The name that its driver gives."""
-    memory: int
-    to_host: float
+    memory: PositiveInt
+    to_host: FinitePositive
     products: Share
     attention: Share
     passes: Share
@@ -105,6 +107,7 @@ DEVICES: Mapping[str, Device] = dict(
         _device("MI300X", gib=191.9, bandwidth=5.3, link=448, network=50, to_host=64),
     )
 )
+REMEDY = "correct the file, or measure again by scripts/benchmark.py gpu --calibrate FILE"
 ALLOWANCE = 2 * GIB
 """What a device holds beside torch's memory: the CUDA context and its libraries (about 0.5 GiB),
 NCCL's buffers of each communicator, cuBLAS's workspaces. Not modelled; an estimate to be on the
@@ -123,8 +126,13 @@ def find_device(name: str, *, memory_gib: float | None) -> Device:
     `name`: or a file with what was measured of one, by `scripts/benchmark.py gpu --calibrate`.
 
     Raises:
-        ConfigError: There is no such device, or no such file.
+        ConfigError: There is no such device, or no such file, or a figure is no size.
     """
+    if memory_gib is not None and not 0.0 < memory_gib < float("inf"):
+        raise ConfigError(
+            f"--memory_gib must be a finite number above 0, got {memory_gib:g}; write what the "
+            "driver offers, or leave it out for the usual"
+        )
     if name.endswith(".json"):
         found = _read_constants(Path(name))
     elif name in DEVICES:
@@ -138,14 +146,24 @@ def find_device(name: str, *, memory_gib: float | None) -> Device:
     return found if memory_gib is None else replace(found, memory=round(memory_gib * GIB))
 
 
+def _mistake(file: Path, detail: ErrorDetails) -> str:
+    """Say what is wrong with one of a file's constants."""
+    key = ".".join(map(str, detail["loc"]))
+    where = f"--device {file}: {key}: " if key else f"--device {file}: "
+    if detail["type"] == "missing":
+        return f"{where}must be given; {REMEDY}"
+    rule = detail["msg"].replace("Input should be", "must be")
+    got = "" if isinstance(detail["input"], bytes) else f", got {detail['input']!r}"
+    return f"{where}{rule}{got}; {REMEDY}"
+
+
 def _read_constants(file: Path) -> Device:
     try:
-        found = TypeAdapter(Constants).validate_json(file.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise ConfigError(
-            f"--device {file} must hold constants as scripts/benchmark.py gpu --calibrate writes "
-            f"them, it cannot be read: {error}"
-        ) from error
+        found = TypeAdapter(Constants).validate_json(file.read_bytes(), strict=True)
+    except OSError as error:
+        raise ConfigError(f"--device {file} must be a file to read: {error}") from error
+    except ValidationError as error:
+        raise ConfigError([_mistake(file, detail) for detail in error.errors()]) from error
     known = device_named(found.product)
     if known is None:
         raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torchtitan.base.device import GIB
@@ -24,8 +24,12 @@ LESS = 0.95
 """How much torch may reserve of what it reserved in a plan that ran out all the same."""
 
 
-def plan_memory(planned: Planned, arguments: argparse.Namespace) -> str:
-    """Return the account of each pipeline rank as text, and draw it if a picture is asked for."""
+def plan_memory(planned: Planned, arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the account of each pipeline rank as text, then the settings to take if it is too much.
+
+    To search for settings takes much longer, and whoever waits may not have the time. A picture of
+    the account is drawn if one is asked for.
+    """
     if arguments.out is not None:
         check_picture(arguments.out)
     expandable = not arguments.classic_allocator
@@ -37,18 +41,19 @@ def plan_memory(planned: Planned, arguments: argparse.Namespace) -> str:
         _table(planned, accounts, [staged(planned, record) for record in records]),
         _verdict(planned, fullest),
         _peak(fullest_rank, fullest),
+        _limits(planned, expandable=expandable),
     ]
+    if arguments.out is not None:
+        _draw(arguments.out, planned, accounts)
+        parts.append(f"written: {arguments.out}")
+    yield "\n\n".join(parts) + "\n"
     budget = planned.device.memory
     if arguments.ran_out:
         budget = min(budget, fullest.needed - round((1 - LESS) * fullest.reserved))
     if fullest.needed > budget:
         now = Tried(memory=fullest.needed, time=time_step(planned, records))
-        parts.append(describe_nearest(planned, now=now, budget=budget, expandable=expandable))
-    text = "\n\n".join([*parts, _limits(planned, expandable=expandable)])
-    if arguments.out is not None:
-        _draw(arguments.out, planned, accounts)
-        text += f"\nwritten: {arguments.out}"
-    return text + "\n"
+        found = describe_nearest(planned, now=now, budget=budget, expandable=expandable)
+        yield f"\n{found}\n"
 
 
 def staged(planned: Planned, record: Record) -> int:

@@ -10,8 +10,6 @@ decides.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +22,7 @@ from pathlib import Path
 from torchtitan.base.device import GIB
 from torchtitan.plan.candidates import LEAST_SEQUENCE, MODES, RECOMPUTES
 from torchtitan.plan.job import Planned, Sent, send
+from torchtitan.plan.processes import open_pool
 from torchtitan.plan.step import StepTime
 from torchtitan.plan.tried import Tried, try_jobs
 
@@ -67,14 +66,12 @@ def describe_nearest(planned: Planned, *, now: Tried, budget: int, expandable: b
     `expandable`: whether segments of the allocator can grow.
     """
     samples = planned.layout.samples_per_step(planned.config.training)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool,
-    ):
+    changes = list(propose(planned))
+    with tempfile.TemporaryDirectory() as folder, open_pool(len(changes)) as pool:
         file = Path(folder) / "job.toml"
         rehearse = partial(try_jobs, pool=pool, expandable=expandable)
         search = _Search(planned, file=file, samples=samples, rehearse=rehearse, budget=budget)
-        found = search.run(now)
+        found = search.run(changes, now=now)
         pool.terminate()
     if sys.stderr.isatty():
         sys.stderr.write("\n")
@@ -106,10 +103,10 @@ class _Search:
         self._planned, self._file, self._samples = planned, file, samples
         self._rehearse, self._budget = rehearse, budget
 
-    def run(self, now: Tried) -> list[Found]:
+    def run(self, changes: Sequence[Change], *, now: Tried) -> list[Found]:
         """Return the best that fit: single changes, or else the fewest that do together."""
         base = Found((), now)
-        singles = list(self._try([(change,) for change in propose(self._planned)]))
+        singles = list(self._try([(change,) for change in changes]))
         fitting = self._fitting(singles)
         if not fitting:
             helpful = [one for one in singles if one.tried.memory < now.memory]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 import tempfile
 from pathlib import Path
 
 from torchtitan.plan.job import Planned, Sent, send
+from torchtitan.plan.processes import open_pool
 from torchtitan.plan.rehearse import rehearse_step
 from torchtitan.plan.tape import Piece, Record
 
@@ -32,11 +31,10 @@ def rehearse_ranks(planned: Planned) -> list[Record]:
     ranks = planned.first_ranks()
     if len(ranks) == 1:
         return [rehearse_rank(planned, ranks[0])]
-    num_processes = min(len(ranks), os.cpu_count() or 1)
     records = []
     with tempfile.TemporaryDirectory() as folder:
         job = send(planned.config, planned, file=Path(folder) / "job.toml")
-        with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        with open_pool(len(ranks)) as pool:
             for record in pool.imap(_rehearse, [(job, rank) for rank in ranks]):
                 records.append(record)
                 if sys.stderr.isatty():
