@@ -62,6 +62,7 @@ from torchtitan.mesh.process_group import (
     read_launch,
     seconds_to_wait,
 )
+from torchtitan.mesh.recorder import write_collectives
 from torchtitan.mesh.stop import StopRequest, watch_signals
 from torchtitan.metrics.progress import ProgressBar, Summary, show_summary, shows_bar
 from torchtitan.metrics.sinks import RECORD
@@ -260,6 +261,7 @@ def main(argv: Sequence[str], *, undo: ExitStack | None = None) -> int:
             return error.exit_code
         except (Exception, CheckpointException) as error:  # DCP's is no Exception
             note_in_file(traceback.format_exc())
+            write_collectives()
             if (ran_out := find_cause(error)) is None:
                 raise
             _report_ran_out(ran_out, argv)

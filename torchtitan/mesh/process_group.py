@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torchtitan.base.errors import ConfigError
+from torchtitan.mesh.recorder import enable_recorder
 from torchtitan.mesh.settings import CommConfig
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -86,8 +87,7 @@ def init_process_group(
 ) -> None:
     """Join the job's group: NCCL (with gloo for host tensors) on CUDA, gloo on CPU."""
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    if device_type == "cuda" and settings.trace_buf_size > 0:
-        _enable_flight_recorder(settings, dump_folder=dump_folder)
+    enable_recorder(settings, dump_folder=dump_folder, rank=launch.rank)
     timeout = timedelta(seconds=settings.init_timeout_seconds)
     dist.init_process_group(
         backend,
@@ -130,16 +130,6 @@ def end_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _clear_sharding_prop_cache()  # it remembers meshes, and an equal mesh has other groups next
-
-
-def _enable_flight_recorder(settings: CommConfig, *, dump_folder: Path) -> None:
-    # read by NCCL's process group when it is made, hence the environment
-    folder = dump_folder / settings.save_traces_folder
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ["TORCH_FR_BUFFER_SIZE"] = str(settings.trace_buf_size)
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
-    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / settings.save_traces_file_prefix)
-    os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = os.environ["TORCH_FR_DUMP_TEMP_FILE"]
 
 
 def tighten_timeout(seconds: int, *, groups: Iterable[dist.ProcessGroup]) -> None:
