@@ -24,6 +24,7 @@ from pathlib import Path
 from torchtitan.base.device import GIB
 from torchtitan.plan.candidates import LEAST_SEQUENCE, MODES, RECOMPUTES
 from torchtitan.plan.job import Planned, send
+from torchtitan.plan.limits import BUDGET_IS_NOT_TRIED
 from torchtitan.plan.step import StepTime
 from torchtitan.plan.tried import Tried, try_jobs
 
@@ -64,6 +65,7 @@ class Found:
 def describe_nearest(planned: Planned, *, now: Tried, budget: int) -> str:
     """Return the nearest settings that need no more than `budget` bytes on each rank, as text."""
     samples = planned.layout.samples_per_step(planned.config.training)
+    has_budget = planned.has_budget
     with (
         tempfile.TemporaryDirectory() as folder,
         multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool,
@@ -84,8 +86,10 @@ def describe_nearest(planned: Planned, *, now: Tried, budget: int) -> str:
         f"the {samples} samples of a step as they are:",
         f"{'GiB':>6}{'step, s':>16}",
         *(_line(one.tried.memory, one.tried.time, _said(one.changes, samples)) for one in found),
-        _line(now.memory, now.time, "as it is"),
+        _line(now.memory, now.time, "as it is, nothing recomputed" if has_budget else "as it is"),
     ]
+    if has_budget:
+        lines.append(BUDGET_IS_NOT_TRIED)
     return "\n".join(lines)
 
 
@@ -161,7 +165,8 @@ def propose(planned: Planned) -> Iterator[Change]:
     training, parallelism = config.training, config.parallelism
     recomputation = config.activation_checkpoint
     option = recomputation.selective_ac_option
-    now = {"none": "none", "full": "full"}.get(recomputation.mode, option)
+    # with a budget, too, nothing is recomputed in a rehearsal
+    now = {"none": "none", "memory_budget": "none", "full": "full"}.get(recomputation.mode, option)
     first = RECOMPUTES.index(now) + 1 if now in RECOMPUTES else 2  # every third, say, as every 2nd
     for heavier in RECOMPUTES[first:]:
         settings: dict[str, object] = {"activation_checkpoint.mode": MODES[heavier]}
@@ -183,14 +188,14 @@ def propose(planned: Planned) -> Iterator[Change]:
     elif dims.pp > 1 and size > 1:
         yield Change("batch", {"parallelism.pipeline_parallel_microbatch_size": size // 2})
 
-    prefix = "parallelism"
+    prefix, has_experts = "parallelism", bool(planned.layout.counts.num_experts)
     degrees = {
         f"{prefix}.tensor_parallel_degree": [n * dims.tp for n in (2, 4)],
         f"{prefix}.context_parallel_degree": [
             n * dims.cp for n in (2,) if training.seq_len // (n * dims.cp) >= LEAST_SEQUENCE
         ],
         f"{prefix}.data_parallel_replicate_degree": [1] if dims.dp_replicate > 1 else [],
-        f"{prefix}.expert_parallel_degree": [2 * dims.ep] if dims.ep > 1 else [],
+        f"{prefix}.expert_parallel_degree": [n * dims.ep for n in (2, 4) if has_experts],
     }
     for key, values in degrees.items():
         for value in values:
