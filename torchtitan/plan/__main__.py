@@ -75,8 +75,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--all_ranks",
                 action="store_true",
-                help="look at every rank of a pipeline of more than 4, not at the first two, one "
-                "in the middle and the last",
+                help="look at every rank of a pipeline of more than 4, not only at its ends and "
+                "at those between that hold most",
             )
         if name == "layout":
             command.add_argument(

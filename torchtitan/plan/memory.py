@@ -44,7 +44,7 @@ def plan_memory(planned: Planned, arguments: argparse.Namespace) -> str:
         budget = min(budget, fullest.needed - round((1 - LESS) * fullest.reserved))
     if fullest.needed > budget:
         now = Tried(memory=fullest.needed, time=time_step(planned, records))
-        parts.append(describe_nearest(planned, now=now, budget=budget))
+        parts.append(describe_nearest(planned, now=now, budget=budget, expandable=expandable))
     text = "\n\n".join([*parts, _limits(planned, expandable=expandable)])
     if arguments.out is not None:
         _draw(arguments.out, planned, accounts)
@@ -141,6 +141,12 @@ def _limits(planned: Planned, *, expandable: bool) -> str:
         + ("with" if expandable else "without")
         + " PYTORCH_ALLOC_CONF=expandable_segments:True.",
     ]
+    looked_at, pp = len(planned.pipeline_ranks), planned.layout.dims.pp
+    if looked_at < pp:
+        said.append(
+            f"Of {pp} pipeline ranks {looked_at} were looked at, which should need most; "
+            "`--all_ranks` looks at each."
+        )
     if planned.is_compiled:
         said.append("Blocks are taken as not compiled; compiling usually needs less.")
     said += of_recomputation(planned)

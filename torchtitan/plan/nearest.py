@@ -14,16 +14,16 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, product
 from math import prod
-from multiprocessing.pool import Pool
 from pathlib import Path
 
 from torchtitan.base.device import GIB
 from torchtitan.plan.candidates import LEAST_SEQUENCE, MODES, RECOMPUTES
-from torchtitan.plan.job import Planned, send
+from torchtitan.plan.job import Planned, Sent, send
 from torchtitan.plan.limits import BUDGET_IS_NOT_TRIED
 from torchtitan.plan.step import StepTime
 from torchtitan.plan.tried import Tried, try_jobs
@@ -62,8 +62,11 @@ class Found:
         return (self.tried.time.best + self.tried.time.worst) / 2
 
 
-def describe_nearest(planned: Planned, *, now: Tried, budget: int) -> str:
-    """Return the nearest settings that need no more than `budget` bytes on each rank, as text."""
+def describe_nearest(planned: Planned, *, now: Tried, budget: int, expandable: bool) -> str:
+    """Return the nearest settings that need no more than `budget` bytes on each rank, as text.
+
+    `expandable`: whether segments of the allocator can grow.
+    """
     samples = planned.layout.samples_per_step(planned.config.training)
     has_budget = planned.has_budget
     with (
@@ -71,7 +74,8 @@ def describe_nearest(planned: Planned, *, now: Tried, budget: int) -> str:
         multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool,
     ):
         file = Path(folder) / "job.toml"
-        search = _Search(planned, file=file, samples=samples, pool=pool, budget=budget)
+        rehearse = partial(try_jobs, pool=pool, expandable=expandable)
+        search = _Search(planned, file=file, samples=samples, rehearse=rehearse, budget=budget)
         found = search.run(now)
         pool.terminate()
     if sys.stderr.isatty():
@@ -95,10 +99,16 @@ def describe_nearest(planned: Planned, *, now: Tried, budget: int) -> str:
 
 class _Search:
     def __init__(
-        self, planned: Planned, *, file: Path, samples: int, pool: Pool, budget: int
+        self,
+        planned: Planned,
+        *,
+        file: Path,
+        samples: int,
+        rehearse: Callable[[Sequence[Sent]], Iterator[Tried | None]],
+        budget: int,
     ) -> None:
         self._planned, self._file, self._samples = planned, file, samples
-        self._pool, self._budget = pool, budget
+        self._rehearse, self._budget = rehearse, budget
 
     def run(self, now: Tried) -> list[Found]:
         """Return the best that fit: single changes, or else the fewest that do together."""
@@ -129,7 +139,7 @@ class _Search:
             )
             for changes in work
         ]
-        for changes, tried in zip(work, try_jobs(jobs, pool=self._pool), strict=True):
+        for changes, tried in zip(work, self._rehearse(jobs), strict=True):
             if tried is not None:
                 yield Found(changes, tried)
 

@@ -32,9 +32,9 @@ def rehearse_ranks(planned: Planned, *, validates: bool = True) -> list[Record]:
     Ranks are rehearsed in processes of their own, as many at once as there are cores.
     """
     ranks = planned.first_ranks()
-    num_processes = min(len(ranks), os.cpu_count() or 1)
-    if num_processes == 1:
+    if len(ranks) == 1:
         return [rehearse_rank(planned, ranks[0], validates=validates)]
+    num_processes = min(len(ranks), os.cpu_count() or 1)
     records = []
     with tempfile.TemporaryDirectory() as folder:
         job = send(planned.config, planned, file=Path(folder) / "job.toml")

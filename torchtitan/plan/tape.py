@@ -81,12 +81,25 @@ class Piece(NamedTuple):
     block: int | None
 
 
+class Action(NamedTuple):
+    """What a pipeline's schedule does in one go: one stage's work on a microbatch, a message."""
+
+    name: str
+    """As torch calls it: `0F3` is the forward of stage 0 for microbatch 3. Empty: what is not of
+    the schedule."""
+    start: int
+    pieces: list[Piece]
+    """Those that begin in it, also where one like it has just ended."""
+
+
 @dataclass
 class Record:
     """What a tape holds, to be replayed, counted or unrolled."""
 
     entries: list[Entry] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=lambda: [Piece(0, None, None)])
+    actions: list[Action] = field(default_factory=lambda: [Action("", 0, [])], compare=False)
+    """One behind the other; not in what has been unrolled."""
 
     def bounds(self) -> Iterator[tuple[Piece, int]]:
         """Yield each piece and where it ends."""
@@ -120,13 +133,24 @@ class Tape(DispatchMode):
 
     def ended(self) -> Record:
         """Return what was recorded so far; what dies later is no part of it."""
-        return Record(list(self.record.entries), list(self.record.pieces))
+        record = self.record
+        return Record(list(record.entries), list(record.pieces), list(record.actions))
+
+    @property
+    def place(self) -> tuple[str, Kind, Pool]:
+        """The module that runs, and what is made in it: what for, and where."""
+        return self._modules[-1], self.kind, self.pool
 
     def mark(self, phase: Phase | None, block: int | None) -> None:
         """Begin a piece."""
         piece = Piece(len(self.record.entries), phase, block)
-        if self.record.pieces[-1][1:] != piece[1:]:
-            self.record.pieces.append(piece)
+        for pieces in (self.record.pieces, self.record.actions[-1].pieces):
+            if not pieces or pieces[-1][1:] != piece[1:]:
+                pieces.append(piece)
+
+    def begin_action(self, name: str) -> None:
+        """Begin an action of a pipeline's schedule; no name: end it."""
+        self.record.actions.append(Action(name, len(self.record.entries), []))
 
     def hold(self, tensor: Tensor, *, kind: Kind, pool: Pool = "compute") -> None:
         """Note a tensor that is there already; one that was seen keeps its place."""
