@@ -239,10 +239,20 @@ def plan_step(planned: Planned, arguments: argparse.Namespace) -> str:
         f"{device.flops / 1e12:.0f} TFLOP/s in products, {_said(device.attention)} in attention, "
         f"{_said(device.passes)} of {device.bandwidth / 1e12:.2f} TB/s, {_said(device.links)} of "
         f"{device.link / 1e9:.0f} GB/s on a machine and {device.network / 1e9:.0f} GB/s between "
-        "machines; the shares are in torchtitan/plan/devices.py.",
+        f"machines{_to_host(planned)}; the shares are in torchtitan/plan/devices.py.",
         *of_recomputation(planned),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _to_host(planned: Planned) -> str:
+    if not planned.config.training.enable_cpu_offload:
+        return ""
+    device = planned.device
+    return (
+        f", {_said(device.copies)} of {device.to_host / 1e9:.0f} GB/s to and from the host, whose "
+        f"update moves {device.on_host.worst / 1e9:.0f} to {device.on_host.best / 1e9:.0f} GB/s"
+    )
 
 
 def _said(share: Share) -> str:
