@@ -25,9 +25,14 @@ FOR_A_SCALER = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
 """Operators that write their gradients only if they are given a gradient scaler's factor."""
 
 
+def find_leaves(tree: Any) -> Sequence[Any]:
+    """Return what the lists and dictionaries of an operator's arguments or results hold."""
+    return tree_leaves(tree)
+
+
 def find_tensors(tree: Any) -> Sequence[Tensor]:
     """Return the tensors of an operator's arguments or results that have memory of their own."""
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and not isinstance(x, WRAPPERS)]
+    return [x for x in find_leaves(tree) if isinstance(x, Tensor) and not isinstance(x, WRAPPERS)]
 
 
 def is_pass(func: Any) -> bool:

@@ -21,12 +21,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from torchtitan.base.dispatch import DispatchMode
 from torchtitan.parallel.one_operator import WHOLE_ATTENTION, compute
-from torchtitan.plan.passes import WRAPPERS, count_bytes, find_tensors, is_pass, written
+from torchtitan.plan.passes import (
+    WRAPPERS,
+    count_bytes,
+    find_leaves,
+    find_tensors,
+    is_pass,
+    written,
+)
 
 Kind = Literal[
     "weights",
@@ -272,8 +278,8 @@ class Tape(DispatchMode):
         return [t for t in find_tensors(tree) if t.untyped_storage()._cdata in self._on_host]
 
     def _note_message(self, name: str, args: Any, out: Any) -> None:
-        boxes = [x for x in tree_leaves(args) if "ProcessGroup" in str(getattr(x, "_type", str)())]
-        names = [x for x in tree_leaves(args) if isinstance(x, str) and x in self._axes]
+        boxes = [x for x in find_leaves(args) if "ProcessGroup" in str(getattr(x, "_type", str)())]
+        names = [x for x in find_leaves(args) if isinstance(x, str) and x in self._axes]
         group = dist.ProcessGroup.unbox(boxes[0]).group_name if boxes else names[-1]
         # the side that is whole, not sharded
         sides = [sum(t.nbytes for t in find_tensors(x)) for x in (*args, out)]
