@@ -11,7 +11,8 @@ Shares: matrix products reach 60 to 85 % of the dense peak (H100, cuBLAS at size
 for power limits), flash attention 2 30 to 55 % (FlashAttention-3's paper, arXiv:2407.08608, gives
 35 % forward on H100; the FlashAttention-2 paper, arXiv:2307.08691, 50 to 73 % on A100),
 memory-bound kernels 60 to 90 % of the bandwidth, collectives 50 to 85 % of their links (NCCL's
-tests call it bus bandwidth). An optimizer on the host reads and writes as fast as one core
+tests call it bus bandwidth), and copies between a device and page-locked memory of its machine as
+much of theirs. An optimizer on the host reads and writes as fast as one core
 does (10 GB/s) or as a GPU's part of its machine's memory allows (twice eight channels of DDR5-4800
 are 614 GB/s, for eight GPUs); both are estimates.
 """
@@ -54,11 +55,13 @@ class Device:
     network: float
     """To other machines, one direction, bytes/s of one GPU."""
     to_host: float
-    """To the memory of its machine, one direction, bytes/s."""
+    """To the memory of its machine, each direction, bytes/s."""
     products: Share = Share(worst=0.6, best=0.85)
     attention: Share = Share(worst=0.3, best=0.55)
     passes: Share = Share(worst=0.6, best=0.9)
     links: Share = Share(worst=0.5, best=0.85)
+    copies: Share = Share(worst=0.5, best=0.85)
+    """Of `to_host`."""
     latency: Share = Share(worst=30e-6, best=8e-6)
     """Of a collective or send, seconds."""
     launch: Share = Share(worst=10e-6, best=4e-6)
@@ -74,10 +77,10 @@ class Constants:
     product: str
     """The name that its driver gives."""
     memory: PositiveInt
-    to_host: FinitePositive
     products: Share
     attention: Share
     passes: Share
+    copies: Share
     launch: Share
     on_host: Share
 

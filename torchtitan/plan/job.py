@@ -44,6 +44,11 @@ class Planned:
         return self.config.compile.enable
 
     @property
+    def has_budget(self) -> bool:
+        """Whether the compiler chooses what to recompute; a rehearsal recomputes nothing."""
+        return self.config.activation_checkpoint.mode == "memory_budget"
+
+    @property
     def tokens_per_step(self) -> int:
         """Of all ranks."""
         training = self.config.training

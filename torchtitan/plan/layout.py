@@ -26,6 +26,7 @@ from torchtitan.plan.candidates import (
     rank_candidates,
 )
 from torchtitan.plan.job import Planned, Sent, send
+from torchtitan.plan.limits import BUDGET_IS_NOT_TRIED
 from torchtitan.plan.processes import open_pool
 from torchtitan.plan.tried import Tried, try_jobs
 
@@ -110,4 +111,6 @@ def _table(
         for candidate, tried in found
     ]
     lines += ["", "Bounds, and limits as of `memory` and `step`."]
+    if planned.has_budget:
+        lines.append(BUDGET_IS_NOT_TRIED)
     return "\n".join(lines) + "\n"

@@ -13,6 +13,7 @@ from torchtitan.plan.allocator import MIB
 from torchtitan.plan.devices import ALLOWANCE
 from torchtitan.plan.draw import check_picture, save_areas
 from torchtitan.plan.job import Planned
+from torchtitan.plan.limits import of_recomputation
 from torchtitan.plan.nearest import describe_nearest
 from torchtitan.plan.records import rehearse_ranks
 from torchtitan.plan.step import time_step
@@ -153,6 +154,7 @@ def _limits(planned: Planned, *, expandable: bool) -> str:
         )
     if planned.is_compiled:
         said.append("Blocks are taken as not compiled; compiling usually needs less.")
+    said += of_recomputation(planned)
     if planned.layout.counts.num_experts:
         said.append("Every expert gets as many tokens as any other.")
     if planned.config.training.document_attention == "within":

@@ -22,6 +22,7 @@ from pathlib import Path
 from torchtitan.base.device import GIB
 from torchtitan.plan.candidates import LEAST_SEQUENCE, MODES, RECOMPUTES
 from torchtitan.plan.job import Planned, Sent, send
+from torchtitan.plan.limits import BUDGET_IS_NOT_TRIED
 from torchtitan.plan.processes import open_pool
 from torchtitan.plan.step import StepTime
 from torchtitan.plan.tried import Tried, try_jobs
@@ -66,6 +67,7 @@ def describe_nearest(planned: Planned, *, now: Tried, budget: int, expandable: b
     `expandable`: whether segments of the allocator can grow.
     """
     samples = planned.layout.samples_per_step(planned.config.training)
+    has_budget = planned.has_budget
     changes = list(propose(planned))
     with tempfile.TemporaryDirectory() as folder, open_pool(len(changes)) as pool:
         file = Path(folder) / "job.toml"
@@ -85,8 +87,10 @@ def describe_nearest(planned: Planned, *, now: Tried, budget: int, expandable: b
         f"the {samples} samples of a step as they are:",
         f"{'GiB':>6}{'step, s':>16}",
         *(_line(one.tried.memory, one.tried.time, _said(one.changes, samples)) for one in found),
-        _line(now.memory, now.time, "as it is"),
+        _line(now.memory, now.time, "as it is, nothing recomputed" if has_budget else "as it is"),
     ]
+    if has_budget:
+        lines.append(BUDGET_IS_NOT_TRIED)
     return "\n".join(lines)
 
 
@@ -168,7 +172,8 @@ def propose(planned: Planned) -> Iterator[Change]:
     training, parallelism = config.training, config.parallelism
     recomputation = config.activation_checkpoint
     option = recomputation.selective_ac_option
-    now = {"none": "none", "full": "full"}.get(recomputation.mode, option)
+    # with a budget, too, nothing is recomputed in a rehearsal
+    now = {"none": "none", "memory_budget": "none", "full": "full"}.get(recomputation.mode, option)
     first = RECOMPUTES.index(now) + 1 if now in RECOMPUTES else 2  # every third, say, as every 2nd
     for heavier in RECOMPUTES[first:]:
         settings: dict[str, object] = {"activation_checkpoint.mode": MODES[heavier]}
@@ -190,14 +195,14 @@ def propose(planned: Planned) -> Iterator[Change]:
     elif dims.pp > 1 and size > 1:
         yield Change("batch", {"parallelism.pipeline_parallel_microbatch_size": size // 2})
 
-    prefix = "parallelism"
+    prefix, has_experts = "parallelism", bool(planned.layout.counts.num_experts)
     degrees = {
         f"{prefix}.tensor_parallel_degree": [n * dims.tp for n in (2, 4)],
         f"{prefix}.context_parallel_degree": [
             n * dims.cp for n in (2,) if training.seq_len // (n * dims.cp) >= LEAST_SEQUENCE
         ],
         f"{prefix}.data_parallel_replicate_degree": [1] if dims.dp_replicate > 1 else [],
-        f"{prefix}.expert_parallel_degree": [2 * dims.ep] if dims.ep > 1 else [],
+        f"{prefix}.expert_parallel_degree": [n * dims.ep for n in (2, 4) if has_experts],
     }
     for key, values in degrees.items():
         for value in values:
