@@ -18,8 +18,7 @@ SHARE = {"worst": 0.5, "best": 0.9}
 CONSTANTS: dict[str, Any] = {
     "product": "NVIDIA H100 80GB HBM3",
     "memory": 85_000_000_000,
-    "to_host": 5e10,
-    **dict.fromkeys(("products", "attention", "passes", "launch", "on_host"), SHARE),
+    **dict.fromkeys(("products", "attention", "passes", "copies", "launch", "on_host"), SHARE),
 }
 
 
@@ -56,13 +55,22 @@ def refusal(tmp_path: Path, constants: str) -> str:
         ({"memory": -1}, ["memory: must be greater than 0, got -1"]),
         ({"memory": "80"}, ["memory: must be a valid integer, got '80'"]),
         ({"memory": True}, ["memory: must be a valid integer, got True"]),
-        ({"to_host": "fast"}, ["to_host: must be a valid number, got 'fast'"]),
-        ({"to_host": float("nan")}, ["to_host: must be a finite number, got nan"]),
-        ({"to_host": float("inf")}, ["to_host: must be a finite number, got inf"]),
         (
-            {"passes": {"worst": 0, "best": -0.9}, "to_host": 0},
+            {"copies": {"worst": "fast", "best": 0.9}},
+            ["copies.worst: must be a valid number, got 'fast'"],
+        ),
+        (
+            {"copies": {"worst": 0.5, "best": float("nan")}},
+            ["copies.best: must be a finite number, got nan"],
+        ),
+        (
+            {"copies": {"worst": float("inf"), "best": 0.9}},
+            ["copies.worst: must be a finite number, got inf"],
+        ),
+        (
+            {"passes": {"worst": 0, "best": -0.9}, "memory": 0},
             [
-                "to_host: must be greater than 0, got 0",
+                "memory: must be greater than 0, got 0",
                 "passes.worst: must be greater than 0, got 0",
                 "passes.best: must be greater than 0, got -0.9",
             ],
@@ -90,5 +98,6 @@ def test_constants_that_can_be_are_taken(tmp_path: Path) -> None:
     file = tmp_path / "constants.json"
     file.write_text(json.dumps(CONSTANTS))
     device = find_device(str(file), memory_gib=None)
-    assert (device.name, device.memory, device.to_host) == ("H100", 85_000_000_000, 5e10)
+    assert (device.name, device.memory) == ("H100", 85_000_000_000)
+    assert (device.copies.worst, device.copies.best) == (0.5, 0.9)
     assert (device.passes.worst, device.passes.best) == (0.5, 0.9)
