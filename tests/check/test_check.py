@@ -221,8 +221,14 @@ class _Elsewhere:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def __call__(self, rank: int) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.chdir(self.folder / "ab"[rank])
+    @contextlib.contextmanager
+    def __call__(self, rank: int) -> Iterator[None]:
+        before = Path.cwd()
+        os.chdir(self.folder / "ab"[rank])
+        try:
+            yield
+        finally:
+            os.chdir(before)
 
 
 def test_a_slow_group_is_told_from_the_others(ranks: RankPool, tmp_path: Path) -> None:
