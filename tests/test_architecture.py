@@ -31,6 +31,8 @@ FLOORS: Mapping[str, int] = {
     "checkpoint": 3,
     "sft": 3,
     "plan": 7,
+    "check": 8,
+    "hang": 7,
     "validate": 3,
     # leaf rooms: nothing of the core imports them
     "hf": 4,
@@ -57,7 +59,7 @@ NARROW: Mapping[str, frozenset[str]] = {
 SETTINGS = "settings"
 # files that stand higher than their package: a command, and what `import torchtitan` offers
 HIGHER = {"torchtitan/config/__main__.py": "train", "torchtitan/__init__.py": "api"}
-NAMES_CONFIG = ("api", "train", "assemble", "plan", "job", "trajectory")
+NAMES_CONFIG = ("api", "check", "train", "assemble", "plan", "job", "trajectory")
 MAX_FILE, MAX_FUNCTION = 350, 60
 
 
@@ -165,7 +167,8 @@ def no_library_file_imports_scripts(files: list[File]) -> Iterator[str]:
 
 
 def _private_torch_modules(file: File) -> Iterator[str]:
-    """Yield torch's private names in use, cut behind the first private part: torch._inductor."""
+    """Yield torch's private names in use, cut behind the first private part: torch._inductor; of
+    torch._C, where all that is written in C++ lies, behind the next."""
     names = [name for _, name in _imports(file)]
     for node in ast.walk(file.tree):
         if isinstance(node, ast.Attribute):
@@ -174,7 +177,9 @@ def _private_torch_modules(file: File) -> Iterator[str]:
         parts = name.split(".")
         for depth, part in enumerate(parts):
             if parts[0] == "torch" and part.startswith("_") and not part.startswith("__"):
-                yield ".".join(parts[: depth + 1])
+                end = depth + 2 if part == "_C" else depth + 1
+                if part != "_C" or len(parts) >= end:
+                    yield ".".join(parts[:end])
                 break
 
 

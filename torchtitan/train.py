@@ -54,21 +54,27 @@ from torchtitan.mesh.process_group import (
     Launch,
     await_report,
     await_reports,
+    begin_report,
     end_process_group,
     end_report,
     init_process_group,
     is_first_to_report,
     leave,
     read_launch,
+    seconds_to_wait,
 )
+from torchtitan.mesh.recorder import write_collectives
 from torchtitan.mesh.stop import StopRequest, watch_signals
 from torchtitan.metrics.progress import ProgressBar, Summary, show_summary, shows_bar
 from torchtitan.metrics.sinks import RECORD
-from torchtitan.plan.ran_out import SECONDS_TO_PLAN, find_cause, plan_after
+from torchtitan.plan.ran_out import find_cause, plan_after, seconds_to_plan
 from torchtitan.trainer import Run, Trainer
 
 logger = logging.getLogger("torchtitan.train")  # __name__ is "__main__" when this is started
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
+SECONDS_TO_FINISH = 10
+"""How much longer ranks wait for the planner than it may take: who leaves before it has been ended
+and its last words are out has the launcher end the rank that it runs for."""
 
 
 def train(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack | None = None) -> None:
@@ -257,6 +263,7 @@ def main(argv: Sequence[str], *, undo: ExitStack | None = None) -> int:
             return error.exit_code
         except (Exception, CheckpointException) as error:  # DCP's is no Exception
             note_in_file(traceback.format_exc())
+            write_collectives()
             if (ran_out := find_cause(error)) is None:
                 raise
             _report_ran_out(ran_out, argv)
@@ -289,6 +296,7 @@ def _report(error: UserError) -> None:
         if is_first_to_report():
             _say(error)
         await_reports()
+        _await_plan()
         return
     if os.environ.get("RANK", "0") != "0":
         # the launcher ends all ranks when one ends: only a mistake that rank 0 has not met is said
@@ -298,15 +306,29 @@ def _report(error: UserError) -> None:
 
 def _report_ran_out(error: torch.OutOfMemoryError, argv: Sequence[str]) -> None:
     """Say once a job where memory went, and what to do; the other ranks wait for it."""
-    if dist.is_initialized() and not is_first_to_report():
-        await_report(SECONDS_TO_PLAN)
+    if dist.is_initialized() and not begin_report():
+        _await_plan()
         return
-    _say(f"rank {os.environ.get('RANK', '0')} has run out of its device's memory: {error}")
-    plan = plan_after(argv, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    note_in_file(plan)
-    _say(plan)
-    if dist.is_initialized():
-        end_report()
+    try:
+        _say(f"rank {os.environ.get('RANK', '0')} has run out of its device's memory: {error}")
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        for part in plan_after(argv, world_size=world_size, seconds=_seconds_to_plan()):
+            note_in_file(part)
+            _say(part)
+    finally:
+        if dist.is_initialized():
+            end_report()
+
+
+def _await_plan() -> None:
+    """Wait until the rank that is out of memory, if one is, has said all."""
+    await_report(_seconds_to_plan() + SECONDS_TO_FINISH)
+
+
+def _seconds_to_plan() -> float:
+    """Return how long the planner may take while other ranks, if there are any, wait."""
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    return seconds_to_plan(None if is_alone else seconds_to_wait())
 
 
 def _say(what: object) -> None:

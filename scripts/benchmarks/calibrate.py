@@ -4,9 +4,9 @@
     attention  causal attention of 8k tokens, forward, and forward with backward; share of it
     passes     reading two tensors of 256 MiB and writing a third, and copying one; share of the
                memory's bandwidth
+    copies     from page-locked memory to the device, and back; share of the link's bandwidth
     launch     seconds of the host for an operator on 8 numbers
     on_host    bytes/s of fused AdamW in the host's memory
-    to_host    bytes/s of a copy from pinned memory
 
 Of several the least and the largest are the bounds. Links between GPUs stay those of the table: one
 GPU cannot tell.
@@ -61,9 +61,9 @@ def write_constants(file: Path, *, device: torch.device, is_toy: bool) -> Consta
         products=_products(known, device, shrunk=shrunk),
         attention=_attention(known, device, shrunk=shrunk),
         passes=_passes(known, device, shrunk=shrunk),
+        copies=_copies(known, device, shrunk=shrunk),
         launch=_launch(device),
         on_host=_on_host(shrunk=shrunk),
-        to_host=_to_host(device, shrunk=shrunk),
     )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
@@ -158,7 +158,11 @@ def _on_host(*, shrunk: int) -> Share:
     return _share(reached)
 
 
-def _to_host(device: torch.device, *, shrunk: int) -> float:
+def _copies(known: Device, device: torch.device, *, shrunk: int) -> Share:
     pinned = torch.zeros(NUMEL // shrunk, pin_memory=device.type == "cuda")
-    target = torch.empty_like(pinned, device=device)
-    return pinned.nbytes / _seconds(lambda: target.copy_(pinned), device)
+    on_device = torch.zeros(NUMEL // shrunk, device=device)
+    reached = [
+        pinned.nbytes / _seconds(lambda: on_device.copy_(pinned), device),
+        pinned.nbytes / _seconds(lambda: pinned.copy_(on_device), device),
+    ]
+    return _share([each / known.to_host for each in reached])

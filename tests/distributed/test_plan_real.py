@@ -94,6 +94,10 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "one device, documents": (1, ("--training.document_attention=within",)),
     "one device, chunks": (1, ("--training.loss_chunks=3",)),
+    "one device, bfloat16, chunks": (
+        1,
+        (BF16, "--training.loss_chunks=3", *LAYERS4, "--model.vocab_size=4096", "--model.dim=512"),
+    ),
     "one device, accumulating": (1, ("--training.global_batch_size=8",)),
     "fsdp 2": (2, ()),
     "fsdp 4, bfloat16, recomputed": (4, (BF16, RECOMPUTED)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -13,7 +13,15 @@ from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError
 from torchtitan.mesh import process_group
 from torchtitan.mesh.dims import ParallelDims, build_mesh
-from torchtitan.mesh.process_group import Launch, read_launch, set_timeout
+from torchtitan.mesh.process_group import (
+    Launch,
+    await_report,
+    begin_report,
+    is_first_to_report,
+    read_launch,
+    seconds_to_wait,
+    set_timeout,
+)
 
 MEETING_POINT = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
@@ -79,6 +87,16 @@ def test_a_timeout_reaches_every_group(ranks: RankPool) -> None:
     assert ranks.run(timeouts, 77, world=2) == [{77.0}, {77.0}]
 
 
+def waits(seconds: int) -> float:
+    set_timeout(seconds, groups=[])
+    return seconds_to_wait()
+
+
+def test_how_long_other_ranks_wait_is_known(ranks: RankPool) -> None:
+    for seconds in (300, 100):  # as in the first step, and later
+        assert ranks.run(waits, seconds, world=2) == [seconds, seconds]
+
+
 def test_ranks_that_do_not_come_are_waited_for_as_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own limit is half an hour; a second run with another one meets at the same store."""
     asked: list[timedelta] = []
@@ -94,3 +112,28 @@ def test_ranks_that_do_not_come_are_waited_for_as_set(monkeypatch: pytest.Monkey
     for seconds in (7, 8):
         process_group._store_of_run(launch, timeout=timedelta(seconds=seconds))
     assert asked == [timedelta(seconds=7)]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(is_first_to_report, begin_report), (begin_report, is_first_to_report)]
+)
+def test_a_mistake_and_a_lack_of_memory_are_both_reported(
+    one: Callable[[], bool], other: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever comes first; each of them once."""
+    store = dist.HashStore()
+    monkeypatch.setattr(process_group, "job_store", lambda: store)
+    assert [one(), other(), one(), other()] == [True, True, False, False]
+
+
+def test_nobody_waits_for_a_report_that_no_rank_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store(dist.HashStore):
+        def wait(self, *args: object) -> None:
+            raise AssertionError(f"waits: {args}")
+
+    store = Store()
+    monkeypatch.setattr(process_group, "job_store", lambda: store)
+    await_report(1000)
+    begin_report()
+    with pytest.raises(AssertionError, match="waits: "):
+        await_report(1000)

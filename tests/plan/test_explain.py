@@ -20,6 +20,7 @@ from torchtitan.plan.explain import device_of, settled, verdict
 from torchtitan.plan.job import place
 from torchtitan.plan.kernels import kernel_seconds
 from torchtitan.plan.records import rehearse_rank
+from torchtitan.plan.step import time_step
 from torchtitan.train import main as train
 from torchtitan.trajectory import Job
 
@@ -98,8 +99,11 @@ def test_a_trace_by_hand(tmp_path: Path) -> None:
         ("kernel", "nvjet_hsh_128x256_64x4", 3_000_000),
         ("kernel", "pytorch_flash::flash_fwd_kernel<cutlass::half>", 2_000_000),
         ("kernel", "ncclDevKernel_AllGather_RING_LL", 1_000_000),
-        ("kernel", "triton_poi_fused_add_0", 400_000),
-        ("gpu_memcpy", "Memcpy HtoD", 200_000),
+        ("kernel", "triton_poi_fused__scaled_dot_product_flash_attention_add_mm_0", 400_000),
+        ("kernel", "void at::native::vectorized_elementwise_kernel<4>", 100_000),
+        ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 200_000),
+        ("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 60_000),
+        ("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 20_000),
         ("cpu_op", "aten::mm", 9_000_000),
     ]
     events: list[dict[str, Any]] = [
@@ -111,8 +115,66 @@ def test_a_trace_by_hand(tmp_path: Path) -> None:
         "products": 1.5,
         "attention": 1.0,
         "collectives": 0.5,
-        "other": pytest.approx(0.3),
+        "compiled": 0.2,
+        "to device": 0.1,
+        "to host": 0.03,
+        "other": pytest.approx(0.06),
     }
+
+
+TRACED = {"nvjet_hsh_128x256_64x4": "kernel", "Memcpy HtoD (Pinned -> Device)": "gpu_memcpy"}
+
+
+def traced(run: Path) -> None:
+    """Write a trace of two seconds of each of its kernels in two steps."""
+    events = [
+        {"ph": "X", "cat": cat, "name": name, "ts": 0, "dur": 2e6} for name, cat in TRACED.items()
+    ]
+    trace = run / "profile_traces" / "step-4" / "rank_0.json"
+    trace.parent.mkdir(parents=True)
+    trace.write_text(json.dumps({"traceEvents": events}))
+
+
+ROW = re.compile(r"^(products|to device) +(\S+)   (\S+) to (\S+)$", re.MULTILINE)
+
+
+def test_a_trace_is_compared_with_its_own_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two pipeline ranks the second has the head, and more products; rank 0 is of the first."""
+    run = made_up(tmp_path)
+    staged = "[parallelism]\npipeline_parallel_degree = 2\n"
+    offloaded = TINY.replace("seq_len", "enable_cpu_offload = true\nseq_len")
+    profiled = "[profiling]\nenable_profiling = true\nprofiler_active = 2\n"
+    (run / "config.toml").write_text(offloaded + staged + profiled)
+    hardware = json.loads((run / "hardware.json").read_text())
+    (run / "hardware.json").write_text(json.dumps(hardware | {"world_size": 2}))
+    traced(run)
+    text = explained(capsys, run)
+    job = place(
+        Job.stored_in(run / "config.toml").config,
+        world_size=2,
+        device=DEVICES["H100"],
+        gpus_per_node=1,
+        all_ranks=False,
+    )
+    first, second = (time_step(job, [rehearse_rank(job, rank)]).resources for rank in (0, 1))
+    assert first["products"][1] < second["products"][1]
+    rows = ROW.findall(text[text.index("seconds of kernels of rank 0") :])
+    assert [row[0] for row in rows] == ["products", "to device"]
+    for name, measured, best, worst in rows:
+        assert float(measured) == 1.0
+        assert (float(worst), float(best)) == pytest.approx(first[name], rel=1e-3)
+    assert "compiled" not in text
+
+
+def test_a_compiled_run_says_what_its_kernels_do_not_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made_up(tmp_path)
+    (run / "config.toml").write_text(TINY + "[compile]\nenable = true\n")
+    traced(run)
+    assert "names do not tell what takes the time" in explained(capsys, run)
 
 
 def test_a_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.plan.jobs import planned
 from torchtitan.job import load_config
 from torchtitan.mesh.dims import ParallelDims
+from torchtitan.plan import layout
 from torchtitan.plan.__main__ import main
 from torchtitan.plan.account import replay
 from torchtitan.plan.candidates import (
@@ -139,6 +140,14 @@ def test_the_command_writes_a_job_that_runs(
     assert again.compile.enable  # though blocks are rehearsed without
     assert again.training.mixed_precision_param == "auto"
     assert main(["memory", "--world_size=4", f"--job.config_file={written}"]) == 0
+
+
+def test_a_budget_is_named(tmp_path: Path) -> None:
+    said = [
+        layout._table(planned(tmp_path, *more), [], samples=8, num_ranked=0)
+        for more in ((), ("--compile.enable", "--activation_checkpoint.mode=memory_budget"))
+    ]
+    assert ["memory_budget" in text for text in said] == [False, True]
 
 
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,11 @@ from tests.plan.jobs import planned
 from tests.plan.test_traffic import CP2, PP2, TP2
 from torchtitan.base.device import GIB
 from torchtitan.plan.__main__ import main
+from torchtitan.plan.account import replay
 from torchtitan.plan.devices import ALLOWANCE, DEVICES
 from torchtitan.plan.nearest import Change, Found, _combine, propose
 from torchtitan.plan.ran_out import find_cause, planning_command
+from torchtitan.plan.records import rehearse_rank
 from torchtitan.plan.step import StepTime
 from torchtitan.plan.tried import Tried
 
@@ -105,6 +107,41 @@ def test_changes_leave_the_step_as_it_is(tmp_path: Path) -> None:
     assert [one for one in said if "tensor" in one] == [
         f"--parallelism.tensor_parallel_degree=2 {shard}"  # no more share a machine
     ]
+
+
+RECOMPUTED = "--activation_checkpoint.mode="
+
+
+def test_a_budget_is_replaced_by_all_that_recomputes(tmp_path: Path) -> None:
+    """A rehearsal recomputes nothing with it, whatever the option says, which it does not read."""
+    budget = ("--compile.enable", f"{RECOMPUTED}memory_budget")
+    for option in ("op", "2"):
+        job = planned(tmp_path, *budget, f"--activation_checkpoint.selective_ac_option={option}")
+        said = [str(change) for change in propose(job) if change.what == "recomputation"]
+        assert said == [
+            f"{RECOMPUTED}selective --activation_checkpoint.selective_ac_option=2",
+            f"{RECOMPUTED}selective --activation_checkpoint.selective_ac_option=op",
+            f"{RECOMPUTED}full",
+        ]
+
+
+def test_experts_are_dealt_out(tmp_path: Path) -> None:
+    """To more ranks than now, also where each has all of them; and that does lower the memory."""
+    experts = ("--model.name=qwen3_moe", "--model.expert_hidden_dim=4096")
+    shard, degree = "--parallelism.data_parallel_shard_degree=-1", "expert_parallel_degree"
+    for now in (1, 2):
+        job = planned(tmp_path, *experts, f"--parallelism.{degree}={now}", world=8)
+        said = [str(change) for change in propose(job) if degree in change.what]
+        assert said == [f"--parallelism.{degree}={n * now} {shard}" for n in (2, 4)]
+    assert not [change for change in propose(planned(tmp_path)) if degree in change.what]
+    needed = [
+        replay(
+            rehearse_rank(planned(tmp_path, *experts, f"--parallelism.{degree}={n}", world=4), 0),
+            expandable=True,
+        ).needed
+        for n in (1, 2)
+    ]
+    assert needed[1] < needed[0]
 
 
 def test_a_run_asks_for_a_plan_of_itself() -> None:

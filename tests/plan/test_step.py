@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.plan.jobs import planned
-from tests.plan.test_traffic import KV, B, C, F, H, L, S, V
+from tests.plan.test_traffic import BLOCK, EMBEDDING, FP32, HEAD, KV, B, C, F, H, L, S, V
 from torchtitan.parallel.pipeline.schedules import compute_table
+from torchtitan.plan import records
 from torchtitan.plan.__main__ import main
-from torchtitan.plan.devices import DEVICES, find_device
-from torchtitan.plan.rehearse import rehearse
+from torchtitan.plan.devices import DEVICES, Share, find_device
+from torchtitan.plan.rehearse import rehearse, rehearse_step
 from torchtitan.plan.schedule import Costs, simulate
 from torchtitan.plan.step import time_step
 from torchtitan.plan.tape import Entry, Piece, Record
@@ -90,24 +92,138 @@ def test_each_resource_by_hand(tmp_path: Path) -> None:
     assert found.mfu[1] == pytest.approx(100 * job.model_flops / found.best / device.flops / 4)
 
 
-def test_offloading_by_hand(tmp_path: Path) -> None:
-    """Each rank's quarter comes in float32 for a gather in bfloat16, and leaves as it is reduced;
-    the update's passes go over the host's memory."""
-    job = planned(tmp_path, "--training.enable_cpu_offload", world=4)
-    device = DEVICES["H100"]
-    messages = [
-        Entry("message", 10**9, ("fsdp", "allgather_base", "")),
-        Entry("message", 10**9, ("fsdp", "reduce_scatter_base", "")),
+@pytest.mark.parametrize(("world", "waits"), [(1, True), (4, False)])
+def test_offloading_by_hand(world: int, waits: bool, tmp_path: Path) -> None:
+    """Both directions at once beside computing, at best; unsharded, computing waits for weights.
+    The update's passes go over the host's memory, and so does what the host adds up."""
+    job = planned(tmp_path, "--training.enable_cpu_offload", world=world)
+    device = replace(DEVICES["H100"], links=Share(worst=0.1, best=0.1))  # those between GPUs
+    entries = [
+        Entry("product", 10**12, ("aten::mm", "", "128x64 64x128")),
+        Entry("copy", 4 * 10**9, ("to device", "")),
+        Entry("copy", 10**9, ("to host", "")),
+        Entry("pass", 10**9, ("aten::add_", ""), pool="host"),
+        Entry("pass", 10**9, ("aten::_fused_adamw_", "")),
     ]
-    update = [Entry("pass", 10**9, ("aten::_fused_adamw_", ""))]
-    record = Record([*messages, *update], [Piece(0, "forward", 0), Piece(2, "update", None)])
-    found = time_step(job, [record])
-    assert found.resources["offload"] == pytest.approx((1e9 / 10e9, 1e9 / 75e9))
+    record = Record(entries, [Piece(0, "forward", 0), Piece(4, "update", None)])
+    found = time_step(replace(job, device=device), [record])
+    on_host = 1e9 / 10e9, 1e9 / 75e9
+    assert found.resources["offload"] == pytest.approx([2 * time for time in on_host])
     assert found.resources["passes"] == (0.0, 0.0)
-    sent = 2 * 1e9 / 2 / 2 / device.network
-    copied = (2 + 1) * 1e9 / 4 / device.to_host
-    expected = sent / 0.5 + 60e-6 + copied / 0.5, sent / 0.85 + 16e-6 + copied / 0.85
-    assert found.resources["overlapped"] == pytest.approx(expected)
+    to_device, to_host = ([n * 1e9 / 64e9 / share for share in (0.5, 0.85)] for n in (4, 1))
+    assert found.resources["to device"] == pytest.approx(to_device)
+    assert found.resources["to host"] == pytest.approx(to_host)
+    product = [1e12 / device.flops / share for share in (0.6, 0.85)]
+    worst = product[0] + to_device[0] + to_host[0] + 2 * on_host[0]
+    assert found.worst == pytest.approx(worst)
+    if waits:
+        forward = product[1] + on_host[1] + to_device[1]
+    else:
+        forward = max(product[1] + on_host[1], to_device[1], to_host[1])
+    assert found.best == pytest.approx(forward + on_host[1])
+
+
+REPLICATED = ("--parallelism.data_parallel_replicate_degree=2",)
+UNSHARDED = (*REPLICATED, "--parallelism.data_parallel_shard_degree=1")
+TWICE = "--training.global_batch_size"
+
+
+@pytest.mark.parametrize(
+    ("world", "settings", "sharded", "times_to_host"),
+    [
+        (1, (), 1, 1),
+        (4, (), 4, 1),
+        (2, UNSHARDED, 1, 1),
+        (4, REPLICATED, 2, 1),
+        (1, ("--training.mixed_precision_param=float32",), 1, 1),
+        # three accumulated: each one's gradients leave, but with copies of weights the sum
+        (1, (f"{TWICE}={3 * B}",), 1, 3),
+        (4, (f"{TWICE}={3 * 4 * B}",), 4, 3),
+        (2, (*UNSHARDED, f"{TWICE}={3 * 2 * B}"), 1, 1),
+    ],
+)
+def test_offloaded_copies(
+    world: int, settings: Sequence[str], sharded: int, times_to_host: int, tmp_path: Path
+) -> None:
+    """A rank's part of the weights comes for each forward, and for each backward but for the
+    embedding, the last block and the head; that of the gradients leaves. All is float32."""
+    job = planned(tmp_path, "--training.enable_cpu_offload", *settings, world=world)
+    short = job.shortened
+    record = rehearse(short.config, layout=short.layout, rank=0)
+    found = time_step(job, [record])
+    blocks = [FP32 * n / sharded for n in (EMBEDDING, HEAD, BLOCK)]
+    forward = blocks[0] + blocks[1] + L * blocks[2]
+    backward = (L - 1) * blocks[2]
+    rate = job.device.to_host * 0.5
+    times = job.layout.accumulation
+    assert found.resources["to device"][0] == pytest.approx(times * (forward + backward) / rate)
+    assert found.resources["to host"][0] == pytest.approx(times_to_host * forward / rate)
+    added = sum(e.size for e in record.entries if e.what == "pass" and e.pool == "host")
+    updates = (7 + 2) * forward  # clipping too; the norm alone only reads
+    added_up = (short.layout.accumulation - 1) * 3 * forward if times_to_host > 1 else 0
+    assert added == pytest.approx(updates + added_up, rel=0.01)
+
+
+def test_nothing_is_copied_without_offloading(tmp_path: Path) -> None:
+    job = planned(tmp_path, world=1)
+    record = rehearse(job.config, layout=job.layout, rank=0)
+    assert {e.pool for e in record.entries if e.what in ("copy", "pass")} == {"compute"}
+    found = time_step(job, [record])
+    for name in ("to device", "to host", "offload", "recomputed"):
+        assert found.resources[name] == (0.0, 0.0)
+
+
+BUDGET = ("--compile.enable", "--activation_checkpoint.mode=memory_budget")
+
+
+def test_a_budget_takes_at_worst_a_second_forward(tmp_path: Path) -> None:
+    """Of the blocks, as full recomputation does: but for a block's last product, and the loss."""
+    kept, budget, full = (
+        planned(tmp_path, "--compile.enable", *more)
+        for more in ((), BUDGET[1:], ("--activation_checkpoint.mode=full",))
+    )
+    short = kept.shortened
+    record = rehearse(short.config, layout=short.layout, rank=0)
+    found, again = time_step(kept, [record]), time_step(budget, [record])
+    assert again.best == found.best
+    recomputed = again.resources["recomputed"]
+    assert recomputed[1] == 0
+    whole = rehearse(full.shortened.config, layout=full.shortened.layout, rank=0)
+    names = ("products", "attention", "passes")
+    more = sum(
+        time_step(full, [whole]).resources[name][0] - found.resources[name][0] for name in names
+    )
+    assert recomputed[0] == pytest.approx(more, rel=0.2)
+    assert recomputed[0] > more
+
+
+@pytest.mark.parametrize("command", ["memory", "step"])
+def test_a_budget_is_named(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned(tmp_path, world=1)
+    job = [command, "--world_size=2", f"--job.config_file={tmp_path / 'job.toml'}"]
+    assert main([*job, *BUDGET, "--activation_checkpoint.memory_budget=0.4"]) == 0
+    assert 'activation_checkpoint.mode = "memory_budget" (0.4)' in capsys.readouterr().out
+    assert main([*job, BUDGET[0]]) == 0
+    assert "memory_budget" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("command", "times"), [("memory", 1), ("traffic", 0), ("step", 0)])
+def test_only_memory_rehearses_the_validation(
+    command: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def rehearsed(*args: Any, **kwargs: Any) -> Record:
+        seen.append(kwargs.get("validates", False))
+        return rehearse_step(*args, **kwargs)
+
+    monkeypatch.setattr(records, "rehearse_step", rehearsed)
+    planned(tmp_path, world=1)
+    job = ["--world_size=2", f"--job.config_file={tmp_path / 'job.toml'}"]
+    assert main([command, *job, "--validation.enable"]) == 0
+    assert (seen.count(False), seen.count(True)) == (1, times)
 
 
 def test_the_bubble_is_the_schedules(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from scripts import benchmark
-from scripts.benchmarks import attention, gpu, loss, pipeline, prepare, recompute, train
+from scripts.benchmarks import attention, calibrate, gpu, loss, pipeline, prepare, recompute, train
 from scripts.benchmarks.pairs import Comparison, DisagreementError, alternate, check_close
 from scripts.benchmarks.theirs import build_theirs
 from scripts.benchmarks.trace import top_operations
@@ -26,7 +26,7 @@ from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import Llama3Scaling
 from torchtitan.models.sizes import DecoderConfig
-from torchtitan.plan.devices import DEVICES, find_device
+from torchtitan.plan.devices import DEVICES, Share, find_device
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -210,17 +210,26 @@ def test_gpu_measures_constants_that_the_planner_reads(tmp_path: Path) -> None:
     written = json.loads(file.read_text())
     device = find_device(str(file), memory_gib=None)
     assert device.name == "H100"
-    for name in ("products", "attention", "passes", "launch", "on_host"):
+    for name in ("products", "attention", "passes", "copies", "launch", "on_host"):
         share = getattr(device, name)
         assert {"worst": share.worst, "best": share.best} == written[name]
         assert min(written[name].values()) > 0
-    assert device.to_host == written["to_host"] > 0
+    assert device.to_host == DEVICES["H100"].to_host  # of which a share was measured
     assert device.links == DEVICES["H100"].links
     assert find_device(str(file), memory_gib=8).memory == 8 * 2**30
     for spoilt in ({"memory": "much"}, {"product": "NVIDIA H1000"}, {"passes": {"worst": 1}}):
         file.write_text(json.dumps(written | spoilt))
-        with pytest.raises(ConfigError, match=r"--device .*measured\.json must"):
+        with pytest.raises(ConfigError, match=r"--device .*measured\.json.* must be "):
             find_device(str(file), memory_gib=None)
+
+
+def test_copies_are_measured_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a link on which reading is half as quick as writing: the lower is the worst."""
+    took = iter([2.0, 4.0])
+    monkeypatch.setattr(calibrate, "_seconds", lambda work, _: work() is not None and next(took))
+    known = replace(DEVICES["H100"], to_host=4.0 * calibrate.NUMEL)  # a second
+    found = calibrate._copies(known, torch.device("cpu"), shrunk=1024)
+    assert found == Share(worst=1 / 4 / 1024, best=1 / 2 / 1024)
 
 
 def test_gpu_asks_for_jobs_that_there_are() -> None:

@@ -19,7 +19,6 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import shutil
 import sys
 import time
@@ -32,6 +31,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
+from torchtitan.base.cores import num_cores
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
 from torchtitan.data.files import user_path
@@ -159,11 +159,6 @@ def tokenize(
         time.monotonic() - start,
     )
     return text_bytes
-
-
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _write(

@@ -28,9 +28,10 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock, Timeout
 
+from torchtitan.base.cores import num_cores
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
-from torchtitan.data.prepare import cached_store, num_cores, open_cached, show_progress
+from torchtitan.data.prepare import cached_store, open_cached, show_progress
 from torchtitan.data.source import FileCorpus, check_heads
 from torchtitan.data.split import content_number
 from torchtitan.data.store import open_writer

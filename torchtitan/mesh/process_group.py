@@ -20,16 +20,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import (
+    _get_default_group,
+    _get_default_store,
+    _set_pg_timeout,
+)
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torchtitan.base.errors import ConfigError
+from torchtitan.mesh.recorder import enable_recorder
 from torchtitan.mesh.settings import CommConfig
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
-REPORTS, REPORTED = "reports", "reported"
+REPORTS, RAN_OUT, REPORTED = "reports", "out of memory", "reported"
 SECONDS_TO_REPORT = 2.0
 """How long other ranks may take to ask who reports an error."""
 
@@ -82,8 +87,7 @@ def init_process_group(
 ) -> None:
     """Join the job's group: NCCL (with gloo for host tensors) on CUDA, gloo on CPU."""
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    if device_type == "cuda" and settings.trace_buf_size > 0:
-        _enable_flight_recorder(settings, dump_folder=dump_folder)
+    enable_recorder(settings, dump_folder=dump_folder, rank=launch.rank)
     timeout = timedelta(seconds=settings.init_timeout_seconds)
     dist.init_process_group(
         backend,
@@ -128,16 +132,6 @@ def end_process_group() -> None:
     _clear_sharding_prop_cache()  # it remembers meshes, and an equal mesh has other groups next
 
 
-def _enable_flight_recorder(settings: CommConfig, *, dump_folder: Path) -> None:
-    # read by NCCL's process group when it is made, hence the environment
-    folder = dump_folder / settings.save_traces_folder
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ["TORCH_FR_BUFFER_SIZE"] = str(settings.trace_buf_size)
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
-    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / settings.save_traces_file_prefix)
-    os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = os.environ["TORCH_FR_DUMP_TEMP_FILE"]
-
-
 def tighten_timeout(seconds: int, *, groups: Iterable[dist.ProcessGroup]) -> None:
     """Give the default group and `groups` a new timeout, once all ranks have arrived here.
 
@@ -156,6 +150,13 @@ def set_timeout(seconds: int, *, groups: Iterable[dist.ProcessGroup]) -> None:
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
+def seconds_to_wait() -> float:
+    """Return how long other ranks wait for this one in a collective by now."""
+    group = _get_default_group()
+    waits: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return waits.total_seconds()
+
+
 def gather(tensor: Tensor) -> Tensor:
     """Return the tensors of all ranks, stacked along a new first dimension."""
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -170,25 +171,39 @@ def job_store() -> dist.Store:
 
 def is_first_to_report() -> bool:
     """Tell whether this rank is the first of the job to report an error, without waiting."""
-    try:
-        return job_store().add(REPORTS, 1) == 1
-    except dist.DistError:  # the store went with rank 0: better said twice than never
-        return True
+    return _is_first(REPORTS)
+
+
+def begin_report() -> bool:
+    """Tell whether this rank is the first that is out of memory, and so reports it for all.
+
+    Errors are counted apart: neither report may take the other's place.
+    """
+    return _is_first(RAN_OUT)
 
 
 def end_report() -> None:
-    """Let ranks that wait for the first one's report go on."""
+    """Let ranks that wait for the report of `begin_report` go on."""
     with suppress(dist.DistError):
         job_store().set(REPORTED, "1")
 
 
 def await_report(seconds: float) -> None:
-    """Wait until the first rank to report has done so: when one leaves, a launcher ends the others.
+    """Wait until a report that another rank has begun is out: when one rank leaves, a launcher ends
+    the others. Return at once if there is none.
 
     `seconds`: the longest to wait.
     """
     with suppress(dist.DistError):
-        job_store().wait([REPORTED], timedelta(seconds=seconds))
+        if job_store().add(RAN_OUT, 0):
+            job_store().wait([REPORTED], timedelta(seconds=seconds))
+
+
+def _is_first(counter: str) -> bool:
+    try:
+        return job_store().add(counter, 1) == 1
+    except dist.DistError:  # the store went with rank 0: better said twice than never
+        return True
 
 
 def await_reports() -> None:

@@ -193,8 +193,8 @@ class CommConfig:
     train_timeout_seconds: PositiveInt = 100
     """Longest wait for other ranks after that."""
     trace_buf_size: NonNegativeInt = 20000
-    """Collectives remembered by NCCL's flight recorder, written to save_traces_folder on a timeout;
-    0: off."""
+    """Collectives remembered by torch's flight recorder, written to save_traces_folder when one
+    takes too long; 0: off."""
     save_traces_folder: Text = "comm_traces"
     """Folder of the flight recorder's files, inside dump_folder."""
     save_traces_file_prefix: str = "rank_"

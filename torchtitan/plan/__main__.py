@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torchtitan.base.errors import UserError
@@ -21,7 +21,9 @@ from torchtitan.plan.step import plan_step
 from torchtitan.plan.timelines import add_schedule, draw_schedule
 from torchtitan.plan.traffic import plan_traffic
 
-OF_A_JOB: Mapping[str, tuple[str, Callable[[Planned, argparse.Namespace], str]]] = {
+Answer = str | Iterator[str]
+"""As a whole, or part by part as it is found."""
+OF_A_JOB: Mapping[str, tuple[str, Callable[[Planned, argparse.Namespace], Answer]]] = {
     "memory": ("tell what each pipeline rank's memory holds, and whether it fits", plan_memory),
     "traffic": ("tell what is sent over each axis of the mesh", plan_traffic),
     "layout": ("find the degrees to take, and write the job's file for them", plan_layout),
@@ -38,14 +40,17 @@ def main(argv: Sequence[str]) -> int:
     """Print what is asked for and return 0, or print one line for each mistake and return 2."""
     arguments, settings = _parser().parse_known_args(argv)
     try:
-        sys.stdout.write(_answer(arguments, settings))
+        answer = _answer(arguments, settings)
+        for part in [answer] if isinstance(answer, str) else answer:
+            sys.stdout.write(part)
+            sys.stdout.flush()
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     return 0
 
 
-def _answer(arguments: argparse.Namespace, settings: Sequence[str]) -> str:
+def _answer(arguments: argparse.Namespace, settings: Sequence[str]) -> Answer:
     if arguments.command in OTHERS:
         if settings:
             _parser().error(f"unrecognized arguments: {' '.join(settings)}")
@@ -75,8 +80,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--all_ranks",
                 action="store_true",
-                help="look at every rank of a pipeline of more than 4, not at the first two, one "
-                "in the middle and the last",
+                help="look at every rank of a pipeline of more than 4, not only at its ends and "
+                "at those between that hold most",
             )
         if name == "layout":
             command.add_argument(

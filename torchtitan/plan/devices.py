@@ -11,7 +11,8 @@ Shares: matrix products reach 60 to 85 % of the dense peak (H100, cuBLAS at size
 for power limits), flash attention 2 30 to 55 % (FlashAttention-3's paper, arXiv:2407.08608, gives
 35 % forward on H100; the FlashAttention-2 paper, arXiv:2307.08691, 50 to 73 % on A100),
 memory-bound kernels 60 to 90 % of the bandwidth, collectives 50 to 85 % of their links (NCCL's
-tests call it bus bandwidth). An optimizer on the host reads and writes as fast as one core
+tests call it bus bandwidth), and copies between a device and page-locked memory of its machine as
+much of theirs. An optimizer on the host reads and writes as fast as one core
 does (10 GB/s) or as a GPU's part of its machine's memory allows (twice eight channels of DDR5-4800
 are 614 GB/s, for eight GPUs); both are estimates.
 """
@@ -22,18 +23,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PositiveInt, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from torchtitan.base.device import GIB, GPU_PEAKS, table_peaks
 from torchtitan.base.errors import ConfigError, did_you_mean
+from torchtitan.config.types import FinitePositive
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
     """How much of a resource's peak is reached, at worst and at best."""
 
-    worst: float
-    best: float
+    worst: FinitePositive
+    best: FinitePositive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +55,13 @@ class Device:
     network: float
     """To other machines, one direction, bytes/s of one GPU."""
     to_host: float
-    """To the memory of its machine, one direction, bytes/s."""
+    """To the memory of its machine, each direction, bytes/s."""
     products: Share = Share(worst=0.6, best=0.85)
     attention: Share = Share(worst=0.3, best=0.55)
     passes: Share = Share(worst=0.6, best=0.9)
     links: Share = Share(worst=0.5, best=0.85)
+    copies: Share = Share(worst=0.5, best=0.85)
+    """Of `to_host`."""
     latency: Share = Share(worst=30e-6, best=8e-6)
     """Of a collective or send, seconds."""
     launch: Share = Share(worst=10e-6, best=4e-6)
@@ -71,11 +76,11 @@ class Constants:
 
     product: str
     """The name that its driver gives."""
-    memory: int
-    to_host: float
+    memory: PositiveInt
     products: Share
     attention: Share
     passes: Share
+    copies: Share
     launch: Share
     on_host: Share
 
@@ -105,6 +110,7 @@ DEVICES: Mapping[str, Device] = dict(
         _device("MI300X", gib=191.9, bandwidth=5.3, link=448, network=50, to_host=64),
     )
 )
+REMEDY = "correct the file, or measure again by scripts/benchmark.py gpu --calibrate FILE"
 ALLOWANCE = 2 * GIB
 """What a device holds beside torch's memory: the CUDA context and its libraries (about 0.5 GiB),
 NCCL's buffers of each communicator, cuBLAS's workspaces. Not modelled; an estimate to be on the
@@ -123,8 +129,13 @@ def find_device(name: str, *, memory_gib: float | None) -> Device:
     `name`: or a file with what was measured of one, by `scripts/benchmark.py gpu --calibrate`.
 
     Raises:
-        ConfigError: There is no such device, or no such file.
+        ConfigError: There is no such device, or no such file, or a figure is no size.
     """
+    if memory_gib is not None and not 0.0 < memory_gib < float("inf"):
+        raise ConfigError(
+            f"--memory_gib must be a finite number above 0, got {memory_gib:g}; write what the "
+            "driver offers, or leave it out for the usual"
+        )
     if name.endswith(".json"):
         found = _read_constants(Path(name))
     elif name in DEVICES:
@@ -138,14 +149,24 @@ def find_device(name: str, *, memory_gib: float | None) -> Device:
     return found if memory_gib is None else replace(found, memory=round(memory_gib * GIB))
 
 
+def _mistake(file: Path, detail: ErrorDetails) -> str:
+    """Say what is wrong with one of a file's constants."""
+    key = ".".join(map(str, detail["loc"]))
+    where = f"--device {file}: {key}: " if key else f"--device {file}: "
+    if detail["type"] == "missing":
+        return f"{where}must be given; {REMEDY}"
+    rule = detail["msg"].replace("Input should be", "must be")
+    got = "" if isinstance(detail["input"], bytes) else f", got {detail['input']!r}"
+    return f"{where}{rule}{got}; {REMEDY}"
+
+
 def _read_constants(file: Path) -> Device:
     try:
-        found = TypeAdapter(Constants).validate_json(file.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise ConfigError(
-            f"--device {file} must hold constants as scripts/benchmark.py gpu --calibrate writes "
-            f"them, it cannot be read: {error}"
-        ) from error
+        found = TypeAdapter(Constants).validate_json(file.read_bytes(), strict=True)
+    except OSError as error:
+        raise ConfigError(f"--device {file} must be a file to read: {error}") from error
+    except ValidationError as error:
+        raise ConfigError([_mistake(file, detail) for detail in error.errors()]) from error
     known = device_named(found.product)
     if known is None:
         raise ConfigError(

@@ -24,11 +24,26 @@ from torchtitan.plan.devices import DEVICES, Device, device_named, find_device
 from torchtitan.plan.job import Planned, place
 from torchtitan.plan.kernels import kernel_seconds
 from torchtitan.plan.records import rehearse_ranks
-from torchtitan.plan.step import StepTime, time_step
+from torchtitan.plan.step import StepTime, Time, time_rank, time_step
 from torchtitan.trajectory import CONFIG_FILE, Job
 
 CPU = "(OMP_NUM_THREADS)"
 """What `base/device.py` writes in the name of a CPU."""
+COMPILED = (
+    "The run compiled its blocks. `compiled` are the kernels that the compiler wrote in Triton: "
+    "their names do not tell what takes the time, so products and attention may be among them; "
+    "what is predicted of other is of both."
+)
+KERNELS: Mapping[str, Sequence[str]] = {
+    "products": ("products",),
+    "attention": ("attention",),
+    "collectives": ("waits", "overlapped"),
+    "to device": ("to device",),
+    "to host": ("to host",),
+    "compiled": (),
+    "other": ("passes",),
+}
+"""Kinds of kernels, and the resources of a step that they need."""
 NEEDED = ("step_time_s", "data_time_s", "tokens_per_second", "mfu", "memory_peak_gib")
 """Figures of a row."""
 
@@ -81,7 +96,11 @@ def explain(arguments: argparse.Namespace) -> str:
     )
     if traces:
         spent = kernel_seconds(traces[-1], num_steps=config.profiling.profiler_active)
-        parts.append(_kernels(traces[-1], spent, found))
+        # its pipeline rank is looked at in any case
+        of_rank = {} if device is None else time_rank(planned, records[0])
+        parts.append(_kernels(traces[-1], spent, of_rank))
+        if planned.is_compiled:
+            parts.append(COMPILED)
         parts.append("Steps under the profiler are slower than others; they are among the rows.")
     return "\n\n".join(parts) + "\n"
 
@@ -199,25 +218,19 @@ def _causes(rows: Sequence[Row], *, excess: float) -> str:
     )
 
 
-def _kernels(trace: Path, spent: Counter[str], found: StepTime | None) -> str:
+def _kernels(trace: Path, spent: Counter[str], of_rank: Mapping[str, Time]) -> str:
+    """Return the seconds of rank 0's kernels by kind, beside what was predicted of it."""
     name = f"{trace.parent.name}/{trace.name}"
     if not spent:
         return f"{name} holds no kernels of a GPU: not compared"
-    predicted: dict[str, tuple[float, float]] = {}
-    if found is not None:
-        of = found.resources
-        sent = of["waits"], of["overlapped"]
-        predicted = {
-            "products": of["products"],
-            "attention": of["attention"],
-            "collectives": (sent[0][0] + sent[1][0], sent[0][1] + sent[1][1]),
-            "other": of["passes"],
-        }
-    lines = [f"seconds of kernels per step, {name} (a collective's include waiting for others)"]
-    for kind in ("products", "attention", "collectives", "other"):
-        line = f"{kind:<12}{spent[kind]:>12.4g}"
-        if kind in predicted:
-            worst, best = predicted[kind]
-            line += f"   {best:.4g} to {worst:.4g}"
-        lines.append(line)
+    lines = [
+        f"seconds of kernels of rank 0 per step, {name} (a collective's include waiting for "
+        "others), and those predicted of this rank"
+    ]
+    for kind, resources in KERNELS.items():
+        times = [of_rank[resource] for resource in resources if resource in of_rank]
+        worst, best = (sum(time[bound] for time in times) for bound in (0, 1))
+        if kind in ("products", "attention", "collectives", "other") or spent[kind] or worst:
+            said = f"   {best:.4g} to {worst:.4g}" if worst else ""
+            lines.append(f"{kind:<12}{spent[kind]:>12.4g}{said}")
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from torchtitan.config.toml_files import to_toml
 from torchtitan.job import Config, load_config
 from torchtitan.parallel.layout import Layout
 from torchtitan.plan.devices import Device
-from torchtitan.plan.shorten import Shortened, shorten
+from torchtitan.plan.shorten import Shortened, fullest_ranks, shorten
 
 FEW = 4
 """Ranks of a pipeline that are all looked at."""
@@ -42,6 +42,11 @@ class Planned:
     def is_compiled(self) -> bool:
         """Whether the job compiles its blocks; they are rehearsed without."""
         return self.config.compile.enable
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the compiler chooses what to recompute; a rehearsal recomputes nothing."""
+        return self.config.activation_checkpoint.mode == "memory_budget"
 
     @property
     def tokens_per_step(self) -> int:
@@ -120,7 +125,7 @@ def place(
         device=device,
         gpus_per_node=gpus_per_node,
         shortened=shorten(config, layout),
-        pipeline_ranks=_pipeline_ranks(layout.dims.pp, all_ranks=all_ranks),
+        pipeline_ranks=_pipeline_ranks(layout, all_ranks=all_ranks),
     )
 
 
@@ -163,6 +168,9 @@ def send(config: Config, planned: Planned, *, file: Path, settings: Sequence[str
     )
 
 
-def _pipeline_ranks(pp: int, *, all_ranks: bool) -> list[int]:
-    """Return the ranks to look at: of many the ends, which differ, and two of the others."""
-    return list(range(pp)) if all_ranks or pp <= FEW else [0, 1, pp // 2, pp - 1]
+def _pipeline_ranks(layout: Layout, *, all_ranks: bool) -> list[int]:
+    """Return the ranks to look at: of many those that may need most memory."""
+    pp = layout.dims.pp
+    if layout.pipeline is None or all_ranks or pp <= FEW:
+        return list(range(pp))
+    return fullest_ranks(layout.pipeline)

@@ -1,7 +1,9 @@
 """Seconds of a GPU's kernels by kind, from a chrome trace of the trainer's profiler.
 
-Kernels are told apart by their names, those of NVIDIA's and AMD's libraries and of Triton; what no
-word fits is other: norms, activation functions, copies, the optimizer.
+Kernels are told apart by their names, those of NVIDIA's and AMD's libraries; what no word fits is
+other: norms, activation functions, copies within the device, the optimizer. Kernels that torch's
+compiler wrote in Triton are a kind of their own: their names list the operators that were fused, in
+words that fit any kind, and tell nothing of what takes the time.
 """
 
 from __future__ import annotations
@@ -17,16 +19,23 @@ from torchtitan.base.errors import ConfigError
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of what a GPU does."""
 WORDS: Mapping[str, re.Pattern[str]] = {
+    "compiled": re.compile("^triton_"),
     "collectives": re.compile("nccl|rccl", re.IGNORECASE),
     "attention": re.compile("flash|fmha|attention|sdpa", re.IGNORECASE),
     "products": re.compile("gemm|cutlass|cublas|nvjet|^Cijk|_mm_", re.IGNORECASE),
 }
 """In this order: attention is built of cutlass's parts too."""
+COPIES: Mapping[str, re.Pattern[str]] = {
+    "to device": re.compile("HtoD"),
+    "to host": re.compile("DtoH"),
+}
+"""By the names of copies, those between a device and its host."""
 
 
-def kind_of(kernel: str) -> str:
-    """Return the kind of a kernel by its name."""
-    return next((kind for kind, words in WORDS.items() if words.search(kernel)), "other")
+def kind_of(name: str, *, category: str = "kernel") -> str:
+    """Return the kind of what a GPU does, by its name."""
+    kinds = WORDS if category == "kernel" else COPIES
+    return next((kind for kind, words in kinds.items() if words.search(name)), "other")
 
 
 def kernel_seconds(trace: Path, *, num_steps: int) -> Counter[str]:
@@ -39,8 +48,7 @@ def kernel_seconds(trace: Path, *, num_steps: int) -> Counter[str]:
     try:
         for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]:
             if event.get("ph") == "X" and event.get("cat") in DEVICE:
-                kind = kind_of(event["name"]) if event["cat"] == "kernel" else "other"
-                spent[kind] += event["dur"]
+                spent[kind_of(event["name"], category=event["cat"])] += event["dur"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{trace} must be a trace of torch's profiler, it cannot be read: {error!r}; profile "

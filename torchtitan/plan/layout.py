@@ -8,8 +8,6 @@ written, comes from the rehearsal alone.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,6 +26,8 @@ from torchtitan.plan.candidates import (
     rank_candidates,
 )
 from torchtitan.plan.job import Planned, Sent, send
+from torchtitan.plan.limits import BUDGET_IS_NOT_TRIED
+from torchtitan.plan.processes import open_pool
 from torchtitan.plan.tried import Tried, try_jobs
 
 SHOWN, TRIED = 3, 12
@@ -39,7 +39,7 @@ def plan_layout(planned: Planned, arguments: argparse.Namespace) -> str:
     samples = arguments.global_batch or planned.layout.samples_per_step(planned.config.training)
     with (
         tempfile.TemporaryDirectory() as folder,
-        multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool,
+        open_pool(max(TRIED, len(RECOMPUTES))) as pool,
     ):
         job = send(planned.config, planned, file=Path(folder) / "job.toml")
         figures = pool.map(_measure, [(job, recompute) for recompute in RECOMPUTES])
@@ -111,4 +111,6 @@ def _table(
         for candidate, tried in found
     ]
     lines += ["", "Bounds, and limits as of `memory` and `step`."]
+    if planned.has_budget:
+        lines.append(BUDGET_IS_NOT_TRIED)
     return "\n".join(lines) + "\n"

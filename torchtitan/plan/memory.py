@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torchtitan.base.device import GIB
@@ -13,6 +13,7 @@ from torchtitan.plan.allocator import MIB
 from torchtitan.plan.devices import ALLOWANCE
 from torchtitan.plan.draw import check_picture, save_areas
 from torchtitan.plan.job import Planned
+from torchtitan.plan.limits import of_recomputation
 from torchtitan.plan.nearest import describe_nearest
 from torchtitan.plan.records import rehearse_ranks
 from torchtitan.plan.step import time_step
@@ -24,8 +25,12 @@ LESS = 0.95
 """How much torch may reserve of what it reserved in a plan that ran out all the same."""
 
 
-def plan_memory(planned: Planned, arguments: argparse.Namespace) -> str:
-    """Return the account of each pipeline rank as text, and draw it if a picture is asked for."""
+def plan_memory(planned: Planned, arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the account of each pipeline rank as text, then the settings to take if it is too much.
+
+    To search for settings takes much longer, and whoever waits may not have the time. A picture of
+    the account is drawn if one is asked for.
+    """
     if arguments.out is not None:
         check_picture(arguments.out)
     expandable = not arguments.classic_allocator
@@ -37,18 +42,19 @@ def plan_memory(planned: Planned, arguments: argparse.Namespace) -> str:
         _table(planned, accounts, [staged(planned, record) for record in records]),
         _verdict(planned, fullest),
         _peak(fullest_rank, fullest),
+        _limits(planned, expandable=expandable),
     ]
+    if arguments.out is not None:
+        _draw(arguments.out, planned, accounts)
+        parts.append(f"written: {arguments.out}")
+    yield "\n\n".join(parts) + "\n"
     budget = planned.device.memory
     if arguments.ran_out:
         budget = min(budget, fullest.needed - round((1 - LESS) * fullest.reserved))
     if fullest.needed > budget:
         now = Tried(memory=fullest.needed, time=time_step(planned, records))
-        parts.append(describe_nearest(planned, now=now, budget=budget))
-    text = "\n\n".join([*parts, _limits(planned, expandable=expandable)])
-    if arguments.out is not None:
-        _draw(arguments.out, planned, accounts)
-        text += f"\nwritten: {arguments.out}"
-    return text + "\n"
+        found = describe_nearest(planned, now=now, budget=budget, expandable=expandable)
+        yield f"\n{found}\n"
 
 
 def staged(planned: Planned, record: Record) -> int:
@@ -140,8 +146,15 @@ def _limits(planned: Planned, *, expandable: bool) -> str:
         + ("with" if expandable else "without")
         + " PYTORCH_ALLOC_CONF=expandable_segments:True.",
     ]
+    looked_at, pp = len(planned.pipeline_ranks), planned.layout.dims.pp
+    if looked_at < pp:
+        said.append(
+            f"Of {pp} pipeline ranks {looked_at} were looked at, which should need most; "
+            "`--all_ranks` looks at each."
+        )
     if planned.is_compiled:
         said.append("Blocks are taken as not compiled; compiling usually needs less.")
+    said += of_recomputation(planned)
     if planned.layout.counts.num_experts:
         said.append("Every expert gets as many tokens as any other.")
     if planned.config.training.document_attention == "within":

@@ -10,20 +10,20 @@ decides.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, product
 from math import prod
-from multiprocessing.pool import Pool
 from pathlib import Path
 
 from torchtitan.base.device import GIB
 from torchtitan.plan.candidates import LEAST_SEQUENCE, MODES, RECOMPUTES
-from torchtitan.plan.job import Planned, send
+from torchtitan.plan.job import Planned, Sent, send
+from torchtitan.plan.limits import BUDGET_IS_NOT_TRIED
+from torchtitan.plan.processes import open_pool
 from torchtitan.plan.step import StepTime
 from torchtitan.plan.tried import Tried, try_jobs
 
@@ -61,16 +61,19 @@ class Found:
         return (self.tried.time.best + self.tried.time.worst) / 2
 
 
-def describe_nearest(planned: Planned, *, now: Tried, budget: int) -> str:
-    """Return the nearest settings that need no more than `budget` bytes on each rank, as text."""
+def describe_nearest(planned: Planned, *, now: Tried, budget: int, expandable: bool) -> str:
+    """Return the nearest settings that need no more than `budget` bytes on each rank, as text.
+
+    `expandable`: whether segments of the allocator can grow.
+    """
     samples = planned.layout.samples_per_step(planned.config.training)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool,
-    ):
+    has_budget = planned.has_budget
+    changes = list(propose(planned))
+    with tempfile.TemporaryDirectory() as folder, open_pool(len(changes)) as pool:
         file = Path(folder) / "job.toml"
-        search = _Search(planned, file=file, samples=samples, pool=pool, budget=budget)
-        found = search.run(now)
+        rehearse = partial(try_jobs, pool=pool, expandable=expandable)
+        search = _Search(planned, file=file, samples=samples, rehearse=rehearse, budget=budget)
+        found = search.run(changes, now=now)
         pool.terminate()
     if sys.stderr.isatty():
         sys.stderr.write("\n")
@@ -84,22 +87,30 @@ def describe_nearest(planned: Planned, *, now: Tried, budget: int) -> str:
         f"the {samples} samples of a step as they are:",
         f"{'GiB':>6}{'step, s':>16}",
         *(_line(one.tried.memory, one.tried.time, _said(one.changes, samples)) for one in found),
-        _line(now.memory, now.time, "as it is"),
+        _line(now.memory, now.time, "as it is, nothing recomputed" if has_budget else "as it is"),
     ]
+    if has_budget:
+        lines.append(BUDGET_IS_NOT_TRIED)
     return "\n".join(lines)
 
 
 class _Search:
     def __init__(
-        self, planned: Planned, *, file: Path, samples: int, pool: Pool, budget: int
+        self,
+        planned: Planned,
+        *,
+        file: Path,
+        samples: int,
+        rehearse: Callable[[Sequence[Sent]], Iterator[Tried | None]],
+        budget: int,
     ) -> None:
         self._planned, self._file, self._samples = planned, file, samples
-        self._pool, self._budget = pool, budget
+        self._rehearse, self._budget = rehearse, budget
 
-    def run(self, now: Tried) -> list[Found]:
+    def run(self, changes: Sequence[Change], *, now: Tried) -> list[Found]:
         """Return the best that fit: single changes, or else the fewest that do together."""
         base = Found((), now)
-        singles = list(self._try([(change,) for change in propose(self._planned)]))
+        singles = list(self._try([(change,) for change in changes]))
         fitting = self._fitting(singles)
         if not fitting:
             helpful = [one for one in singles if one.tried.memory < now.memory]
@@ -125,7 +136,7 @@ class _Search:
             )
             for changes in work
         ]
-        for changes, tried in zip(work, try_jobs(jobs, pool=self._pool), strict=True):
+        for changes, tried in zip(work, self._rehearse(jobs), strict=True):
             if tried is not None:
                 yield Found(changes, tried)
 
@@ -161,7 +172,8 @@ def propose(planned: Planned) -> Iterator[Change]:
     training, parallelism = config.training, config.parallelism
     recomputation = config.activation_checkpoint
     option = recomputation.selective_ac_option
-    now = {"none": "none", "full": "full"}.get(recomputation.mode, option)
+    # with a budget, too, nothing is recomputed in a rehearsal
+    now = {"none": "none", "memory_budget": "none", "full": "full"}.get(recomputation.mode, option)
     first = RECOMPUTES.index(now) + 1 if now in RECOMPUTES else 2  # every third, say, as every 2nd
     for heavier in RECOMPUTES[first:]:
         settings: dict[str, object] = {"activation_checkpoint.mode": MODES[heavier]}
@@ -183,14 +195,14 @@ def propose(planned: Planned) -> Iterator[Change]:
     elif dims.pp > 1 and size > 1:
         yield Change("batch", {"parallelism.pipeline_parallel_microbatch_size": size // 2})
 
-    prefix = "parallelism"
+    prefix, has_experts = "parallelism", bool(planned.layout.counts.num_experts)
     degrees = {
         f"{prefix}.tensor_parallel_degree": [n * dims.tp for n in (2, 4)],
         f"{prefix}.context_parallel_degree": [
             n * dims.cp for n in (2,) if training.seq_len // (n * dims.cp) >= LEAST_SEQUENCE
         ],
         f"{prefix}.data_parallel_replicate_degree": [1] if dims.dp_replicate > 1 else [],
-        f"{prefix}.expert_parallel_degree": [2 * dims.ep] if dims.ep > 1 else [],
+        f"{prefix}.expert_parallel_degree": [n * dims.ep for n in (2, 4) if has_experts],
     }
     for key, values in degrees.items():
         for value in values:

@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 import tempfile
 from pathlib import Path
 
 from torchtitan.plan.job import Planned, Sent, send
+from torchtitan.plan.processes import open_pool
 from torchtitan.plan.rehearse import rehearse_step
 from torchtitan.plan.tape import Piece, Record
 
 
-def rehearse_rank(planned: Planned, rank: int) -> Record:
-    """Return the record of one rank of the job: of a step, and of the validation behind it."""
+def rehearse_rank(planned: Planned, rank: int, *, validates: bool = True) -> Record:
+    """Return the record of one rank of the job: of a step, and of the validation behind it, if the
+    job has one and `validates`."""
     short = planned.shortened
     record = rehearse_step(short.config, layout=short.layout, rank=rank)
-    if not planned.config.validation.enable:
+    if not (validates and planned.config.validation.enable):
         return record
     return follow(
         record, rehearse_step(short.config, layout=short.layout, rank=rank, validates=True)
     )
 
 
-def rehearse_ranks(planned: Planned) -> list[Record]:
+def rehearse_ranks(planned: Planned, *, validates: bool = True) -> list[Record]:
     """Return the record of the first rank of each pipeline rank, in their order.
 
+    `validates`: with the validation, which takes memory and no time of a step.
     Ranks are rehearsed in processes of their own, as many at once as there are cores.
     """
     ranks = planned.first_ranks()
-    num_processes = min(len(ranks), os.cpu_count() or 1)
-    if num_processes == 1:
-        return [rehearse_rank(planned, ranks[0])]
+    if len(ranks) == 1:
+        return [rehearse_rank(planned, ranks[0], validates=validates)]
     records = []
     with tempfile.TemporaryDirectory() as folder:
         job = send(planned.config, planned, file=Path(folder) / "job.toml")
-        with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-            for record in pool.imap(_rehearse, [(job, rank) for rank in ranks]):
+        with open_pool(len(ranks)) as pool:
+            for record in pool.imap(_rehearse, [(job, rank, validates) for rank in ranks]):
                 records.append(record)
                 if sys.stderr.isatty():
                     ending = "\n" if len(records) == len(ranks) else ""
@@ -63,6 +63,6 @@ def follow(step: Record, validation: Record) -> Record:
     return Record(step.entries + entries, step.pieces + pieces)
 
 
-def _rehearse(work: tuple[Sent, int]) -> Record:
-    job, rank = work
-    return rehearse_rank(job.place(), rank)
+def _rehearse(work: tuple[Sent, int, bool]) -> Record:
+    job, rank, validates = work
+    return rehearse_rank(job.place(), rank, validates=validates)

@@ -2,7 +2,8 @@
 
 Nothing of the model, of FSDP, of recomputation or of the pipeline is modelled here; they run, in a
 world that pretends the other ranks (`world.py`), and a tape records what they do. A rehearsal may
-leave out blocks that are like their neighbours: `unroll.py` puts them back into the record.
+leave out blocks and microbatches that are like their neighbours: `unroll.py` and `microbatches.py`
+put them back into the record.
 
 Tensors are on a pretended CPU, because a pretended GPU aborts where there is no driver. Where a GPU
 would take another path that matters, it is taken by name: bfloat16 where the job says "auto",
@@ -15,6 +16,7 @@ import logging
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,6 +39,7 @@ from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.build import allocate
 from torchtitan.parallel.context.build import build_shard
 from torchtitan.parallel.layout import Layout
+from torchtitan.plan.microbatches import leave_out, unroll_microbatches
 from torchtitan.plan.tape import Pool, Record, Tape
 from torchtitan.plan.unroll import CannotUnrollError, Template, unroll
 from torchtitan.plan.world import axes_by_group, fake_world, load_evenly, stand_ins
@@ -110,11 +113,11 @@ def record_step(
         offloads = config.training.enable_cpu_offload
         _hold_state(tape, model, optimizer, pool="host" if offloads else "compute")
         if validates:
-            with stand_ins(tape), tape:
+            with stand_ins(tape, are_fake=fakes is not None), tape:
                 evaluate(batches, model=model, execution=execution, device=CPU)
             return tape.ended()
         parameters = [p for p in model.parameters() if p.requires_grad]
-        with stand_ins(tape), tape:
+        with stand_ins(tape, are_fake=fakes is not None), tape:
             divisor = (
                 torch.stack([count_valid(batch.labels) for batch in batches]).sum().clamp(min=1)
             )
@@ -188,14 +191,34 @@ def rehearse_step(config: Config, *, layout: Layout, rank: int, validates: bool 
 
     Of many microbatches and accumulation steps only some are taken; see `shorten`.
     """
+    if validates:
+        rehearsed = partial(rehearse, config, layout=layout, rank=rank, validates=True)
+    else:
+        rehearsed = partial(rehearse_few, config, layout=layout, rank=rank)
     templates, left_out = find_templates(config, layout=layout, rank=rank)
     if templates:
-        record = rehearse(config, layout=layout, rank=rank, left_out=left_out, validates=validates)
         try:
-            return unroll(record, templates)
+            return unroll(rehearsed(left_out=left_out), templates)
         except CannotUnrollError as error:
             logger.info("All blocks are run: %s", error)
-    return rehearse(config, layout=layout, rank=rank, validates=validates)
+    return rehearsed()
+
+
+def rehearse_few(
+    config: Config, *, layout: Layout, rank: int, left_out: Collection[int] = ()
+) -> Record:
+    """Do as `rehearse`, with all microbatches of a pipeline, most of which are copied if that can
+    be done."""
+    if layout.pipeline is not None:
+        sparse = leave_out(layout.pipeline, rank=rank // (layout.dims.world_size // layout.dims.pp))
+        if sparse is not None:
+            few = replace(layout, pipeline=sparse.pipeline)
+            record = rehearse(config, layout=few, rank=rank, left_out=left_out)
+            try:
+                return unroll_microbatches(record, sparse)
+            except CannotUnrollError as error:
+                logger.info("All microbatches are run: %s", error)
+    return rehearse(config, layout=layout, rank=rank, left_out=left_out)
 
 
 def find_templates(config: Config, *, layout: Layout, rank: int) -> tuple[list[Template], set[int]]:

@@ -10,16 +10,25 @@ Blocks are rehearsed without compiling them, and "auto" is bfloat16, as on each 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import Config
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline.layout import PipelineLayout
-from torchtitan.parallel.pipeline.schedules import Table, compute_table, count_microbatches
+from torchtitan.parallel.pipeline.schedules import Kind, Table, compute_table, count_microbatches
 from torchtitan.plan.links import OVERLAPPED
-from torchtitan.plan.schedule import Costs, simulate
 from torchtitan.plan.tape import Entry, Phase
+
+HELD: Mapping[Kind, int] = {
+    "forward": 1,
+    "backward": -1,
+    "backward_input": 0,
+    "backward_weight": -1,
+}
+"""How many more activations, of one stage for one microbatch, a rank holds behind an action."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +90,14 @@ def _shorten_table(config: Config, pipeline: PipelineLayout) -> tuple[Table, int
     if settings.pipeline_parallel_schedule_csv:
         return None
     pp, num = len(pipeline.table), count_microbatches(pipeline.table)
+    stages_per_rank = len(pipeline.modules) // pp
     peaks, is_full = _peaks(pipeline.table), False
-    for fewer in range(1, num):
+    for fewer in range(max(peaks) // stages_per_rank, num):  # less cannot fill it
         try:
             table = compute_table(
                 settings.pipeline_parallel_schedule,
                 pp=pp,
-                stages_per_rank=len(pipeline.modules) // pp,
+                stages_per_rank=stages_per_rank,
                 num_microbatches=fewer,
             )
         except ConfigError:
@@ -99,5 +109,23 @@ def _shorten_table(config: Config, pipeline: PipelineLayout) -> tuple[Table, int
 
 
 def _peaks(table: Table) -> list[int]:
-    timeline = simulate(table, costs=Costs())
-    return [timeline.peak(rank) for rank in range(len(table))]
+    """Return the most activations that each rank holds at once, as `Timeline.peak` does."""
+    return [max(accumulate(HELD[action.kind] for action in row)) for row in table]
+
+
+def fullest_ranks(pipeline: PipelineLayout) -> list[int]:
+    """Return the ranks of a pipeline that may need most memory: both ends, and of the others the
+    one that holds activations of most modules at once, and the one with most modules."""
+    sizes = [len(modules) for modules in pipeline.modules]
+    held = [max(accumulate(HELD[a.kind] * sizes[a.stage] for a in row)) for row in pipeline.table]
+    own = [sum(sizes[stage] for stage in pipeline.stages_of(n)) for n in range(len(held))]
+    last = len(held) - 1
+    inner = range(1, last) or range(1)
+    return sorted(
+        {
+            0,
+            max(inner, key=lambda n: (held[n], own[n])),
+            max(inner, key=lambda n: (own[n], held[n])),
+            last,
+        }
+    )

@@ -6,13 +6,16 @@ Each resource has a time at worst and at best, from the shares of its peak in `d
     attention   causal attention, half of the scores
     passes      all other operators: the bytes that they read and write
     waits       collectives that computing waits for: tp, cp, ep
-    overlapped  collectives beside it: gathering weights, reducing gradients; offloaded, copies too
-    offload     the update, where weights and the optimizer's state lie with the host
+    overlapped  collectives beside it: gathering weights, reducing gradients
+    to device   copies of offloaded weights, before they are gathered; unsharded, computing waits
+    to host     copies of their gradients
+    offload     what the host computes of offloaded weights: the update, sums of gradients
+    recomputed  at worst a second forward, where the compiler chooses what to recompute
     host        launching operators, one after the other, beside what the device does
 
 A microbatch's forward takes products, attention, passes and waits in turn. A pipeline's
 microbatches are played through its table (`schedule.py`), which adds the bubble. At best all that
-can overlap does; at worst nothing of the overlapped collectives does.
+can overlap does; at worst nothing of the overlapped collectives and copies does.
 
 It is a promise of bounds: kernels may be chosen badly, clocks throttled, a neighbour may share the
 network. Compiling fuses operators that only read and write; how many is the compiler's matter, so
@@ -27,14 +30,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-import torch
-
 from torchtitan.plan.devices import Device, Share
 from torchtitan.plan.job import Planned
+from torchtitan.plan.limits import of_recomputation
 from torchtitan.plan.links import OVERLAPPED, Axis, axes_of, collective
 from torchtitan.plan.records import rehearse_ranks
 from torchtitan.plan.schedule import Costs, simulate
-from torchtitan.plan.tape import Entry, Record
+from torchtitan.plan.tape import Entry, Phase, Record
 
 TILE = 128
 FUSED = 1 / 3
@@ -42,7 +44,8 @@ FUSED = 1 / 3
 Time = tuple[float, float]
 """Seconds at worst, and at best."""
 NONE: Time = (0.0, 0.0)
-IN_TURN = ("products", "attention", "passes", "waits", "offload")
+IN_TURN = ("products", "attention", "passes", "waits", "offload", "recomputed")
+BESIDE = ("overlapped", "to device", "to host")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +72,9 @@ def time_step(planned: Planned, records: Sequence[Record]) -> StepTime:
     """Return the bounds of a step from the records of the pipeline's ranks."""
     ranks = [_RankTimes(record, planned) for record in records]
     (worst, worst_idle), (best, best_idle) = (_whole_step(planned, ranks, n) for n in (0, 1))
-    names = [*IN_TURN, "overlapped", "host"]
     resources = {
-        name: max((rank.total(name) for rank in ranks), key=lambda t: t[1]) for name in names
+        name: max((rank.total(name) for rank in ranks), key=lambda t: (t[1], t[0]))
+        for name in (*IN_TURN, *BESIDE, "host")
     }
     resources["bubble"] = (worst_idle, best_idle)
     tokens, flops = planned.tokens_per_step, planned.model_flops
@@ -85,6 +88,12 @@ def time_step(planned: Planned, records: Sequence[Record]) -> StepTime:
     )
 
 
+def time_rank(planned: Planned, record: Record) -> Mapping[str, Time]:
+    """Return the time of each resource on one rank of the pipeline."""
+    rank = _RankTimes(record, planned)
+    return {name: rank.total(name) for name in (*IN_TURN, *BESIDE, "host")}
+
+
 class _RankTimes:
     """The times of one rank, by phase and resource."""
 
@@ -95,25 +104,31 @@ class _RankTimes:
         self._times: defaultdict[tuple[str, str, int], float] = defaultdict(float)
         """By phase, resource and bound."""
         known: dict[tuple[object, ...], tuple[str, Time]] = {}
-        offloaded = (
-            _Offloaded(planned, axes) if planned.config.training.enable_cpu_offload else None
-        )
+        offloads = planned.config.training.enable_cpu_offload
         launch = (device.launch.worst, device.launch.best)
         for piece, end in record.bounds():
             phase = piece.phase or "between"
             for entry in record.entries[piece.start : end]:
                 if entry.what in ("birth", "death"):
                     continue
-                key = (*entry[:3], phase == "update")
+                is_on_host = entry.pool == "host" or (offloads and phase == "update")
+                key = (*entry[:3], is_on_host)
                 if key not in known:
-                    known[key] = _time(entry, device=device, axes=axes, kept=kept)
-                    if offloaded is not None:
-                        known[key] = offloaded.time(entry, phase, *known[key])
+                    known[key] = _time(
+                        entry, device=device, axes=axes, kept=kept, is_on_host=is_on_host
+                    )
                 resource, time = known[key]
-                times = planned.shortened.times(entry, piece.phase)
+                times = _times(planned, entry, piece.phase)
                 for bound in (0, 1):
                     self._times[phase, resource, bound] += times * time[bound]
                     self._times[phase, "host", bound] += times * launch[bound]
+        # unsharded, weights come when they are needed: there is no gather ahead of computing
+        is_waited_for = planned.layout.dims.fsdp == 1
+        self._in_turn = (*IN_TURN, "to device") if is_waited_for else IN_TURN
+        self._beside = [name for name in BESIDE if name not in self._in_turn]
+        if planned.has_budget:
+            again = sum(self.of(name, 0, "forward") for name in ("products", "attention", "passes"))
+            self._times["backward", "recomputed", 0] = again
 
     def total(self, resource: str) -> Time:
         """Return the time of a resource over the step."""
@@ -129,8 +144,13 @@ class _RankTimes:
 
     def in_turn(self, bound: int, *phases: str) -> float:
         """Return how long the device computes and waits in some phases, or the host launches."""
-        device = sum(self.of(resource, bound, *phases) for resource in IN_TURN)
+        device = sum(self.of(resource, bound, *phases) for resource in self._in_turn)
         return max(device, self.of("host", bound, *phases))
+
+    def beside(self, bound: int) -> float:
+        """Return how long links take that work beside computing: at best all of them at once."""
+        times = [self.of(resource, bound) for resource in self._beside]
+        return sum(times) if bound == 0 else max(times)
 
 
 def _whole_step(planned: Planned, ranks: Sequence[_RankTimes], bound: int) -> tuple[float, float]:
@@ -140,7 +160,7 @@ def _whole_step(planned: Planned, ranks: Sequence[_RankTimes], bound: int) -> tu
     forward = max(rank.in_turn(bound, "forward", "between") for rank in ranks)
     backward = max(rank.in_turn(bound, "backward") for rank in ranks)
     update = max(rank.in_turn(bound, "update") for rank in ranks)
-    beside = max(rank.of("overlapped", bound) for rank in ranks)
+    beside = max(rank.beside(bound) for rank in ranks)
     computing, idle = forward + backward, 0.0
     if pipeline is not None:
         num = sum(action.kind == "forward" for action in pipeline.table[0]) * accumulation
@@ -151,8 +171,18 @@ def _whole_step(planned: Planned, ranks: Sequence[_RankTimes], bound: int) -> tu
     return (computing + beside if bound == 0 else max(computing, beside)) + update, idle
 
 
+def _times(planned: Planned, entry: Entry, phase: Phase | None) -> float:
+    """Return how often an entry of a rank's record comes in the whole step."""
+    if entry.what == "copy":
+        if entry.where[0] == "to host" and planned.layout.dims.dp_replicate > 1:
+            return 1.0  # gradients leave when they are summed over copies, once
+        # as the gathers and reductions that it belongs to
+        entry = entry._replace(what="message", where=("fsdp", *entry.where))
+    return planned.shortened.times(entry, phase)
+
+
 def _time(
-    entry: Entry, *, device: Device, axes: Mapping[str, Axis], kept: float
+    entry: Entry, *, device: Device, axes: Mapping[str, Axis], kept: float, is_on_host: bool
 ) -> tuple[str, Time]:
     """Return the resource that an entry needs, and for how long."""
     if entry.what == "message":
@@ -161,34 +191,16 @@ def _time(
             return "waits", NONE
         share = axes[axis].seconds(collective(operator), entry.size, device=device)
         return "overlapped" if axis in OVERLAPPED else "waits", (share.worst, share.best)
+    if entry.what == "copy":
+        return entry.where[0], _spread(entry.size / device.to_host, device.copies)
+    if entry.what == "pass" and is_on_host:
+        return "offload", (entry.size / device.on_host.worst, entry.size / device.on_host.best)
     if entry.what == "pass":
         return "passes", _spread(entry.size / device.bandwidth, device.passes, best=kept)
     if "attention" in entry.where[0]:
         return "attention", _spread(entry.size / device.flops, device.attention)
     filled = _filled(entry.where[2])
     return "products", _spread(entry.size / device.flops / filled, device.products)
-
-
-class _Offloaded:
-    """What changes where weights and the optimizer's state lie with the host."""
-
-    def __init__(self, planned: Planned, axes: Mapping[str, Axis]) -> None:
-        self._device, self._axes = planned.device, axes
-        dtype = getattr(torch, planned.shortened.config.training.mixed_precision_param)
-        self._widened = torch.float32.itemsize / dtype.itemsize
-
-    def time(self, entry: Entry, phase: str, resource: str, time: Time) -> tuple[str, Time]:
-        """Return the resource that an entry needs, and for how long: weights are copied to the
-        device before they are gathered, gradients away when they are reduced."""
-        device = self._device
-        if entry.what == "pass" and phase == "update":
-            return "offload", (entry.size / device.on_host.worst, entry.size / device.on_host.best)
-        if entry.what != "message" or entry.where[0] not in ("fsdp", "efsdp"):
-            return resource, time
-        wide = self._widened if collective(entry.where[1]) == "all-gather" else 1.0
-        size = wide * entry.size / self._axes[entry.where[0]].degree
-        copy = _spread(size / device.to_host, device.links)
-        return resource, (time[0] + copy[0], time[1] + copy[1])
 
 
 def _spread(seconds: float, share: Share, *, best: float = 1.0) -> Time:
@@ -206,7 +218,7 @@ def _filled(shapes: str) -> float:
 
 def plan_step(planned: Planned, arguments: argparse.Namespace) -> str:
     """Return the bounds of a step as text."""
-    found = time_step(planned, rehearse_ranks(planned))
+    found = time_step(planned, rehearse_ranks(planned, validates=False))
     device = planned.device
     lines = [
         planned.headline(),
@@ -227,9 +239,20 @@ def plan_step(planned: Planned, arguments: argparse.Namespace) -> str:
         f"{device.flops / 1e12:.0f} TFLOP/s in products, {_said(device.attention)} in attention, "
         f"{_said(device.passes)} of {device.bandwidth / 1e12:.2f} TB/s, {_said(device.links)} of "
         f"{device.link / 1e9:.0f} GB/s on a machine and {device.network / 1e9:.0f} GB/s between "
-        "machines; the shares are in torchtitan/plan/devices.py.",
+        f"machines{_to_host(planned)}; the shares are in torchtitan/plan/devices.py.",
+        *of_recomputation(planned),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _to_host(planned: Planned) -> str:
+    if not planned.config.training.enable_cpu_offload:
+        return ""
+    device = planned.device
+    return (
+        f", {_said(device.copies)} of {device.to_host / 1e9:.0f} GB/s to and from the host, whose "
+        f"update moves {device.on_host.worst / 1e9:.0f} to {device.on_host.best / 1e9:.0f} GB/s"
+    )
 
 
 def _said(share: Share) -> str:

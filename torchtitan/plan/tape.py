@@ -21,13 +21,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from torchtitan.base.dispatch import DispatchMode
 from torchtitan.parallel.one_operator import WHOLE_ATTENTION, compute
+from torchtitan.plan.passes import (
+    WRAPPERS,
+    count_bytes,
+    find_leaves,
+    find_tensors,
+    is_pass,
+    written,
+)
 
 Kind = Literal[
     "weights",
@@ -45,14 +50,10 @@ Pool = Literal["compute", "gather", "reduce", "host"]
 What is offloaded lies with the host."""
 Phase = Literal["state", "forward", "backward", "between", "update", "validation"]
 """Between forwards and backwards a pipeline gathers the weights of its blocks and frees them."""
-WRAPPERS = (DTensor, AsyncCollectiveTensor)
-"""Tensors that hold others, and no memory."""
 MESSAGES = ("c10d", "_c10d_functional", "_dtensor")
 """Namespaces of operators that send something."""
 UNREGISTERED = ("flash_attention_for_cpu", "_grouped_mm")
 """Products of which torch does not know how much they are."""
-COPIES = ("fsdp::split_with_sizes_copy", "fsdp::chunk_cat")
-"""What FSDP copies between its buffers and the tensors of a block, in one operator each."""
 
 
 WORLD = "world"
@@ -62,15 +63,17 @@ WORLD = "world"
 class Entry(NamedTuple):
     """One event of the tape. Names of modules are relative to their block."""
 
-    what: Literal["birth", "death", "message", "product", "pass"]
-    """A pass reads and writes memory, and its arithmetic costs nothing beside that."""
+    what: Literal["birth", "death", "message", "product", "pass", "copy"]
+    """A pass reads and writes memory, and its arithmetic costs nothing beside that. A copy goes
+    between the device's memory and the host's."""
     size: int
     """Bytes; of a product: floating-point operations."""
     where: tuple[str, ...]
     """Of a birth or pass: operator, module. Of a message: axis, collective, module. Of a product:
-    operator, module, shapes of what is multiplied."""
+    operator, module, shapes of what is multiplied. Of a copy: "to device" or "to host", module."""
     kind: Kind = "temporaries"
     pool: Pool = "compute"
+    """Of a pass: "host", if the host computes it."""
     born: int = -1
     """Of a death: the index of the birth."""
 
@@ -84,12 +87,25 @@ class Piece(NamedTuple):
     block: int | None
 
 
+class Action(NamedTuple):
+    """What a pipeline's schedule does in one go: one stage's work on a microbatch, a message."""
+
+    name: str
+    """As torch calls it: `0F3` is the forward of stage 0 for microbatch 3. Empty: what is not of
+    the schedule."""
+    start: int
+    pieces: list[Piece]
+    """Those that begin in it, also where one like it has just ended."""
+
+
 @dataclass
 class Record:
     """What a tape holds, to be replayed, counted or unrolled."""
 
     entries: list[Entry] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=lambda: [Piece(0, None, None)])
+    actions: list[Action] = field(default_factory=lambda: [Action("", 0, [])], compare=False)
+    """One behind the other; not in what has been unrolled."""
 
     def bounds(self) -> Iterator[tuple[Piece, int]]:
         """Yield each piece and where it ends."""
@@ -115,19 +131,32 @@ class Tape(DispatchMode):
         self._axes = axes
         self._live: dict[int, tuple[int, int]] = {}
         """By storage: its size and its birth."""
+        self._on_host: set[int] = set()
+        """Storages of what is offloaded: on the pretended device nothing moves it."""
         self._modules: list[str] = [""]
         self._block_of: dict[nn.Module, int] = {}
         self._backward = -1
 
     def ended(self) -> Record:
         """Return what was recorded so far; what dies later is no part of it."""
-        return Record(list(self.record.entries), list(self.record.pieces))
+        record = self.record
+        return Record(list(record.entries), list(record.pieces), list(record.actions))
+
+    @property
+    def place(self) -> tuple[str, Kind, Pool]:
+        """The module that runs, and what is made in it: what for, and where."""
+        return self._modules[-1], self.kind, self.pool
 
     def mark(self, phase: Phase | None, block: int | None) -> None:
         """Begin a piece."""
         piece = Piece(len(self.record.entries), phase, block)
-        if self.record.pieces[-1][1:] != piece[1:]:
-            self.record.pieces.append(piece)
+        for pieces in (self.record.pieces, self.record.actions[-1].pieces):
+            if not pieces or pieces[-1][1:] != piece[1:]:
+                pieces.append(piece)
+
+    def begin_action(self, name: str) -> None:
+        """Begin an action of a pipeline's schedule; no name: end it."""
+        self.record.actions.append(Action(name, len(self.record.entries), []))
 
     def hold(self, tensor: Tensor, *, kind: Kind, pool: Pool = "compute") -> None:
         """Note a tensor that is there already; one that was seen keeps its place."""
@@ -137,6 +166,8 @@ class Tape(DispatchMode):
         else:
             with self.within(pool=pool):
                 self._bear(storage, storage.nbytes(), ("state", ""), kind)
+        if pool == "host":
+            self._on_host.add(storage._cdata)
 
     def name(self, tensor: Tensor, *, kind: Kind, pool: Pool | None = None) -> None:
         """Say what a live storage is for, and where it lies, now that this is known."""
@@ -209,29 +240,49 @@ class Tape(DispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func.name()
-        given, made = _tensors((args, kwargs)), _tensors(out)
         is_message = func.namespace in MESSAGES
         kind: Kind = "communication" if is_message else self.kind
-        for tensor in made:
+        for tensor in find_tensors(out):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._live:
                 self._bear(storage, storage.nbytes(), (name, self._modules[-1]), kind)
+        if self._on_host and self.record.pieces[-1].phase != "update":
+            self._note_copies(func, args, kwargs, out)
         if is_message:
             if "wait_tensor" not in name and "wrap_tensor" not in name:
                 self._note_message(name, args, out)
         elif func._overloadpacket in flop_registry or any(part in name for part in UNREGISTERED):
             self._note_product(func, args, kwargs, out)
-        elif name in COPIES or (func.namespace == "aten" and not _moves_nothing(func)):
-            size = sum(t.nbytes for t in given) + sum(t.nbytes for t in made)
-            if size:
-                self._append(Entry("pass", size, (name, self._modules[-1])))
+        elif is_pass(func) and (size := count_bytes(func, args, kwargs, out)):
+            pool: Pool = "host" if self._of_host(written(func, args, kwargs)) else "compute"
+            self._append(Entry("pass", size, (name, self._modules[-1]), pool=pool))
+
+    def _note_copies(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note what an operator on a device needs of the host's memory, and what goes there: FSDP
+        takes the gradients of a reduction apart, and copies each."""
+        if func is torch.ops.aten.as_strided.default:
+            is_reduced = self.is_sharding and self.kind != "gathered weights"
+            if is_reduced and self.record.pieces[-1].phase != "forward":
+                self._on_host.add(out.untyped_storage()._cdata)
+                self._append(Entry("copy", out.nbytes, ("to host", self._modules[-1])))
+        elif is_pass(func) or func.namespace == "fsdp":
+            if self._of_host(written(func, args, kwargs)):
+                return  # the host computes it: gradients of one microbatch more
+            for tensor in self._of_host((args, kwargs)):
+                self._append(Entry("copy", tensor.nbytes, ("to device", self._modules[-1])))
+
+    def _of_host(self, tree: Any) -> list[Tensor]:
+        """Return the tensors that lie with the host."""
+        if not self._on_host:
+            return []
+        return [t for t in find_tensors(tree) if t.untyped_storage()._cdata in self._on_host]
 
     def _note_message(self, name: str, args: Any, out: Any) -> None:
-        boxes = [x for x in tree_leaves(args) if "ProcessGroup" in str(getattr(x, "_type", str)())]
-        names = [x for x in tree_leaves(args) if isinstance(x, str) and x in self._axes]
+        boxes = [x for x in find_leaves(args) if "ProcessGroup" in str(getattr(x, "_type", str)())]
+        names = [x for x in find_leaves(args) if isinstance(x, str) and x in self._axes]
         group = dist.ProcessGroup.unbox(boxes[0]).group_name if boxes else names[-1]
         # the side that is whole, not sharded
-        sides = [sum(t.nbytes for t in _tensors(x)) for x in (*args, out)]
+        sides = [sum(t.nbytes for t in find_tensors(x)) for x in (*args, out)]
         short = name.split("::")[1].split(".")[0].strip("_")
         axis = self._axes[group][-1 if self.is_sharding else 0]
         if self.record.pieces[-1].phase == "update" and WORLD in self._axes[group]:
@@ -240,7 +291,7 @@ class Tape(DispatchMode):
 
     def _note_product(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func.name()
-        shapes = " ".join("x".join(map(str, t.shape)) for t in _tensors(args) if t.ndim > 1)
+        shapes = " ".join("x".join(map(str, t.shape)) for t in find_tensors(args) if t.ndim > 1)
         if "flash_attention_for_cpu" in name:
             is_backward = "backward" in name
             q, k = args[1:3] if is_backward else args[:2]
@@ -269,6 +320,7 @@ class Tape(DispatchMode):
     def _drop(self, key: int) -> None:
         self._die(key)
         del self._live[key]
+        self._on_host.discard(key)
 
     def _die(self, key: int) -> None:
         size, birth = self._live[key]
@@ -290,15 +342,3 @@ class Tape(DispatchMode):
         finally:
             for name, value in before.items():
                 setattr(self, name, value)
-
-
-def _tensors(tree: Any) -> Sequence[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and not isinstance(x, WRAPPERS)]
-
-
-def _moves_nothing(func: Any) -> bool:
-    """Tell whether an operator only makes a view, or memory that nobody has written to."""
-    name = func._schema.name.removeprefix("aten::")
-    if name == "_unsafe_view" or name.removeprefix("new_").startswith("empty"):
-        return True
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)

@@ -11,6 +11,9 @@ dispatch what is allocated; they are replaced here, and nowhere else:
     how many tokens other ranks send to experts      an even load is assumed
     gradients in small chunks for the norm           only on a CPU
     RMSNorm as several operators                     a GPU has one kernel for it
+    the head's gradient in thousands of products     those of one chunk are copied for the others
+    the number of a pipeline's microbatches          its table may leave some out
+    the collector of garbage                         it would come at any time
 
 What a stage sends is taken to be gone at once; NCCL keeps it until the other stage has it, which is
 at most one microbatch's stream for each send on its way.
@@ -18,6 +21,7 @@ at most one microbatch's stream for each send on its way.
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,20 +38,25 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.process_group import end_process_group
 from torchtitan.models.moe import multiply_grouped, multiply_in_turn
 from torchtitan.models.routing import Compute, StackedExperts
-from torchtitan.optim import clip
+from torchtitan.optim import clip, loss
+from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.expert import Exchange
-from torchtitan.plan.tape import WORLD, Tape
+from torchtitan.parallel.pipeline.schedules import Runtime
+from torchtitan.plan.tape import WORLD, Entry, Tape
 
 FUSED = (torch.ops.aten._fused_rms_norm.default, torch.ops.aten._fused_rms_norm_backward.default)
 """Operators with a kernel on a GPU alone. With one on a CPU too, dispatch goes the way of a GPU: by
 these operators and their own rules for autograd and DTensor. A norm whose input and weight have
 different types remains several operators, as there."""
+ACTION = "PP:"
+"""How torch begins the name of the profiler's range around each action of a schedule."""
 
 
 @contextmanager
@@ -82,8 +91,11 @@ def axes_by_group(mesh: Mesh) -> dict[str, list[str]]:
 
 
 @contextmanager
-def stand_ins(tape: Tape) -> Iterator[None]:
-    """Replace what a fake world cannot run, and tell `tape` what it would not see."""
+def stand_ins(tape: Tape, *, are_fake: bool = True) -> Iterator[None]:
+    """Replace what a fake world cannot run, and tell `tape` what it would not see.
+
+    `are_fake`: tensors have no contents, so what is known to come again need not be computed.
+    """
     resize = torch.UntypedStorage.resize_
     allocate, gather = DefaultReduceScatter.allocate, fsdp_group.foreach_all_gather
     find_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -120,7 +132,7 @@ def stand_ins(tape: Tape) -> Iterator[None]:
 
         return worked
 
-    with ExitStack() as stack:
+    with ExitStack() as stack, _actions_seen(tape), _collects_nothing():
         kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         for operator in FUSED:
             kernels.impl(operator, decomposition_table[operator], "CPU")
@@ -134,8 +146,74 @@ def stand_ins(tape: Tape) -> Iterator[None]:
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", shaped),
             (FSDPParam, "reset_sharded_param", _keep),
             (clip, "CHUNK", 1 << 62),
+            (loss, "_add_product", _copied(loss._add_product, tape, are_fake=are_fake)),
         ):
             stack.enter_context(patch.object(owner, name, value))
+        yield
+
+
+@contextmanager
+def _collects_nothing() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _copied(work: Callable[..., None], tape: Tape, *, are_fake: bool) -> Callable[..., None]:
+    """Return a function that runs `work`, which changes a tensor in place and leaves nothing else
+    behind, once for each set of shapes; then its entries are copied."""
+    if not are_fake:
+        return work
+    seen: dict[object, list[Entry]] = {}
+
+    def worked(*tensors: Tensor) -> None:
+        entries = tape.record.entries
+        start = len(entries)
+        key = (tape.place, *((x.shape, x.stride(), x.dtype) for x in tensors))
+        if key not in seen:
+            work(*tensors)
+            seen[key] = [
+                entry._replace(born=entry.born - start) if entry.what == "death" else entry
+                for entry in entries[start:]
+            ]
+            return
+        entries += [
+            entry._replace(born=entry.born + start) if entry.what == "death" else entry
+            for entry in seen[key]
+        ]
+
+    return worked
+
+
+@contextmanager
+def _actions_seen(tape: Tape) -> Iterator[None]:
+    """Tell `tape` where the actions of a pipeline's schedule begin and end, and let the schedule
+    take more microbatches than its table has."""
+    enter, leave, run = record_function.__enter__, record_function.__exit__, Runtime.run
+
+    def entered(scope: record_function) -> record_function:
+        if scope.name.startswith(ACTION):
+            tape.begin_action(scope.name.removeprefix(ACTION))
+        return enter(scope)
+
+    def left(scope: record_function, *args: Any) -> None:
+        leave(scope, *args)
+        if scope.name.startswith(ACTION):
+            tape.begin_action("")
+
+    def run_first(runtime: Runtime, microbatches: Sequence[Batch]) -> None:
+        runtime._schedule._n_microbatches = len(microbatches)
+        run(runtime, microbatches)
+
+    with (
+        patch.object(record_function, "__enter__", entered),
+        patch.object(record_function, "__exit__", left),
+        patch.object(Runtime, "run", run_first),
+    ):
         yield
 
 

@@ -1,0 +1,133 @@
+"""The rank that held the others up is named, from what the ranks of a real run have recorded."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.jobs import write_job
+from torchtitan.base.errors import DataError
+from torchtitan.hang import Call, Group, describe, find_blocked, read_calls
+
+ROOT = Path(__file__).parent.parent
+WORLD, LEFT, RIGHT = ("default_pg", (0, 1, 2, 3)), ("mesh_tp", (0, 1)), ("mesh_tp", (2, 3))
+
+STUCK = """
+import os, time
+
+class Stuck:
+    def on_step(self, step, row):
+        if step == 2 and os.environ["RANK"] == "1":
+            time.sleep(8)
+"""
+
+
+def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    job = [
+        *write_job(tmp_path),
+        *("--comm.train_timeout_seconds=3", "--checkpoint.enable=false"),
+        *('--training.callbacks=["stuck:Stuck"]', "--training.steps=4"),
+    ]
+    launch = ["-m", "torchtitan.launch", "--standalone", "--nproc_per_node=2"]
+    run = subprocess.run(
+        [sys.executable, *launch, "-m", "torchtitan.train", *job],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 1
+    told = hang(tmp_path / "run")
+    assert told.returncode == 0, told.stderr
+    assert "rank 0 waits for rank 1 in all_reduce" in told.stdout
+    assert "It began with rank 1: others wait, it does not" in told.stdout
+    assert "rank 1 waits" not in told.stdout
+    (tmp_path / "run" / "comm_traces" / "rank_1.json").unlink()
+    told = hang(tmp_path / "run")
+    assert "It began with rank 1: others wait for it, and it has left no record" in told.stdout
+
+
+def hang(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torchtitan.hang", str(folder)]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_run_without_records(tmp_path: Path) -> None:
+    told = hang(tmp_path)
+    assert told.returncode == 2
+    assert "must hold the settings of a run" in told.stderr
+    with pytest.raises(DataError, match="there are none"):
+        read_calls(tmp_path, prefix="rank_")
+
+
+def call(group: Group, number: int, *, what: str = "all_reduce of 4", at: float = 100.0) -> Call:
+    return Call(group=group, number=number, what=what, at=at, where="x.py:1 (f)")
+
+
+def test_a_chain_leads_to_where_it_began(tmp_path: Path) -> None:
+    """0 and 1 wait for 2 and 3, of which 2 waits for 3, which has done no less than all."""
+    calls = {
+        0: [call(LEFT, 5), call(WORLD, 3)],
+        1: [call(LEFT, 5), call(WORLD, 3)],
+        2: [call(WORLD, 2), call(RIGHT, 5)],
+        3: [call(WORLD, 2), call(RIGHT, 4)],
+    }
+    blocked = find_blocked(calls, late=50)
+    waits = {rank: one.waits_for for rank, one in blocked.items()}
+    assert waits == {0: (2, 3), 1: (2, 3), 2: (3,)}
+    text = describe(calls, late=50, logs=tmp_path)
+    assert text.count("It began with") == 1
+    assert "It began with rank 3" in text
+    # it comes at last, when the others have given up
+    calls[3] = [call(WORLD, 2), call(RIGHT, 5, at=151.0)]
+    assert 3 not in find_blocked(calls, late=50)
+    assert find_blocked(calls, late=50)[2].waits_for == (3,)
+    assert 2 not in find_blocked(calls, late=52)
+
+
+def test_ranks_that_call_different_things(tmp_path: Path) -> None:
+    calls = {rank: [call(LEFT, 1), call(LEFT, 2)] for rank in (0, 1)}
+    assert describe(calls, late=50, logs=tmp_path).endswith("in what was recorded.\n")
+    calls[1][0] = call(LEFT, 1, what="all_gather of 4")
+    text = describe(calls, late=50, logs=tmp_path)
+    assert "Ranks called different things in the same place:" in text
+    assert "  rank 1: all_gather of 4, number 1 of tp" in text
+
+
+def test_nccl_s_own_file_is_read_and_runs_nothing(tmp_path: Path) -> None:
+    """NCCL writes pickles, which could call anything."""
+    entry = {
+        "is_p2p": False,
+        "process_group": ("5", "mesh_fsdp"),
+        "collective_seq_id": 7,
+        "profiling_name": "nccl:_reduce_scatter_base",
+        "input_sizes": ((8, 4),),
+        "time_created_ns": 5 * 10**9,
+        "frames": [{"name": "f", "filename": "/a/torchtitan/optim/clip.py", "line": 3}],
+    }
+    groups = {"5": {"name": "5", "desc": "mesh_fsdp", "ranks": "[0, 1]"}}
+    file = tmp_path / "rank_0"
+    file.write_bytes(pickle.dumps({"pg_config": groups, "entries": [entry]}))
+    assert read_calls(tmp_path, prefix="rank_") == {
+        0: [
+            Call(
+                group=("mesh_fsdp", (0, 1)),
+                number=7,
+                what="reduce_scatter_base of 8x4",
+                at=5.0,
+                where="optim/clip.py:3 (f)",
+            )
+        ]
+    }
+    file.write_bytes(pickle.dumps({"pg_config": groups, "entries": os.getcwd}))
+    with pytest.raises(DataError, match=r"names posix\.getcwd"):
+        read_calls(tmp_path, prefix="rank_")
