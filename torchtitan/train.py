@@ -47,6 +47,7 @@ from torchtitan.base.log import (
     shown_ranks,
     use_color,
 )
+from torchtitan.config.types import is_url
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.faults import PeerError
 from torchtitan.mesh.process_group import (
@@ -227,9 +228,10 @@ def summarize(trainer: Trainer, *, config: Config, seconds: float) -> Summary:
     """Return what a finished run comes to, and where its output lies."""
     run, row = trainer.run, trainer.last_row
     folder, metrics = Path(config.job.dump_folder), config.metrics
-    places = {"metrics": folder / f"{RECORD}.jsonl", "logs": folder / "logs"}
+    places: dict[str, Path | str] = {"metrics": folder / f"{RECORD}.jsonl", "logs": folder / "logs"}
     if config.checkpoint.enable:
-        places["checkpoints"] = folder / config.checkpoint.folder
+        at = config.checkpoint.folder
+        places["checkpoints"] = at if is_url(at) else folder / at
     if metrics.enable_tensorboard:
         places["tensorboard"] = folder / metrics.save_tb_folder
     if metrics.enable_wandb:

@@ -192,6 +192,9 @@ def test_a_folder_that_is_not_shared(ranks: RankPool, tmp_path: Path) -> None:
     first, _ = ranks.run(found, job, "checkpoints", nothing, other, world=2)
     assert len(first) == 1
     assert "must be one folder for all machines" in first[0]
+    in_store = "--checkpoint.folder=s3://bucket/run"  # to which each uploads from its own disk
+    with_store = [*job, in_store], [*other, in_store]
+    assert ranks.run(found, with_store[0], "checkpoints", nothing, with_store[1], world=2)[0] == []
     first, _ = ranks.run(found, job, "alike", nothing, other, world=2)
     assert len(first) == 1
     assert first[0].startswith("settings must be the same")

@@ -21,7 +21,7 @@ from torchtitan.checkpoint.files import FileRecord, hash_file
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.steps import newest_step
 from torchtitan.checkpoint.storage import Component, read_manifest, write
-from torchtitan.checkpoint.verify import _share, verify
+from torchtitan.checkpoint.verify import share, verify
 
 FILES = [
     "manifest.json",
@@ -185,7 +185,7 @@ def test_a_manifest_without_checksums_is_not_whole(tmp_path: Path) -> None:
 
 def test_each_file_is_hashed_by_one_rank_and_the_bytes_are_shared() -> None:
     files = {f"f{i}": FileRecord(size, "") for i, size in enumerate([900, 500, 500, 400, 300, 100])}
-    shares = [_share(files, rank=rank, num_ranks=3) for rank in range(3)]
+    shares = [share(files, rank=rank, num_ranks=3) for rank in range(3)]
     assert sorted(name for share in shares for name in share) == sorted(files)
     assert [sum(r.size for r in share.values()) for share in shares] == [900, 900, 900]
 

@@ -141,7 +141,7 @@ def find_run_step(path: Path, *, verify: bool, group: dist.ProcessGroup | None =
         )
     stored, subfolder = path / CONFIG_FILE, "checkpoint"
     if stored.is_file():
-        subfolder = Job.stored_in(stored).config.checkpoint.folder
+        subfolder = Job.stored_in(stored).config.checkpoint.local_folder
     step, is_ours = find_step(path, subfolder=subfolder, verifies=verify, group=group)
     if not is_ours:
         raise CheckpointError(

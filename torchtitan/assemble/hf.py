@@ -117,7 +117,7 @@ def describe_card(config: Config, *, has_chat: bool, has_generation: bool) -> Ca
     return Card(
         name=Path(job.dump_folder).resolve().name,
         description="" if job.description == type(job)().description else job.description,
-        base=None if base is None else base_name(base, checkpoint_folder=checkpoint.folder),
+        base=None if base is None else base_name(base, checkpoint_folder=checkpoint.local_folder),
         base_id=None if base is None else find_hub_id(base),
         license={} if base is None else find_license(base),
         data=names,
@@ -134,7 +134,7 @@ def describe_card(config: Config, *, has_chat: bool, has_generation: bool) -> Ca
         alpha=lora.alpha,
         alone=lora.save == "adapter",
         settings=to_toml(config, only_changed=True),
-        checkpoint_folder=Path(checkpoint.folder),
+        checkpoint_folder=Path(checkpoint.local_folder),
     )
 
 

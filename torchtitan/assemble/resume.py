@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -21,15 +21,23 @@ from torchtitan.assemble.model import not_there
 from torchtitan.assemble.trained import check_scale, warn_of_random_base
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.checkpoint.disks import find_disks
 from torchtitan.checkpoint.files import Content
-from torchtitan.checkpoint.folders import find_steps
+from torchtitan.checkpoint.folders import find_steps, step_of
 from torchtitan.checkpoint.lock import lock_folder
-from torchtitan.checkpoint.manager import CheckpointManager, check_staging
+from torchtitan.checkpoint.manager import (
+    SAVE_TIMEOUT,
+    CheckpointManager,
+    build_group,
+    check_staging,
+)
+from torchtitan.checkpoint.objects import ObjectStore
 from torchtitan.checkpoint.plain import PlainFolder, row_order, said_order
 from torchtitan.checkpoint.ranks import on_first_rank
+from torchtitan.checkpoint.remote import RemoteSteps
 from torchtitan.checkpoint.restore import restore
 from torchtitan.checkpoint.rows import HeadDim
-from torchtitan.checkpoint.settings import WEIGHT_FILES
+from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
 from torchtitan.checkpoint.source import Selection, Step, WeightSource
 from torchtitan.checkpoint.start import (
     Comparison,
@@ -42,6 +50,7 @@ from torchtitan.checkpoint.start import (
 from torchtitan.checkpoint.state import VOCABULARY, RunState
 from torchtitan.checkpoint.steps import find_step
 from torchtitan.config.toml_files import to_toml
+from torchtitan.config.types import is_url
 from torchtitan.hf.beside import warn_of_other_tokenizer
 from torchtitan.hf.file import open_file
 from torchtitan.hf.folder import is_hf_folder, open_folder
@@ -58,10 +67,16 @@ from torchtitan.trajectory import CONFIG_FILE, Job, shaping_code, trajectory_dif
 from torchtitan.validate import Validator
 
 logger = logging.getLogger(__name__)
+INITIAL = "initial"
+"""Inside the checkpoints' folder: what initial_load_path named by a URL."""
 
 
 def find_start(
-    config: Config, *, layout: Layout, group: dist.ProcessGroup | None, undo: ExitStack | None
+    config: Config,
+    *,
+    layout: Layout,
+    saving: Saving,
+    undo: ExitStack | None,
 ) -> Start | None:
     """Take the folder, find what the run starts from (None: nothing); refuse another job's results.
 
@@ -75,11 +90,15 @@ def find_start(
     now = Job(config=config, dp=layout.dims.dp)
     root = Path(config.job.dump_folder)
     lock_folder(root, undo=undo)
-    folder = root / config.checkpoint.folder
-    start = None
+    folder = root / config.checkpoint.local_folder
+    start, group = None, saving.group
     if group is not None:
+        settings = config.checkpoint
+        if saving.remote is not None:
+            saving.remote.settle()
+            settings = replace(settings, verify_on_load=False)  # it was done
         start = choose_start(
-            config.checkpoint,
+            settings,
             folder=folder,
             compare=partial(compare_jobs, now=now),
             open_source=partial(open_source, config=config, layout=layout, group=group),
@@ -112,6 +131,9 @@ def open_source(
     settings = config.checkpoint
     assert settings.initial_load_path is not None
     path, rope = Path(settings.initial_load_path), settings.initial_load_rope
+    if is_url(settings.initial_load_path):
+        path = _fetch_source(config, group=group)
+        settings = replace(settings, load_step=-1)  # it was chosen
     is_file = path.suffix in WEIGHT_FILES
     if settings.load_step != -1 and (is_file or settings.initial_load_in_hf):
         raise ConfigError.at(
@@ -129,7 +151,7 @@ def open_source(
         return open_file(path, rope=rope, **model, **how)
     if settings.initial_load_in_hf:
         if not on_first_rank(lambda: path.is_dir(), group=group):
-            raise not_there(settings.initial_load_path)
+            raise not_there(str(path))
         found = open_folder(path, chosen=chosen_rotation(config.model), **model, **how)
         warn_of_other_tokenizer(config.model.tokenizer_path, origin=path)
         return found
@@ -140,7 +162,7 @@ def open_source(
         )
     step, is_ours = find_step(
         path,
-        subfolder=settings.folder,
+        subfolder=settings.local_folder,
         load_step=settings.load_step,
         verifies=settings.verify_on_load,
         group=group,
@@ -154,6 +176,32 @@ def open_source(
             f"this library, which knows the order of its rows; remove it"
         )
     return Step(path=step, **how)
+
+
+def _fetch_source(config: Config, *, group: dist.ProcessGroup) -> Path:
+    """Fetch the step that a URL as `checkpoint.initial_load_path` means; return its folder."""
+    settings = config.checkpoint
+    url, number = str(settings.initial_load_path).rstrip("/"), settings.load_step
+    if (named := step_of(PurePosixPath(url))) is not None:
+        url, number = url.rpartition("/")[0], named
+    folder = Path(config.job.dump_folder) / settings.local_folder / INITIAL
+    source = RemoteSteps(
+        _open_url(url, key="checkpoint.initial_load_path", settings=settings),
+        folder=folder,
+        group=group,
+        disk=find_disks(folder, group=group, timeout=SAVE_TIMEOUT),
+        verifies=settings.verify_on_load,
+    )
+    return source.fetch(number)
+
+
+def _open_url(url: str, *, key: str, settings: CheckpointConfig) -> ObjectStore:
+    return ObjectStore(
+        url,
+        key=key,
+        patience_seconds=settings.upload_timeout_seconds,
+        check=settings.upload_check,
+    )
 
 
 def _find_halves(
@@ -200,11 +248,12 @@ def build_checkpoints(
     dims: ParallelDims,
     state: RunState,
     start: Start | None,
-    group: dist.ProcessGroup | None,
+    saving: Saving,
     validator: Validator | None,
 ) -> CheckpointManager | None:
     """Load what the run starts from, write down its settings, and build what saves it; None where
     checkpoints are off."""
+    group = saving.group
     if start is not None:
         assert group is not None, "without checkpoints a run starts from none"
         restore(state, start=start, group=group)
@@ -218,7 +267,7 @@ def build_checkpoints(
     return CheckpointManager(
         state,
         settings=config.checkpoint,
-        folder=Path(config.job.dump_folder) / config.checkpoint.folder,
+        folder=Path(config.job.dump_folder) / config.checkpoint.local_folder,
         manifest={
             "layout": asdict(dims),
             "config": to_toml(config),
@@ -233,7 +282,42 @@ def build_checkpoints(
         ),
         export=last_in_hf,
         validation_data=None if validator is None else validator.data,
+        remote=saving.remote,
     )
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What ranks save and load over together; None where checkpoints are off."""
+
+    group: dist.ProcessGroup | None
+    remote: RemoteSteps | None = None
+    """The checkpoints in the store that checkpoint.folder names, if it names one."""
+
+
+def open_saving(config: Config) -> Saving:
+    """Build the group of checkpoints, and open their store.
+
+    Raises:
+        ConfigError: The store's package is missing, or what is exported needs a shared disk.
+    """
+    settings = config.checkpoint
+    group = build_group() if settings.enable else None
+    if group is None or not is_url(settings.folder):
+        return Saving(group)
+    store = _open_url(settings.folder, key="checkpoint.folder", settings=settings)
+    folder = Path(config.job.dump_folder) / settings.staging_folder
+    disk = find_disks(folder, group=group, timeout=SAVE_TIMEOUT)
+    if disk is not None and settings.last_save_in_hf:
+        raise ConfigError.at(
+            ("checkpoint.last_save_in_hf", "checkpoint.folder"),
+            "needs a job.dump_folder that all ranks share; remove it, and convert a step of the "
+            "store by scripts/convert_hf.py",
+        )
+    remote = RemoteSteps(
+        store, folder=folder, group=group, disk=disk, verifies=settings.verify_on_load
+    )
+    return Saving(group, remote)
 
 
 def describe_lr(config: Config) -> dict[str, Any]:

@@ -22,12 +22,17 @@ from torchtitan.assemble.data import build_loader
 from torchtitan.assemble.find import check_device, find_layout, log_job
 from torchtitan.assemble.model import resolve_model
 from torchtitan.assemble.precision import resolve_precision
-from torchtitan.assemble.resume import build_checkpoints, describe_lr, find_start
+from torchtitan.assemble.resume import (
+    Saving,
+    build_checkpoints,
+    describe_lr,
+    find_start,
+    open_saving,
+)
 from torchtitan.assemble.validation import build_validator
 from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_name, device_type, local_device
 from torchtitan.callbacks import Hooks, build_callbacks
-from torchtitan.checkpoint.manager import build_group
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.data.loader import Loader
@@ -72,8 +77,8 @@ def assemble(
     config, precision = resolve_precision(config)
     offered = {"folder": Path(config.job.dump_folder), "rank": launch.rank, **own_sections(config)}
     own = build_callbacks(config.training.callbacks, offered=offered)
-    group = build_group() if config.checkpoint.enable else None
-    start = find_start(config, layout=layout, group=group, undo=undo)
+    saving = open_saving(config)
+    start = find_start(config, layout=layout, saving=saving, undo=undo)
     set_determinism(  # before anything runs on the device
         seed=config.debug.seed,
         deterministic=config.debug.deterministic,
@@ -91,7 +96,7 @@ def assemble(
         mesh=mesh,
         device=device,
         start=start,
-        group=group,
+        saving=saving,
         color=color,
         hooks=Hooks([*own, *callbacks], device=device),
     )
@@ -104,7 +109,7 @@ def build_run(
     mesh: Mesh,
     device: torch.device,
     start: Start | None,
-    group: dist.ProcessGroup | None,
+    saving: Saving,
     color: bool,
     hooks: Hooks,
 ) -> Run:
@@ -127,7 +132,7 @@ def build_run(
     )
     state = build_state(config, model=model, balance=balance, loader=loader, progress=progress)
     checkpoints = build_checkpoints(
-        config, dims=layout.dims, state=state, start=start, group=group, validator=validator
+        config, dims=layout.dims, state=state, start=start, saving=saving, validator=validator
     )
     execution.after_update()  # a checkpoint may have changed the weights
     meter, sinks, profiler = build_reports(

@@ -16,6 +16,7 @@ from torchtitan.assemble.validation import describe_source
 from torchtitan.base.device import GIB
 from torchtitan.base.log import amount
 from torchtitan.check.ranks import Checked, Failed, Finding, Ranks, attempt, usual
+from torchtitan.config.types import is_url
 from torchtitan.data.files import find_files
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.job import Config
@@ -48,7 +49,7 @@ def check_checkpoints(ranks: Ranks, config: Config, *, num_parameters: int) -> C
     """Write to the folder of the checkpoints from all machines at once."""
     folder = Path(config.job.dump_folder)
     if config.checkpoint.enable:
-        folder /= config.checkpoint.folder
+        folder /= config.checkpoint.local_folder
     seen = folder / f".check-{os.getpid()}"
     names = [str(seen)]
     if ranks.launch.rank == 0:
@@ -72,7 +73,8 @@ def check_checkpoints(ranks: Ranks, config: Config, *, num_parameters: int) -> C
             )
         )
     if disks:
-        findings += _compare(disks, folder=folder, needed=needed)
+        may_part = is_url(config.checkpoint.folder)  # each machine uploads from its own disk
+        findings += _compare(disks, folder=folder, needed=needed, must_share=not may_part)
     summary = f"{folder}: nowhere written"
     if disks:
         free, rate = (min(getattr(d, name) for d in disks.values()) for name in ("free", "rate"))
@@ -81,7 +83,9 @@ def check_checkpoints(ranks: Ranks, config: Config, *, num_parameters: int) -> C
     return Checked(name="checkpoints", summary=summary, figures=figures, findings=findings)
 
 
-def _compare(disks: dict[str, Disk], *, folder: Path, needed: int) -> list[Finding]:
+def _compare(
+    disks: dict[str, Disk], *, folder: Path, needed: int, must_share: bool
+) -> list[Finding]:
     findings, most = [], usual([disk.rate for disk in disks.values()])
     for machine, disk in disks.items():
         if disk.free < needed:
@@ -93,7 +97,7 @@ def _compare(disks: dict[str, Disk], *, folder: Path, needed: int) -> list[Findi
                     "checkpoint.keep_latest_k tells how many are kept",
                 )
             )
-        if not disk.is_shared:
+        if must_share and not disk.is_shared:
             findings.append(
                 Finding(
                     what=f"{folder} must be one folder for all machines, {machine} does not see "

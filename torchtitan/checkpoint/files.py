@@ -205,5 +205,10 @@ def write_sealed_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def seal_is_whole(path: Path) -> bool:
     """Tell whether every byte of a sealed file is as it was written."""
-    match = _SEALED.fullmatch(path.read_bytes())
+    return is_sealed(path.read_bytes())
+
+
+def is_sealed(content: bytes) -> bool:
+    """Tell whether these are all the bytes of a sealed file, as they were written."""
+    match = _SEALED.fullmatch(content)
     return match is not None and xxhash.xxh3_128(match[1]).hexdigest() == match[2].decode()

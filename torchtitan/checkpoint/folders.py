@@ -16,7 +16,7 @@ import logging
 import re
 import shutil
 from itertools import count
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from torchtitan.checkpoint.files import seal_is_whole, sync_folder
 
@@ -39,7 +39,7 @@ def list_steps(folder: Path) -> list[tuple[int, bool]]:
     return sorted((int(m[1]), _has_manifest(path)) for m, path in matches if m)
 
 
-def step_of(checkpoint: Path) -> int | None:
+def step_of(checkpoint: PurePath) -> int | None:
     """Return the step of a folder by its name; None: it is not named for one."""
     match = _STEP.fullmatch(checkpoint.name)
     return None if match is None else int(match[1])

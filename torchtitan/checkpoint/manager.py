@@ -25,9 +25,11 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.disks import on_each_disk
 from torchtitan.checkpoint.folders import MANIFEST, delete, find_steps, set_aside_after
 from torchtitan.checkpoint.ranks import on_first_rank
-from torchtitan.checkpoint.retention import describe_score, rank_steps, steps_to_delete
+from torchtitan.checkpoint.remote import RemoteSteps
+from torchtitan.checkpoint.retention import Retention, describe_score
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.staging import Staging
 from torchtitan.checkpoint.state import RunState
@@ -62,7 +64,8 @@ class CheckpointManager:
     `state` is the run; `folder` holds the `step-N` folders; `manifest` is written into each of
     them; `group` is this manager's own; a save ends when a rank's `pulse` stops. `export` writes
     the Hugging Face folder at the end, from the last step's folder to another; None: not asked for.
-    `validation_data` identifies the data of the validation, if there is one.
+    `validation_data` identifies the data of the validation, if there is one. With `remote` each
+    checkpoint is uploaded once it is whole in `folder`, while training goes on.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class CheckpointManager:
         pulse: Pulse,
         export: Export | None = None,
         validation_data: str | None = None,
+        remote: RemoteSteps | None = None,
     ) -> None:
         self.folder = folder
         self._state = state
@@ -85,6 +89,12 @@ class CheckpointManager:
         self._pulse = pulse
         self._export = export
         self._validation_data = validation_data
+        self._remote, self._disk = remote, None if remote is None else remote.disk
+        self._kept = self._kept_here = Retention(
+            keep_latest=settings.keep_latest_k, keep_best=settings.keep_best, data=validation_data
+        )
+        if remote is not None:
+            self._kept_here = Retention(keep_latest=settings.staging_keep_latest_k)
         self._begun_at, self._is_first_save = state.progress.step, True
         self._in_background = settings.async_mode != "disabled"
         self._pending: Future[None] | None = None
@@ -109,16 +119,22 @@ class CheckpointManager:
         self.wait()
         components = self._state.components()
         saved = self._staging.copy(components) if self._in_background else components
-        self._start(partial(self._save, step, saved, validation_loss))
-        if last or not self._in_background:
+        save, send = partial(self._save, step, saved, validation_loss), partial(self._send, step)
+        if self._in_background and not last:
+            self._start(save, send)
+        else:
+            self._start(save)
             self.wait()
+            if self._remote is not None:
+                self._start(send)  # in the background in any mode
         if last:
+            self.wait()
             self._start(partial(self._write_export, step, components))
             self.wait()
         return self.folder / f"step-{step}"
 
-    def _start(self, action: Callable[[], None]) -> None:
-        """Run `action`, which all ranks take part in, in a thread; `wait` tells how it ended."""
+    def _start(self, *actions: Callable[[], None]) -> None:
+        """Run `actions`, which all ranks take part in, in a thread; `wait` tells how they ended."""
         pending: Future[None] = Future()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -127,7 +143,8 @@ class CheckpointManager:
                 if device is not None:
                     torch.cuda.set_device(device)  # each thread has its own
                 with self._pulse.beating():
-                    action()
+                    for action in actions:
+                        action()
             except BaseException as error:  # noqa: BLE001 - DCP raises such; `wait` raises it
                 pending.set_exception(error)
             else:
@@ -157,7 +174,8 @@ class CheckpointManager:
             return
         components = self._state.components()
         if not on_first_rank(saved.is_file, group=self._group):
-            self._start(partial(self._save, step, components, None))  # it came from another folder
+            # it came from another folder
+            self._start(partial(self._save, step, components, None), partial(self._send, step))
             self.wait()
         self._start(partial(self._write_export, step, components))
         self.wait()
@@ -168,6 +186,8 @@ class CheckpointManager:
             self._export(self.folder / name, self.folder / EXPORT / name)
         elif self._settings.last_save_model_only:
             self._write(self.folder / EXPORT, step, {"model": components["model"]})
+            if self._remote is not None:
+                self._remote.send(f"{EXPORT}/step-{step}")
 
     def _write(
         self,
@@ -180,14 +200,14 @@ class CheckpointManager:
         manifest = {"step": step, **self._manifest}
         if validation_loss is not None and self._validation_data is not None:
             manifest |= describe_score(validation_loss, data=self._validation_data)
-        storage.write(target, components, manifest=manifest, group=self._group)
+        storage.write(target, components, manifest=manifest, group=self._group, disk=self._disk)
         logger.info("Saved %s", target)
 
     def _save(
         self, step: int, components: Mapping[str, Component], validation_loss: float | None
     ) -> None:
         self._write(self.folder, step, components, validation_loss)
-        on_first_rank(lambda: self._tidy(step), group=self._group)
+        on_each_disk(lambda: self._tidy(step), group=self._group, disk=self._disk)
 
     def _tidy(self, saved: int) -> None:
         if self._is_first_save:
@@ -197,22 +217,13 @@ class CheckpointManager:
                 logger.warning("%s was passed over, and is set aside", aside)
             self._is_first_save = False
         steps = find_steps(self.folder)
-        best = self._find_best(steps)
-        for step in steps_to_delete(steps, keep_latest=self._settings.keep_latest_k, best=best):
+        for step in self._kept_here.to_delete(steps, place=self.folder):
             delete(self.folder / f"step-{step}")
 
-    def _find_best(self, steps: list[int]) -> list[int]:
-        """Return the steps of lowest validation loss that are to be kept, and say which is best."""
-        if not self._settings.keep_best or self._validation_data is None:
-            return []
-        ranked = rank_steps(self.folder, steps, data=self._validation_data)
-        if ranked:
-            logger.info(
-                "The best checkpoint is step-%d, validation loss %.5f",
-                ranked[0].step,
-                ranked[0].loss,
-            )
-        return [scored.step for scored in ranked[: self._settings.keep_best]]
+    def _send(self, step: int) -> None:
+        if self._remote is not None:
+            self._remote.send(f"step-{step}")
+            self._remote.tidy(step, self._kept)
 
     def has_failed(self) -> bool:
         """Tell whether the save in flight has failed, as far as this rank knows."""

@@ -8,7 +8,7 @@ other data say nothing about each other, and are not compared.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torchtitan.checkpoint.storage import read_manifest
 
 logger = logging.getLogger(__name__)
 SCORE = "validation"
+ReadManifest = Callable[[int], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,43 @@ def describe_score(loss: float, *, data: str) -> dict[str, Any]:
     return {SCORE: {"loss": loss, "data": data}}
 
 
-def rank_steps(folder: Path, steps: Sequence[int], *, data: str) -> list[Scored]:
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """How many of the latest steps stay (0: all of them), and of those of lowest loss on `data`."""
+
+    keep_latest: int
+    keep_best: int = 0
+    data: str | None = None
+
+    def to_delete(
+        self, steps: Sequence[int], *, place: Path | str, read: ReadManifest | None = None
+    ) -> list[int]:
+        """Return which of the `steps` in `place`, ascending, may go, and log which is best."""
+        best: list[int] = []
+        if self.keep_best and self.data is not None:
+            ranked = rank_steps(place, steps, data=self.data, read=read)
+            best = [scored.step for scored in ranked[: self.keep_best]]
+            if ranked:
+                logger.info(
+                    "The best checkpoint is step-%d, validation loss %.5f",
+                    ranked[0].step,
+                    ranked[0].loss,
+                )
+        return steps_to_delete(steps, keep_latest=self.keep_latest, best=best)
+
+
+def rank_steps(
+    place: Path | str, steps: Sequence[int], *, data: str, read: ReadManifest | None = None
+) -> list[Scored]:
     """Return the steps that were validated on `data`, the lowest loss first, of equal ones the
-    later step."""
+    later step. `read` returns a step's manifest; None: `place` is a folder."""
     found = []
     for step in steps:
         try:
-            score = read_manifest(folder / f"step-{step}").get(SCORE)
+            about = read_manifest(Path(place, f"step-{step}")) if read is None else read(step)
+            score = about.get(SCORE)
         except CheckpointError as error:
-            logger.warning("step %d in %s has no validation loss: %s", step, folder, error)
+            logger.warning("step %d in %s has no validation loss: %s", step, place, error)
             continue
         if isinstance(score, dict) and score.get("data") == data:
             loss = score.get("loss")

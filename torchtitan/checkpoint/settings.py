@@ -11,10 +11,24 @@ from pydantic.dataclasses import dataclass
 
 from torchtitan.base.errors import Violation
 from torchtitan.config.needs import GIVEN, Needs
-from torchtitan.config.types import STRICT, InnerFolder, Strings, Text
+from torchtitan.config.types import (
+    STRICT,
+    FolderOrURL,
+    InnerFolder,
+    Strings,
+    Text,
+    is_plain_url,
+    is_url,
+)
 
 WEIGHT_FILES = (".pt", ".pth")
 """Endings of a single file of weights."""
+_OF_A_STORE = (
+    "staging_folder",
+    "staging_keep_latest_k",
+    "upload_check",
+    "upload_timeout_seconds",
+)
 SAVES = Needs("enable", True)
 HAS_NO_EFFECT = Needs("enable", True, is_notice=True)
 ELSEWHERE = Needs("initial_load_path", GIVEN, "name what to read, or remove this")
@@ -27,8 +41,19 @@ class CheckpointConfig:
 
     enable: bool = False
     """Save checkpoints, and resume from the newest one in the folder."""
-    folder: InnerFolder = "checkpoint"
-    """Folder of the checkpoints, always inside dump_folder."""
+    folder: FolderOrURL = "checkpoint"
+    """Folder of the checkpoints, inside dump_folder; or a URL of this run's own in an object store,
+    as s3://bucket/run, to which each is uploaded in the background."""
+    staging_folder: InnerFolder = "checkpoint"
+    """With a URL: folder inside dump_folder in which each checkpoint is saved before it is
+    uploaded."""
+    staging_keep_latest_k: PositiveInt = 1
+    """With a URL: how many checkpoints stay in staging_folder, for fast restarts."""
+    upload_check: Literal["checksum", "read_back"] = "checksum"
+    """With a URL: how a file that was uploaded is verified. checksum: by the one that the store
+    computed, or where it tells none by reading the file back. read_back: always so."""
+    upload_timeout_seconds: PositiveInt = 600
+    """With a URL: for how long a request that fails is repeated; then the run ends."""
     interval: PositiveInt = 500
     """Save every this many steps; the last step is always saved."""
     enable_first_step_checkpoint: bool = False
@@ -62,8 +87,8 @@ class CheckpointConfig:
     initial_load_path, at step 0. A checkpoint that this very job saved is always recovered."""
     initial_load_path: Annotated[Text | None, SAVES] = None
     """Where to start from while the run's own folder holds no checkpoint: a step's folder, a folder
-    of checkpoints (the newest), or a run's folder. Or a single file of weights (.pt, .pth), by this
-    library's names or those of Hugging Face."""
+    of checkpoints (the newest), or a run's folder; or the URL of one of the first two. Or a single
+    file of weights (.pt, .pth), by this library's names or those of Hugging Face."""
     initial_load_model_only: bool = True
     """Take the weights alone from initial_load_path; false takes everything, as mode says."""
     initial_load_in_hf: Annotated[bool, HAS_NO_EFFECT, ELSEWHERE, WEIGHTS_ALONE] = False
@@ -100,8 +125,29 @@ class CheckpointConfig:
                 "false; the other checkpoints keep training.dtype; set that, or remove this",
                 is_notice=not exports,
             )
+        for key in ("folder", "initial_load_path"):
+            value = getattr(self, key)
+            if value is not None and is_url(value) and not is_plain_url(value):
+                # without the value: it may hold a password, and messages go into logs
+                yield Violation(
+                    (key,),
+                    "must be a URL of a folder without credentials or options; give these to the "
+                    "store's client, by its environment variables or its own files",
+                )
+        if not is_url(self.folder):
+            for key in _OF_A_STORE:
+                if getattr(self, key) != getattr(type(self), key):
+                    rule = (
+                        f'has no effect: it needs a URL as folder, got "{self.folder}"; remove this'
+                    )
+                    yield Violation((key, "folder"), rule, is_notice=True)
         if self.enable:
             yield from self._load_violations()
+
+    @property
+    def local_folder(self) -> str:
+        """Return the folder inside dump_folder in which checkpoints are saved."""
+        return self.staging_folder if is_url(self.folder) else self.folder
 
     def _load_violations(self) -> Iterator[Violation]:
         path, excluded = self.initial_load_path, self.exclude_from_loading
@@ -124,7 +170,14 @@ class CheckpointConfig:
                 ("exclude_from_loading", *ties),
                 'leaves nothing to load with "model" in it; remove it, or initial_load_path',
             )
-        if path is not None and path.endswith(WEIGHT_FILES):
+        is_foreign = self.initial_load_in_hf or (path or "").endswith(WEIGHT_FILES)
+        if path is not None and is_url(path) and is_foreign:
+            yield Violation(
+                ("initial_load_path",),
+                f'may be a URL of steps that this library saved alone, got "{path}"; copy weights '
+                f"of other kinds to a disk, and name the copy",
+            )
+        elif path is not None and path.endswith(WEIGHT_FILES):
             if self.initial_load_in_hf:
                 yield Violation(
                     ("initial_load_in_hf", "initial_load_path"),

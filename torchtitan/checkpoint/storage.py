@@ -12,6 +12,7 @@ import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.disks import on_each_disk
 from torchtitan.checkpoint.files import (
     Content,
     FileRecord,
@@ -67,23 +69,27 @@ def write(
     *,
     manifest: Mapping[str, Any],
     group: dist.ProcessGroup,
+    disk: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write `components` from all ranks of `group` as the checkpoint `target`.
+    """Write `components` from all ranks of `group` as the checkpoint `target`; `disk`: the ranks
+    that share its disk with this one, None: all of them.
 
     Raises:
         CheckpointError: A rank could not write its part; nothing at `target` was changed.
     """
     try:
-        on_first_rank(lambda: make_draft(target, list(components)), group=group)
+        on_each_disk(lambda: make_draft(target, list(components)), group=group, disk=disk)
         records: dict[str, FileRecord] = {}
         for name, component in components.items():
             if component.tensors is not None:
                 written = _save_tensors(component.tensors, draft_of(target) / name, group=group)
                 records |= {f"{name}/{file}": record for file, record in written.items()}
         everyone = on_every_rank(lambda: records, group=group)
-        on_first_rank(lambda: _commit(target, components, manifest, everyone), group=group)
+        finish = partial(_commit, target, components, manifest, everyone)
+        on_each_disk(finish, group=group, disk=disk)
     except (CheckpointError, CheckpointException) as error:
-        on_first_rank(lambda: shutil.rmtree(draft_of(target), ignore_errors=True), group=group)
+        clear = partial(shutil.rmtree, draft_of(target), ignore_errors=True)
+        on_each_disk(clear, group=group, disk=disk)
         raise CheckpointError(
             f"{target} could not be written, the checkpoints before it are untouched; "
             f"{_free_space(target)}; make room or mend the folder, and start again: "

@@ -6,6 +6,7 @@ first, and exchange what they found, so that all of them come to the same answer
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def verify(checkpoint: Path, *, group: dist.ProcessGroup | None) -> list[str]:
     rank, num_ranks = (
         (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     )
-    mine = _share(to_hash, rank=rank, num_ranks=num_ranks)
+    mine = share(to_hash, rank=rank, num_ranks=num_ranks)
     found = on_every_rank(lambda: _damaged(checkpoint, mine), group=group)
     return sorted([*mistakes, *(mistake for each in found for mistake in each)])
 
@@ -47,7 +48,7 @@ def _survey(checkpoint: Path) -> tuple[list[str], dict[str, FileRecord]]:
             return [f"{MANIFEST} is missing"], {}
         if not seal_is_whole(path):
             return [f"{MANIFEST} is damaged: its checksum differs"], {}
-        listed = _records(read_json(path)["files"])
+        listed = records(read_json(path)["files"])
         sizes = {
             p.relative_to(checkpoint).as_posix(): p.stat().st_size
             for p in checkpoint.rglob("*")
@@ -70,11 +71,12 @@ def _survey(checkpoint: Path) -> tuple[list[str], dict[str, FileRecord]]:
     return mistakes, to_hash
 
 
-def _records(files: dict[str, dict[str, Any]]) -> dict[str, FileRecord]:
+def records(files: dict[str, dict[str, Any]]) -> dict[str, FileRecord]:
+    """Return what each file must be, by a manifest's list."""
     return {name: FileRecord(entry["size"], entry["xxh3_128"]) for name, entry in files.items()}
 
 
-def _share(files: dict[str, FileRecord], *, rank: int, num_ranks: int) -> dict[str, FileRecord]:
+def share(files: Mapping[str, FileRecord], *, rank: int, num_ranks: int) -> dict[str, FileRecord]:
     """Return this rank's part of the files, about as many bytes as every other's."""
     loads = [0] * num_ranks
     mine = {}

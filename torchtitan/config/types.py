@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from pydantic_core import CoreSchema, core_schema
 from torchtitan.base.errors import did_you_mean
 from torchtitan.base.own import is_import_path
 
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
 
 
@@ -73,6 +75,20 @@ def _inside(what: str) -> Callable[[str], str]:
     return check
 
 
+def is_url(value: str) -> bool:
+    """Tell whether a text names a place by a URL, not by a path."""
+    return _URL.match(value) is not None
+
+
+def is_plain_url(value: str) -> bool:
+    """Tell whether a URL names a folder and nothing else: no credentials, no options."""
+    return not re.search(r"[@?#]", value) and bool(_URL.sub("", value).strip("/"))
+
+
+def _folder_or_url(value: str) -> str:
+    return value if is_url(value) else _inside("folder")(value)
+
+
 def _minus_one_or_more(value: int) -> int:
     if value != -1 and value < 1:
         raise ValueError("must be -1 or at least 1")
@@ -106,6 +122,7 @@ class Own:
 Text = Annotated[str, Field(min_length=1)]
 NumberOrText = Annotated[Text, BeforeValidator(_number_as_text)]
 InnerFolder = Annotated[Text, AfterValidator(_inside("folder"))]
+FolderOrURL = Annotated[Text, AfterValidator(_folder_or_url)]
 InnerFile = Annotated[Text, AfterValidator(_inside("file"))]
 Degree = Annotated[int, Field(ge=1)]
 MinusOneOrMore = Annotated[int, AfterValidator(_minus_one_or_more)]

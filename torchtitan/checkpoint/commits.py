@@ -1,0 +1,135 @@
+"""What is committed in an object store, and by whom: the part of one process, the first rank's.
+
+A step is committed by its manifest alone. Which steps there are, a listing tells; should it be
+late, the object `latest` names the newest. The object `.owner` names the process that may commit:
+one that started later has taken the store over, and the one before must not write any more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import re
+import secrets
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.files import FileRecord, is_sealed
+from torchtitan.checkpoint.folders import MANIFEST
+from torchtitan.checkpoint.objects import ObjectStore, in_parallel
+from torchtitan.checkpoint.retention import Retention
+from torchtitan.checkpoint.verify import records
+
+logger = logging.getLogger(__name__)
+LATEST, OWNER, ASIDE = "latest", ".owner", f"{MANIFEST}.aside"
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+
+
+class Commits:
+    """The committed checkpoints of a store."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._token = secrets.token_hex(8)
+
+    @property
+    def url(self) -> str:
+        """Where they are."""
+        return self._store.url
+
+    def take(self) -> None:
+        """Make this process the one that may commit, which also shows that the store takes
+        writes."""
+        who = f"process {os.getpid()} on host {platform.node()}"
+        self._store.write(OWNER, f"{self._token} {who}".encode())
+        if count := self._store.forget_parts():
+            logger.info("%s: removed what %d uploads left that did not end", self.url, count)
+
+    def check_owner(self) -> None:
+        """Raise CheckpointError if another process has taken the store over."""
+        owner = self._store.read(OWNER) or b"nobody"
+        if not owner.startswith(self._token.encode()):
+            raise CheckpointError(
+                f"{self.url} must belong to one run at a time, and another one took it over: "
+                f"{owner.decode(errors='replace').partition(' ')[2] or 'unknown'}; end one of "
+                f"them, or choose another checkpoint.folder"
+            )
+
+    def commit(self, name: str, manifest: bytes) -> None:
+        """Make what lies under `name` a checkpoint."""
+        self.check_owner()
+        self._store.write(f"{name}/{MANIFEST}", manifest)
+        if _STEP.fullmatch(name):
+            self._store.write(LATEST, name.encode())
+
+    def tidy(self, saved: int, kept: Retention, *, passed_over: Collection[int]) -> None:
+        """Delete what need not be kept after a save, and what uploads left that did not end; set
+        aside the damaged steps that were `passed_over`."""
+        try:
+            for step in set(passed_over) - {saved}:
+                self._set_aside_there(step)
+            steps = find_steps(self._store)
+            for step in kept.to_delete(steps, place=self.url, read=self._read_manifest):
+                self._delete(step)
+            for step in list_folders(self._store):
+                if step not in steps and self._store.size(f"step-{step}/{ASIDE}") is None:
+                    self._delete(step)
+        except CheckpointError as error:
+            # the checkpoints that matter are there
+            logger.warning("%s is not tidied up, and is tried again later: %s", self.url, error)
+
+    def _read_manifest(self, step: int) -> Mapping[str, Any]:
+        content = self._store.read(f"step-{step}/{MANIFEST}")
+        if content is None or not is_sealed(content):
+            raise CheckpointError(f"{self.url}/step-{step}/{MANIFEST} is missing or damaged")
+        manifest: dict[str, Any] = json.loads(content)
+        return manifest
+
+    def _set_aside_there(self, step: int) -> None:
+        name = f"step-{step}"
+        if content := self._store.read(f"{name}/{MANIFEST}"):
+            self._store.write(f"{name}/{ASIDE}", content)
+            self._store.remove([f"{name}/{MANIFEST}"])
+            logger.warning("%s/%s was passed over, and is set aside", self.url, name)
+
+    def _delete(self, step: int) -> None:
+        """Delete a step, its manifest first: what it names, and what a listing shows beside."""
+        name = f"step-{step}"
+        manifest = self._store.read(f"{name}/{MANIFEST}")
+        self._store.remove([f"{name}/{MANIFEST}"])
+        files = listed(manifest) if manifest is not None and is_sealed(manifest) else {}
+        there = {*(f"{name}/{file}" for file in files), *self._store.list_names(name, deep=True)}
+        self._store.remove(there - {f"{name}/{MANIFEST}"})
+
+
+def listed(manifest: bytes) -> dict[str, FileRecord]:
+    """Return the files that a sealed manifest lists, all of them inside its folder."""
+    files = records(json.loads(manifest)["files"])
+    for name in files:
+        if Path(name).is_absolute() or ".." in Path(name).parts or name == MANIFEST:
+            raise CheckpointError(f"a {MANIFEST} must list files inside its folder, got {name!r}")
+    return files
+
+
+def list_folders(store: ObjectStore) -> list[int]:
+    """Return the step of all that a listing shows, committed or not, ascending."""
+    matches = (_STEP.fullmatch(name.rpartition("/")[2]) for name in store.list_names())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def find_steps(store: ObjectStore) -> list[int]:
+    """Return the committed steps, ascending: those that a listing shows or that `latest` names, and
+    that have a manifest."""
+    steps = set(list_folders(store))
+    if named := _STEP.fullmatch((store.read(LATEST) or b"").decode(errors="replace")):
+        steps.add(int(named[1]))
+    return _with_manifest(store, steps)
+
+
+def _with_manifest(store: ObjectStore, steps: Collection[int]) -> list[int]:
+    sizes = in_parallel(lambda step: store.size(f"step-{step}/{MANIFEST}"), sorted(steps))
+    return [step for step, size in zip(sorted(steps), sizes, strict=True) if size is not None]

@@ -1,0 +1,322 @@
+"""Objects under a URL: what fsspec knows of a store, with retries, checks and an end to patience.
+
+An object store has no rename and no half-written object: a name stands for all of its bytes, or for
+nothing. It also answers late, refuses when it is busy, cuts answers short and may not list what was
+just written. So nothing here relies on a listing to find an object whose name is known; an answer
+of the wrong length is asked for again; and what was written is compared with the digest that the
+store itself computed (S3's ETag, the MD5 of Google Cloud Storage), or is read back where it has
+none. An ETag that is not the MD5, as under some encryption, is no mistake: then the bytes decide.
+
+Each request is repeated with growing pauses until it succeeds or `patience_seconds` are over.
+Requests that no repetition mends (no rights, no bucket, no credentials) end at once.
+
+Memory is bounded: at most `STREAMS` parts are in flight for what is read, and as many for each of
+the `FILES` that are written. Credentials are the store's own business (environment, profile, role):
+none may stand in a URL, and what a store's client says of a failure is shown in one line, cleaned
+of anything that looks like one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import logging
+import os
+import re
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import fsspec
+import xxhash
+
+from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.checkpoint.files import FileRecord, HashingFile
+from torchtitan.checkpoint.ranks import reason
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+PART = 16 << 20
+STREAMS, FILES = 4, 4
+MOST_PARTS = 9000
+"""Of one object; S3 allows 10,000."""
+LONGEST_PAUSE = 30.0
+NUM_TRIES = 3
+"""How often an object is written that reads back otherwise."""
+Check = Literal["checksum", "read_back"]
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_OPTIONS: dict[str, dict[str, Any]] = {"file": {"auto_mkdir": True}}
+_FINAL = (PermissionError, FileNotFoundError, IsADirectoryError)
+_FINAL_BY_NAME = re.compile(r"(No|Partial|Default)Credentials|ProfileNotFound|InvalidRegion")
+_SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL")
+_LOOKS_SECRET = re.compile(
+    r"\?\S+"  # of a signed URL
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
+    r"|(?:Signature|Credential|Authorization|Bearer|ya29)[=:. ]*\S+"
+    r"|(?<![\w/+.-])[A-Za-z0-9/+]{40,}={0,2}"
+)
+
+
+@dataclass(frozen=True)
+class _Digests:
+    """What the bytes of a file are to a store."""
+
+    size: int
+    md5: str
+    parts: str
+    """The ETag of S3 if they are sent in parts."""
+
+
+class ObjectStore:
+    """The objects whose names begin with `url`.
+
+    Raises:
+        ConfigError: `url`, the value of the setting `key`, is of a kind that fsspec does not know,
+            or of one whose package is not installed.
+    """
+
+    def __init__(self, url: str, *, key: str, patience_seconds: float, check: Check) -> None:
+        self.url = url.rstrip("/")
+        self._patience, self._check = patience_seconds, check
+        protocol = url.partition("://")[0]
+        self._in_parts = protocol in ("s3", "s3a")
+        how = {"use_listings_cache": False, "skip_instance_cache": True}
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url, **how, **_OPTIONS.get(protocol, {}))
+        except ImportError as error:
+            extra = EXTRAS.get(protocol)
+            remedy = f'"torchtitan[{extra}]"' if extra else "the package of fsspec for it"
+            raise ConfigError.at(
+                key, f"needs a package for {protocol}:// ({error}); pip install {remedy}"
+            ) from None
+        except ValueError as error:
+            raise ConfigError.at(
+                key, f"must be a folder or a URL that fsspec knows, got {url!r}: {shown(error)}"
+            ) from None
+        self._root = root.rstrip("/")
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def _persist(self, what: str, action: Callable[[], T], *, may_miss: bool = False) -> T | None:
+        """Return what `action` returns, repeated until it succeeds; None: it `may_miss` an object
+        that is not there.
+
+        Raises:
+            CheckpointError: It fails for good, or patience is over.
+        """
+        began = time.monotonic()
+        for attempt in itertools.count():
+            try:
+                return action()
+            except Exception as error:  # noqa: BLE001 - each store's client has classes of its own
+                if may_miss and isinstance(error, FileNotFoundError):
+                    return None
+                spent, failure = time.monotonic() - began, shown(error)
+                # no two ranks at the same moments; not from the generators that training uses
+                jitter = 0.5 + secrets.randbelow(1000) / 1000
+                pause = min(0.25 * 2**attempt, LONGEST_PAUSE) * jitter
+                is_final = isinstance(error, _FINAL) or _FINAL_BY_NAME.search(type(error).__name__)
+            if is_final or spent + pause > self._patience:
+                after = "" if is_final else f" for {spent:.0f} s"
+                raise CheckpointError(
+                    f"{self.url}: could not {what}{after}: {failure}; mend the access to the "
+                    f"store, and start again"
+                ) from None
+            logger.warning("%s: could not %s, trying again: %s", self.url, what, failure)
+            time.sleep(pause)
+        raise AssertionError("an endless loop ended")
+
+    def read(self, name: str) -> bytes | None:
+        """Return an object's bytes; None: it is not there."""
+        found: bytes | None = self._persist(
+            f"read {name}", lambda: self._fs.cat_file(self._path(name)), may_miss=True
+        )
+        return found
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small object, and compare it."""
+        for _ in range(NUM_TRIES):
+            self._persist(f"write {name}", lambda: self._fs.pipe_file(self._path(name), content))
+            if self.read(name) == content:
+                return
+        raise CheckpointError(f"{self.url}/{name} reads back otherwise than it was written")
+
+    def size(self, name: str) -> int | None:
+        """Return an object's bytes; None: it is not there."""
+        info = self._info(name)
+        return None if info is None else int(info["size"])
+
+    def _info(self, name: str) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = self._persist(
+            f"look at {name}", lambda: self._fs.info(self._path(name)), may_miss=True
+        )
+        return found if found is not None and found["type"] == "file" else None
+
+    def put(self, file: Path, name: str, *, record: FileRecord) -> bool:
+        """Write a file as an object; tell whether that was needed: an upload that did not end may
+        have left the very same.
+
+        Raises:
+            CheckpointError: The file is not what `record` says, or the object cannot be written, or
+                reads back otherwise.
+        """
+        part = part_size(record.size)
+        digests = _digest(file, record=record, part=part)
+        if self._holds(name, digests, record=record):
+            return False
+        # s3fs would take ten parts at a time, of each file
+        how = {"chunksize": part, "max_concurrency": STREAMS} if self._in_parts else {}
+        for _ in range(NUM_TRIES):
+            self._persist(
+                f"write {name}", lambda: self._fs.put_file(str(file), self._path(name), **how)
+            )
+            if self._holds(name, digests, record=record):
+                return True
+        raise CheckpointError(
+            f"{self.url}/{name} was written {NUM_TRIES} times, and reads back otherwise; the store "
+            f"or the way to it changes bytes"
+        )
+
+    def _holds(self, name: str, digests: _Digests, *, record: FileRecord) -> bool:
+        """Tell whether an object is what the file is."""
+        info = self._info(name)
+        if info is None or info["size"] != digests.size:
+            return False
+        if self._check == "checksum" and _said(info) in (digests.md5, digests.parts):
+            return True
+        digest = xxhash.xxh3_128()
+        for content in self._parts(name, digests.size):
+            digest.update(content)
+        return digest.hexdigest() == record.digest
+
+    def fetch(self, name: str, file: Path, *, record: FileRecord) -> str | None:
+        """Read an object into a new file; say what is wrong with it, None: nothing."""
+        size = self.size(name)
+        if size is None:
+            return f"{name} is missing"
+        if size != record.size:
+            return f"{name} has {size} bytes, not {record.size}"
+        for _ in range(NUM_TRIES):
+            with HashingFile(file) as new:
+                for content in self._parts(name, size):
+                    new.write(content)
+            if new.record == record:
+                return None
+        return f"{name} is damaged: its checksum differs"
+
+    def _parts(self, name: str, size: int) -> Iterator[bytes]:
+        """Yield an object's bytes from front to back, a few parts ahead."""
+        with ThreadPoolExecutor(STREAMS) as pool:
+            ahead: deque[Future[bytes]] = deque()
+            for start in range(0, size, PART):
+                ahead.append(pool.submit(self._part, name, start, min(start + PART, size)))
+                if len(ahead) == STREAMS:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+
+    def _part(self, name: str, start: int, end: int) -> bytes:
+        def read() -> bytes:
+            content: bytes = self._fs.cat_file(self._path(name), start=start, end=end)
+            if len(content) != end - start:
+                raise OSError(f"{len(content)} bytes came of {end - start}")
+            return content
+
+        content = self._persist(f"read {name}", read)
+        assert content is not None
+        return content
+
+    def list_names(self, under: str = "", *, deep: bool = False) -> list[str]:
+        """Return the names that a listing shows: those of one level, or of all objects below."""
+        path = self._path(under)
+
+        def look() -> list[str]:
+            self._fs.invalidate_cache()
+            return list(self._fs.find(path) if deep else self._fs.ls(path, detail=False))
+
+        found = self._persist(f"list {under or 'it'}", look, may_miss=True) or []
+        return [name.rstrip("/").removeprefix(f"{self._root}/") for name in found]
+
+    def remove(self, names: Collection[str]) -> None:
+        """Remove objects; those that are not there do not matter."""
+
+        def remove(name: str) -> None:
+            path = self._path(name)
+            self._persist(f"remove {name}", lambda: self._fs.rm_file(path), may_miss=True)
+
+        in_parallel(remove, names)
+
+    def forget_parts(self) -> int:
+        """Remove what uploads in parts left that never ended, which a store of S3 keeps, unlisted,
+        for good; return how many."""
+        if not self._in_parts:
+            return 0
+        bucket, _, prefix = self._root.partition("/")
+
+        def forget() -> int:
+            found = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+            uploads = found.get("Uploads", [])
+            for each in uploads:
+                where = {"Key": each["Key"], "UploadId": each["UploadId"]}
+                self._fs.call_s3("abort_multipart_upload", Bucket=bucket, **where)
+            return len(uploads)
+
+        return self._persist("look for uploads that did not end", forget, may_miss=True) or 0
+
+
+def in_parallel(action: Callable[[Any], T], items: Collection[Any]) -> list[T]:
+    """Return what `action` returns of each, a few at a time; raise the first error."""
+    with ThreadPoolExecutor(FILES) as pool:
+        futures = [pool.submit(action, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def part_size(size: int) -> int:
+    """Return the bytes of a part: more where an object would have too many parts."""
+    mib = 1 << 20
+    return max(PART, -(-size // (MOST_PARTS * mib)) * mib)
+
+
+def _digest(file: Path, *, record: FileRecord, part: int) -> _Digests:
+    """Return what a file's bytes are to a store; refuse others than `record` knows."""
+    whole, parts, ours = hashlib.md5(usedforsecurity=False), [], xxhash.xxh3_128()
+    size = 0
+    with file.open("rb") as stream:
+        while content := stream.read(part):
+            size += len(content)
+            ours.update(content)
+            whole.update(content)
+            parts.append(hashlib.md5(content, usedforsecurity=False).digest())
+    if (size, ours.hexdigest()) != (record.size, record.digest):
+        raise CheckpointError(f"{file} is damaged: its checksum differs; it was not uploaded")
+    in_parts = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
+    return _Digests(size, whole.hexdigest(), f"{in_parts}-{len(parts)}")
+
+
+def _said(info: dict[str, Any]) -> str | None:
+    """Return the digest that a store computed, if it tells one."""
+    if etag := info.get("ETag"):
+        return str(etag).strip('"')
+    if md5 := info.get("md5Hash"):
+        return base64.b64decode(md5).hex()
+    return None
+
+
+def shown(error: BaseException) -> str:
+    """Say in one line what went wrong, without anything that may be a credential."""
+    text = reason(error)
+    for name, value in os.environ.items():
+        if len(value) >= 8 and _SECRET.search(name.upper()):
+            text = text.replace(value, "***")
+    return _LOOKS_SECRET.sub("***", text)
