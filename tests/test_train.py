@@ -185,6 +185,7 @@ def test_an_error_of_another_rank_does_not_leave_the_bar(
     monkeypatch.setattr(train_module.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(train_module, "is_first_to_report", lambda: True)
     monkeypatch.setattr(train_module, "await_reports", lambda: None)
+    monkeypatch.setattr(train_module, "_await_plan", lambda: None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     train_module._report(StoppedError("stopped after step 3"))
