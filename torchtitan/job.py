@@ -29,7 +29,7 @@ from torchtitan.config.needs import JobFile, Needs
 from torchtitan.config.types import STRICT, InnerFile, Seed, Text
 from torchtitan.data.settings import READS_FILES, TrainingConfig, ValidationConfig
 from torchtitan.lora.settings import LoRAConfig
-from torchtitan.mesh.settings import CommConfig, ParallelismConfig
+from torchtitan.mesh.settings import CommConfig, ElasticConfig, ParallelismConfig
 from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
 from torchtitan.models.settings import HF, ModelSection
 from torchtitan.optim.settings import LRSchedulerConfig, OptimizerConfig, RouterConfig
@@ -96,6 +96,7 @@ class Config:
     compile: CompileConfig = Field(default_factory=CompileConfig)
     quantize: QuantizeConfig = Field(default_factory=QuantizeConfig)
     comm: CommConfig = Field(default_factory=CommConfig)
+    elastic: ElasticConfig = Field(default_factory=ElasticConfig)
     debug: DebugConfig = Field(default_factory=DebugConfig)
 
     def violations(self) -> Iterator[Violation]:

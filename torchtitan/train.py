@@ -49,7 +49,8 @@ from torchtitan.base.log import (
 )
 from torchtitan.config.types import is_url
 from torchtitan.job import Config, load_job
-from torchtitan.mesh.faults import PeerError
+from torchtitan.mesh.elastic import started
+from torchtitan.mesh.faults import PeerError, end_with_launcher, stacks_of_stalls
 from torchtitan.mesh.process_group import (
     Launch,
     await_report,
@@ -109,27 +110,29 @@ def train_job(
 ) -> tuple[Trainer, str | None]:
     """Train in a prepared process, and raise as `train` does; return how it was stopped, if it was.
     `wording` adds to mistakes where the settings were given."""
-    stop.end_after(config.checkpoint.save_before_seconds)
+    stop.end_after(config.checkpoint.save_before_seconds, started=started(os.environ))
     folder = Path(config.job.dump_folder)
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
     shown = log_to(folder, launch=launch, color=color)
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
     undo.callback(end_process_group)  # not before: a group that the process has already is not ours
-    started = time.monotonic()
+    began = time.monotonic()
     with wording:
         run = assemble(config, launch=launch, color=color, undo=undo, callbacks=callbacks)
     bar = build_bar(run, show=shows_bar(launch.rank, shown=shown), color=color)
     trainer = Trainer(run, stop=stop, doing=bar.doing)
     undo.callback(trainer.close_after_failure)
     begin_together(stop)
+    log, limit = folder / "logs" / f"rank_{launch.rank}.log", config.comm.train_timeout_seconds
     with bar:
-        reason = train_steps(trainer, on_step=bar.advance)
+        with stacks_of_stalls(log, limit_seconds=limit, on_step=bar.advance) as on_step:
+            reason = train_steps(trainer, on_step=on_step)
         with bar.doing("saving"):
             if reason is None and trainer.last_row is None and run.checkpoints is not None:
                 run.checkpoints.complete()
             trainer.close()
     if reason is None and (trainer.last_row is None or launch.rank == min(shown)):
-        tell_end(trainer, config=config, seconds=time.monotonic() - started, color=color)
+        tell_end(trainer, config=config, seconds=time.monotonic() - began, color=color)
     return trainer, reason and describe_stop(trainer, config=config, reason=reason)
 
 
@@ -280,6 +283,8 @@ def train_and_leave(argv: Sequence[str]) -> None:
     gc.freeze()  # what is imported stays: no later collection looks at it
     gc.enable()
     undo = ExitStack()
+    if started(os.environ) is not None:
+        end_with_launcher()
     try:
         exit_code = main(argv, undo=undo)
     except (Exception, CheckpointException):

@@ -19,7 +19,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.folders import find_steps
-from torchtitan.mesh.faults import PeerError, Pulse
+from torchtitan.mesh.faults import PeerError, Pulse, stacks_of_stalls
 from torchtitan.trainer import Trainer
 
 LIMIT = 0.5
@@ -117,3 +117,30 @@ def test_a_rank_stopped_within_a_save_is_found_and_a_slow_one_is_not(
         assert find_steps(tmp_path / "run" / "checkpoint") == [2]
     else:
         assert "no sign of life from rank 1 for 2 s" in first
+
+
+def test_the_stacks_of_a_rank_that_hangs_are_in_its_log(tmp_path: Path) -> None:
+    """Of every thread, and only where no step follows in time."""
+    steps: list[int] = []
+    log, held = tmp_path / "rank_0.log", threading.Event()
+    log.write_text("before\n")
+
+    def hangs_here() -> None:
+        held.wait(60)
+
+    thread = threading.Thread(target=hangs_here, daemon=True)
+    thread.start()
+    with stacks_of_stalls(log, limit_seconds=0.5, on_step=steps.append) as on_step:
+        on_step(1)
+        deadline = time.monotonic() + 60
+        while "hangs_here" not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        on_step(2)
+    held.set()
+    said = log.read_text()
+    assert said.startswith("before\nTimeout (0:00:00.45")
+    assert "hangs_here" in said
+    assert "test_the_stacks_of_a_rank_that_hangs" in said
+    assert steps == [1, 2]
+    time.sleep(0.7)
+    assert log.read_text() == said  # the run is over

@@ -7,6 +7,8 @@ a mistake ends the job in its first second.
 from __future__ import annotations
 
 import logging
+import os
+from dataclasses import replace
 
 import torch
 
@@ -21,6 +23,7 @@ from torchtitan.hf.config import find_unsaid
 from torchtitan.hf.names import Names
 from torchtitan.job import Config
 from torchtitan.mesh.dims import resolve_dims
+from torchtitan.mesh.elastic import fit_ranks
 from torchtitan.models.contract import LanguageModel, check_contract, count
 from torchtitan.models.rope_scaling import warn_of_positions
 from torchtitan.models.spec import ModelSpec
@@ -37,6 +40,22 @@ from torchtitan.parallel.pipeline.layout import plan_pipeline
 from torchtitan.parallel.tensor import check_tensor_parallel
 
 logger = logging.getLogger(__name__)
+
+
+def fit_job(config: Config, *, world_size: int) -> Config:
+    """Give a job that may lose nodes the degrees for those that are left.
+
+    Raises:
+        ConfigError: No layout that it allows fits them.
+    """
+    parallelism, training = fit_ranks(
+        config.parallelism,
+        config.training,
+        settings=config.elastic,
+        world_size=world_size,
+        environ=os.environ,
+    )
+    return replace(config, parallelism=parallelism, training=training)
 
 
 def find_layout(config: Config, *, world_size: int) -> Layout:

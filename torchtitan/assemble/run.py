@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.assemble.data import build_loader
-from torchtitan.assemble.find import check_device, find_layout, log_job
+from torchtitan.assemble.find import check_device, find_layout, fit_job, log_job
 from torchtitan.assemble.model import resolve_model
 from torchtitan.assemble.precision import resolve_precision
 from torchtitan.assemble.resume import (
@@ -71,7 +71,7 @@ def assemble(
     Raises:
         UserError: Degrees, sizes, files or a checkpoint do not fit this job.
     """
-    config = resolve_model(config)
+    config = fit_job(resolve_model(config), world_size=launch.world_size)
     layout = find_layout(config, world_size=launch.world_size)
     check_device(config, layout=layout, device_type=device_type())
     config, precision = resolve_precision(config)

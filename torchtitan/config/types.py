@@ -139,6 +139,11 @@ Converters = Annotated[
     Field(strict=False),
     BeforeValidator(_in_a_list),
 ]
+Changing = Annotated[
+    tuple[Literal["dp_shard", "dp_replicate"], ...],
+    Field(strict=False),
+    BeforeValidator(_in_a_list),
+]
 Weights = Annotated[
     tuple[FinitePositive, ...], Field(strict=False), BeforeValidator(_number_in_a_list)
 ]

@@ -8,17 +8,25 @@ A rank that hangs in a step is found by the timeout of the step's collectives. A
 limit, since storage may be slow: there each rank keeps counting in the job's store while it works,
 and a rank whose count stands still hangs. Rank 0 watches all others, and they watch rank 0, so that
 the store gets few requests per second from any number of ranks.
+
+What a rank that hangs was doing is in its log: shortly before the others give up on it, a thread of
+C, which needs no interpreter, writes down the stacks of all threads there.
 """
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import logging
 import math
+import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +36,11 @@ from torchtitan.base.errors import NonFiniteError
 logger = logging.getLogger(__name__)
 BEATS = 10
 """Signs of life within the time after which a silent rank counts as hung."""
+
+
+PART_OF_TIMEOUT = 0.9
+"""Stacks are written before others give up on this rank: they may be killed with it."""
+PR_SET_PDEATHSIG = 1
 
 
 class PeerError(RuntimeError):
@@ -138,3 +151,28 @@ def raise_if_nonfinite(norm: float, *, loss: Tensor, step: int) -> None:
         f"changed; go on from the last checkpoint with checkpoint.mode = 'continue' and a lower "
         f"optimizer.lr, or start anew in another dump_folder"
     )
+
+
+@contextmanager
+def stacks_of_stalls(
+    file: Path, *, limit_seconds: float, on_step: Callable[[int], None]
+) -> Iterator[Callable[[int], None]]:
+    """Yield what calls `on_step` with each step. Where it is not called again for most of
+    `limit_seconds`, the stacks of all threads are added to `file`."""
+    with file.open("a", encoding="utf-8") as log:
+
+        def go_on(step: int) -> None:
+            faulthandler.dump_traceback_later(limit_seconds * PART_OF_TIMEOUT, file=log)
+            on_step(step)
+
+        try:
+            yield go_on
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def end_with_launcher() -> None:
+    """Have this process killed when its launcher dies: the nodes that are left start without it,
+    and it would write to the same folder."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The settings of the ranks: the sections [parallelism] and [comm]."""
+"""The settings of the ranks: the sections [parallelism], [comm] and [elastic]."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 from torchtitan.base.errors import Violation
 from torchtitan.config.types import (
     STRICT,
+    Changing,
     Degree,
     ListsOfNames,
     MinusOneOrMore,
@@ -199,3 +200,16 @@ class CommConfig:
     """Folder of the flight recorder's files, inside dump_folder."""
     save_traces_file_prefix: str = "rank_"
     """Beginning of the flight recorder's file names."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ElasticConfig:
+    """Runs that outlive a node: jobs started with a range of nodes, `--nnodes 2:4`."""
+
+    may_change: Changing = ("dp_shard",)
+    """Degrees that may differ from those on all nodes, while nodes are missing: dp_shard is
+    parallelism.data_parallel_shard_degree, dp_replicate data_parallel_replicate_degree. All others
+    stay, and so does the global batch. Empty: the run waits until the missing nodes are back."""
+    wait_seconds: PositiveInt = 3600
+    """Longest wait for nodes, where those that are there are too few for any layout; and of a node
+    that came back, to be let in."""

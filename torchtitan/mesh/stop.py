@@ -51,9 +51,11 @@ class StopRequest:
         # held while a signal is judged, so that none falls between set-up and the first step
         self._lock = threading.RLock()  # a session's handler may interrupt whoever holds it
 
-    def end_after(self, seconds: int | None) -> None:
-        """Ask for the end of the run so long after this request was made; None: never."""
+    def end_after(self, seconds: int | None, *, started: float | None = None) -> None:
+        """Ask for the end of the run so long after it `started`, by default when this request was
+        made; None: never."""
         self._seconds = seconds
+        self._started = self._started if started is None else started
 
     @property
     def is_signalled(self) -> bool:

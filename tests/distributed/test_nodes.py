@@ -1,0 +1,100 @@
+"""A job that loses a node and gets it back: two launchers on this machine, one of them killed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts.node_campaign import CampaignError, Job, compare, lose_and_return, losses, samples
+
+SECONDS = 240
+
+
+def test_two_nodes_one_two(tmp_path: Path) -> None:
+    """The first node is killed: rank 0 with its log, its figures and the store of the ranks."""
+    job = Job(folder=tmp_path, fewest=1, most=2, ranks=1, steps=45, seconds=SECONDS)
+    try:
+        lose_and_return(job, victim=0)
+        compare(job.results, job.train_undisturbed())
+    finally:
+        job.close()
+    said = job.output()
+    assert "a node is lost (127.0.0.1, agent" in said
+    assert "1 of 2 nodes are here: 1 train" in said
+    assert "a node waits to be let in: the ranks save and leave" in said
+    assert said.count("2 of 2 nodes are here: 2 train") == 2
+
+
+def without_one(rows: list[str]) -> list[str]:
+    return rows[:-1]
+
+
+def with_one_twice(rows: list[str]) -> list[str]:
+    return [*rows, rows[-1]]
+
+
+def with_another_step(rows: list[str]) -> list[str]:
+    last = json.loads(rows[-1])
+    return [*rows[:-1], json.dumps({**last, "step": last["step"] + 1})]
+
+
+@pytest.mark.parametrize("harm", [without_one, with_one_twice, with_another_step])
+def test_the_campaign_sees_lost_and_doubled_samples(
+    harm: Callable[[list[str]], list[str]], tmp_path: Path
+) -> None:
+    rows = [json.dumps({"index": k, "step": 1 + k // 4, "hash": f"{k}"}) for k in range(16)]
+    for name in ("whole", "harmed"):
+        (tmp_path / name / "samples").mkdir(parents=True)
+        (tmp_path / name / "samples" / "rank_0.jsonl").write_text("\n".join(rows))
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    assert compare(tmp_path / "harmed", tmp_path / "whole") == 0
+    (tmp_path / "harmed" / "samples" / "rank_0.jsonl").write_text("\n".join(harm(rows)))
+    with pytest.raises(CampaignError, match="samples"):
+        compare(tmp_path / "harmed", tmp_path / "whole")
+    assert len(samples(tmp_path / "whole")) == 16
+    assert losses(tmp_path / "whole") == {1: 2.0}
+
+
+def launch(tmp_path: Path, *overrides: str) -> tuple[int, str]:
+    """Start one node alone, which must end by itself; return its code and what it says."""
+    job = Job(
+        folder=tmp_path, fewest=1, most=2, ranks=1, steps=2, seconds=SECONDS, overrides=overrides
+    )
+    try:
+        job.start_node(0)
+        return job.nodes[0].wait(SECONDS), job.output()
+    finally:
+        job.close()
+
+
+def test_without_permission_it_waits_and_says_for_what(tmp_path: Path) -> None:
+    code, said = launch(tmp_path, "--elastic.may_change=[]", "--elastic.wait_seconds=5")
+    assert code == 1
+    assert re.search(r"1 of 2 nodes are here, too few .* up to 5 s \(elastic.wait_seconds\)", said)
+    assert "no more nodes came within 5 s" in said
+    assert "Traceback" not in said
+
+
+def test_it_goes_on_when_the_missing_node_is_there(tmp_path: Path) -> None:
+    whole = ("--elastic.may_change=[]",)
+    job = Job(folder=tmp_path, fewest=1, most=2, ranks=1, steps=2, seconds=SECONDS, overrides=whole)
+    try:
+        job.start_node(0)
+        job.wait_until(lambda: "1 of 2 nodes are here, too few" in job.output(), what="wait")
+        job.start_node(1)
+        job.finish()
+    finally:
+        job.close()
+    assert "2 of 2 nodes are here: 2 train" in job.output()
+    assert [number for number, _, _ in samples(job.results)] == list(range(24))
+
+
+def test_a_job_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    code, said = launch(tmp_path, "--checkpoint.enable=false")
+    assert code == 2
+    assert "checkpoint.enable" in said
+    assert "Traceback" not in said
