@@ -25,7 +25,7 @@ BLOCK, WRITTEN = 2**20, 64 * 2**20
 """Bytes written at a time, and in all."""
 HEAD = 2**16
 """Bytes at each end of a data file that are compared, beside its size."""
-SLOW = 0.25
+SLOW = 0.1
 """Of the usual rate to write, what counts as slow: disks have caches, and neighbours."""
 SECONDS_TO_SEE = 5.0
 """How long a shared folder may take to show a new file: NFS asks again after a few seconds."""

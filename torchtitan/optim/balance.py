@@ -43,6 +43,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.dims import Mesh
@@ -138,7 +139,7 @@ class Balance:
         self._is_new = False
         self._tp, self._is_text = tp, None
         self._num_seen: Counter[int] = Counter()
-        self._counted: dict[int, Tensor] = {}
+        self._counted = WeakTensorKeyDictionary()  # by what a layer chose, as long as that lives
         rows = {name: self._names.index(name) for name in routes}
         for name, route in routes.items():
             route.router.on_choice = partial(self._count, rows[name])
@@ -181,7 +182,7 @@ class Balance:
         """Hear of the choices of a layer's tokens."""
         text_BS = self._next_text(row, ids_BSK)
         # a block that is recomputed asks for its losses again, with the same tensor
-        self._counted[id(ids_BSK)] = text_BS
+        self._counted[ids_BSK] = text_BS
         num = self._counts_LE.shape[1]
         self._counts_LE[row] += _counts(ids_BSK, text_BS, num=num).sum(0)
         self._sums_LF[row, 0] += text_BS.sum()
@@ -190,7 +191,7 @@ class Balance:
 
     def _loss(self, row: int, logits_BSE: Tensor, scores_BSE: Tensor, ids_BSK: Tensor) -> Tensor:
         """Return a layer's own losses, of this rank's tokens."""
-        settings, text_BS = self._settings, self._counted[id(ids_BSK)]
+        settings, text_BS = self._settings, self._counted[ids_BSK]
         shares_BSE = _shares(scores_BSE) * text_BS[..., None]
         losses: dict[str, Tensor] = {}
         if settings.sequence_loss_weight:
