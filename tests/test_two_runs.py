@@ -146,7 +146,11 @@ def test_two_ranks_train_again(launcher: bool, tmp_path: Path) -> None:
     else:
         command, places = program, places_of_ranks(2)
     ranks = [subprocess.Popen([sys.executable, *command], env={**environ, **p}) for p in places]
-    assert [rank.wait(150) for rank in ranks] == [0] * len(ranks)
+    try:
+        assert [rank.wait(150) for rank in ranks] == [0] * len(ranks)
+    finally:
+        for rank in ranks:
+            rank.terminate()  # a launcher ends its ranks
     assert len(losses(tmp_path / "third")) == 3
     assert losses(tmp_path / "third") == losses(tmp_path / "first")
 

@@ -49,6 +49,7 @@ from torchtitan.base.log import (
 )
 from torchtitan.config.types import is_url
 from torchtitan.job import Config, load_job
+from torchtitan.mesh.alike import check_alike
 from torchtitan.mesh.elastic import started
 from torchtitan.mesh.faults import PeerError, end_with_launcher, stacks_of_stalls
 from torchtitan.mesh.process_group import (
@@ -118,6 +119,7 @@ def train_job(
     undo.callback(end_process_group)  # not before: a group that the process has already is not ours
     began = time.monotonic()
     with wording:
+        check_alike(config)
         run = assemble(config, launch=launch, color=color, undo=undo, callbacks=callbacks)
     bar = build_bar(run, show=shows_bar(launch.rank, shown=shown), color=color)
     trainer = Trainer(run, stop=stop, doing=bar.doing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,7 +59,9 @@ def write_job(
 ) -> list[str]:
     """Write a job's TOML and return the arguments that run it into `folder / name`."""
     path = folder / f"{name}.toml"
-    path.write_text(toml)
+    draft = path.with_suffix(f".{os.getpid()}")  # ranks may write it while others read it
+    draft.write_text(toml)
+    draft.replace(path)
     return [
         f"--job.config_file={path}",
         f"--job.dump_folder={folder / name}",

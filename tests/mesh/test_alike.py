@@ -1,0 +1,87 @@
+"""Ranks that were given different settings say so before they wait for each other."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.jobs import UNSAVED, places_of_ranks, write_job
+from tests.distributed.rank_pool import RankPool
+from torchtitan.base.errors import ConfigError
+from torchtitan.job import load_config
+from torchtitan.mesh.alike import check_alike
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def said_of(options: list[list[str]]) -> str:
+    try:
+        check_alike(load_config(options[dist.get_rank()]))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_the_file_may_lie_elsewhere(ranks: RankPool, tmp_path: Path) -> None:
+    files = [tmp_path / f"{rank}.toml" for rank in range(3)]
+    for file in files:
+        file.write_text("[training]\nsteps = 7\n")
+    assert [
+        said
+        for said in ranks.run(said_of, [[f"--job.config_file={file}"] for file in files], world=3)
+        if said
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([[], [], ["--training.steps=7"]], "rank 2 has others than rank 0: training.steps is 7 "),
+        ([["--training.steps=7"], [], []], "ranks 1, 2 have others than rank 0: training.steps is"),
+        (
+            [
+                [],
+                ["--model.flavor=tiny", "--debug.seed=3", "--optimizer.lr=1", "--training.steps=5"],
+            ],
+            "and 1 more",
+        ),
+    ],
+)
+def test_every_rank_says_which_setting(
+    options: list[list[str]], said: str, ranks: RankPool
+) -> None:
+    found = ranks.run(said_of, options, world=len(options))
+    assert len(set(found)) == 1
+    assert said in found[0]
+
+
+def test_a_job_ends_in_code_2_with_one_message(tmp_path: Path) -> None:
+    """Not in a time-out: one rank would ask all which type to compute in, the other would not."""
+    job = [*write_job(tmp_path), UNSAVED, "--training.steps=1"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torchtitan.train", *job, *option],
+            env={**environ, **place},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place, option in zip(
+            places_of_ranks(2), [[], ["--training.mixed_precision_param=auto"]], strict=True
+        )
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [2, 2]
+    said = "".join(errors)
+    assert len(re.findall("all ranks must be given the same settings", said)) == 1
+    assert 'training.mixed_precision_param is "auto" there and "float32" on rank 0' in said
