@@ -32,6 +32,7 @@ from scripts.benchmarks import (
     recompute,
     startup,
     train,
+    upload,
 )
 from torchtitan.base.errors import UserError
 
@@ -45,6 +46,7 @@ COMMANDS = {
     "attention": attention,
     "pipeline": pipeline,
     "checkpoint": checkpoint,
+    "upload": upload,
     "counts": counts,
     "gpu": gpu,
 }

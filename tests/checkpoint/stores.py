@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +11,10 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from scripts.ports import hold_port
+from scripts.s3_server import SECRET, S3Server, environ_of
+from scripts.s3_server import s3_server as running
 
-SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY12"
+__all__ = ["SECRET", "FaultyStore", "S3Server", "environ_of", "faulty_store", "s3_server"]
 
 
 class FaultyStore(MemoryFileSystem):
@@ -105,66 +99,13 @@ def faulty_store() -> Iterator[type[FaultyStore]]:
         FaultyStore.heal()
 
 
-class S3Server:
-    """moto's server, at one port for all of its lives; what it stored is lost when it is killed."""
-
-    def __init__(self) -> None:
-        self._place = hold_port()
-        self.port = self._place.getsockname()[1]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def environ(self) -> dict[str, str]:
-        """The variables by which a client finds it."""
-        return {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
-            "AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE",
-            "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
-
-    def start(self) -> None:
-        """Start it, and wait until it answers."""
-        self._place.close()
-        command = [sys.executable, "-m", "moto.server", "-p", str(self.port)]
-        quiet = subprocess.DEVNULL
-        self._process = subprocess.Popen(command, stdout=quiet, stderr=quiet)
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/moto-api/", timeout=5).close()
-                return
-            except (urllib.error.URLError, OSError):
-                if time.monotonic() > deadline or self._process.poll() is not None:
-                    raise
-                time.sleep(0.1)
-
-    def kill(self) -> None:
-        """Kill it as a machine that loses its power does."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
-            self._process = None
-
-
 @contextmanager
 def s3_server(bucket: str) -> Iterator[S3Server]:
     """Run a server of S3 with an empty bucket, which this process's clients use."""
     for package in ("s3fs", "moto", "flask", "flask_cors"):
         pytest.importorskip(package)
-    server = S3Server()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environ.items():
+    with pytest.MonkeyPatch.context() as patch, running() as server:
+        for name, value in environ_of(server.port).items():
             patch.setenv(name, value)
-        try:
-            server.start()
-            fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
-            yield server
-        finally:
-            server.kill()
-
-
-def environ_of(server: S3Server) -> dict[str, str]:
-    """The environment of a process that uses the server."""
-    return {**os.environ, **server.environ}
+        fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
+        yield server

@@ -5,6 +5,7 @@ The oracle is a run of the same job that saves to a folder: every state must be 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from tests.checkpoint import stores
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.checkpoint import objects
+from torchtitan.checkpoint.commits import OWNER, Commits
 from torchtitan.checkpoint.commits import find_steps as find_stored
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.remote import RemoteSteps
@@ -67,7 +69,8 @@ class Runs:
     """Runs jobs whose checkpoints lie in the server's bucket."""
 
     def __init__(self, ranks: RankPool, server: stores.S3Server, folder: Path) -> None:
-        self._ranks, self._environ, self._folder = ranks, server.environ, folder
+        self._ranks, self._folder = ranks, folder
+        self.environ = stores.environ_of(server.port)
 
     def job(self, steps: int, *words: str, name: str = "run") -> list[str]:
         job = jobs.write_job(self._folder, name=name)
@@ -77,7 +80,7 @@ class Runs:
     def run(self, *words: str, steps: int, world: int = 1, own_disks: bool = False) -> Any:
         """Train; return the last state's hash, and what rank 0 logged."""
         job = self.job(steps, f"folder={URL}", *words)
-        results = self._ranks.run(with_environ, self._environ, own_disks, train, job, world=world)
+        results = self._ranks.run(with_environ, self.environ, own_disks, train, job, world=world)
         return results[0]
 
     def undisturbed(self, *, steps: int, world: int = 1) -> str:
@@ -117,6 +120,43 @@ def test_a_run_resumes_from_the_store_alone(
     state, lines = runs.run(mode, steps=8, world=world, own_disks=own_disks)
     assert any(line.startswith(f"Fetching {URL}/step-5 into") for line in lines)
     assert state == runs.undisturbed(steps=8, world=world)
+
+
+def count_parts_read(job: list[str]) -> int:
+    """Train; return how many parts of objects were read, which comparing by ETag does not need."""
+    reads = []
+    read = objects.ObjectStore._part
+
+    def noted(store: objects.ObjectStore, *which: Any) -> bytes:
+        reads.append(which)
+        return read(store, *which)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objects.ObjectStore, "_part", noted)
+        train(job)
+    return len(reads)
+
+
+def test_read_back_reads_what_was_written(runs: Runs, ranks: RankPool) -> None:
+    def reads(check: str) -> int:
+        job = runs.job(2, f"folder=s3://bucket/{check}", f"upload_check={check}", name=check)
+        return ranks.run(with_environ, runs.environ, False, count_parts_read, job, world=1)[0][0]
+
+    assert reads("checksum") == 0
+    assert reads("read_back") > 3
+
+
+def test_a_store_that_lists_no_unended_uploads_is_as_good(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+
+    def refuse(*args: Any, **how: Any) -> None:
+        raise OSError(errno.ENOSYS, "A parameter you provided implies functionality")
+
+    monkeypatch.setattr(store._fs, "call_s3", refuse)
+    Commits(store).take()
+    assert store.read(OWNER)
 
 
 def test_a_restart_on_the_same_disk_fetches_nothing(runs: Runs) -> None:
@@ -181,14 +221,14 @@ def test_a_run_starts_from_another_in_a_store(runs: Runs, ranks: RankPool, tmp_p
     for url, words in ((f"{URL}/step-4", ()), (URL, ("load_step=4",))):
         words = (f"initial_load_path={url}", "initial_load_model_only=false", *words)
         job = runs.job(6, *words, name="other")
-        [(state, _)] = ranks.run(with_environ, runs._environ, False, train, job, world=1)
+        [(state, _)] = ranks.run(with_environ, runs.environ, False, train, job, world=1)
         assert state == through
         shutil.rmtree(tmp_path / "other")
 
 
 def test_two_runs_do_not_share_a_store(runs: Runs, ranks: RankPool) -> None:
     job = runs.job(4, f"folder={URL}")
-    [(message, _)] = ranks.run(with_environ, runs._environ, False, taken_over, job, world=1)
+    [(message, _)] = ranks.run(with_environ, runs.environ, False, taken_over, job, world=1)
     assert "must belong to one run at a time, and another one took it over: process 7" in message
 
 

@@ -64,6 +64,11 @@ def names(figures: dict[str, Any]) -> list[str]:
     return [row["name"] for row in figures["comparisons"]]
 
 
+def test_upload(tmp_path: Path) -> None:
+    figures = measured(tmp_path, "upload", "--size_mib", "20", num_pairs=1)
+    assert names(figures) == ["upload / boto3", "download / boto3"]
+
+
 def test_checkpoint_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     figures = measured(

@@ -46,8 +46,11 @@ class Commits:
         writes."""
         who = f"process {os.getpid()} on host {platform.node()}"
         self._store.write(OWNER, f"{self._token} {who}".encode())
-        if count := self._store.forget_parts():
-            logger.info("%s: removed what %d uploads left that did not end", self.url, count)
+        try:
+            if count := self._store.forget_parts():
+                logger.info("%s: removed what %d uploads left that did not end", self.url, count)
+        except CheckpointError as error:  # not every user may, nor every store can
+            logger.warning("%s; what uploads leave that do not end is not removed", error)
 
     def check_owner(self) -> None:
         """Raise CheckpointError if another process has taken the store over."""

@@ -8,7 +8,8 @@ store itself computed (S3's ETag, the MD5 of Google Cloud Storage), or is read b
 none. An ETag that is not the MD5, as under some encryption, is no mistake: then the bytes decide.
 
 Each request is repeated with growing pauses until it succeeds or `patience_seconds` are over.
-Requests that no repetition mends (no rights, no bucket, no credentials) end at once.
+Requests that no repetition mends (no rights, no bucket, no credentials, nothing that this store
+can do) end at once.
 
 Memory is bounded: at most `STREAMS` parts are in flight for what is read, and as many for each of
 the `FILES` that are written. Credentials are the store's own business (environment, profile, role):
@@ -19,6 +20,7 @@ of anything that looks like one.
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import itertools
 import logging
@@ -29,7 +31,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -61,16 +62,6 @@ _LOOKS_SECRET = re.compile(
     r"|(?:Signature|Credential|Authorization|Bearer|ya29)[=:. ]*\S+"
     r"|(?<![\w/+.-])[A-Za-z0-9/+]{40,}={0,2}"
 )
-
-
-@dataclass(frozen=True)
-class _Digests:
-    """What the bytes of a file are to a store."""
-
-    size: int
-    md5: str
-    parts: str
-    """The ETag of S3 if they are sent in parts."""
 
 
 class ObjectStore:
@@ -122,7 +113,11 @@ class ObjectStore:
                 # no two ranks at the same moments; not from the generators that training uses
                 jitter = 0.5 + secrets.randbelow(1000) / 1000
                 pause = min(0.25 * 2**attempt, LONGEST_PAUSE) * jitter
-                is_final = isinstance(error, _FINAL) or _FINAL_BY_NAME.search(type(error).__name__)
+                is_final = (
+                    isinstance(error, _FINAL)
+                    or _FINAL_BY_NAME.search(type(error).__name__) is not None
+                    or (isinstance(error, OSError) and error.errno == errno.ENOSYS)
+                )
             if is_final or spent + pause > self._patience:
                 after = "" if is_final else f" for {spent:.0f} s"
                 raise CheckpointError(
@@ -168,8 +163,9 @@ class ObjectStore:
                 reads back otherwise.
         """
         part = part_size(record.size)
-        digests = _digest(file, record=record, part=part)
-        if self._holds(name, digests, record=record):
+        goes_in_parts = self._in_parts and record.size >= 2 * part  # s3fs's own rule
+        digest = _digest(file, record=record, part=part if goes_in_parts else None)
+        if self._holds(name, digest, record=record):
             return False
         # s3fs would take ten parts at a time, of each file
         how = {"chunksize": part, "max_concurrency": STREAMS} if self._in_parts else {}
@@ -177,24 +173,24 @@ class ObjectStore:
             self._persist(
                 f"write {name}", lambda: self._fs.put_file(str(file), self._path(name), **how)
             )
-            if self._holds(name, digests, record=record):
+            if self._holds(name, digest, record=record):
                 return True
         raise CheckpointError(
             f"{self.url}/{name} was written {NUM_TRIES} times, and reads back otherwise; the store "
             f"or the way to it changes bytes"
         )
 
-    def _holds(self, name: str, digests: _Digests, *, record: FileRecord) -> bool:
-        """Tell whether an object is what the file is."""
+    def _holds(self, name: str, digest: str, *, record: FileRecord) -> bool:
+        """Tell whether an object is what the file is; `digest`: what the store will say it is."""
         info = self._info(name)
-        if info is None or info["size"] != digests.size:
+        if info is None or info["size"] != record.size:
             return False
-        if self._check == "checksum" and _said(info) in (digests.md5, digests.parts):
+        if self._check == "checksum" and _said(info) == digest:
             return True
-        digest = xxhash.xxh3_128()
-        for content in self._parts(name, digests.size):
-            digest.update(content)
-        return digest.hexdigest() == record.digest
+        found = xxhash.xxh3_128()
+        for content in self._parts(name, record.size):
+            found.update(content)
+        return found.hexdigest() == record.digest
 
     def fetch(self, name: str, file: Path, *, record: FileRecord) -> str | None:
         """Read an object into a new file; say what is wrong with it, None: nothing."""
@@ -288,20 +284,24 @@ def part_size(size: int) -> int:
     return max(PART, -(-size // (MOST_PARTS * mib)) * mib)
 
 
-def _digest(file: Path, *, record: FileRecord, part: int) -> _Digests:
-    """Return what a file's bytes are to a store; refuse others than `record` knows."""
+def _digest(file: Path, *, record: FileRecord, part: int | None) -> str:
+    """Return what a store will say of a file's bytes, their MD5, or, where they are sent in parts
+    of `part` bytes, S3's ETag; refuse others than `record` knows."""
     whole, parts, ours = hashlib.md5(usedforsecurity=False), [], xxhash.xxh3_128()
     size = 0
     with file.open("rb") as stream:
-        while content := stream.read(part):
+        while content := stream.read(part or PART):
             size += len(content)
             ours.update(content)
-            whole.update(content)
-            parts.append(hashlib.md5(content, usedforsecurity=False).digest())
+            if part is None:
+                whole.update(content)
+            else:
+                parts.append(hashlib.md5(content, usedforsecurity=False).digest())
     if (size, ours.hexdigest()) != (record.size, record.digest):
         raise CheckpointError(f"{file} is damaged: its checksum differs; it was not uploaded")
-    in_parts = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
-    return _Digests(size, whole.hexdigest(), f"{in_parts}-{len(parts)}")
+    if part is None:
+        return whole.hexdigest()
+    return f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
 
 
 def _said(info: dict[str, Any]) -> str | None:
