@@ -55,6 +55,9 @@ class FaultyStore(MemoryFileSystem):
         type(self).before("write", rpath)
         super().pipe_file(rpath, Path(lpath).read_bytes())
 
+    def get_file(self, rpath: str, lpath: str, *args: Any, **kwargs: Any) -> None:
+        Path(lpath).write_bytes(self.cat_file(rpath))
+
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         type(self).before("look", path)
         found: dict[str, Any] = super().info(path, **kwargs)

@@ -51,11 +51,6 @@ def test_find_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
             names(pattern)
 
 
-def test_nothing_is_downloaded() -> None:
-    with pytest.raises(DataError, match=r"no file matches .*; nothing is downloaded"):
-        find_files("https://host/a.txt")
-
-
 def test_links(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "0.txt").symlink_to("a.txt")

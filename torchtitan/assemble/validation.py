@@ -103,7 +103,8 @@ def warn_of_overlap(
     if dataset.fingerprint["data"] == trained_on.fingerprint["data"]:
         found.append("the very data that are trained on")
     else:
-        if files := shared_files(validation.dataset_path, training.paths):
+        cache = training.dataset_cache
+        if files := shared_files(validation.dataset_path, training.paths, cache=cache):
             named = ", ".join(map(str, files[:2]))
             found.append(f"{len(files)} of the files of the training, as {named}")
         supervised, other = (

@@ -182,7 +182,8 @@ def list_data(config: Config) -> dict[str, str]:
         sources["validation"] = describe_source(config)
     for section, source in sources.items():
         for pattern in source.paths:
-            files = find_files(pattern, key=f"{section}.dataset_path")
+            key, cache = f"{section}.dataset_path", config.training.dataset_cache
+            files = find_files(pattern, key=key, cache=cache)
             found |= {str(file): _hash(file) for file in files}
     return found
 

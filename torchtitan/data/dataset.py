@@ -289,7 +289,8 @@ def _corpora(training: TrainingConfig, *, held_out: bool) -> list[list[Corpus | 
     if training.dataset != "files":
         return [[SyntheticCorpus(held_out=held_out)]]
     assert training.paths, "a rule of the settings"
-    groups = [find_files(entry) for entry in training.paths]
+    cache = training.dataset_cache
+    groups = [find_files(entry, cache=cache) for entry in training.paths]
     if not training.weights:
         groups = [[file for files in groups for file in files]]
     counts = Counter(file for files in groups for file in files)

@@ -14,12 +14,13 @@ from pathlib import Path
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
+from torchtitan.config.types import is_url
 from torchtitan.data.formats import PACKED, READ, STORES, format_of, suffix_of
+from torchtitan.data.settings import DEFAULT_CACHE
+from torchtitan.data.urls import SAVED, fetch_files
 
 logger = logging.getLogger(__name__)
 
-SAVED = "state.json"
-"""What `datasets.save_to_disk` writes beside its .arrow files, and what lists them."""
 HUB = (
     "the order of samples is computed from the number of all samples, which a stream does not "
     'tell, so nothing is streamed here; write training.dataset = "torchtitan.data.hub:HubText", or '
@@ -28,7 +29,6 @@ HUB = (
     "folder data/NAME"
 )
 HINTS = {
-    "://": "nothing is downloaded: get the file first",
     "$": "variables are not filled in",
     ",": 'several paths are a list: ["a.txt", "b.txt"]',
     "[": "a glob takes [ab] for one of the letters a and b, and [[] for [",
@@ -48,14 +48,19 @@ def user_path(path: str, *, key: str) -> Path:
     return expanded
 
 
-def find_files(pattern: str, *, key: str = "dataset_path") -> list[Path]:
-    """Return the files that one entry of the setting `key` names, sorted.
+def find_files(
+    pattern: str, *, key: str = "dataset_path", cache: str = DEFAULT_CACHE
+) -> list[Path]:
+    """Return the files that one entry of the setting `key` names, sorted; of a URL its copies,
+    which are made in `cache`.
 
     A token store appears once, as its `.idx` file. Empty files that a glob finds are left out.
     Raises DataError if there is no file, or one that is not read, or an empty one by its name.
     """
     if pattern.startswith("hf://"):
         raise DataError.at(key, f"{pattern!r} names data on the Hugging Face Hub; {HUB}")
+    if is_url(pattern):
+        pattern = fetch_files(pattern, cache=user_path(cache, key="dataset_cache"), key=key)
     path = user_path(pattern, key=key)
     if (path / SAVED).is_file():
         return _saved(path, key=key)

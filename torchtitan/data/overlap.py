@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan.data.files import find_files
+from torchtitan.data.settings import DEFAULT_CACHE
 from torchtitan.data.split import content_number
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import Tokenizer
@@ -53,12 +54,16 @@ def _how_many(stores: Sequence[TokenStore]) -> str:
     return f"{NUM_DOCUMENTS} documents (looked at, of {total})"
 
 
-def shared_files(ours: Iterable[str], theirs: Iterable[str]) -> list[Path]:
-    """Return the files that the entries `ours` of a dataset_path and `theirs` both name."""
+def shared_files(
+    ours: Iterable[str], theirs: Iterable[str], *, cache: str = DEFAULT_CACHE
+) -> list[Path]:
+    """Return the files that the entries `ours` of a dataset_path and `theirs` both name; copies of
+    URLs are in `cache`."""
 
     def by_place(entries: Iterable[str]) -> dict[tuple[int, int], Path]:
         # a link is another name of the same file
-        files = [(file, file.stat()) for entry in entries for file in find_files(entry)]
+        found = [file for entry in entries for file in find_files(entry, cache=cache)]
+        files = [(file, file.stat()) for file in found]
         return {(status.st_dev, status.st_ino): file for file, status in files}
 
     known = by_place(theirs)

@@ -59,6 +59,9 @@ DatasetKind = Annotated[
 ]
 
 
+DEFAULT_CACHE = "~/.cache/torchtitan"
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataLoaderConfig:
     """How samples are read; no setting here changes which samples, or their order."""
@@ -102,7 +105,7 @@ class TrainingConfig:
     dataset_path: Annotated[Strings, Needs("dataset", READS_FILES)] = ()
     """Text (.txt, .md, .py ...), JSON (.jsonl, .json), tables (.csv, .tsv, .parquet, .arrow),
     archives of these (.zip, .tar), token stores (.bin/.idx), folders of datasets.save_to_disk;
-    globs allowed, .gz and .zst too."""
+    globs allowed, .gz and .zst too; or URLs of these, as s3://bucket/corpus/**/*.jsonl."""
     dataset_weights: Annotated[Weights, Needs("dataset", "files")] = ()
     """One weight for each dataset_path: samples are drawn from them in this proportion. Empty: one
     source."""
@@ -131,7 +134,7 @@ class TrainingConfig:
     document_attention."""
     long_examples: Annotated[Literal["truncate", "skip"], OF_EXAMPLES] = "truncate"
     """What becomes of an example longer than seq_len: its beginning is kept, or it is left out."""
-    dataset_cache: Text = "~/.cache/torchtitan"
+    dataset_cache: Text = DEFAULT_CACHE
     """Folder for tokenised data, kept under a fingerprint of the files and the tokenizer."""
     num_epochs: PositiveInt | None = None
     """Passes over the data before the run ends; if not given it repeats, reshuffled, for all

@@ -127,7 +127,8 @@ def build_examples(
     )
     source: FileExamples | SyntheticExamples = SyntheticExamples(held_out=held_out)
     if training.dataset == "examples":
-        source = FileExamples(tuple(f for entry in training.paths for f in find_files(entry)))
+        named = [find_files(one, cache=training.dataset_cache) for one in training.paths]
+        source = FileExamples(tuple(file for files in named for file in files))
     template_hash = _hash(template)
     examples, found = cached(
         [FORMAT, tokenizer.fingerprint, template_hash, source.name, source.identity()],

@@ -1,0 +1,141 @@
+"""Data of an object store: copied once, whole, and again when it changed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint import stores
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from torchtitan.base.errors import DataError
+from torchtitan.data.files import find_files
+
+TEXTS = {"corpus/b.txt": "b", "corpus/a.txt": "a", "corpus/deep/c.txt": "c", "corpus/d.md": "d"}
+
+
+@pytest.fixture
+def faulty() -> Iterator[type[stores.FaultyStore]]:
+    with stores.faulty_store() as store:
+        for name, text in TEXTS.items():
+            store().pipe_file(f"/bucket/{name}", text.encode())
+        yield store
+
+
+def find(cache: Path) -> Callable[[str], dict[str, str]]:
+    """Return what finds copies: their contents by their path in the copy."""
+
+    def named(url: str) -> dict[str, str]:
+        files = find_files(url, cache=str(cache))
+        return {"/".join(f.relative_to(cache).parts[2:]): f.read_text() for f in files}
+
+    return named
+
+
+def test_what_a_url_names(faulty: Any, tmp_path: Path) -> None:
+    named = find(tmp_path)
+    assert named("faulty://bucket/corpus/a.txt") == {"a.txt": "a"}
+    assert named("faulty://bucket/corpus/*.txt") == {"a.txt": "a", "b.txt": "b"}
+    assert named("faulty://bucket/corpus/**/*.txt") == {
+        "a.txt": "a",
+        "b.txt": "b",
+        "deep/c.txt": "c",
+    }
+
+
+@pytest.mark.parametrize("name", ["tokens", "tokens.idx", "tokens.bin", "tok*.bin", "*"])
+def test_a_token_store_comes_whole(name: str, faulty: Any, tmp_path: Path) -> None:
+    for half in (".idx", ".bin"):
+        faulty().pipe_file(f"/bucket/stores/tokens{half}", half.encode())
+    [index] = find_files(f"faulty://bucket/stores/{name}", cache=str(tmp_path))
+    assert index.name == "tokens.idx"
+    assert index.with_suffix(".bin").read_text() == ".bin"
+
+
+def test_a_saved_dataset(faulty: Any, tmp_path: Path) -> None:
+    state = {"_data_files": [{"filename": "data-0.arrow"}]}
+    faulty().pipe_file("/bucket/saved/state.json", json.dumps(state).encode())
+    faulty().pipe_file("/bucket/saved/data-0.arrow", b"rows")
+    assert find(tmp_path)("faulty://bucket/saved") == {"data-0.arrow": "rows"}
+
+
+def test_what_is_there_is_not_copied_again(faulty: Any, tmp_path: Path) -> None:
+    read: list[str] = []
+    faulty.before = staticmethod(lambda kind, path: read.append(path) if kind == "read" else None)
+    url, named = "faulty://bucket/corpus/*.txt", find(tmp_path)
+    for _ in range(2):
+        named(url)
+        assert sorted(read) == ["/bucket/corpus/a.txt", "/bucket/corpus/b.txt"]
+    faulty().pipe_file("/bucket/corpus/b.txt", b"other")
+    assert named(url) == {"a.txt": "a", "b.txt": "other"}
+
+
+def test_a_copy_that_broke_off_goes_on(faulty: Any, tmp_path: Path) -> None:
+    def fail_once(kind: str, path: str) -> None:
+        if kind == "read" and path.endswith("b.txt"):
+            raise OSError("the wire is cut")
+
+    faulty.before = staticmethod(fail_once)
+    url, named = "faulty://bucket/corpus/*.txt", find(tmp_path)
+    with pytest.raises(DataError, match=r"could not copy .*: the wire is cut; mend the access"):
+        named(url)
+    read: list[str] = []
+    faulty.before = staticmethod(lambda kind, path: read.append(path) if kind == "read" else None)
+    assert named(url) == {"a.txt": "a", "b.txt": "b"}
+    assert read == ["/bucket/corpus/b.txt"]
+
+
+def test_a_copy_of_another_size_is_refused(faulty: Any, tmp_path: Path) -> None:
+    faulty.answer = staticmethod(lambda path, content: content * 2)
+    with pytest.raises(DataError, match=r"2 bytes of \S*a.txt came, of 1"):
+        find(tmp_path)("faulty://bucket/corpus/a.txt")
+    assert not [*tmp_path.rglob("*a.txt*")]
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("faulty://bucket/nothing/*.txt", "no object matches"),
+        ("faulty://bucket/corpus", "a folder is named by a glob into it"),
+        ("faulty://key:secret@bucket/a.txt", "must not hold credentials"),
+        ("faulty://bucket/corpus/*.md", None),
+        ("nowhere://bucket/a.txt", "could not copy .*Protocol not known: nowhere"),
+    ],
+)
+def test_refusals(url: str, said: str | None, faulty: Any, tmp_path: Path) -> None:
+    if said is None:
+        assert find(tmp_path)(url) == {"d.md": "d"}
+        return
+    with pytest.raises(DataError, match=said) as error:
+        find(tmp_path)(url)
+    assert not re.search("secret", str(error.value))
+
+
+def losses(environ: dict[str, str], job: list[str]) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        return [row["loss"] for row in jobs.train(job).rows]
+
+
+def test_ranks_train_on_a_bucket_as_on_files(ranks: RankPool, tmp_path: Path) -> None:
+    text = "".join(f"line {number} of a text\n" for number in range(3000))
+    (tmp_path / "text.txt").write_text(text)
+    with stores.s3_server("bucket") as server:
+        import boto3
+
+        boto3.client("s3").put_object(Bucket="bucket", Key="data/text.txt", Body=text.encode())
+        found = []
+        for place in (str(tmp_path / "text.txt"), "s3://bucket/data/*.txt"):
+            job = jobs.write_job(tmp_path, name=f"run{len(found)}")
+            job += ["--training.dataset=files", f"--training.dataset_path={place}", jobs.UNSAVED]
+            environ = stores.environ_of(server.port)
+            found.append(ranks.run(losses, environ, [*job, "--training.steps=3"], world=2))
+    assert found[0] == found[1]
+    copies = [path.name for path in (tmp_path / "cache" / "fetched").rglob("*.txt")]
+    assert copies == ["text.txt"]
