@@ -14,7 +14,10 @@ from tests.checkpoint import stores
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import DataError
+from torchtitan.data import prepare
 from torchtitan.data.files import find_files
+from torchtitan.data.source import FileCorpus
+from torchtitan.data.tokenizer import ByteTokenizer
 
 TEXTS = {"corpus/b.txt": "b", "corpus/a.txt": "a", "corpus/deep/c.txt": "c", "corpus/d.md": "d"}
 
@@ -82,7 +85,9 @@ def test_a_copy_that_broke_off_goes_on(faulty: Any, tmp_path: Path) -> None:
 
     faulty.before = staticmethod(fail_once)
     url, named = "faulty://bucket/corpus/*.txt", find(tmp_path)
-    with pytest.raises(DataError, match=r"could not copy .*: the wire is cut; mend the access"):
+    with pytest.raises(
+        DataError, match=r"could not copy from or to .*: the wire is cut; mend the access"
+    ):
         named(url)
     read: list[str] = []
     faulty.before = staticmethod(lambda kind, path: read.append(path) if kind == "read" else None)
@@ -104,7 +109,7 @@ def test_a_copy_of_another_size_is_refused(faulty: Any, tmp_path: Path) -> None:
         ("faulty://bucket/corpus", "a folder is named by a glob into it"),
         ("faulty://key:secret@bucket/a.txt", "must not hold credentials"),
         ("faulty://bucket/corpus/*.md", None),
-        ("nowhere://bucket/a.txt", "could not copy .*Protocol not known: nowhere"),
+        ("nowhere://bucket/a.txt", "of no kind that fsspec knows: Protocol not known: nowhere"),
     ],
 )
 def test_refusals(url: str, said: str | None, faulty: Any, tmp_path: Path) -> None:
@@ -114,6 +119,65 @@ def test_refusals(url: str, said: str | None, faulty: Any, tmp_path: Path) -> No
     with pytest.raises(DataError, match=said) as error:
         find(tmp_path)(url)
     assert not re.search("secret", str(error.value))
+
+
+class Machines:
+    """Starts of a job on machines with homes of their own and one cache between them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        self._patch, self._folder, self.num_tokenised = patch, folder, 0
+        real = prepare.tokenize
+
+        def counted(*args: Any, **settings: Any) -> int:
+            self.num_tokenised += 1
+            return real(*args, **settings)
+
+        patch.setattr(prepare, "tokenize", counted)
+
+    def start(self, name: str) -> str:
+        """Return what the tokens hash to."""
+        self._patch.setenv("HOME", str(self._folder / name))
+        cache = "faulty://bucket/cache"
+        files = find_files("faulty://bucket/corpus/*.txt", cache=cache)
+        corpus = FileCorpus(tuple(files), "text")
+        tokenizer = ByteTokenizer()
+        return prepare.cached_store(corpus, tokenizer=tokenizer, cache=cache).content_hash()
+
+
+@pytest.fixture
+def machines(faulty: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machines:
+    return Machines(monkeypatch, tmp_path)
+
+
+def test_machines_share_a_cache(machines: Machines) -> None:
+    first = machines.start("one")
+    assert [machines.start("two"), machines.start("one")] == [first, first]
+    assert machines.num_tokenised == 1
+
+
+def test_a_damaged_store_is_made_anew(
+    machines: Machines, faulty: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = machines.start("one")
+    name = next(n for n in faulty.store if n.endswith("tokens.bin"))
+    faulty().pipe_file(name, b"x" * faulty().info(name)["size"])
+    assert machines.start("two") == first
+    assert "is damaged, and is made anew" in caplog.text
+    assert machines.start("three") == first
+    assert machines.num_tokenised == 2
+
+
+def test_a_store_that_was_not_sent_to_the_end_is_none(machines: Machines, faulty: Any) -> None:
+    def fail(kind: str, path: str) -> None:
+        if kind == "write" and path.endswith(prepare.ABOUT):
+            raise OSError("the wire is cut")
+
+    faulty.before = staticmethod(fail)
+    with pytest.raises(DataError, match=r"could not copy from or to .*: the wire is cut"):
+        machines.start("one")
+    faulty.before = staticmethod(lambda kind, path: None)
+    machines.start("two")
+    assert machines.num_tokenised == 2
 
 
 def losses(environ: dict[str, str], job: list[str]) -> list[float]:

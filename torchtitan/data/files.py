@@ -17,7 +17,7 @@ from torchtitan.base.log import amount
 from torchtitan.config.types import is_url
 from torchtitan.data.formats import PACKED, READ, STORES, format_of, suffix_of
 from torchtitan.data.settings import DEFAULT_CACHE
-from torchtitan.data.urls import SAVED, fetch_files
+from torchtitan.data.urls import SAVED, fetch_files, local_cache
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ def find_files(
     if pattern.startswith("hf://"):
         raise DataError.at(key, f"{pattern!r} names data on the Hugging Face Hub; {HUB}")
     if is_url(pattern):
-        pattern = fetch_files(pattern, cache=user_path(cache, key="dataset_cache"), key=key)
+        place = user_path(local_cache(cache), key="dataset_cache")
+        pattern = fetch_files(pattern, cache=place, key=key)
     path = user_path(pattern, key=key)
     if (path / SAVED).is_file():
         return _saved(path, key=key)

@@ -8,8 +8,9 @@ and every token.
 Finished stores are kept in `dataset_cache`, each in a folder named by a fingerprint of what it was
 made from. One process of a node writes it under a file lock, in a folder with another name, and
 renames that when it is complete. The others wait for the lock and find the store. `cached` does
-this for any function that fills a store. No finished store is ever deleted: the cache may be
-emptied by hand whenever no run uses it.
+this for any function that fills a store. With a URL as `dataset_cache` machines share finished
+stores: each keeps its own in the default folder, and brings what another has sent. No finished
+store is ever deleted: the cache may be emptied by hand whenever no run uses it.
 """
 
 from __future__ import annotations
@@ -34,17 +35,20 @@ from filelock import FileLock, Timeout
 from torchtitan.base.cores import num_cores
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
+from torchtitan.config.types import is_url
 from torchtitan.data.files import user_path
 from torchtitan.data.parts import Advance
 from torchtitan.data.source import Corpus, Piece
 from torchtitan.data.store import StoreWriter, TokenStore, open_writer
 from torchtitan.data.text import Ids
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.urls import bring_folder, local_cache, send_folder
 
 logger = logging.getLogger(__name__)
 
 # part of the fingerprint: raise it when text would be tokenised differently
 FORMAT = 1
+ABOUT = "about.json"
 BATCH_CHARS = 1 << 19
 LOG_EVERY_SECONDS = 30.0
 # no space, over quota, over the limit of a file
@@ -97,7 +101,7 @@ def cached(
     `what` is its name for messages. Raises DataError for a cache that cannot be written.
     """
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-    root = user_path(cache, key="dataset_cache")
+    root = user_path(local_cache(cache), key="dataset_cache")
     folder = root / key
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -105,7 +109,8 @@ def cached(
             with _locked(root / f"{key}.lock", what=what):
                 # another process may have written it meanwhile
                 if not folder.exists():
-                    _build(folder, vocab_size=vocab_size, write=write)
+                    shared = f"{cache.rstrip('/')}/{key}" if is_url(cache) else None
+                    _build(folder, vocab_size=vocab_size, write=write, shared=shared)
     except OSError as error:
         what = f"{root}: {error.strerror or error}"
         if error.filename is not None and Path(error.filename) != root:
@@ -183,12 +188,20 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def _build(
-    folder: Path, *, vocab_size: int, write: Callable[[StoreWriter], Mapping[str, object]]
+    folder: Path,
+    *,
+    vocab_size: int,
+    write: Callable[[StoreWriter], Mapping[str, object]],
+    shared: str | None,
 ) -> None:
+    """Write a store, or bring it from the URL `shared`, where another machine may have sent it."""
     unfinished = folder.with_suffix(".tmp")
     # from a process that was killed: this one has the lock
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
+        if shared is not None and _bring(shared, unfinished):
+            unfinished.rename(folder)
+            return
         with open_writer(unfinished / "tokens", vocab_size=vocab_size) as writer:
             notes = write(writer)
         store = TokenStore(unfinished / "tokens")
@@ -198,16 +211,31 @@ def _build(
             "num_tokens": store.num_tokens,
             "content": store.content_hash(),
         }
-        (unfinished / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+        (unfinished / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+        if shared is not None:
+            send_folder(unfinished, shared, last=ABOUT)
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def _bring(url: str, folder: Path) -> bool:
+    """Bring a store that another machine has sent; tell whether there is a whole one."""
+    if not bring_folder(url, folder, last=ABOUT):
+        return False
+    try:
+        open_cached(folder)
+    except DataError:
+        logger.warning("the tokenised data in %s is damaged, and is made anew", url)
+        shutil.rmtree(folder)
+        return False
+    return True
+
+
 def open_cached(folder: Path) -> tuple[TokenStore, dict[str, Any]]:
     """Open a store of the cache; check that it is as it was written."""
     try:
-        about = json.loads((folder / "about.json").read_text())
+        about = json.loads((folder / ABOUT).read_text())
         store = TokenStore(folder / "tokens")
         whole = store.content_hash() == about["content"]
     except (OSError, ValueError, KeyError, TypeError, DataError) as error:

@@ -135,7 +135,8 @@ class TrainingConfig:
     long_examples: Annotated[Literal["truncate", "skip"], OF_EXAMPLES] = "truncate"
     """What becomes of an example longer than seq_len: its beginning is kept, or it is left out."""
     dataset_cache: Text = DEFAULT_CACHE
-    """Folder for tokenised data, kept under a fingerprint of the files and the tokenizer."""
+    """Folder for tokenised data, kept under a fingerprint of the files and the tokenizer; or a URL,
+    for machines to share it by."""
     num_epochs: PositiveInt | None = None
     """Passes over the data before the run ends; if not given it repeats, reshuffled, for all
     steps."""

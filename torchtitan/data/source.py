@@ -35,6 +35,7 @@ from torchtitan.data.parts import (
 )
 from torchtitan.data.rows import RowText
 from torchtitan.data.text import check_fetched, cut_point
+from torchtitan.data.urls import copy_identity
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,8 @@ class FileCorpus(Files):
 
 def file_identity(file: Path) -> str:
     """Return a string that changes when the file is written or replaced."""
+    if (copy := copy_identity(file)) is not None:
+        return copy
     status = file.stat()
     # with the change time, which also differs for a copy of equal size and modification time
     return f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"

@@ -15,16 +15,20 @@ import glob
 import hashlib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import fsspec
 from filelock import FileLock
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
+from torchtitan.config.types import is_url
 from torchtitan.data.formats import STORES
+from torchtitan.data.settings import DEFAULT_CACHE
 
 logger = logging.getLogger(__name__)
 FETCHED, FILES = "fetched", 4
@@ -35,6 +39,76 @@ SAVED = "state.json"
 """What `datasets.save_to_disk` writes beside its .arrow files, and what lists them."""
 
 
+def local_cache(cache: str) -> str:
+    """Return the folder on this machine that the setting dataset_cache means: of a URL, which is a
+    cache that machines share, the default one."""
+    return DEFAULT_CACHE if is_url(cache) else cache
+
+
+def copy_identity(file: Path) -> str | None:
+    """Return what tells a copy that `fetch_files` has made, the same on every machine; None: it is
+    another file."""
+    found = re.search(rf"/{FETCHED}/([0-9a-f]{{32}}/.*)", file.resolve().as_posix())
+    return found and f"{FETCHED} {found[1]} {file.stat().st_size}"
+
+
+def bring_folder(url: str, folder: Path, *, last: str) -> bool:
+    """Copy a folder that `send_folder` has sent; tell whether there is one. `last`: its file that
+    was sent last."""
+    store, path = open_url(url, key="dataset_cache")
+    with _telling(url, key="dataset_cache"):
+        if not store.isfile(f"{path}/{last}"):
+            return False
+        folder.mkdir(parents=True)
+        for name in store.find(path):
+            store.get_file(name, str(folder / PurePosixPath(name).name))
+    return True
+
+
+def send_folder(folder: Path, url: str, *, last: str) -> None:
+    """Copy the files of a folder to a URL; one without the file `last` is not whole."""
+    store, path = open_url(url, key="dataset_cache")
+    with _telling(url, key="dataset_cache"):
+        store.makedirs(path, exist_ok=True)
+        for file in sorted(folder.iterdir(), key=lambda file: file.name == last):
+            store.put_file(str(file), f"{path}/{file.name}")
+
+
+@contextmanager
+def _telling(url: str, *, key: str) -> Iterator[None]:
+    """Turn what a store's client raises, each of classes of its own, into an error of the data."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        said = (str(error).splitlines() or [""])[0]
+        rule = f"could not copy from or to {url!r}: {type(error).__name__}: {said:.160}"
+        raise DataError.at(key, f"{rule}; mend the access to the store, or make room") from error
+
+
+def open_url(url: str, *, key: str) -> tuple[Any, str]:
+    """Return the store of a URL, the value of the setting `key`, and the path in it.
+
+    Raises:
+        DataError: Its package is missing, or it holds credentials.
+    """
+    protocol = url.partition("://")[0]
+    if re.match(r"[^/]*@", url.partition("://")[2]):
+        rule = "must not hold credentials; give them to the store's client, as its own variables do"
+        raise DataError.at(key, rule)
+    try:
+        store, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    except ImportError as error:
+        extra = EXTRAS.get(protocol)
+        remedy = f'"torchtitan[{extra}]"' if extra else "the package of fsspec for it"
+        rule = f"{url!r} needs a package for {protocol}:// ({error}); pip install {remedy}"
+        raise DataError.at(key, rule) from None
+    except ValueError as error:
+        raise DataError.at(key, f"{url!r} is of no kind that fsspec knows: {error}") from None
+    return store, path
+
+
 def fetch_files(url: str, *, cache: Path, key: str) -> str:
     """Copy the objects that a URL of the setting `key` names: one, a glob, a token store or a saved
     dataset; return the path or glob of the copies.
@@ -42,35 +116,17 @@ def fetch_files(url: str, *, cache: Path, key: str) -> str:
     Raises:
         DataError: There are none, or the store or the disk does not let them be copied.
     """
-    protocol = url.partition("://")[0]
-    if re.match(r"[^/]*@", url.partition("://")[2]):
-        rule = "must not hold credentials; give them to the store's client, as its own variables do"
-        raise DataError.at(key, rule)
-    try:
-        import fsspec
-
-        store, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    store, path = open_url(url, key=key)
+    with _telling(url, key=key):
         found = _find(store, path)
         if not found:
             hint = "a folder is named by a glob into it, as /**/*.jsonl"
             raise DataError.at(key, f"no object matches {url!r}; {hint}")
         root = _common_folder(found)
-        folder = cache / FETCHED / _fingerprint(protocol, found)
+        folder = cache / FETCHED / _fingerprint(url, found)
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
             _copy(store, found, root=root, folder=folder, url=url)
-    except ImportError as error:
-        extra = EXTRAS.get(protocol)
-        remedy = f'"torchtitan[{extra}]"' if extra else "the package of fsspec for it"
-        raise DataError.at(
-            key, f"{url!r} needs a package for {protocol}:// ({error}); pip install {remedy}"
-        ) from None
-    except DataError:
-        raise
-    except Exception as error:  # each store's client has classes of its own
-        said = (str(error).splitlines() or [""])[0]
-        rule = f"could not copy {url!r} to {cache}: {type(error).__name__}: {said:.160}"
-        raise DataError.at(key, f"{rule}; mend the access to the store, or make room") from error
     place = glob.escape(str(folder))
     if _is_glob(url):
         return f"{place}/**/*"
@@ -120,12 +176,12 @@ def _named(found: Mapping[str, object], *, root: str) -> str:
     return next((name for name in names if name.endswith(".idx")), names[0])
 
 
-def _fingerprint(protocol: str, found: Mapping[str, Mapping[str, Any]]) -> str:
+def _fingerprint(url: str, found: Mapping[str, Mapping[str, Any]]) -> str:
     known = [
         (name, found[name]["size"], [str(found[name].get(mark)) for mark in VERSION])
         for name in sorted(found)
     ]
-    return hashlib.sha256(repr((protocol, known)).encode()).hexdigest()[:32]
+    return hashlib.sha256(repr((url.partition("://")[0], known)).encode()).hexdigest()[:32]
 
 
 def _copy(
