@@ -32,7 +32,7 @@ from torchtitan.checkpoint.metadata import METADATA, read_metadata
 from torchtitan.metrics.sinks import Row, read_rows
 
 # figures of a row that no two runs share: how fast it went, and on what
-TIMING = ("tokens_per_second", "tflops", "mfu", "_time_s", "memory_peak")
+TIMING = ("tokens_per_second", "tflops", "mfu", "_time_s", "memory_peak", "slowest_")
 # what belongs to the ranks, which another layout has others of
 OF_RANKS = ("rank_", "world_size", "max_loss")
 AT_ONCE = 2**26

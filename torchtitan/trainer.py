@@ -219,8 +219,9 @@ class Trainer:
         offloads = run.training.enable_cpu_offload
         if offloads or not skips_by_itself(run.optimizer, device=run.device):
             agreement.check_pending_norm()  # of this step
-        clip_gradients(self._parameters, norm=grad_norm, max_norm=run.training.max_norm)
-        take_step(run.optimizer, norm=grad_norm)
+        with run.meter.updating():
+            clip_gradients(self._parameters, norm=grad_norm, max_norm=run.training.max_norm)
+            take_step(run.optimizer, norm=grad_norm)
         if run.balance is not None:
             run.balance.update(norm=grad_norm)
         run.execution.after_update()
@@ -231,9 +232,9 @@ class Trainer:
         sinks, with those of a validation if it is due."""
         run, step = self.run, self.run.progress.step
         counted = figures.num_valid if run.execution.owns_loss else figures.num_valid * 0
-        local = torch.stack([figures.loss_sum, counted.double()])
+        local = torch.stack([figures.loss_sum, counted.double(), *run.meter.own_times()])
         # all ranks learn the loss, wherever the last pipeline stage is
-        loss_sums, num_valid = gather(local).unbind(1)
+        loss_sums, num_valid, *own_times = gather(local).unbind(1)
         self.last_row = run.meter.report(
             step,
             figures={
@@ -247,6 +248,7 @@ class Trainer:
                 "valid_token_fraction": num_valid.sum() / run.mesh.dims.tp / run.tokens_per_step,
                 **(run.balance.figures() if run.balance is not None else {}),
             },
+            own_times=own_times,
         )
         if validates and run.validator is not None:
             with run.meter.paused(), self._doing("validating"):

@@ -42,6 +42,7 @@ from torchtitan.mesh.process_group import Launch, set_timeout
 from torchtitan.metrics.hardware import Hardware, write_hardware
 from torchtitan.metrics.meter import Meter, build_meter
 from torchtitan.metrics.sinks import Sink, build_sinks
+from torchtitan.metrics.stragglers import build_stragglers
 from torchtitan.metrics.trace import Profiler, build_profiler
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.parts import ModelParts
@@ -255,6 +256,12 @@ def build_reports(
         dtype=getattr(torch, training.mixed_precision_param),
         world_size=layout.dims.world_size,
         device=device,
+        stragglers=build_stragglers(
+            ratio=config.metrics.straggler_ratio,
+            num_stages=layout.dims.pp,
+            world_size=layout.dims.world_size,
+            device=device,
+        ),
     )
     sinks = build_sinks(
         config.metrics,

@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 
@@ -24,6 +24,7 @@ import torch
 from torchtitan.base.device import memory_peak_gib, peak_flops, reset_memory_peak
 from torchtitan.mesh.process_group import gather
 from torchtitan.metrics.sinks import Row
+from torchtitan.metrics.stragglers import KINDS, OWN, Stragglers
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ class Meter:
     """Count steps, tokens and time; turn them into one row of figures per report.
 
     `flops_per_token`: forward and backward, of the whole model. `peak_flops`: of one device, None
-    where none is known. `world_size`: devices that share the work. `clock`: seconds, for tests.
+    where none is known. `world_size`: devices that share the work. `stragglers`: finds the slowest
+    rank; None: nobody looks. `clock`: seconds, for tests.
     """
 
     def __init__(
@@ -52,12 +54,14 @@ class Meter:
         peak_flops: float | None,
         world_size: int,
         device: torch.device,
+        stragglers: Stragglers | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._world_size = world_size
         self._device = device
+        self._stragglers = stragglers
         self._clock = clock
         self._interval = _Interval(started=clock())
         self._num_reports = 0
@@ -80,6 +84,20 @@ class Meter:
         yield
         self._interval.waited_for_data += self._clock() - before
 
+    def updating(self) -> AbstractContextManager[None]:
+        """Count the time inside as this rank's own work on the update."""
+        return nullcontext() if self._stragglers is None else self._stragglers.updating()
+
+    def own_times(self) -> Sequence[torch.Tensor]:
+        """Return what this rank did alone since the last report, for `report` to compare with what
+        others did; nothing, if nobody looks for the slowest."""
+        if self._stragglers is None:
+            return ()
+        interval = self._interval
+        return self._stragglers.measure(
+            data_seconds=interval.waited_for_data, num_steps=interval.num_steps
+        )
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave out the time inside: saving a checkpoint is no training."""
@@ -92,17 +110,25 @@ class Meter:
         self._interval.num_steps += 1
         self._interval.num_tokens += num_tokens
 
-    def report(self, step: int, *, figures: Mapping[str, torch.Tensor | float]) -> Row:
+    def report(
+        self,
+        step: int,
+        *,
+        figures: Mapping[str, torch.Tensor | float],
+        own_times: Sequence[torch.Tensor] = (),
+    ) -> Row:
         """Return the row of `step`: `figures` on the host, and the speed since the last report.
 
         `figures`: numbers, or vectors of them, on the device or not, already reduced over the
         ranks; a number that is not finite, a mean of nothing, becomes None. Added to them are
         tokens_per_second (all devices), tokens_per_second_per_device, tflops_per_device, mfu
         (percent of the peak of all devices; None without one), step_time_s and data_time_s (means
-        over the interval) and memory_peak_gib (of this rank).
+        over the interval) and memory_peak_gib (of this rank), and what is found in `own_times`, of
+        each kind those of all ranks.
         """
         assert self._interval.num_steps > 0, "a report needs a step since the last one"
-        values = _to_host(figures, device=self._device)
+        own = {OWN: torch.stack(list(own_times), dim=1)} if own_times else {}
+        values = _to_host({**figures, **own}, device=self._device)
         now = self._clock()  # after the copy: only then the device is done with the interval
         interval, self._interval = self._interval, _Interval(started=now)
         seconds = now - interval.started
@@ -111,6 +137,14 @@ class Meter:
         flops = per_device * self._flops_per_token
         memory_gib = memory_peak_gib(self._device)
         reset_memory_peak(self._device)
+        times = values.pop(OWN, None)
+        slowest = {}
+        if self._stragglers is not None and times is not None:
+            of_ranks = [
+                times[first : first + len(KINDS)] for first in range(0, len(times), len(KINDS))
+            ]
+            seconds_per_step = seconds / interval.num_steps
+            slowest = self._stragglers.find(of_ranks, step=step, step_seconds=seconds_per_step)
         return {
             "step": step,
             **values,
@@ -121,6 +155,7 @@ class Meter:
             "step_time_s": seconds / interval.num_steps,
             "data_time_s": interval.waited_for_data / interval.num_steps,
             "memory_peak_gib": memory_gib,
+            **slowest,
         }
 
     def _add_to_average(self, num_tokens: int, *, seconds: float) -> None:
@@ -151,7 +186,12 @@ def _to_host(figures: Mapping[str, torch.Tensor | float], *, device: torch.devic
 
 
 def build_meter(
-    *, flops_per_token: float, dtype: torch.dtype, world_size: int, device: torch.device
+    *,
+    flops_per_token: float,
+    dtype: torch.dtype,
+    world_size: int,
+    device: torch.device,
+    stragglers: Stragglers | None,
 ) -> Meter:
     """Build the meter, and log what MFU is a percentage of: the mean peak of all ranks' devices."""
     peak = peak_flops(device, dtype=dtype)
@@ -164,4 +204,5 @@ def build_meter(
         peak_flops=mean if math.isfinite(mean) else None,
         world_size=world_size,
         device=device,
+        stragglers=stragglers,
     )

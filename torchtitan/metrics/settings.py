@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.base.errors import Violation
@@ -27,6 +27,8 @@ class MetricsConfig:
     """Send figures to Weights & Biases; WANDB_MODE=offline keeps them in dump_folder/wandb."""
     save_for_all_ranks: bool = False
     """Every rank, not rank 0 alone, writes metrics, TensorBoard and W&B figures, in own files."""
+    straggler_ratio: NonNegativeFloat = 2.0
+    """Warn of a rank that takes this many times as long as the others; 0: time none by itself."""
     disable_color_printing: bool = False
     """No colours on the console; NO_COLOR and output that is no terminal do the same."""
 

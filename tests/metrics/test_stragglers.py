@@ -1,0 +1,194 @@
+"""A rank that is slowed is named, whatever slows it, and nobody is where nobody is."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from torchtitan import trainer as trainer_module
+from torchtitan.metrics.meter import Meter
+from torchtitan.metrics.stragglers import Stragglers, medians_of_others
+
+CPU = torch.device("cpu")
+
+
+def make(*, num_stages: int = 1, world: int = 4, ratio: float = 2.0) -> Stragglers:
+    hosts = [f"node{rank}" for rank in range(world)]
+    return Stragglers(ratio=ratio, num_stages=num_stages, hosts=hosts, device=CPU)
+
+
+def test_medians_of_others_are_those_of_the_standard_library() -> None:
+    draw = random.Random(0)
+    for num in range(2, 40):
+        values = {rank: draw.choice([0.0, draw.random()]) for rank in range(0, 3 * num, 3)}
+        expected = {
+            rank: statistics.median([v for other, v in values.items() if other != rank])
+            for rank in values
+        }
+        assert medians_of_others(values) == pytest.approx(expected, abs=0)
+    assert medians_of_others({5: 1.0}) == {}
+
+
+def test_the_greatest_ratio_of_all_kinds() -> None:
+    times = [[0.0, 1.0, 2.0], [0.1, 1.0, 2.0], [0.0, 1.0, 2.0], [0.0, 1.3, 8.0]]
+    assert make().find(times, step=1, step_seconds=10.0) == pytest.approx(
+        {
+            "slowest_rank": 3,
+            "slowest_ratio": 4.0,
+            "slowest_data_ratio": 10 / 9.9,
+            "slowest_update_ratio": 1.3,
+            "slowest_products_ratio": 4.0,
+        }
+    )
+
+
+def test_waiting_for_data_is_a_part_of_the_step() -> None:
+    """Others never wait: a step of 1 s would have taken 0.25 s."""
+    times = [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0], [0.75, 1.0, 1.0]]
+    found = make(world=3).find(times, step=1, step_seconds=1.0)
+    assert (found["slowest_rank"], found["slowest_ratio"]) == (2, 4.0)
+    times = [[0.5, 1.0, 1.0]] * 3  # all wait alike: nobody is behind
+    assert make(world=3).find(times, step=1, step_seconds=1.0)["slowest_data_ratio"] == 1
+
+
+def test_updates_are_compared_within_a_pipeline_stage() -> None:
+    """The first stage has five times the parameters; in the second one rank is behind."""
+    times = [[0.0, update, 1.0] for update in (5.0, 5.0, 5.0, 1.0, 1.0, 1.5)]
+    found = make(num_stages=2, world=6).find(times, step=1, step_seconds=10.0)
+    assert (found["slowest_rank"], found["slowest_ratio"]) == (5, 1.5)
+    alone = make(num_stages=2, world=2).find(times[2:4], step=1, step_seconds=10.0)
+    assert "slowest_update_ratio" not in alone
+
+
+def test_a_rank_is_named_once_it_stays_the_slowest() -> None:
+    even, uneven = [[0.0, 1.0, 1.0]] * 4, [[0.0, 1.0, 1.0]] * 4
+    uneven[2] = [0.0, 3.0, 1.0]
+    other = [uneven[2], *even[:3]]
+    stragglers, four = make(), [uneven] * 4
+
+    def steps_named(rows: list[list[list[float]]]) -> list[int]:
+        named = []
+        for step, times in enumerate(rows, start=1):
+            with jobs.listening() as lines:
+                stragglers.find(times, step=step, step_seconds=10.0)
+            named += [step] * len(lines)
+            assert all(f"Step {step}: rank 2 (node2) is 3.0 times behind" in x for x in lines)
+        return named
+
+    assert steps_named([*four, even, *four, other, *four, even]) == []
+    assert steps_named([uneven] * 42) == [5, 10, 20, 40]
+    assert steps_named([even, *four, uneven]) == [6]
+
+
+def test_a_meter_gathers_the_time_since_the_last_report() -> None:
+    now = [0.0]
+    stragglers = Stragglers(
+        ratio=2, num_stages=1, hosts=["a", "b"], device=CPU, clock=lambda: now[0]
+    )
+    meter = Meter(
+        flops_per_token=1,
+        peak_flops=None,
+        world_size=2,
+        device=CPU,
+        stragglers=stragglers,
+        clock=lambda: now[0],
+    )
+    for update in (1.0, 3.0):
+        for _ in range(2):
+            with meter.waiting_for_data():
+                now[0] += 0.5
+            with meter.updating():
+                now[0] += update
+            now[0] += 5
+            meter.count(1)
+        data, measured, products = meter.own_times()
+        assert (float(data), float(measured)) == (0.5, update)
+        assert products > 0
+        # of two ranks, the other one updates in an eighth of the time
+        both = [torch.stack([own, own / 8]) for own in (data, measured, products)]
+        row = meter.report(2, figures={}, own_times=both)
+        assert (row["slowest_rank"], row["slowest_update_ratio"]) == (0, 8)
+        assert "own_times" not in row
+
+
+@contextlib.contextmanager
+def late(owner: object, name: str) -> Iterator[None]:
+    """Let a function take 0.3 seconds longer on rank 1."""
+    function = getattr(owner, name)
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.3)
+        return function(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(owner, name, slow)
+        yield
+
+
+def train_slowed(job: list[str], slowed: str) -> tuple[list[str], dict[str, Any]]:
+    """Train with rank 1 slowed; return the warnings and the last row, as each rank has them."""
+    run = jobs.start(job)
+    plant: dict[str, contextlib.AbstractContextManager[None]] = {
+        "data": late(type(run.loader), "__next__"),
+        "update": late(trainer_module, "take_step"),
+        "products": late(torch, "mm"),
+        "nothing": contextlib.nullcontext(),
+    }
+    with jobs.listening() as lines, plant[slowed]:
+        trainer = jobs.Trainer(run)
+        trainer.train()
+        trainer.close()
+    assert trainer.last_row is not None
+    return [line for line in lines if " times behind " in line], trainer.last_row
+
+
+@pytest.mark.parametrize(
+    ("slowed", "layout"),
+    [
+        ("data", ()),
+        ("data", ("--parallelism.pipeline_parallel_degree=2",)),
+        ("update", ("--parallelism.pipeline_parallel_degree=2",)),
+        ("products", ()),
+        ("nothing", ()),
+    ],
+)
+def test_a_slowed_rank_is_named(
+    slowed: str, layout: tuple[str, ...], ranks: RankPool, tmp_path: Path
+) -> None:
+    # every step is logged, and the ranks share two cores with others: what is planted is greater
+    job = [*jobs.write_job(tmp_path), jobs.UNSAVED, *layout]
+    job += ["--training.steps=7", "--metrics.straggler_ratio=4"]
+    answers = ranks.run(train_slowed, job, slowed, world=4, timeout=240)
+    for warnings, row in answers:
+        assert row["slowest_rank"] == answers[0][1]["slowest_rank"]  # all find the same
+        if slowed == "nothing":
+            assert warnings == []
+            continue
+        said = {"data": "waiting for data", "update": "optimizer updates", "products": "products"}
+        pattern = rf"rank 1 \(.+\) is [\d.]+ times behind .* in {said[slowed]}, the slowest at 5 "
+        assert len(warnings) == 1
+        assert re.search(pattern, warnings[0]), warnings
+        assert row["slowest_rank"] == 1
+        assert row[f"slowest_{slowed}_ratio"] == row["slowest_ratio"]
+
+
+def test_nobody_looks_at_a_ratio_of_0(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*jobs.write_job(tmp_path), jobs.UNSAVED, "--training.steps=2"]
+    for world, ratio in ((2, 0), (1, 2)):
+        given = [*job, f"--metrics.straggler_ratio={ratio}"]
+        for warnings, row in ranks.run(train_slowed, given, "nothing", world=world):
+            assert warnings == []
+            assert not [name for name in row if "slowest" in name]
