@@ -24,6 +24,7 @@ from scripts.benchmarks import (
     checkpoint,
     counts,
     data,
+    files,
     gpu,
     loss,
     pairs,
@@ -48,6 +49,7 @@ COMMANDS = {
     "checkpoint": checkpoint,
     "upload": upload,
     "counts": counts,
+    "files": files,
     "gpu": gpu,
 }
 

@@ -107,12 +107,17 @@ def find_start(
         if start is not None:
             check_scale(start, lora=config.lora)
     stored = root / CONFIG_FILE
-    has_results = any(root.glob("metrics*.jsonl")) or find_steps(folder)
+    everyone = (
+        group or dist.group.WORLD
+    )  # one rank looks: a listing by each is slow on shared disks
+    has_results, has_steps = on_first_rank(
+        lambda: (any(root.glob("metrics*.jsonl")), bool(find_steps(folder))), group=everyone
+    )
     from_own = start is not None and start.source.path.parent == folder
-    if stored.is_file() and has_results and not from_own:
+    if (has_results or has_steps) and not from_own and stored.is_file():
         then = Job.stored_in(stored)
         differences = tuple(trajectory_differences(then, now))
-        refuse_differences(root, differences, has_checkpoint=bool(find_steps(folder)))
+        refuse_differences(root, differences, has_checkpoint=has_steps)
     if start is None:
         warn_of_random_base(config)
     dist.barrier()  # nobody writes before everybody has looked

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,10 @@ class PieceReader(dcp.FileSystemReader):
 class TensorReader(PieceReader):
     """Reads tensors, and tensors alone, from a DCP folder."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, read_metadata(folder))
+    def __init__(self, folder: Path, metadata: Metadata | None = None) -> None:
+        """`metadata`: what the folder says of its tensors, where another rank has read it."""
+        super().__init__(folder, read_metadata(folder) if metadata is None else metadata)
+        self._file: tuple[Path, BufferedReader] | None = None
 
     def check_whole(self, names: Collection[str]) -> None:
         """Refuse tensors of which a part is stored alone: the rest would stay as it is."""
@@ -153,20 +156,44 @@ class TensorReader(PieceReader):
                 "ranks, or leave these out: checkpoint.exclude_from_loading"
             )
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what `plan` asks for, each file from front to back, and opened once."""
+
+        def where(item: ReadItem) -> tuple[str, int]:
+            place = self.storage_data.get(item.storage_index)
+            return ("", 0) if place is None else (place.relative_path, place.offset)
+
+        with closing(self):
+            ordered = replace(plan, items=sorted(plan.items, key=where))
+            return super().read_data(ordered, planner)
+
+    def close(self) -> None:
+        """Close the file that was read last."""
+        if self._file is not None:
+            self._file[1].close()
+        self._file = None
+
+    def _open(self, path: Path) -> BufferedReader:
+        """Open a file, unless it is the one that was read last."""
+        if self._file is None or self._file[0] != path:
+            self.close()
+            check_is_file(path)
+            self._file = path, path.open("rb")
+        return self._file[1]
+
     @contextmanager
     def open_piece(self, index: MetadataIndex) -> Iterator[StoredPiece]:
         """Open a piece, which has to be what the metadata say."""
         place: Place = self.storage_data[index]
         file = Path(self.path) / place.relative_path
         try:
-            check_is_file(file)
-            with file.open("rb") as stream:
-                num_bytes = os.fstat(stream.fileno()).st_size
-                if min(place.offset, place.length) < 0 or place.offset + place.length > num_bytes:
-                    raise CheckpointError("it is cut short")
-                piece = StoredPiece(stream, offset=place.offset, length=place.length)
-                self._check_stored(piece.content, index)
-                yield piece
+            stream = self._open(file)
+            num_bytes = os.fstat(stream.fileno()).st_size
+            if min(place.offset, place.length) < 0 or place.offset + place.length > num_bytes:
+                raise CheckpointError("it is cut short")
+            piece = StoredPiece(stream, offset=place.offset, length=place.length)
+            self._check_stored(piece.content, index)
+            yield piece
         except Exception as error:  # damaged bytes can make reading fail in any way
             raise CheckpointError(
                 f"{file} cannot be read, nothing in it was run: {reason(error)}; use another "

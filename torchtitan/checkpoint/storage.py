@@ -189,10 +189,11 @@ def read_tensors(
     folder = checkpoint / component
     # of all ranks: a pipeline stage wants a part of what is there, and has no part of the rest
     wanted = union({n: (tuple(t.shape), (str(t.dtype),)) for n, t in into.items()}, group=group)
+    metadata = on_first_rank(lambda: read_metadata(folder), group=group)
     readers: list[TensorReader] = []
 
     def open_component() -> None:
-        reader = TensorReader(folder)
+        reader = TensorReader(folder, metadata)
         reader.check_whole(into)
         there = {name: _kind(entry) for name, entry in reader.entries.items()}
         grown = check_match(folder, there, wanted, leaves_out=leaves_out, may_grow=may_grow)

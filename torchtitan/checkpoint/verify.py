@@ -1,13 +1,17 @@
 """Is this checkpoint the one that was written, to the last byte?
 
-The manifest lists every file with size and digest. The ranks share the files among them, largest
-first, and exchange what they found, so that all of them come to the same answer."""
+The manifest lists every file with size and digest. The first rank lists the folder, the ranks share
+the files among them, largest first, and exchange what they found, so that all of them come to the
+same answer."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
+from heapq import heapreplace
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import torch.distributed as dist
@@ -41,7 +45,7 @@ def summary(mistakes: list[str]) -> str:
 
 
 def _survey(checkpoint: Path) -> tuple[list[str], dict[str, FileRecord]]:
-    """Compare the manifest with the names and sizes on disk; return mistakes and what to hash."""
+    """Compare the manifest with the names on disk; return mistakes and what to hash."""
     path = checkpoint / MANIFEST
     try:
         if not path.is_file():
@@ -49,26 +53,34 @@ def _survey(checkpoint: Path) -> tuple[list[str], dict[str, FileRecord]]:
         if not seal_is_whole(path):
             return [f"{MANIFEST} is damaged: its checksum differs"], {}
         listed = records(read_json(path)["files"])
-        sizes = {
-            p.relative_to(checkpoint).as_posix(): p.stat().st_size
-            for p in checkpoint.rglob("*")
-            if p.is_file()  # an editor's lock is a link to nothing
-        }
+        names = _names(checkpoint)
+        strays = [
+            name
+            for name in sorted(names - listed.keys() - {MANIFEST})
+            if (checkpoint / name).is_file()  # an editor's lock is a link to nothing
+        ]
     except OSError as error:  # a bad disk or missing rights: an older one may be readable
         return [f"it cannot be read: {error}"], {}
     except (CheckpointError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST} lists no files with their checksums: {error}"], {}
-    mistakes = [f"{name} is missing" for name in listed.keys() - sizes.keys()]
-    if strays := sorted(sizes.keys() - listed.keys() - {MANIFEST}):
+    if strays:
         # as file managers leave: nothing reads them
         logger.warning("%s holds files that do not belong to it: %s", checkpoint, summary(strays))
-    to_hash = {}
-    for name in listed.keys() & sizes.keys():
-        if sizes[name] == listed[name].size:
-            to_hash[name] = listed[name]
-        else:
-            mistakes.append(f"{name} has {sizes[name]} bytes, not {listed[name].size}")
-    return mistakes, to_hash
+    mistakes = [f"{name} is missing" for name in listed.keys() - names]
+    return mistakes, {name: record for name, record in listed.items() if name in names}
+
+
+def _names(folder: Path) -> set[str]:
+    """Return the files below a folder; only folders are asked, since there may be many files."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    return {
+        Path(place, name).relative_to(folder).as_posix()
+        for place, _, names in os.walk(folder, onerror=fail)
+        for name in names
+    }
 
 
 def records(files: dict[str, dict[str, Any]]) -> dict[str, FileRecord]:
@@ -78,11 +90,11 @@ def records(files: dict[str, dict[str, Any]]) -> dict[str, FileRecord]:
 
 def share(files: Mapping[str, FileRecord], *, rank: int, num_ranks: int) -> dict[str, FileRecord]:
     """Return this rank's part of the files, about as many bytes as every other's."""
-    loads = [0] * num_ranks
+    loads = [(0, rank) for rank in range(num_ranks)]  # the least, of equal ones the first rank
     mine = {}
     for name in sorted(files, key=lambda name: (-files[name].size, name)):
-        taker = loads.index(min(loads))
-        loads[taker] += files[name].size
+        load, taker = loads[0]
+        heapreplace(loads, (load + files[name].size, taker))
         if taker == rank:
             mine[name] = files[name]
     return mine
@@ -91,8 +103,14 @@ def share(files: Mapping[str, FileRecord], *, rank: int, num_ranks: int) -> dict
 def _damaged(checkpoint: Path, files: dict[str, FileRecord]) -> list[str]:
     mistakes = []
     for name, record in files.items():
+        path = checkpoint / name
         try:
-            if hash_file(checkpoint / name) != record.digest:
+            about = path.stat()
+            if not S_ISREG(about.st_mode):  # to open a pipe waits
+                mistakes.append(f"{name} is missing")
+            elif about.st_size != record.size:
+                mistakes.append(f"{name} has {about.st_size} bytes, not {record.size}")
+            elif hash_file(path) != record.digest:
                 mistakes.append(f"{name} is damaged: its checksum differs")
         except OSError as error:
             mistakes.append(f"{name} cannot be read: {error}")

@@ -16,6 +16,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -142,10 +143,10 @@ def export(
         draft.mkdir(parents=True)
 
     def write() -> None:
-        reader = TensorReader(checkpoint / "model")
-        for number in range(rank, len(plan), num_ranks):
-            path = draft / file_name(number, num_files=len(plan), settings=settings)
-            _write_file(path, plan[number], reader=reader, settings=settings)
+        with closing(TensorReader(checkpoint / "model")) as reader:
+            for number in range(rank, len(plan), num_ranks):
+                path = draft / file_name(number, num_files=len(plan), settings=settings)
+                _write_file(path, plan[number], reader=reader, settings=settings)
 
     plan = on_first_rank(check_and_plan, group=group)
     try:
