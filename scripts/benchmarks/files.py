@@ -6,10 +6,10 @@ folders: files opened, looked at (stat), listed and changed (made, renamed, remo
 writing of what is open is not counted.
 
 For each kind of work the table has the calls of rank 0, the most that any other rank makes, and
-what both would be with `--world` ranks: on the line through the two largest numbers of ranks, with a
-whole number of calls per rank. That is exact where the work is a constant, or so much per rank; of
-tensors that all ranks hold a rank reads each one once, in whatever rank's file it is, so that
-`read` ends to grow at their number.
+what both would be with `--world` ranks: on the line through the two largest numbers of ranks, with
+a whole number of calls per rank. That is exact where the work is a constant, or so much per rank.
+Tensors that all ranks hold lie in files of any rank, and a rank reads each of them once: so `read`
+stops to grow at their number, and what the line says of it is too much.
 """
 
 from __future__ import annotations

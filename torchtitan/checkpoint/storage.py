@@ -42,6 +42,7 @@ from torchtitan.checkpoint.folders import (
 )
 from torchtitan.checkpoint.metadata import is_tensor, read_metadata
 from torchtitan.checkpoint.pieces import TensorReader, fill
+from torchtitan.checkpoint.planner import SmallOnFirstRank
 from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank, reasons, union
 from torchtitan.checkpoint.rows import HeadDim
 
@@ -105,7 +106,8 @@ def _save_tensors(
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
     writer.fs = files  # it syncs each file when it is closed
     # also without tensors, as SGD's state is: other ranks may have some, and readers want metadata
-    dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+    planner = SmallOnFirstRank()
+    dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
     return files.records
 
 
