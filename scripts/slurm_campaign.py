@@ -4,11 +4,11 @@
 
 Slurm's own daemons (Debian: slurmctld, slurmd, slurm-client) run here with a configuration and
 folders of their own: a controller and two nodes, each a slurmd. A job with a mistake must end in
-its code, 2, and not be queued again. A small job of one rank a node is asked to save and leave (`scancel --batch --signal USR1`), and must be queued again and resume; then
-a node dies with all of its processes, Slurm must find that out, queue the job again, and the run
-must resume once the node is back. At the end every logged loss and every tensor must be those of a
-run that nobody disturbed. Exit code 0 if all of that holds, 1 if not, 2 without Slurm. The daemons
-need the rights of root.
+its code, 2, and not be queued again. A small job of one rank a node is asked to save and leave
+(`scancel --batch --signal USR1`), and must be queued again and resume; then a node dies with all of
+its processes, Slurm must find that out, queue the job again, and the run must resume once the node
+is back. At the end every logged loss and every tensor must be those of a run that nobody disturbed.
+Exit code 0 if all of that holds, 1 if not, 2 without Slurm. The daemons need the rights of root.
 """
 
 from __future__ import annotations
@@ -244,26 +244,38 @@ class Job:
         return state()
 
 
-def campaign(folder: Path, *, steps: int) -> str:
-    """Disturb a job twice, and compare; return what came of it."""
-    slurm = Slurm(folder / "slurm")
+def ask_to_save(slurm: Slurm, job: Job) -> None:
+    """As a scheduler does that wants the nodes for another job."""
+    slurm.ask("scancel", "--batch", "--signal=USR1", job.number)
+
+
+def lose_node(slurm: Slurm, job: Job) -> None:
+    """Kill a node, and start it again once Slurm has found out."""
+    slurm.kill_node(NODES[1])
+    slurm.wait_until(lambda: "down" in slurm.ask("sinfo", "-h", "-o", "%T"), "node that is down")
+    slurm.start_node(NODES[1])
+
+
+FAULTS = {"the signal": ask_to_save, "the death of a node": lose_node}
+
+
+def campaign(folder: Path, *, steps: int, faults: Sequence[str] = tuple(FAULTS)) -> str:
+    """Disturb a job, and compare; return what came of it."""
+    slurm, seconds = Slurm(folder / "slurm"), []
     try:
         slurm.start()
+        wrong = Job(slurm, folder / "wrong", -1)
+        wrong.submit()
+        if (end := wrong.wait_for_end()) != "FAILED 2:0":
+            raise CampaignError(f"a job with a mistake ended as {end}")
         job = Job(slurm, folder / "job", steps)
         job.submit()
         job.wait_for_steps(4, after=0)
-        before, at = len(job.log), time.monotonic()
-        slurm.ask("scancel", "--batch", "--signal=USR1", job.number)
-        job.wait_for_steps(4, after=before)
-        preempted = time.monotonic() - at
-        before, at = len(job.log), time.monotonic()
-        slurm.kill_node(NODES[1])
-        slurm.wait_until(
-            lambda: "down" in slurm.ask("sinfo", "-h", "-o", "%T"), "node that is down"
-        )
-        slurm.start_node(NODES[1])
-        job.wait_for_steps(3, after=before)
-        lost = time.monotonic() - at
+        for fault in faults:
+            before, at = len(job.log), time.monotonic()
+            FAULTS[fault](slurm, job)
+            job.wait_for_steps(4, after=before)
+            seconds.append(f"{time.monotonic() - at:.0f} s after {fault}")
         end = job.wait_for_end()
         if end != "COMPLETED 0:0":
             raise CampaignError(f"the job ended as {end}:\n{job.output.read_text()[-3000:]}")

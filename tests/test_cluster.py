@@ -1,4 +1,4 @@
-"""The launch files: what they start is ours and understands its arguments, and Slurm runs its own."""
+"""The launch files: what they start understands its arguments, and Slurm runs its own."""
 
 from __future__ import annotations
 
