@@ -1,12 +1,16 @@
 """Take a node from a running job and give it back, and prove that no sample was lost or read twice.
 
     python scripts/node_campaign.py --nodes 4 --ranks 1
+    python scripts/node_campaign.py --case spare
 
 Every node is a `python -m torchtitan.launch --nnodes 2:4` of its own on this machine, with its
 ranks on gloo. One of them is killed with its ranks by SIGKILL while the run trains, and started
 again after the others have gone on without it. At the end the samples that ranks have read, by
 step, number and hash, must be those of a run on one process that nobody disturbed, and the losses
 must agree to 1e-5. Exit code 0 if all of that holds, 1 if not.
+
+Other cases (`--case`): a layout that three of four nodes cannot fill, so that one stands by and
+takes the place of a second that is lost; with `--max_restarts 1`, a rank that crashes, or hangs.
 
 The store where nodes meet is held by this script, so that any node may be killed.
 """
@@ -70,7 +74,10 @@ class Job:
     seconds: float
     """The longest that any of it may take."""
     overrides: tuple[str, ...] = ()
+    max_restarts: int = 0
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
+    """Nodes that were killed and are not back."""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -110,6 +117,7 @@ class Job:
     def start_node(self, number: int) -> None:
         """Start a node, or start it again."""
         command = [sys.executable, "-m", "torchtitan.launch", f"--nnodes={self.fewest}:{self.most}"]
+        command += [f"--max_restarts={self.max_restarts}"]
         command += [f"--nproc_per_node={self.ranks}", "--rdzv_backend=c10d", "--rdzv_id=campaign"]
         command += [f"--rdzv_endpoint=127.0.0.1:{self.store.port}", f"--rdzv_conf={RENDEZVOUS}"]
         command += ["--local_addr=127.0.0.1", *self.arguments(results=self.results)]
@@ -118,6 +126,7 @@ class Job:
         with (self.folder / f"node_{number}.txt").open("ab") as output:
             node = subprocess.Popen(command, env=environ, stdout=output, stderr=output)
         self.nodes[number : number + 1] = [node]
+        self.lost.discard(number)
 
     def kill_node(self, number: int) -> None:
         """Kill a node with its ranks, as a loss of power does."""
@@ -126,6 +135,11 @@ class Job:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         node.wait()
+        self.lost.add(number)
+
+    def signal_rank(self, node: int, number: signal.Signals) -> None:
+        """Send a signal to the first rank of a node."""
+        os.kill(children(self.nodes[node].pid)[0], number)
 
     def close(self) -> None:
         """Kill whatever still runs."""
@@ -173,7 +187,7 @@ class Job:
             codes = [node.wait(max(1, self.deadline - time.monotonic())) for node in self.nodes]
         except subprocess.TimeoutExpired as error:
             raise CampaignError(f"the nodes do not end\n{self.output()}") from error
-        if any(codes):
+        if any(code for number, code in enumerate(codes) if number not in self.lost):
             raise CampaignError(f"the nodes must end with 0, got {codes}\n{self.output()}")
 
     def output(self) -> str:
@@ -258,28 +272,69 @@ def lose_and_return(job: Job, *, victim: int) -> tuple[float, float]:
     return lost, returned
 
 
+def take_spare(job: Job) -> float:
+    """Lose one node of four, so that one of three stands by, then another; return the seconds from
+    its death to the next step."""
+    job.overrides += (f"--training.global_batch_size={8 * job.ranks}",)
+    for number in range(4):
+        job.start_node(number)
+    job.wait_for_step(after=0, more=8)
+    before = len(job.log())
+    job.kill_node(3)
+    job.wait_until(lambda: "3 of 4 nodes are here: 2 train" in job.output(), what="spare node")
+    job.wait_for_step(after=before, more=3)
+    before, at = len(job.log()), time.monotonic()
+    job.kill_node(0)
+    job.wait_for_step(after=before)
+    seconds = time.monotonic() - at
+    job.wait_until(lambda: "2 of 4 nodes are here: 2 train" in job.output(), what="change")
+    job.finish()
+    return seconds
+
+
+def restart(job: Job, how: signal.Signals) -> float:
+    """Let one rank crash or hang; return the seconds from then to the next step."""
+    job.max_restarts = 1
+    job.overrides += ("--comm.train_timeout_seconds=10",)
+    for number in range(job.most):
+        job.start_node(number)
+    job.wait_for_step(after=0, more=8)
+    before, at = len(job.log()), time.monotonic()
+    job.signal_rank(job.most - 1, how)
+    job.wait_for_step(after=before)
+    seconds = time.monotonic() - at
+    job.finish()
+    return seconds
+
+
+CASES: dict[str, Callable[[Job], float]] = {
+    "spare": take_spare,
+    "crash": lambda job: restart(job, signal.SIGKILL),
+    "hang": lambda job: restart(job, signal.SIGSTOP),
+}
+
+
 def main() -> int:
     """Run the campaign; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--case", choices=["return", *CASES], default="return")
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--fewest", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1, help="of each node")
     parser.add_argument("--victim", type=int, help="number of the node to kill; default: the last")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=300, help="the longest it may take")
+    parser.add_argument("--seconds", type=float, default=300, help="longest time")
     options = parser.parse_args()
     victim = options.nodes - 1 if options.victim is None else options.victim
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(
-            folder=Path(folder),
-            fewest=options.fewest,
-            most=options.nodes,
-            ranks=options.ranks,
-            steps=options.steps,
-            seconds=options.seconds,
-        )
+        given = {name: getattr(options, name) for name in ("fewest", "ranks", "steps", "seconds")}
+        job = Job(folder=Path(folder), most=options.nodes, **given)
         try:
-            lost, returned = lose_and_return(job, victim=victim)
+            if options.case == "return":
+                lost, returned = lose_and_return(job, victim=victim)
+                said = f"{lost:.1f} s after the death, {returned:.1f} s after the new start"
+            else:
+                said = f"{CASES[options.case](job):.1f} s after it"
             worst = compare(job.results, job.train_undisturbed())
         except CampaignError as error:
             print(error)
@@ -287,8 +342,7 @@ def main() -> int:
         finally:
             job.close()
         num = len(samples(job.results))
-        print(f"{num} samples in order; losses differ by {worst:.1e} at most")
-        print(f"next step {lost:.1f} s after the death, {returned:.1f} s after the new start")
+        print(f"{num} samples in order; losses within {worst:.1e}; next step {said}")
     return 0
 
 

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from scripts.node_campaign import CampaignError, Job, compare, lose_and_return, losses, samples
+from scripts.node_campaign import (
+    CASES,
+    CampaignError,
+    Job,
+    compare,
+    lose_and_return,
+    losses,
+    samples,
+)
 
 SECONDS = 240
 
@@ -27,6 +35,16 @@ def test_two_nodes_one_two(tmp_path: Path) -> None:
     assert "1 of 2 nodes are here: 1 train" in said
     assert "a node waits to be let in: the ranks save and leave" in said
     assert said.count("2 of 2 nodes are here: 2 train") == 2
+
+
+def test_a_rank_that_crashes_is_started_again(tmp_path: Path) -> None:
+    job = Job(folder=tmp_path, fewest=1, most=2, ranks=1, steps=20, seconds=SECONDS)
+    try:
+        CASES["crash"](job)
+        compare(job.results, job.train_undisturbed())
+    finally:
+        job.close()
+    assert "is lost" not in job.output()  # a rank is no node
 
 
 def without_one(rows: list[str]) -> list[str]:

@@ -1,0 +1,194 @@
+"""The launch files: what they start understands its arguments, and Slurm runs its own.
+
+Their command lines are run here on processes of this machine, with a small job in place of theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts import slurm_campaign
+from scripts.ports import hold_port
+from tests.distributed.jobs import UNSAVED, read_rows, write_job
+from torchtitan.job import load_job
+
+ROOT = Path(__file__).parent.parent
+CLUSTER = ROOT / "cluster"
+SECONDS = 120
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return [*yaml.safe_load_all((CLUSTER / name).read_text())]
+
+
+def kubernetes_command() -> list[str]:
+    container = documents("kubernetes.yaml")[1]["spec"]["template"]["spec"]["containers"][0]
+    return [*container["command"], *container["args"]]
+
+
+def kubeflow_command() -> list[str]:
+    trainer = documents("kubeflow.yaml")[0]["spec"]["trainer"]
+    return [*trainer["command"], *trainer["args"]]
+
+
+def skypilot_command() -> list[str]:
+    [task] = documents("skypilot.yaml")
+    last = task["run"].replace("\\\n", " ").strip().splitlines()[-1]
+    return shlex.split(last.replace("$BUCKET", task["envs"]["BUCKET"]))
+
+
+@pytest.mark.parametrize("command", [kubernetes_command, kubeflow_command, skypilot_command])
+def test_the_settings_are_the_trainers(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = command()
+    assert words[:3] == ["python", "-m", "torchtitan.launch"]
+    monkeypatch.chdir(ROOT)  # as in the image
+    job = load_job(words[words.index("torchtitan.train") + 1 :])
+    assert job.config.checkpoint.enable  # or a restart would begin anew
+
+
+def test_the_schema_of_kubernetes() -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    service, job = documents("kubernetes.yaml")
+    for document in (service, job):
+        validator.validate(document, "1.33", strict=True)
+    spec = job["spec"]
+    assert spec["completions"] == spec["parallelism"]
+    assert f"--nnodes={spec['completions']}" in kubernetes_command()
+    name = job["metadata"]["name"]
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    assert spec["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert f"--master_addr={name}-0.{service['metadata']['name']}" in kubernetes_command()
+    [container] = spec["template"]["spec"]["containers"]
+    rules = spec["podFailurePolicy"]["rules"]
+    by_code = {rule["action"]: rule["onExitCodes"] for rule in rules if "onExitCodes" in rule}
+    assert {action: codes["values"] for action, codes in by_code.items()} == {
+        "FailJob": [2, 3],
+        "Ignore": [4],
+    }
+    assert {codes["containerName"] for codes in by_code.values()} == {container["name"]}
+
+
+def test_the_models_of_kubeflow() -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models.trainer_v1alpha1_train_job")
+    [document] = documents("kubeflow.yaml")
+    assert models.TrainerV1alpha1TrainJob.from_dict(document).to_dict() == document
+
+
+def two_nodes(folder: Path, command: Any) -> None:
+    """Run what two nodes of a file run, one rank each, on a small job; `command` gives a node's,
+    by its number and the port of the first."""
+    place = hold_port()
+    port = place.getsockname()[1]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    place.close()
+    nodes = []
+    for number in range(2):
+        words, variables = command(number, port)
+        nodes.append(subprocess.Popen(words, env={**environ, **variables}, cwd=ROOT))
+    try:
+        assert [node.wait(SECONDS) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            node.terminate()
+    assert [row["step"] for row in read_rows(folder / "run")] == [1, 2]
+
+
+def settings(folder: Path) -> list[str]:
+    return [*write_job(folder), UNSAVED, "--training.steps=2"]
+
+
+def test_the_pods_of_kubernetes_meet(tmp_path: Path) -> None:
+    def command(number: int, port: int) -> tuple[list[str], dict[str, str]]:
+        words = kubernetes_command()
+        words = words[1 : words.index("torchtitan.train") + 1]
+        changed = {
+            "--node_rank": str(number),  # of the variable JOB_COMPLETION_INDEX
+            "--nproc_per_node": "1",
+            "--master_addr": "127.0.0.1",
+            "--master_port": str(port),
+        }
+        assert "--node_rank=$(JOB_COMPLETION_INDEX)" in words
+        names = [word.partition("=")[0] for word in words]
+        words = [
+            f"{name}={changed[name]}" if name in changed else word
+            for name, word in zip(names, words, strict=True)
+        ]
+        return [sys.executable, *words, *settings(tmp_path)], {}
+
+    two_nodes(tmp_path, command)
+
+
+def test_the_nodes_of_skypilot_meet(tmp_path: Path) -> None:
+    [task] = documents("skypilot.yaml")
+    ours = shlex.join(settings(tmp_path))
+    script = re.sub(r"--job.config_file \S+|--checkpoint\S*( \"\$BUCKET\")?", "", task["run"])
+    script = script.replace("python -m", f"{shlex.quote(sys.executable)} -m").replace("\\\n", " ")
+
+    def command(number: int, port: int) -> tuple[list[str], dict[str, str]]:
+        variables = {
+            "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NODE_RANK": str(number),
+            "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+        }
+        here = script.rstrip().replace("29500", str(port))
+        return ["bash", "-c", f"{here} {ours}"], variables
+
+    two_nodes(tmp_path, command)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "SLURM_JOB_NODELIST: start this file with sbatch"),
+        ({"SLURM_JOB_NODELIST": "a"}, "scontrol"),
+        ({"SLURM_JOB_NODELIST": "a", "HOSTS": "a"}, "--gpus-per-node, or export RANKS_PER_NODE"),
+    ],
+)
+def test_without_hosts_or_ranks_nothing_starts(
+    variables: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    """No launcher alone: that would be as many jobs as there are nodes."""
+    for name, text in (("scontrol", 'echo "$HOSTS"'), ("srun", f"touch {tmp_path}/started")):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/bash\n{text}\n")
+        program.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", str(CLUSTER / "slurm.sbatch")],
+        env={"HOSTS": "", "PATH": path, **variables},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.skipif(
+    bool(slurm_campaign.missing()) or os.getuid() != 0, reason="needs Slurm, and to be root"
+)
+def test_slurm_queues_a_job_again_that_was_asked_to_leave(tmp_path: Path) -> None:
+    said = slurm_campaign.campaign(tmp_path, steps=12, faults=["the signal"])
+    assert said.startswith("queued again 1 times, resumed from steps [")
+
+
+def test_the_image_has_what_the_package_needs() -> None:
+    lines = (CLUSTER / "docker" / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
+    assert copied[-1] == "."
+    assert all((ROOT / name).exists() for name in copied)
+    [command] = [line.removeprefix("CMD ") for line in lines if line.startswith("CMD ")]
+    words = yaml.safe_load(command)
+    assert (ROOT / words[-1]).is_file()
