@@ -8,8 +8,8 @@ writing of what is open is not counted.
 For each kind of work the table has the calls of rank 0, the most that any other rank makes, and
 what both would be with `--world` ranks: on the line through the two largest numbers of ranks, with
 a whole number of calls per rank. That is exact where the work is a constant, or so much per rank.
-Tensors that all ranks hold lie in files of any rank, and a rank reads each of them once: so `read`
-stops to grow at their number, and what the line says of it is too much.
+Checksums are compared by all ranks, each its share, so that `read` falls with more ranks and varies
+with who has which files.
 """
 
 from __future__ import annotations
@@ -174,5 +174,6 @@ def _table(counts: Mapping[int, Counts], start: str, *, world: int) -> list[list
 def extend(calls: Mapping[int, int], world: int) -> int:
     """Return the calls with `world` ranks, on the straight line through the two largest."""
     *_, (n, few), (m, many) = sorted(calls.items()) if len(calls) > 1 else [*calls.items()] * 2
-    per_rank = round((many - few) / max(m - n, 1))  # whole: who comes first makes a folder
+    # whole, and none if there are fewer: who makes a folder first, and who hashes what, varies
+    per_rank = max(round((many - few) / max(m - n, 1)), 0)
     return many + per_rank * (world - m)

@@ -95,3 +95,4 @@ def test_calls_are_told_apart_by_what_they_are_for(tmp_path: Path) -> None:
 def test_a_line_through_the_two_largest() -> None:
     assert files.extend({1: 50, 2: 7, 4: 9, 8: 13}, 4096) == 13 + 4088
     assert files.extend({8: 5}, 4096) == 5
+    assert files.extend({4: 28, 8: 22}, 4096) == 22
