@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-SMALL = 1 << 12
+SMALL = 1 << 10
 """Elements up to which a tensor is small."""
 
 
