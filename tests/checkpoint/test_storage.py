@@ -89,9 +89,12 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
 
 def save_on_a_full_disk(target: Path, full_rank: int) -> str:
     limit = 1024 if dist.get_rank() == full_rank else resource.RLIM_INFINITY
+    # two that both ranks hold, too large for one to write both
+    weights = {name: torch.full((64, 64), 2.0) for name in ("a.weight", "b.weight")}
     try:
         with file_size_limit(limit):
-            save(target, value=2.0)
+            parts = {"model": Component(tensors=weights)}
+            write(target, parts, manifest={"step": 3}, group=dist.group.WORLD)
     except CheckpointError as error:
         return str(error)
     return "saved"
