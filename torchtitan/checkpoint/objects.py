@@ -38,6 +38,7 @@ import fsspec
 import xxhash
 
 from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.base.urls import missing_package
 from torchtitan.checkpoint.files import FileRecord, HashingFile
 from torchtitan.checkpoint.ranks import reason
 
@@ -51,7 +52,6 @@ LONGEST_PAUSE = 30.0
 NUM_TRIES = 3
 """How often an object is written that reads back otherwise."""
 Check = Literal["checksum", "read_back"]
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _OPTIONS: dict[str, dict[str, Any]] = {"file": {"auto_mkdir": True}}
 _FINAL = (PermissionError, FileNotFoundError, IsADirectoryError)
 _FINAL_BY_NAME = re.compile(r"(No|Partial|Default)Credentials|ProfileNotFound|InvalidRegion")
@@ -81,11 +81,7 @@ class ObjectStore:
         try:
             self._fs, root = fsspec.core.url_to_fs(url, **how, **_OPTIONS.get(protocol, {}))
         except ImportError as error:
-            extra = EXTRAS.get(protocol)
-            remedy = f'"torchtitan[{extra}]"' if extra else "the package of fsspec for it"
-            raise ConfigError.at(
-                key, f"needs a package for {protocol}:// ({error}); pip install {remedy}"
-            ) from None
+            raise ConfigError.at(key, missing_package(url, error)) from None
         except ValueError as error:
             raise ConfigError.at(
                 key, f"must be a folder or a URL that fsspec knows, got {url!r}: {shown(error)}"

@@ -26,13 +26,13 @@ from filelock import FileLock
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
+from torchtitan.base.urls import missing_package
 from torchtitan.config.types import is_url
 from torchtitan.data.formats import STORES
 from torchtitan.data.settings import DEFAULT_CACHE
 
 logger = logging.getLogger(__name__)
 FETCHED, FILES = "fetched", 4
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 VERSION = ("ETag", "md5Hash", "generation", "LastModified", "mtime", "created")
 """What stores tell of an object that changes with it."""
 SAVED = "state.json"
@@ -93,17 +93,13 @@ def open_url(url: str, *, key: str) -> tuple[Any, str]:
     Raises:
         DataError: Its package is missing, or it holds credentials.
     """
-    protocol = url.partition("://")[0]
     if re.match(r"[^/]*@", url.partition("://")[2]):
         rule = "must not hold credentials; give them to the store's client, as its own variables do"
         raise DataError.at(key, rule)
     try:
         store, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
-        extra = EXTRAS.get(protocol)
-        remedy = f'"torchtitan[{extra}]"' if extra else "the package of fsspec for it"
-        rule = f"{url!r} needs a package for {protocol}:// ({error}); pip install {remedy}"
-        raise DataError.at(key, rule) from None
+        raise DataError.at(key, f"{url!r} {missing_package(url, error)}") from None
     except ValueError as error:
         raise DataError.at(key, f"{url!r} is of no kind that fsspec knows: {error}") from None
     return store, path
