@@ -35,6 +35,8 @@ from scripts.ports import hold_port
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 MACHINE = socket.gethostname()
+CPUS = min(2, os.cpu_count() or 1)
+"""CPUs of a node; more than one where there are, to see that a job gets them all."""
 NODES = (MACHINE, f"{MACHINE}-b")
 """The first of them in the alphabet is where the ranks meet: that name is looked up."""
 CONFIGURATION = """
@@ -63,7 +65,7 @@ KillWait=10
 ReturnToService=2
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-NODE = "NodeName={name} NodeHostname={machine} NodeAddr=127.0.0.1 Port={port} CPUs=1\n"
+NODE = "NodeName={name} NodeHostname={machine} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}\n"
 RESUMED, STEP = re.compile(r"Resumed from \S*step-(\d+)"), re.compile(r"step: +(\d+)")
 
 
@@ -89,7 +91,7 @@ class Slurm:
         controller, *ports = (place.getsockname()[1] for place in places)
         text = CONFIGURATION.format(machine=MACHINE, controller=controller, folder=self.folder)
         for name, port in zip(NODES, ports, strict=True):
-            text += NODE.format(name=name, machine=MACHINE, port=port)
+            text += NODE.format(name=name, machine=MACHINE, port=port, cpus=CPUS)
         self.configuration.write_text(text)
         for place in places:
             place.close()
@@ -232,6 +234,12 @@ class Job:
         except CampaignError as error:
             raise CampaignError(f"{error}\n{self.output.read_text()[-3000:]}") from error
 
+    def check_cpus(self) -> None:
+        """Check that the job has all CPUs of its nodes: Slurm gives a task one of them."""
+        said = self.slurm.ask("scontrol", "show", "job", self.number)
+        if f"NumCPUs={len(NODES) * CPUS} " not in said:
+            raise CampaignError(f"the job should have {CPUS} CPUs per node:\n{said}")
+
     def wait_for_end(self) -> str:
         """Wait until Slurm has ended the job; return its state and exit code."""
 
@@ -271,6 +279,7 @@ def campaign(folder: Path, *, steps: int, faults: Sequence[str] = tuple(FAULTS))
         job = Job(slurm, folder / "job", steps)
         job.submit()
         job.wait_for_steps(4, after=0)
+        job.check_cpus()
         for fault in faults:
             before, at = len(job.log), time.monotonic()
             FAULTS[fault](slurm, job)
