@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan import trainer as trainer_module
+from torchtitan.metrics import stragglers as stragglers_module
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.stragglers import Stragglers, medians_of_others
 
@@ -147,7 +148,11 @@ def train_slowed(job: list[str], slowed: str) -> tuple[list[str], dict[str, Any]
         "products": late(torch, "mm"),
         "nothing": contextlib.nullcontext(),
     }
-    with jobs.listening() as lines, plant[slowed]:
+    with pytest.MonkeyPatch.context() as patch, jobs.listening() as lines, plant[slowed]:
+        if slowed in ("data", "update"):  # other kinds vary with what else the machine does
+            patch.setattr(stragglers_module, "time_products", lambda device: 1e-3)
+        if slowed == "data":
+            patch.setattr(Stragglers, "updating", lambda self: contextlib.nullcontext())
         trainer = jobs.Trainer(run)
         trainer.train()
         trainer.close()
@@ -168,9 +173,10 @@ def train_slowed(job: list[str], slowed: str) -> tuple[list[str], dict[str, Any]
 def test_a_slowed_rank_is_named(
     slowed: str, layout: tuple[str, ...], ranks: RankPool, tmp_path: Path
 ) -> None:
-    # every step is logged, and the ranks share two cores with others: what is planted is greater
+    # every step is logged, and the ranks share two cores with others: what is planted is greater,
+    # except that of data 0.3 seconds are little of the step of a busy machine
     job = [*jobs.write_job(tmp_path), jobs.UNSAVED, *layout]
-    job += ["--training.steps=7", "--metrics.straggler_ratio=4"]
+    job += ["--training.steps=7", f"--metrics.straggler_ratio={1.1 if slowed == 'data' else 4}"]
     answers = ranks.run(train_slowed, job, slowed, world=4, timeout=240)
     for warnings, row in answers:
         assert row["slowest_rank"] == answers[0][1]["slowest_rank"]  # all find the same
