@@ -228,9 +228,16 @@ class Job:
         return path.read_text() if path.is_file() else ""
 
     def wait_for_steps(self, count: int, *, after: int) -> None:
-        """Wait for so many steps in the part of the log behind `after`."""
+        """Wait for so many steps in the part of the log behind `after`, since it last resumed."""
+
+        def have_come() -> bool:
+            life = self.log[after:]
+            ends = [found.end() for found in RESUMED.finditer(life)]
+            begins = ends[-1] if ends else 0 if after == 0 else len(life)
+            return len(STEP.findall(life[begins:])) >= count
+
         try:
-            self.slurm.wait_until(lambda: len(STEP.findall(self.log[after:])) >= count, "step")
+            self.slurm.wait_until(have_come, "step", seconds=240)
         except CampaignError as error:
             raise CampaignError(f"{error}\n{self.output.read_text()[-3000:]}") from error
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +176,64 @@ def test_without_hosts_or_ranks_nothing_starts(
     assert done.returncode != 0
     assert said in done.stderr
     assert not (tmp_path / "started").exists()
+
+
+LAUNCHER = """#!/bin/bash
+trap 'code=$ASKED' USR1
+echo "$*" >> started
+for _ in {1..100}; do [[ -n ${code:-} || -f go ]] && break; sleep 0.1; done
+exit "${code:-$ENDS}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_asked", "code", "num_started", "is_queued"),
+    [
+        ({"ENDS": "0"}, False, 0, 1, False),
+        ({"ENDS": "2"}, False, 2, 1, False),
+        ({"ENDS": "4"}, False, 4, 1, True),
+        ({"ENDS": "0", "ASKED": "4"}, True, 4, 1, True),
+        ({"ENDS": "0", "CHECK": "1"}, False, 0, 2, False),
+        ({"ENDS": "2", "CHECK": "1"}, False, 2, 1, False),
+        ({"ENDS": "0", "CHECK": "1"}, True, 4, 1, True),  # while it is checked
+    ],
+)
+def test_code_4_alone_queues_the_job_again(
+    variables: dict[str, str],
+    is_asked: bool,
+    code: int,
+    num_started: int,
+    is_queued: bool,
+    tmp_path: Path,
+) -> None:
+    """With launchers in place of srun, that end as they are told, or when they are asked to."""
+    control = "#!/bin/bash\n[[ $1 == requeue ]] && touch queued || echo host\n"
+    for name, text in (("scontrol", control), ("srun", LAUNCHER)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "host", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+    batch = subprocess.Popen(
+        ["bash", str(CLUSTER / "slurm.sbatch"), "--training.steps=3"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "RANKS_PER_NODE": "8", **job, **variables},
+        cwd=tmp_path,
+    )
+    try:
+        if is_asked:
+            deadline = time.monotonic() + SECONDS
+            while not (tmp_path / "started").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            batch.send_signal(signal.SIGUSR1)
+        if not is_asked or "CHECK" in variables:
+            (tmp_path / "go").touch()
+        assert batch.wait(SECONDS) == code
+    finally:
+        batch.kill()
+    started = (tmp_path / "started").read_text().splitlines()
+    assert len(started) == num_started
+    assert (tmp_path / "queued").exists() == is_queued
+    assert "--rdzv_endpoint host:20007" in started[0]
+    assert started[-1].endswith("--training.steps=3")
 
 
 @pytest.mark.skipif(

@@ -14,7 +14,7 @@ from tests.checkpoint import stores
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import DataError
-from torchtitan.data import prepare
+from torchtitan.data import prepare, urls
 from torchtitan.data.files import find_files
 from torchtitan.data.source import FileCorpus
 from torchtitan.data.tokenizer import ByteTokenizer
@@ -28,6 +28,11 @@ def faulty() -> Iterator[type[stores.FaultyStore]]:
         for name, text in TEXTS.items():
             store().pipe_file(f"/bucket/{name}", text.encode())
         yield store
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urls, "PAUSE_SECONDS", 0)
 
 
 def find(cache: Path) -> Callable[[str], dict[str, str]]:
@@ -167,17 +172,98 @@ def test_a_damaged_store_is_made_anew(
     assert machines.num_tokenised == 2
 
 
-def test_a_store_that_was_not_sent_to_the_end_is_none(machines: Machines, faulty: Any) -> None:
+def test_a_store_that_cannot_be_sent_is_kept_here(
+    machines: Machines, faulty: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(kind: str, path: str) -> None:
         if kind == "write" and path.endswith(prepare.ABOUT):
             raise OSError("the wire is cut")
 
     faulty.before = staticmethod(fail)
-    with pytest.raises(DataError, match=r"could not copy from or to .*: the wire is cut"):
-        machines.start("one")
+    machines.start("one")
+    assert "the wire is cut; mend the access" in caplog.text
     faulty.before = staticmethod(lambda kind, path: None)
-    machines.start("two")
+    machines.start("one")
+    assert machines.num_tokenised == 1
+    machines.start("two")  # what is there without its last file is no store
     assert machines.num_tokenised == 2
+
+
+def test_a_store_that_does_not_answer_is_not_empty(
+    machines: Machines, faulty: Any, tmp_path: Path
+) -> None:
+    machines.start("one")
+
+    def fail(kind: str, path: str) -> None:
+        if kind == "look":
+            raise OSError("the wire is cut")
+
+    faulty.before = staticmethod(fail)
+    with pytest.raises(DataError, match="the wire is cut"):
+        find(tmp_path)("faulty://bucket/corpus/a.txt")
+    with pytest.raises(DataError, match="the wire is cut"):
+        urls.bring_folder("faulty://bucket/cache/x", tmp_path / "x", last="about.json")
+
+
+def test_what_fails_once_is_tried_again(faulty: Any, tmp_path: Path) -> None:
+    failures = iter([True, True])
+
+    def fail_twice(kind: str, path: str) -> None:
+        if kind == "read" and next(failures, False):
+            raise OSError("503 Slow Down")
+
+    faulty.before = staticmethod(fail_twice)
+    assert find(tmp_path)("faulty://bucket/corpus/a.txt") == {"a.txt": "a"}
+
+
+def test_an_object_that_changes_meanwhile_is_refused(faulty: Any, tmp_path: Path) -> None:
+    def swap(path: str, content: bytes) -> bytes:
+        faulty().pipe_file(path, b"z")
+        return b"z"
+
+    faulty.answer = staticmethod(swap)
+    with pytest.raises(DataError, match="or it changed while it was copied"):
+        find(tmp_path)("faulty://bucket/corpus/a.txt")
+    assert not [*tmp_path.rglob("*a.txt*")]
+
+
+@pytest.mark.parametrize("mark", ["ETag", "etag", "last_modified", "LastModified", "md5Hash"])
+def test_every_spelling_of_a_version_counts(mark: str) -> None:
+    one, other = ({"bucket/a": {"size": 1, mark: value}} for value in ("x", "y"))
+    assert urls._fingerprint("s3://b/a", one) != urls._fingerprint("s3://b/a", other)
+
+
+def test_a_store_without_versions_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    urls._fingerprint("s3://bucket/a", {"bucket/a": {"size": 1}})
+    assert "tells no version of bucket/a" in caplog.text
+
+
+def test_no_copy_leaves_its_folder(faulty: Any, tmp_path: Path) -> None:
+    found = {"bucket/x/../../a.txt": {"size": 1}, "bucket/b.txt": {"size": 1}}
+    with pytest.raises(ValueError, match=r"without \.\. and //"):
+        urls._copy(faulty(), found, root="bucket", folder=tmp_path / "in", url="")
+
+
+def test_hidden_objects_are_left_out(faulty: Any, tmp_path: Path) -> None:
+    faulty().pipe_file("/bucket/corpus/.part/x.txt", b"x")
+    assert "x" not in find(tmp_path)("faulty://bucket/corpus/**/*.txt").values()
+    assert not [*tmp_path.rglob("x.txt")]
+
+
+def test_no_secret_is_shown(faulty: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", stores.SECRET)
+
+    def fail(kind: str, path: str) -> None:
+        raise OSError(f"denied to {stores.SECRET} at ?X-Amz-Signature=0123")
+
+    faulty.before = staticmethod(fail)
+    with pytest.raises(DataError) as error:
+        find(tmp_path)("faulty://bucket/corpus/a.txt")
+    assert stores.SECRET not in str(error.value)
+    assert "0123" not in str(error.value)
+    with pytest.raises(DataError, match="must not hold credentials") as error:
+        find(tmp_path)("https://host/a.txt?X-Amz-Signature=0123")
+    assert "0123" not in str(error.value)
 
 
 def losses(environ: dict[str, str], job: list[str]) -> list[float]:

@@ -24,7 +24,6 @@ import errno
 import hashlib
 import itertools
 import logging
-import os
 import re
 import secrets
 import time
@@ -38,7 +37,7 @@ import fsspec
 import xxhash
 
 from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.base.urls import missing_package
+from torchtitan.base.urls import missing_package, without_secrets
 from torchtitan.checkpoint.files import FileRecord, HashingFile
 from torchtitan.checkpoint.ranks import reason
 
@@ -55,13 +54,6 @@ Check = Literal["checksum", "read_back"]
 _OPTIONS: dict[str, dict[str, Any]] = {"file": {"auto_mkdir": True}}
 _FINAL = (PermissionError, FileNotFoundError, IsADirectoryError)
 _FINAL_BY_NAME = re.compile(r"(No|Partial|Default)Credentials|ProfileNotFound|InvalidRegion")
-_SECRET = re.compile(r"SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL")
-_LOOKS_SECRET = re.compile(
-    r"\?\S+"  # of a signed URL
-    r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
-    r"|(?:Signature|Credential|Authorization|Bearer|ya29)[=:. ]*\S+"
-    r"|(?<![\w/+.-])[A-Za-z0-9/+]{40,}={0,2}"
-)
 
 
 class ObjectStore:
@@ -251,6 +243,8 @@ class ObjectStore:
         if not self._in_parts:
             return 0
         bucket, _, prefix = self._root.partition("/")
+        if not prefix:
+            return 0  # others may be uploading to this bucket
 
         def forget() -> int:
             found = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
@@ -311,8 +305,4 @@ def _said(info: dict[str, Any]) -> str | None:
 
 def shown(error: BaseException) -> str:
     """Say in one line what went wrong, without anything that may be a credential."""
-    text = reason(error)
-    for name, value in os.environ.items():
-        if len(value) >= 8 and _SECRET.search(name.upper()):
-            text = text.replace(value, "***")
-    return _LOOKS_SECRET.sub("***", text)
+    return without_secrets(reason(error))

@@ -212,11 +212,18 @@ def _build(
             "content": store.content_hash(),
         }
         (unfinished / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
-        if shared is not None:
-            send_folder(unfinished, shared, last=ABOUT)
         unfinished.rename(folder)
+        if shared is not None:
+            _send(folder, shared)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _send(folder: Path, url: str) -> None:
+    try:
+        send_folder(folder, url, last=ABOUT)
+    except DataError as error:  # hours of work are here, and this machine needs no more
+        logger.warning("%s; other machines have to tokenise it themselves", error)
 
 
 def _bring(url: str, folder: Path) -> bool:

@@ -15,9 +15,11 @@ import glob
 import hashlib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,15 +28,19 @@ from filelock import FileLock
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
-from torchtitan.base.urls import missing_package
+from torchtitan.base.urls import missing_package, without_secrets
 from torchtitan.config.types import is_url
 from torchtitan.data.formats import STORES
 from torchtitan.data.settings import DEFAULT_CACHE
 
 logger = logging.getLogger(__name__)
 FETCHED, FILES = "fetched", 4
-VERSION = ("ETag", "md5Hash", "generation", "LastModified", "mtime", "created")
-"""What stores tell of an object that changes with it."""
+DIGESTS = {"etag", "md5hash", "contentmd5", "generation"}
+TIMES = {"lastmodified", "mtime", "created"}
+"""What stores tell of an object that changes with it; some write it with capitals, or with _."""
+SIGNED = r"(?i)[?&][^/=]*(sig|token)[^/=]*="
+"""Of a URL that gives whoever has it the rights of its maker."""
+NUM_TRIES, PAUSE_SECONDS = 4, 1.0
 SAVED = "state.json"
 """What `datasets.save_to_disk` writes beside its .arrow files, and what lists them."""
 
@@ -57,11 +63,11 @@ def bring_folder(url: str, folder: Path, *, last: str) -> bool:
     was sent last."""
     store, path = open_url(url, key="dataset_cache")
     with _telling(url, key="dataset_cache"):
-        if not store.isfile(f"{path}/{last}"):
+        if _look(store, f"{path}/{last}") is None:
             return False
         folder.mkdir(parents=True)
         for name in store.find(path):
-            store.get_file(name, str(folder / PurePosixPath(name).name))
+            _persist(partial(store.get_file, name, str(folder / PurePosixPath(name).name)))
     return True
 
 
@@ -71,7 +77,7 @@ def send_folder(folder: Path, url: str, *, last: str) -> None:
     with _telling(url, key="dataset_cache"):
         store.makedirs(path, exist_ok=True)
         for file in sorted(folder.iterdir(), key=lambda file: file.name == last):
-            store.put_file(str(file), f"{path}/{file.name}")
+            _persist(partial(store.put_file, str(file), f"{path}/{file.name}"))
 
 
 @contextmanager
@@ -82,7 +88,7 @@ def _telling(url: str, *, key: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        said = (str(error).splitlines() or [""])[0]
+        said = without_secrets((str(error).splitlines() or [""])[0])
         rule = f"could not copy from or to {url!r}: {type(error).__name__}: {said:.160}"
         raise DataError.at(key, f"{rule}; mend the access to the store, or make room") from error
 
@@ -93,7 +99,7 @@ def open_url(url: str, *, key: str) -> tuple[Any, str]:
     Raises:
         DataError: Its package is missing, or it holds credentials.
     """
-    if re.match(r"[^/]*@", url.partition("://")[2]):
+    if re.match(r"[^/]*@", url.partition("://")[2]) or re.search(SIGNED, url):
         rule = "must not hold credentials; give them to the store's client, as its own variables do"
         raise DataError.at(key, rule)
     try:
@@ -133,18 +139,43 @@ def _find(store: Any, path: str) -> dict[str, Mapping[str, Any]]:
     """Return what the store knows of each object, by its path."""
     if _is_glob(path):
         found = store.glob(path, detail=True)
-        others = {_other_half(name) for name in found} - found.keys() - {""}
-        found |= {name: store.info(name) for name in others if store.exists(name)}
-    elif store.isfile(path):
-        names = filter(None, (path, _other_half(path)))
-        found = {name: store.info(name) for name in names if store.exists(name)}
-    elif store.isfile(f"{path}.idx"):
-        found = {f"{path}{half}": store.info(f"{path}{half}") for half in STORES}
-    elif store.isfile(f"{path.rstrip('/')}/{SAVED}"):
-        found = store.find(path, detail=True)
+        # as globs on a disk leave them out
+        found = {name: known for name, known in found.items() if "/." not in name}
+        names = {_other_half(name) for name in found} - found.keys() - {""}
+    elif _look(store, path) is not None:
+        found, names = {}, {path, _other_half(path)} - {""}
+    elif _look(store, f"{path}.idx") is not None:
+        found, names = {}, {f"{path}{half}" for half in STORES}
+    elif _look(store, f"{path.rstrip('/')}/{SAVED}") is not None:
+        found, names = store.find(path, detail=True), set()
     else:
         return {}
+    found |= {name: known for name in names if (known := _look(store, name)) is not None}
     return {name: known for name, known in found.items() if known["type"] == "file"}
+
+
+def _look(store: Any, path: str) -> Mapping[str, Any] | None:
+    """Return what the store knows of an object, None: there is none. (`isfile` and `exists` say
+    that of a store that does not answer, too.)"""
+    try:
+        known: Mapping[str, Any] = store.info(path)
+    except FileNotFoundError:
+        return None
+    return known if known["type"] == "file" else None
+
+
+def _persist(action: Callable[[], object]) -> None:
+    """Do something with a store, again if it fails; not what no repetition mends."""
+    for attempt in range(NUM_TRIES):
+        try:
+            action()
+            return
+        except (FileNotFoundError, PermissionError):
+            raise
+        except Exception:
+            if attempt + 1 == NUM_TRIES:
+                raise
+            time.sleep(PAUSE_SECONDS * 2**attempt)
 
 
 def _is_glob(path: str) -> bool:
@@ -173,17 +204,38 @@ def _named(found: Mapping[str, object], *, root: str) -> str:
 
 
 def _fingerprint(url: str, found: Mapping[str, Mapping[str, Any]]) -> str:
-    known = [
-        (name, found[name]["size"], [str(found[name].get(mark)) for mark in VERSION])
-        for name in sorted(found)
-    ]
+    known = [(name, found[name]["size"], _version(found[name])) for name in sorted(found)]
+    if unmarked := [name for name, _, marks in known if not marks]:
+        logger.warning(
+            "the store tells no version of %s: a change that keeps its size is not noticed",
+            unmarked[0],
+        )
     return hashlib.sha256(repr((url.partition("://")[0], known)).encode()).hexdigest()[:32]
+
+
+def _version(known: Mapping[str, Any]) -> dict[str, str]:
+    """Return what changes with an object, besides its size: digests, or else times."""
+    marks = {name.lower().replace("_", "").replace("-", ""): known[name] for name in known}
+    kinds = marks.keys() & DIGESTS or marks.keys() & TIMES
+    # a listing may give as a number what the object's own entry gives as a date
+    return {
+        kind: str(marks[kind].timestamp() if hasattr(marks[kind], "timestamp") else marks[kind])
+        for kind in sorted(kinds)
+    }
+
+
+def _has_changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Tell whether an object has; a listing may know less of it than its own entry."""
+    before, after = _version(then), _version(now)
+    return any(before[kind] != after[kind] for kind in before.keys() & after.keys())
 
 
 def _copy(
     store: Any, found: Mapping[str, Mapping[str, Any]], *, root: str, folder: Path, url: str
 ) -> None:
     targets = {name: folder / PurePosixPath(name).relative_to(root) for name in found}
+    if len({*targets.values()}) < len(targets) or any(".." in t.parts for t in targets.values()):
+        raise ValueError("names of objects must be paths below a folder, without .. and //")
     lacking = {name: target for name, target in targets.items() if not target.exists()}
     if not lacking:
         return
@@ -197,14 +249,17 @@ def _copy(
     )
 
     def copy(name: str) -> None:
-        target, size = lacking[name], found[name]["size"]
+        target = lacking[name]
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_name(f".{target.name}.tmp")
-        store.get_file(name, str(unfinished))
-        came = unfinished.stat().st_size
-        if size is not None and came != size:
+        _persist(partial(store.get_file, name, str(unfinished)))
+        came, size = unfinished.stat().st_size, found[name]["size"]
+        now = _look(store, name)
+        if now is None or _has_changed(found[name], now) or size not in (None, came):
             unfinished.unlink()
-            raise OSError(f"{came} bytes of {name} came, of {size}")
+            raise OSError(
+                f"{came} bytes of {name} came, of {size}: or it changed while it was copied"
+            )
         unfinished.replace(target)
 
     with ThreadPoolExecutor(FILES) as pool:
