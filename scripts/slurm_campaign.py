@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -142,34 +143,35 @@ class Slurm:
 
     def kill_node(self, name: str) -> None:
         """Kill a node's daemon, its steps and all their processes, as a loss of power does."""
-        pids = {self.daemons[name].pid, *_of_node(name)}
+        pids = {self.daemons[name].pid, *self._of_node(name)}
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.daemons[name].wait()
+
+    def _of_node(self, name: str) -> set[int]:
+        """Return the processes of this Slurm's jobs on a node, and the daemon of each step."""
+        found: set[int] = set()
+        ours = {f"SLURM_CONF={self.configuration}", f"SLURMD_NODENAME={name}"}
+        for process in Path("/proc").iterdir():
+            try:
+                variables = (process / "environ").read_text(errors="replace").split("\0")
+                if ours <= {*variables}:
+                    parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                    found |= {int(process.name), *([parent] if _is_step(parent) else [])}
+            except (OSError, ValueError):
+                continue  # no process, or one that has ended meanwhile
+        return found
 
     def close(self) -> None:
         """Cancel all jobs and end all daemons."""
-        self.ask("scancel", "--full", "--signal=KILL", "--me")
         self.ask("scancel", "--me")
-        for name in NODES:
-            for pid in _of_node(name):
+        for pid in {pid for name in NODES for pid in self._of_node(name)}:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for daemon in self.daemons.values():
-            daemon.terminate()
-            daemon.wait(30)
-
-
-def _of_node(name: str) -> set[int]:
-    """Return the processes of a node's jobs, and the daemon of each of their steps."""
-    found: set[int] = set()
-    for process in Path("/proc").iterdir():
-        try:
-            if f"SLURMD_NODENAME={name}\0" in (process / "environ").read_text(errors="replace"):
-                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-                found |= {int(process.name), parent} if _is_step(parent) else {int(process.name)}
-        except (OSError, ValueError):
-            continue  # no process, or one that has ended meanwhile
-    return found
+            daemon.kill()
+            daemon.wait()
 
 
 def _is_step(pid: int) -> bool:
@@ -260,7 +262,7 @@ class Job:
 
 
 def ask_to_save(slurm: Slurm, job: Job) -> None:
-    """As a scheduler does that wants the nodes for another job."""
+    """Do as a scheduler that wants the nodes for another job."""
     slurm.ask("scancel", "--batch", "--signal=USR1", job.number)
 
 
@@ -313,13 +315,9 @@ def compare(job: Job, undisturbed: Path) -> None:
     command += ["-m", "torchtitan.train", *job.settings(undisturbed)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=environ, check=True, capture_output=True, timeout=300)
-    script = str(ROOT / "scripts" / "compare_runs.py")
-    done = subprocess.run(
-        [sys.executable, script, str(undisturbed), str(job.folder / "run")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    both = [str(undisturbed), str(job.folder / "run")]
+    command = [sys.executable, str(ROOT / "scripts" / "compare_runs.py"), *both]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CampaignError(f"the runs differ:\n{done.stdout}{done.stderr}")
 
