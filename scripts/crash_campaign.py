@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,7 +61,8 @@ KEEP = 3
 VARIANTS = [(1, "disabled"), (2, "disabled"), (1, "async"), (2, "async")]
 SECONDS_TO_SAVE, SECONDS_TO_END = 120, 60
 MAX_DELAY, MAX_DELAY_IN_SAVE = 0.15, 0.03
-_SAVED, _RESUMED = re.compile(r"Saved \S*step-(\d+)"), re.compile(r"Resumed from \S*step-(\d+)")
+SAVED, RESUMED = re.compile(r"Saved \S*step-(\d+)"), re.compile(r"Resumed from \S*step-(\d+)")
+STEP = re.compile(r"step: +(\d+)")
 
 
 class CampaignError(Exception):
@@ -94,19 +95,7 @@ class Run:
         if self.place is not None:
             self.place.close()
         self.place = hold_port()
-        port = self.place.getsockname()[1]
-        ranks = []
-        for rank in range(self.world):
-            place: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-            environ = {
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                **{k: str(v) for k, v in place.items()},
-            }
-            with (self.folder / f"output_{rank}.txt").open("wb") as output:
-                ranks.append(subprocess.Popen(command, env=environ, stdout=output, stderr=output))
-        return ranks
+        return start_ranks(command, world=self.world, place=self.place, folder=self.folder)
 
     @property
     def log(self) -> str:
@@ -136,14 +125,35 @@ class Run:
             if mistakes := verify(checkpoints / f"step-{step}", group=None):
                 raise CampaignError(f"step {step} is not whole: {summary(mistakes)}")
         life = self.log[len(log_before) :]
-        resumed = [int(step) for step in _RESUMED.findall(life)]
+        resumed = [int(step) for step in RESUMED.findall(life)]
         newest = max(self.reported, default=0)
         if self.reported and (not resumed or resumed[0] < newest):
             raise CampaignError(f"step {newest} was saved, the next life went on from {resumed}")
-        self.reported |= {int(step) for step in _SAVED.findall(life)}
+        self.reported |= {int(step) for step in SAVED.findall(life)}
         for step in self.reported:
             if step not in here and sum(other > step for other in here) < KEEP:
                 raise CampaignError(f"step {step} was reported as saved; found {here} alone")
+
+
+def start_ranks(
+    command: Sequence[str],
+    *,
+    world: int,
+    place: socket.socket,
+    folder: Path,
+    more: Mapping[str, str] | None = None,
+) -> list[subprocess.Popen[bytes]]:
+    """Start `command` on every rank, without a launcher, to meet at the port that `place` holds;
+    their output goes to a file each in `folder`. `more`: variables for all of them."""
+    shared: dict[str, object] = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1, "WORLD_SIZE": world}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": place.getsockname()[1], **(more or {})}
+    ranks = []
+    for rank in range(world):
+        variables = {**shared, "RANK": rank, "LOCAL_RANK": rank}
+        environ = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+        with (folder / f"output_{rank}.txt").open("wb") as output:
+            ranks.append(subprocess.Popen(command, env=environ, stdout=output, stderr=output))
+    return ranks
 
 
 def live_and_die(run: Run, *, rng: random.Random) -> tuple[str, bool]:
@@ -153,7 +163,7 @@ def live_and_die(run: Run, *, rng: random.Random) -> tuple[str, bool]:
     try:
         deadline = time.monotonic() + SECONDS_TO_SAVE
         within_next = rng.random() < 0.5
-        while len(_SAVED.findall(run.log[len(before) :])) < saves or (
+        while len(SAVED.findall(run.log[len(before) :])) < saves or (
             within_next and not run.is_saving
         ):
             if time.monotonic() > deadline or any(rank.poll() is not None for rank in ranks):
@@ -203,16 +213,21 @@ def campaign(folder: Path, *, world: int, mode: str, kills: int, rng: random.Ran
     finish(run, steps=steps)
     whole = Run(folder / f"whole-{world}-{mode}", world, mode)
     finish(whole, steps=steps)
-    command = [sys.executable, str(ROOT / "scripts" / "compare_runs.py")]
-    done = subprocess.run(
-        [*command, whole.folder / "run", run.folder / "run"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    compare_runs(whole.folder / "run", run.folder / "run")
+    return f"world {world}, {mode}: {kills} kills, {num_within} within a save; {steps} steps, equal"
+
+
+def compare_runs(undisturbed: Path, disturbed: Path) -> None:
+    """Compare every logged figure and every tensor of two runs, bit for bit.
+
+    Raises:
+        CampaignError: They differ.
+    """
+    script = str(ROOT / "scripts" / "compare_runs.py")
+    command = [sys.executable, script, str(undisturbed), str(disturbed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CampaignError(f"the runs differ:\n{done.stdout}{done.stderr}")
-    return f"world {world}, {mode}: {kills} kills, {num_within} within a save; {steps} steps, equal"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -37,16 +36,11 @@ sys.path.insert(0, str(ROOT))  # works without being installed
 
 from torch.distributed import TCPStore
 
-from scripts.crash_campaign import TINY
+from scripts.crash_campaign import RESUMED, STEP, TINY, CampaignError
 
 TOLERANCE = 1e-5
-RESUMED, STEP = re.compile(r"Resumed from \S*step-(\d+)"), re.compile(r"step: +(\d+)")
 RENDEZVOUS = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=8,last_call_timeout=3"
 """So short for one machine; torch's own are 5 s, 3 attempts and 30 s."""
-
-
-class CampaignError(Exception):
-    """A run lost something, or did not go on."""
 
 
 class Pace:

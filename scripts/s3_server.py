@@ -107,8 +107,6 @@ class Wire:
         """How many are cut after some bytes of an answer."""
         self.bytes_per_second = float("inf")
         """Of each connection, in each direction."""
-        self.num_bytes = 0
-        """Sent to the server since the start."""
         self._to_port, self._is_up, self._draw = to_port, True, random.Random(seed)
         self._open: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
@@ -162,8 +160,8 @@ class Wire:
         both = {answer, request}
         self._open |= both
         ways = [
-            asyncio.ensure_future(self._pump(client, request, float("inf"), is_sent=True)),
-            asyncio.ensure_future(self._pump(server, answer, left, is_sent=False)),
+            asyncio.ensure_future(self._pump(client, request, float("inf"))),
+            asyncio.ensure_future(self._pump(server, answer, left)),
         ]
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         for way in ways:
@@ -174,13 +172,12 @@ class Wire:
             writer.transport.abort()
 
     async def _pump(
-        self, source: asyncio.StreamReader, to: asyncio.StreamWriter, left: float, *, is_sent: bool
+        self, source: asyncio.StreamReader, to: asyncio.StreamWriter, left: float
     ) -> None:
         while left > 0 and (content := await source.read(CHUNK)):
             to.write(content[: int(min(left, len(content)))])
             await to.drain()
             left -= len(content)
-            self.num_bytes += len(content) * is_sent
             await asyncio.sleep(len(content) / self.bytes_per_second)
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # works without being installed
 
-from scripts.crash_campaign import TINY, CampaignError
+from scripts.crash_campaign import RESUMED, STEP, TINY, CampaignError, compare_runs
 from scripts.ports import hold_port
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
@@ -67,7 +67,6 @@ ReturnToService=2
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 NODE = "NodeName={name} NodeHostname={machine} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}\n"
-RESUMED, STEP = re.compile(r"Resumed from \S*step-(\d+)"), re.compile(r"step: +(\d+)")
 
 
 class Pace:
@@ -315,11 +314,7 @@ def compare(job: Job, undisturbed: Path) -> None:
     command += ["-m", "torchtitan.train", *job.settings(undisturbed)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=environ, check=True, capture_output=True, timeout=300)
-    both = [str(undisturbed), str(job.folder / "run")]
-    command = [sys.executable, str(ROOT / "scripts" / "compare_runs.py"), *both]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise CampaignError(f"the runs differ:\n{done.stdout}{done.stderr}")
+    compare_runs(undisturbed, job.folder / "run")
 
 
 def missing() -> list[str]:

@@ -23,6 +23,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,15 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # works without being installed
 
 from scripts import s3_server
-from scripts.crash_campaign import TINY, CampaignError
+from scripts.crash_campaign import (
+    RESUMED,
+    SAVED,
+    STEP,
+    TINY,
+    CampaignError,
+    compare_runs,
+    start_ranks,
+)
 from scripts.ports import hold_port
 from scripts.s3_server import BUCKET, Store
 from torchtitan.checkpoint.folders import MANIFEST
@@ -45,8 +54,7 @@ from torchtitan.checkpoint.verify import summary, verify
 
 KEEP, RANKS = 3, 2
 FAULTS = ("one rank", "all ranks", "all ranks and the disk", "the wire", "the server")
-UPLOADED, SAVED = re.compile(r"Uploaded \S*step-(\d+)"), re.compile(r"Saved \S*step-(\d+)")
-RESUMED, BEGUN = re.compile(r"Resumed from \S*step-(\d+)"), re.compile(r"step: +(\d+)")
+UPLOADED = re.compile(r"Uploaded \S*step-(\d+)")
 SECONDS, SECONDS_TO_END = 120, 90
 MOST_SECONDS_AWAY = 2.0
 BYTES_PER_SECOND = 1.5e6
@@ -64,14 +72,14 @@ class Run:
     """And as saved, on a disk that is not lost."""
     rows: dict[int, str] = field(default_factory=dict)
     """What disks that are lost had of metrics.jsonl, by step."""
+    place: socket.socket | None = None
+    """Holds the port at which the ranks of this life meet."""
 
     def start(self, *, steps: int, wire: bool = True) -> list[subprocess.Popen[bytes]]:
         """Start every rank; their output goes to a file each."""
         self.folder.mkdir(parents=True, exist_ok=True)
         job = self.folder / "job.toml"
         job.write_text(TINY)
-        place = hold_port()
-        port = place.getsockname()[1]
         words = [f"job.config_file={job}", f"job.dump_folder={self.folder / 'run'}"]
         words += [f"training.steps={steps}", "lr_scheduler.total_steps=1000000"]
         words += [f"training.dataset_cache={self.folder.parent / 'cache'}"]
@@ -81,22 +89,10 @@ class Run:
         command = [sys.executable, "-m", "torchtitan.train", *(f"--{word}" for word in words)]
         to = self.store.wire.port if wire else self.store.server.port
         environ = s3_server.environ_of(to, key=self.store.key, secret=self.store.secret)
-        environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS)}
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks = []
-        place.close()
-        for rank in range(RANKS):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with (self.folder / f"output_{rank}.txt").open("wb") as output:
-                ranks.append(
-                    subprocess.Popen(
-                        command,
-                        env={**os.environ, **environ, **own},
-                        stdout=output,
-                        stderr=output,
-                    )
-                )
-        return ranks
+        if self.place is not None:
+            self.place.close()
+        self.place = hold_port()
+        return start_ranks(command, world=RANKS, place=self.place, folder=self.folder, more=environ)
 
     @property
     def log(self) -> str:
@@ -154,7 +150,7 @@ class Run:
         """
         log = self.log
         newest = max(self.saved | self.uploaded, default=0)
-        if BEGUN.search(log) and newest:
+        if STEP.search(log) and newest:
             resumed = _steps(RESUMED, log)
             if not resumed or resumed[0] < newest:
                 raise CampaignError(f"step {newest} was there, the life went on from {resumed}")
@@ -280,12 +276,7 @@ def campaign(folder: Path, store: Store, *, rounds: int, rng: random.Random) -> 
     run.metrics.write_text("".join(rows[step] for step in sorted(rows)))
     whole = folder / "whole"
     train_whole(whole, steps=steps, cache=folder / "cache")
-    command = [sys.executable, str(ROOT / "scripts" / "compare_runs.py"), str(whole / "run")]
-    done = subprocess.run(
-        [*command, str(run.folder / "run")], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise CampaignError(f"the runs differ:\n{done.stdout}{done.stderr}")
+    compare_runs(whole / "run", run.folder / "run")
     counts = ", ".join(f"{count} x {fault}" for fault, count in met.items())
     return f"{rounds} faults ({counts}), {num_within} within an upload; {steps} steps, equal"
 

@@ -91,7 +91,6 @@ def two_nodes(folder: Path, command: Any) -> None:
     place = hold_port()
     port = place.getsockname()[1]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    place.close()
     nodes = []
     for number in range(2):
         words, variables = command(number, port)
@@ -101,6 +100,7 @@ def two_nodes(folder: Path, command: Any) -> None:
     finally:
         for node in nodes:
             node.terminate()
+        place.close()
     assert [row["step"] for row in read_rows(folder / "run")] == [1, 2]
 
 

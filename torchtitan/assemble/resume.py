@@ -107,9 +107,8 @@ def find_start(
         if start is not None:
             check_scale(start, lora=config.lora)
     stored = root / CONFIG_FILE
-    everyone = (
-        group or dist.group.WORLD
-    )  # one rank looks: a listing by each is slow on shared disks
+    # one rank looks: a listing by each is slow on shared disks
+    everyone = group or dist.group.WORLD
     has_results, has_steps = on_first_rank(
         lambda: (any(root.glob("metrics*.jsonl")), bool(find_steps(folder))), group=everyone
     )

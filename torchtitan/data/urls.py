@@ -172,9 +172,11 @@ def _persist(action: Callable[[], object]) -> None:
             return
         except (FileNotFoundError, PermissionError):
             raise
-        except Exception:
+        except Exception as error:
             if attempt + 1 == NUM_TRIES:
                 raise
+            said = without_secrets(f"{type(error).__name__}: {error}")
+            logger.warning("a store fails, trying again: %.160s", said)
             time.sleep(PAUSE_SECONDS * 2**attempt)
 
 
