@@ -35,6 +35,7 @@ from torchtitan.base.device import device_name, local_device, peak_flops, timed_
 from torchtitan.checkpoint.state import Progress
 from torchtitan.job import load_config
 from torchtitan.mesh.dims import build_mesh
+from torchtitan.mesh.once import OncePerMachine
 from torchtitan.mesh.process_group import Launch
 from torchtitan.metrics.sinks import Row
 from torchtitan.models.contract import count
@@ -111,7 +112,9 @@ def load_batches(settings: dict[str, Any], *, device: torch.device, folder: Path
     config = load_config(describe_job(settings, folder=folder))
     layout = find_layout(config, world_size=settings["ranks"])
     mesh = build_mesh(layout.dims, device_type=device.type)
-    loader = build_loader(config, layout=layout, mesh=mesh, progress=Progress())
+    loader = build_loader(
+        config, layout=layout, mesh=mesh, progress=Progress(), once=OncePerMachine()
+    )
     part = build_shard(config.parallelism, training=config.training, mesh=mesh)
     return [part.take(samples) for _ in range(config.training.steps) for samples in next(loader)]
 

@@ -13,6 +13,7 @@ import torch
 
 from torchtitan.assemble import find_model
 from torchtitan.assemble.data import build_loader
+from torchtitan.data.files import alone
 from torchtitan.assemble.find import find_layout, log_job
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.state import Progress
@@ -154,4 +155,4 @@ def test_what_makes_the_batch_smaller_is_named(tmp_path: Path, whole: int, remed
     layout = find_layout(config, world_size=1)
     mesh: Any = SimpleNamespace(dims=layout.dims, dp_rank=0)
     with pytest.raises(DataError, match=f"{remedy} seq_len"):
-        build_loader(config, layout=layout, mesh=mesh, progress=Progress())
+        build_loader(config, layout=layout, mesh=mesh, progress=Progress(), once=alone)

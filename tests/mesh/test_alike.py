@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from tests.distributed.jobs import UNSAVED, places_of_ranks, write_job
 from tests.distributed.rank_pool import RankPool
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.job import load_config
-from torchtitan.mesh.alike import check_alike
+from torchtitan.mesh.alike import check_alike, check_data_alike
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -85,3 +85,17 @@ def test_a_job_ends_in_code_2_with_one_message(tmp_path: Path) -> None:
     said = "".join(errors)
     assert len(re.findall("all ranks must be given the same settings", said)) == 1
     assert 'training.mixed_precision_param is "auto" there and "float32" on rank 0' in said
+
+
+def said_of_data(files: list[str]) -> str:
+    try:
+        check_data_alike({"seq_len": "64", "data": files[dist.get_rank()]})
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_every_rank_says_whose_data_differ(ranks: RankPool) -> None:
+    assert ranks.run(said_of_data, ["a", "a", "a"], world=3) == ["", "", ""]
+    [said] = set(ranks.run(said_of_data, ["a", "a", "b"], world=3))
+    assert "rank 2 has others than rank 0: data is b there and a on rank 0" in said

@@ -13,6 +13,7 @@ from torchtitan.base.log import amount
 from torchtitan.base.own import is_import_path
 from torchtitan.checkpoint.state import Progress
 from torchtitan.data.dataset import build_dataset
+from torchtitan.data.files import Once
 from torchtitan.data.loader import Loader, Numbered
 from torchtitan.data.own import build_own
 from torchtitan.data.sample_log import SampleLog
@@ -20,6 +21,7 @@ from torchtitan.data.settings import SUPERVISED, TrainingConfig
 from torchtitan.data.split import Side
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
 from torchtitan.job import Config
+from torchtitan.mesh.alike import check_data_alike
 from torchtitan.mesh.dims import Mesh
 from torchtitan.own import own_sections
 from torchtitan.parallel.layout import Layout
@@ -35,12 +37,14 @@ def build_samples(
     held_out: bool = False,
     of_validation: Collection[str] = ("split",),
     sections: Mapping[str, object],
+    once: Once,
 ) -> Numbered:
     """Build the samples that `source` describes, tokenised first where that is not done yet.
 
     `split`: the fraction of documents that `held_out` selects. Without one `held_out` selects, of
     generated data, the part that is never trained on. `of_validation`: the settings that come from
     [validation], for errors; the others come from [training]. `sections`: of the user's own.
+    `once`: what looks for files.
     """
     side = None if split is None else Side(split, held_out=held_out)
     held_out = held_out and side is None
@@ -55,14 +59,22 @@ def build_samples(
             return build_own(
                 source, tokenizer=tokenizer, seed=seed, held_out=held_out, sections=sections
             )
-        return build(source, tokenizer=tokenizer, seed=seed, held_out=held_out, side=side)
+        return build(
+            source, tokenizer=tokenizer, seed=seed, held_out=held_out, side=side, once=once
+        )
     except DataError as error:
         section = "validation" if error.key in of_validation else "training"
         raise error.within(section) from error
 
 
-def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progress) -> Loader:
-    """Build this rank's share of the data, tokenised first where that is not done yet."""
+def build_loader(
+    config: Config, *, layout: Layout, mesh: Mesh, progress: Progress, once: Once
+) -> Loader:
+    """Build this rank's share of the data, tokenised first where that is not done yet.
+
+    Raises:
+        DataError: Data or tokenizer are missing or damaged, or not the same on all ranks.
+    """
     training = config.training
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
@@ -73,6 +85,7 @@ def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progre
         seed=config.debug.seed,
         split=config.validation.split,
         sections=own_sections(config),
+        once=once,
     )
     global_batch_size = layout.samples_per_step(training)
     if dataset.num_samples is not None and dataset.num_samples < global_batch_size:
@@ -88,6 +101,7 @@ def build_loader(config: Config, *, layout: Layout, mesh: Mesh, progress: Progre
             f"{' and '.join(to_lower)}, or seq_len"
         )
         raise DataError(Violation((*to_lower, "seq_len"), rule).within("training"))
+    check_data_alike(dataset.fingerprint)
     return Loader(
         dataset,
         local_batch_size=training.local_batch_size,

@@ -38,6 +38,7 @@ from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.data.loader import Loader
 from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh, build_mesh
+from torchtitan.mesh.once import OncePerMachine
 from torchtitan.mesh.process_group import Launch, set_timeout
 from torchtitan.metrics.hardware import Hardware, write_hardware
 from torchtitan.metrics.meter import Meter, build_meter
@@ -115,8 +116,8 @@ def build_run(
     hooks: Hooks,
 ) -> Run:
     """Build all parts of the run: data, model, optimizer, checkpoints, metrics."""
-    training, progress = config.training, Progress()
-    loader = build_loader(config, layout=layout, mesh=mesh, progress=progress)
+    training, progress, once = config.training, Progress(), OncePerMachine()
+    loader = build_loader(config, layout=layout, mesh=mesh, progress=progress, once=once)
     shard = build_shard(config.parallelism, training=training, mesh=mesh)
     offloads = training.enable_cpu_offload
     fill = partial(materialize, device=device, offloads=offloads, seed=config.debug.seed)
@@ -130,6 +131,7 @@ def build_run(
         shard=shard,
         device=device,
         loader=loader,
+        once=once,
     )
     state = build_state(config, model=model, balance=balance, loader=loader, progress=progress)
     checkpoints = build_checkpoints(

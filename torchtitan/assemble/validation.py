@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torchtitan.assemble.data import build_samples
 from torchtitan.base.log import amount
 from torchtitan.base.own import is_import_path
+from torchtitan.data.files import Once
 from torchtitan.data.loader import Loader, Numbered
 from torchtitan.data.overlap import describe_shared_documents, shared_files
 from torchtitan.data.settings import SUPERVISED, TrainingConfig
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.data.validation import WholeBatches
 from torchtitan.job import Config
+from torchtitan.mesh.alike import check_data_alike
 from torchtitan.mesh.dims import Mesh
 from torchtitan.models.parts import ModelParts
 from torchtitan.own import own_sections
@@ -40,18 +42,21 @@ def build_validator(
     shard: SequenceShard,
     device: torch.device,
     loader: Loader,
+    once: Once,
 ) -> Validator | None:
-    """Build what validates the run; None where that is off. `loader`: of the training.
+    """Build what validates the run; None where that is off. `loader`: of the training; `once`: what
+    looks for files.
 
     Raises:
-        DataError: Data are missing, empty, damaged or too short.
+        DataError: Data are missing, empty, damaged, too short, or not the same on all ranks.
     """
     validation = config.validation
     if not validation.enable:
         return None
     source = describe_source(config)
     tokenizer = build_tokenizer(config.model.tokenizer_path)
-    dataset = build_held_out(config, source=source, tokenizer=tokenizer)
+    dataset = build_held_out(config, source=source, tokenizer=tokenizer, once=once)
+    check_data_alike(dataset.fingerprint)
     if validation.split is None and dist.get_rank() == 0:
         warn_of_overlap(config, dataset=dataset, trained_on=loader.dataset, tokenizer=tokenizer)
     batches = WholeBatches(
@@ -164,7 +169,9 @@ def describe_source(config: Config) -> TrainingConfig:
     )
 
 
-def build_held_out(config: Config, *, source: TrainingConfig, tokenizer: Tokenizer) -> Numbered:
+def build_held_out(
+    config: Config, *, source: TrainingConfig, tokenizer: Tokenizer, once: Once
+) -> Numbered:
     """Build the samples of the validation."""
     split = config.validation.split
     return build_samples(
@@ -176,4 +183,5 @@ def build_held_out(config: Config, *, source: TrainingConfig, tokenizer: Tokeniz
         held_out=True,
         of_validation=("split", "seq_len") if split is not None else OWN_KEYS,
         sections=own_sections(config),
+        once=once,
     )

@@ -27,7 +27,7 @@ import torch
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
 from torchtitan.data.builtin import StdlibCorpus, SyntheticCorpus
-from torchtitan.data.files import divide, find_files
+from torchtitan.data.files import Once, alone, divide, find_all
 from torchtitan.data.prepare import cached_store
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.sampler import Mixture, Permutation
@@ -198,16 +198,17 @@ def build_dataset(
     seed: int,
     held_out: bool = False,
     side: Side | None = None,
+    once: Once = alone,
 ) -> Dataset:
     """Build the samples of text that `[training]` describes, tokenised unless that was done.
 
     `held_out`: of generated text the part that is never trained on. `side`: of all documents those
-    that are held out by their hash, or the others. Raises DataError for data that are missing,
-    empty, damaged or too short.
+    that are held out by their hash, or the others. `once`: what looks for files. Raises DataError
+    for data that are missing, empty, damaged or too short.
     """
     stores = [
-        [_open(part, training, tokenizer, fills_sample=side is None) for part in parts]
-        for parts in _corpora(training, held_out=held_out)
+        [_open(part, training, tokenizer, fills_sample=side is None, once=once) for part in parts]
+        for parts in _corpora(training, held_out=held_out, once=once)
     ]
     weights = training.weights or (1.0,)
     if side is not None and side.held_out:
@@ -249,13 +250,19 @@ def build_dataset(
 
 
 def _open(
-    part: Corpus | TokenStore, training: TrainingConfig, tokenizer: Tokenizer, *, fills_sample: bool
+    part: Corpus | TokenStore,
+    training: TrainingConfig,
+    tokenizer: Tokenizer,
+    *,
+    fills_sample: bool,
+    once: Once,
 ) -> TokenStore:
     """Return the tokens of one part of the data; `fills_sample`: it has to hold one."""
     if isinstance(part, TokenStore):
         store, name = part, part.prefix
     else:
-        store = cached_store(part, tokenizer=tokenizer, cache=training.dataset_cache)
+        cache = training.dataset_cache
+        store = cached_store(part, tokenizer=tokenizer, cache=cache, once=once)
         name = part.name
     if store.num_tokens <= training.seq_len and fills_sample:
         rule = (
@@ -282,15 +289,16 @@ def _rows(
     ]
 
 
-def _corpora(training: TrainingConfig, *, held_out: bool) -> list[list[Corpus | TokenStore]]:
+def _corpora(
+    training: TrainingConfig, *, held_out: bool, once: Once
+) -> list[list[Corpus | TokenStore]]:
     """Return the parts of each source; with weights each entry is a source."""
     if training.dataset == "python_stdlib":
         return [[StdlibCorpus()]]
     if training.dataset != "files":
         return [[SyntheticCorpus(held_out=held_out)]]
     assert training.paths, "a rule of the settings"
-    cache = training.dataset_cache
-    groups = [find_files(entry, cache=cache) for entry in training.paths]
+    groups = find_all(training.paths, cache=training.dataset_cache, once=once)
     if not training.weights:
         groups = [[file for files in groups for file in files]]
     counts = Counter(file for files in groups for file in files)

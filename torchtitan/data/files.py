@@ -7,10 +7,11 @@ import glob
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from os.path import exists, realpath
 from pathlib import Path
+from typing import Any
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
@@ -34,6 +35,14 @@ HINTS = {
     "[": "a glob takes [ab] for one of the letters a and b, and [[] for [",
 }
 MOST_LOOKED_AT, MOST_NAMED = 10_000, 20
+Once = Callable[[Callable[[], Any]], Any]
+"""Calls a function, here or in another process of this machine; returns what it returned, which
+must be as JSON can hold it."""
+
+
+def alone(work: Callable[[], Any]) -> Any:
+    """Call the function here: no other process of this machine needs it."""
+    return work()
 
 
 def user_path(path: str, *, key: str) -> Path:
@@ -94,6 +103,12 @@ def find_files(
             pattern,
         )
     return [file for file in files if file not in empty]
+
+
+def find_all(entries: Iterable[str], *, cache: str, once: Once = alone) -> list[list[Path]]:
+    """Return the files that each entry of `dataset_path` names, as `find_files` does."""
+    named = once(lambda: [[*map(str, find_files(entry, cache=cache))] for entry in entries])
+    return [[*map(Path, files)] for files in named]
 
 
 def _saved(folder: Path, *, key: str) -> list[Path]:

@@ -36,7 +36,7 @@ from torchtitan.base.cores import num_cores
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
 from torchtitan.config.types import is_url
-from torchtitan.data.files import user_path
+from torchtitan.data.files import Once, alone, user_path
 from torchtitan.data.parts import Advance
 from torchtitan.data.source import Corpus, Piece
 from torchtitan.data.store import StoreWriter, TokenStore, open_writer
@@ -62,8 +62,11 @@ def cached_store(
     cache: str,
     num_threads: int = 0,
     advance: Advance | None = None,
+    once: Once = alone,
 ) -> TokenStore:
     """Return the tokens of a corpus, from the cache or tokenised now, as `tokenize` does.
+
+    `once`: what looks at its files.
 
     Raises DataError for text that cannot be read, and for a cache that cannot be written.
     """
@@ -76,7 +79,7 @@ def cached_store(
         return {"source": corpus.name, "tokenizer": fingerprint, "text_bytes": text_bytes}
 
     store, notes = cached(
-        [FORMAT, tokenizer.fingerprint, corpus.name, corpus.identity()],
+        [FORMAT, tokenizer.fingerprint, corpus.name, once(corpus.identity)],
         what=corpus.name,
         cache=cache,
         vocab_size=tokenizer.vocab_size,

@@ -1,8 +1,10 @@
-"""Whether all ranks were given the same settings.
+"""Whether all ranks were given the same settings, and read the same data.
 
 Ranks that train different jobs wait for each other in different collectives, until a time-out that
 names neither the rank nor the setting. A file that is old on one machine, or that is written while
-a rank reads it, is enough. So the first thing that ranks tell each other is what they were given.
+a rank reads it, is enough. So the first thing that ranks tell each other is what they were given. Data that
+differ would not even end in a time-out: a rank whose copy is old trains on other samples, and
+nothing shows it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.config.fields import file_key, values_of
 from torchtitan.config.layers import literal
 from torchtitan.mesh.process_group import gather
@@ -34,20 +36,38 @@ def check_alike(config: object) -> None:
         for path, value in values_of(config).items()
         if path != left_out
     }
-    written = json.dumps(settings, sort_keys=True).encode()
+    if said := _compare(settings):
+        raise ConfigError(
+            f"all ranks must be given the same settings, and {said}; give all machines the same "
+            f"file and the same options"
+        )
+
+
+def check_data_alike(fingerprint: Mapping[str, str]) -> None:
+    """Compare the data of all ranks by what their samples and their order depend on.
+
+    Raises:
+        DataError: They differ; on every rank, and it says where.
+    """
+    if said := _compare(fingerprint):
+        raise DataError(
+            f"all ranks must read the same data, and {said}; give all machines the same files, and "
+            f"delete a dataset_cache that was made from others"
+        )
+
+
+def _compare(ours: Mapping[str, str]) -> str | None:
+    """Say which ranks have others than rank 0, and where; None: all have the same."""
+    written = json.dumps(ours, sort_keys=True).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(written).digest()), dtype=torch.uint8)
     digests = gather(digest)
     others = [rank for rank, each in enumerate(digests) if not torch.equal(each, digests[0])]
     if not others:
-        return
-    known: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(known, settings)
+        return None
+    known: list[Mapping[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(known, dict(ours))
     odd = f"ranks {', '.join(map(str, others))} have" if others[1:] else f"rank {others[0]} has"
-    raise ConfigError(
-        f"all ranks must be given the same settings, and {odd} others than rank 0: "
-        f"{_difference(known[0], known[others[0]])}; give all machines the same file and the same "
-        f"options"
-    )
+    return f"{odd} others than rank 0: {_difference(known[0], known[others[0]])}"
 
 
 def _difference(first: Mapping[str, str], other: Mapping[str, str]) -> str:

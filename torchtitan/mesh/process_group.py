@@ -171,7 +171,7 @@ def job_store() -> dist.Store:
 
 def is_first_to_report() -> bool:
     """Tell whether this rank is the first of the job to report an error, without waiting."""
-    return _is_first(REPORTS)
+    return is_first(REPORTS)
 
 
 def begin_report() -> bool:
@@ -179,7 +179,7 @@ def begin_report() -> bool:
 
     Errors are counted apart: neither report may take the other's place.
     """
-    return _is_first(RAN_OUT)
+    return is_first(RAN_OUT)
 
 
 def end_report() -> None:
@@ -199,7 +199,8 @@ def await_report(seconds: float) -> None:
             job_store().wait([REPORTED], timedelta(seconds=seconds))
 
 
-def _is_first(counter: str) -> bool:
+def is_first(counter: str) -> bool:
+    """Tell whether this rank is the first of the job to ask by this name, without waiting."""
     try:
         return job_store().add(counter, 1) == 1
     except dist.DistError:  # the store went with rank 0: better said twice than never

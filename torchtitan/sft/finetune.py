@@ -26,7 +26,7 @@ import torch
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
 from torchtitan.data.dataset import IGNORED, Dataset, tells_documents
-from torchtitan.data.files import find_files
+from torchtitan.data.files import Once, alone, find_all
 from torchtitan.data.prepare import cached
 from torchtitan.data.sampler import Permutation
 from torchtitan.data.source import Files, check_heads
@@ -115,23 +115,24 @@ def build_examples(
     seed: int,
     held_out: bool = False,
     side: Side | None = None,
+    once: Once = alone,
 ) -> Dataset:
     """Build the samples of examples that `[training]` describes, tokenised unless that was done.
 
     `held_out`: of generated examples the part that is never trained on. `side`: of all examples
-    those that are held out by their hash, or the others. Raises DataError if examples or template
-    are missing or wrong, or no example is usable.
+    those that are held out by their hash, or the others. `once`: what looks for files. Raises
+    DataError if examples or template are missing or wrong, or no example is usable.
     """
     template = find_template(
         training.chat_template, tokenizer=tokenizer, tokenizer_path=tokenizer_path
     )
     source: FileExamples | SyntheticExamples = SyntheticExamples(held_out=held_out)
     if training.dataset == "examples":
-        named = [find_files(one, cache=training.dataset_cache) for one in training.paths]
+        named = find_all(training.paths, cache=training.dataset_cache, once=once)
         source = FileExamples(tuple(file for files in named for file in files))
     template_hash = _hash(template)
     examples, found = cached(
-        [FORMAT, tokenizer.fingerprint, template_hash, source.name, source.identity()],
+        [FORMAT, tokenizer.fingerprint, template_hash, source.name, once(source.identity)],
         what=source.name,
         cache=training.dataset_cache,
         vocab_size=2 * tokenizer.vocab_size,
