@@ -33,6 +33,7 @@ FLOORS: Mapping[str, int] = {
     "plan": 7,
     "check": 8,
     "hang": 7,
+    "average": 7,
     "validate": 3,
     # leaf rooms: nothing of the core imports them
     "hf": 4,

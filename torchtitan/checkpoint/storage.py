@@ -86,7 +86,7 @@ def write(
                 written = _save_tensors(component.tensors, draft_of(target) / name, group=group)
                 records |= {f"{name}/{file}": record for file, record in written.items()}
         everyone = on_every_rank(lambda: records, group=group)
-        finish = partial(_commit, target, components, manifest, everyone)
+        finish = partial(complete, target, components, manifest, everyone)
         on_each_disk(finish, group=group, disk=disk)
     except (CheckpointError, CheckpointException) as error:
         clear = partial(shutil.rmtree, draft_of(target), ignore_errors=True)
@@ -111,12 +111,14 @@ def _save_tensors(
     return files.records
 
 
-def _commit(
+def complete(
     target: Path,
     components: Mapping[str, Component],
     manifest: Mapping[str, Any],
     everyone: list[dict[str, FileRecord]],
 ) -> None:
+    """Write what a draft still lacks, the manifest last, and give it its name; `everyone`: the
+    records of the files that each rank wrote."""
     draft = draft_of(target)
     records = {name: record for each in everyone for name, record in each.items()}
     for name, component in components.items():

@@ -1,0 +1,235 @@
+"""The average of checkpoints, against a loop over what PyTorch's own reader loads from them."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from torchtitan import average as room
+from torchtitan.assemble.generator import open_generator
+from torchtitan.checkpoint.folders import MANIFEST
+from torchtitan.checkpoint.verify import verify
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+STEPS = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs of three checkpoints; their tensors lie in pieces of two ranks."""
+    folder = tmp_path_factory.mktemp("runs")
+    found = {}
+    for name, more in {
+        "float32": [],
+        "bfloat16": ["--training.dtype=bfloat16", "--model.tie_embeddings"],
+        "adapter": ["--lora.rank=2"],
+    }.items():
+        job = jobs.write_job(folder, name=name)
+        job += ["--checkpoint.interval=1", "--training.steps=3", "--checkpoint.keep_latest_k=0"]
+        ranks.run(jobs.train, [*job, *more], world=2)
+        found[name] = folder / name
+    return found
+
+
+def load(folder: Path) -> dict[str, Tensor]:
+    about = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in about.items()}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return state
+
+
+def expected(run: Path, *, decay: float | None) -> dict[str, Tensor]:
+    """The mean, or the recurrence as it is written, in float64."""
+    states = [load(run / "checkpoint" / f"step-{step}" / "model") for step in STEPS]
+    result = {}
+    for name, first in states[0].items():
+        if decay is None:
+            mean = torch.stack([state[name].double() for state in states]).mean(0)
+        else:
+            mean = first.double()
+            for state in states[1:]:
+                mean = decay * mean + (1 - decay) * state[name].double()
+        result[name] = mean.to(first.dtype)
+    return result
+
+
+def command(run: Path, out: Path, *more: str) -> int:
+    return room.main([str(run), "--out", str(out), *more])
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+@pytest.mark.parametrize("decay", [None, 0.75])
+def test_equals_the_recurrence(
+    runs, name: str, decay: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "BLOCK", 100)  # three rows of 32, so that blocks cross the pieces
+    kind = [] if decay is None else ["--kind", "ema", "--decay", str(decay)]
+    assert command(runs[name], tmp_path / "out", *kind) == 0
+    found, wanted = load(tmp_path / "out" / "model"), expected(runs[name], decay=decay)
+    assert found.keys() == wanted.keys()
+    assert ("output.weight" in found) == (name == "float32")
+    last = load(runs[name] / "checkpoint" / "step-3" / "model")
+    assert any(not torch.equal(found[key], last[key]) for key in found)
+    for key, tensor in found.items():
+        assert tensor.dtype == wanted[key].dtype == getattr(torch, name)
+        assert torch.equal(tensor, wanted[key])  # at these decays both sums are exact in float64
+    assert verify(tmp_path / "out", group=None) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_some_steps_of_a_checkpoint_folder(runs, tmp_path: Path) -> None:
+    folder = runs["float32"] / "checkpoint"
+    assert command(folder, tmp_path / "out", "--steps", "1,3") == 0
+    one, three = (load(folder / f"step-{step}" / "model") for step in (1, 3))
+    found = load(tmp_path / "out" / "model")["norm.weight"]
+    assert torch.equal(
+        found, ((one["norm.weight"].double() + three["norm.weight"].double()) / 2).float()
+    )
+
+
+def test_training_and_generation_start_from_it(runs, ranks: RankPool, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert command(runs["float32"], out) == 0
+    wanted = load(out / "model")
+    job = [*jobs.write_job(tmp_path), f"--checkpoint.initial_load_path={out}"]
+    job += ["--checkpoint.mode=finetune", "--training.steps=1"]
+    initial = ranks.run(jobs.train, job, world=2)[0].initial
+    model = open_generator(out, device=torch.device("cpu")).model
+    for name, parameter in model.named_parameters():
+        assert torch.equal(initial[name], wanted[name])
+        assert torch.equal(parameter, wanted[name])
+
+
+def test_transformers_loads_the_same_average(runs, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    assert command(runs["float32"], tmp_path / "hf", "--to", "hf") == 0
+    assert command(runs["float32"], tmp_path / "ours") == 0
+    wanted = load(tmp_path / "ours" / "model")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ours = open_generator(tmp_path / "ours", device=torch.device("cpu")).model
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-5)
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(weights["lm_head.weight"], wanted["output.weight"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that the results of operators held at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.device.type == "cpu":
+            storage = result.untyped_storage()
+            if storage.data_ptr() not in self.live:
+                key = storage.data_ptr()
+                self.live[key] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, key, None)
+            self.peak = max(self.peak, sum(self.live.values()))
+        return result
+
+
+def fake(folder: Path, *, num_steps: int, rows: int, source: Path) -> list[Path]:
+    """Checkpoints of one tensor, under the manifest of another."""
+    steps = []
+    for step in range(1, num_steps + 1):
+        path = folder / f"step-{step}"
+        state = {"w": torch.full((rows, 8), float(step)), "count": torch.tensor([7])}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(path / "model"), no_dist=True)
+        shutil.copy(source / MANIFEST, path)
+        text = (path / MANIFEST).read_text().replace('"step": 1,', f'"step": {step},')
+        (path / MANIFEST).write_text(text)
+        steps.append(path)
+    return steps
+
+
+def test_memory_depends_on_neither_checkpoints_nor_size(
+    runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "BLOCK", 1 << 16)
+    source = runs["float32"] / "checkpoint" / "step-1"
+    peaks = {}
+    for num_steps, rows in ((3, 1 << 16), (30, 1 << 16), (3, 1 << 18)):
+        folder = tmp_path / f"{num_steps}-{rows}"
+        steps = fake(folder, num_steps=num_steps, rows=rows, source=source)
+        with Peak() as mode:
+            room.average(steps, folder / "out", kind="uniform", decay=0.9)
+        peaks[num_steps, rows] = mode.peak
+        found = load(folder / "out" / "model")
+        assert torch.equal(found["w"], torch.full((rows, 8), (num_steps + 1) / 2))
+        assert torch.equal(found["count"], torch.tensor([7]))
+        shutil.rmtree(folder)
+    one, many, large = peaks.values()
+    assert (1 << 16) * 8 < one < (1 << 16) * 40  # a few blocks; the tensor has eight of them
+    assert max(many, large) <= 1.1 * one
+
+
+def test_integers_must_be_equal(runs, tmp_path: Path) -> None:
+    steps = fake(tmp_path, num_steps=2, rows=4, source=runs["float32"] / "checkpoint" / "step-1")
+    state = {"w": torch.zeros(4, 8), "count": torch.tensor([8])}
+    shutil.rmtree(steps[1] / "model")
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(steps[1] / "model"), no_dist=True)
+    with pytest.raises(room.CheckpointError, match=r"'count' is of type torch.int64"):
+        room.average(steps, tmp_path / "out", kind="uniform", decay=0.9)
+    state["w"] = torch.zeros(5, 8)
+    shutil.rmtree(steps[1] / "model")
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(steps[1] / "model"), no_dist=True)
+    with pytest.raises(room.CheckpointError, match=r"'w' is torch.float32 \[5, 8\] in .*step-2"):
+        room.average(steps, tmp_path / "out", kind="uniform", decay=0.9)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize(
+    ("run", "more", "said"),
+    [
+        ("float32", ["--kind", "ema", "--decay", "1"], "--decay must lie between 0 and 1, got 1.0"),
+        ("float32", ["--steps", "1,9"], "--steps 9 is not in"),
+        ("float32", ["--steps", "3,1"], "--steps must ascend"),
+        ("float32", ["--steps", "2"], "an average needs 2 checkpoints"),
+        ("adapter", [], "holds a LoRA adapter"),
+    ],
+)
+def test_refused(runs, run: str, more: list[str], said: str, tmp_path: Path, capsys) -> None:
+    assert command(runs[run], tmp_path / "out", *more) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_are_refused(runs, tmp_path: Path, capsys) -> None:
+    assert command(runs["float32"], tmp_path) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert command(runs["float32"], tmp_path / "step-9") == 2
+    assert "must not be named as a run's own step" in capsys.readouterr().err
+    assert room.main(["s3://bucket/run", "--out", str(tmp_path / "out")]) == 2
+    assert "must be on this machine's disks" in capsys.readouterr().err
+
+
+def test_damaged_and_other_models(runs, tmp_path: Path, capsys, caplog) -> None:
+    folder = Path(shutil.copytree(runs["float32"] / "checkpoint", tmp_path / "mixed"))
+    file = next((folder / "step-2" / "model").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert command(folder, tmp_path / "out", "--steps", "1,2,3") == 2
+    assert "step-2, asked for by --steps, is not whole" in capsys.readouterr().err
+    assert command(folder, tmp_path / "out") == 0
+    assert "step-2 is not whole and is left out" in caplog.text
+    assert capsys.readouterr().out.endswith("the uniform average of 2 steps: 1, 3\n")
+    shutil.rmtree(folder / "step-2")
+    shutil.copytree(runs["bfloat16"] / "checkpoint" / "step-2", folder / "step-2")
+    assert command(folder, tmp_path / "other") == 2
+    assert "checkpoints must be of one model, but" in capsys.readouterr().err
