@@ -1,9 +1,9 @@
 """Does `audit explain` say what a run has read? `python -m tests.audit.campaign --steps 1000`.
 
 The real loader is driven for so many steps, with the real sample log, over data of several kinds
-and in several layouts. Each step is then explained, and compared with the log: number, hash, step
-and rank file. And each part that is said to come from a row or a file is compared with the bytes
-there: tokens are bytes here.
+and in several layouts. Each step is then explained, and compared with the log: number, hash, step,
+rank file and microbatch. And each part that is said to come from a row or a file is compared with
+the bytes there: tokens are bytes here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from torchtitan.job import load_config
 from torchtitan.mesh.dims import resolve_dims
 from torchtitan.metrics.hardware import Hardware, write_hardware
 
+LOCAL_BATCH = 2
 SETTINGS: dict[str, tuple[str, ...]] = {
     "mixed": (
         "--training.dataset=files",
@@ -64,7 +66,7 @@ SMALL = (
     "--model.flavor=tiny",
     "--model.tokenizer_path=byte",
     "--training.seq_len=32",
-    "--training.local_batch_size=2",
+    f"--training.local_batch_size={LOCAL_BATCH}",
     "--training.global_batch_size=8",
     "--debug.log_sample_hashes",
     "--lr_scheduler.warmup_steps=2",
@@ -133,13 +135,17 @@ def drive(run: Path, arguments: list[str], *, world: int, steps: int) -> None:
             done += 1
 
 
-def read_log(run: Path) -> dict[int, list[tuple[int, str, int]]]:
-    """Return number, hash and rank of each sample, by step."""
-    logged: dict[int, list[tuple[int, str, int]]] = {}
+def read_log(run: Path) -> dict[int, list[tuple[int, str, int, int]]]:
+    """Return number, hash, rank and microbatch of each sample, by step; a rank logs a step's
+    microbatches one after another."""
+    logged = defaultdict(list)
     for path in (run / "samples").glob("rank_*.jsonl"):
+        rank = int(path.stem.removeprefix("rank_"))
+        num_drawn: Counter[int] = Counter()
         for row in map(json.loads, path.read_text().splitlines()):
-            place = row["index"], row["hash"], int(path.stem.removeprefix("rank_"))
-            logged.setdefault(row["step"], []).append(place)
+            step, microbatch = row["step"], num_drawn[row["step"]] // LOCAL_BATCH
+            num_drawn[step] += 1
+            logged[step].append((row["index"], row["hash"], rank, microbatch))
     return logged
 
 
@@ -165,7 +171,10 @@ def compare(run: Path) -> tuple[int, int]:
     num_samples = num_parts = 0
     for step, rows in sorted(logged.items()):
         found = explain_step(history, step, places=places)
-        said = [(one["sample"], one["hash"], one["ranks"][0]) for one in found["samples"]]
+        said = [
+            (one["sample"], one["hash"], one["ranks"][0], one["microbatch"])
+            for one in found["samples"]
+        ]
         assert said == sorted(rows), f"step {step}: explained {said}, logged {sorted(rows)}"
         num_samples += len(said)
         for one in found["samples"]:

@@ -30,7 +30,7 @@ from torchtitan.data.builtin import StdlibCorpus, SyntheticCorpus
 from torchtitan.data.files import divide, find_files
 from torchtitan.data.prepare import cached_store
 from torchtitan.data.sample_log import hash_tokens
-from torchtitan.data.sampler import Draw, Mixture, Permutation
+from torchtitan.data.sampler import Draw, Inverse, Mixture, Permutation
 from torchtitan.data.source import Corpus, FileCorpus
 from torchtitan.data.split import Side, View, build_view
 from torchtitan.data.store import TokenStore
@@ -99,20 +99,22 @@ class Dataset:
         """Return the number of sample k's source, the epoch of that, and its number there."""
         draw = self._mixture[k]
         epoch, index = divmod(draw.index, self.sources[draw.source].num_samples)
-        return draw.source, epoch, self._order(draw.source, epoch)[index]
+        order = self._order(Permutation, draw.source, epoch)
+        return draw.source, epoch, order[index]
 
     def number_of(self, source: int, epoch: int, i: int) -> int:
         """Return k of what `place_of(k)` returns."""
-        index = epoch * self.sources[source].num_samples + self._order(source, epoch).index(i)
-        return self._mixture.place(Draw(source, index))
+        index = self._order(Inverse, source, epoch)[i]
+        before = epoch * self.sources[source].num_samples
+        return self._mixture.place(Draw(source, before + index))
 
     def epoch_of(self, source: int, k: int) -> int:
         """Return the epoch that a source is in after the first k samples."""
         return self._mixture.count(source, first=k) // self.sources[source].num_samples
 
-    def _order(self, source: int, epoch: int) -> Permutation:
+    def _order(self, kind: type[Permutation], source: int, epoch: int) -> Permutation:
         n = self.sources[source].num_samples
-        return Permutation(n, seed=self._seed, epoch=epoch, source=source)
+        return kind(n, seed=self._seed, epoch=epoch, source=source)
 
     @property
     def num_tokens(self) -> int:

@@ -46,14 +46,6 @@ class Permutation:
             i = self._encipher(i)
         return i
 
-    def index(self, value: int) -> int:
-        """Return the place of a value: `permutation[permutation.index(v)] == v`."""
-        assert 0 <= value < self._n
-        value = self._decipher(value)
-        while value >= self._n:
-            value = self._decipher(value)
-        return value
-
     def _encipher(self, i: int) -> int:
         """Permute 0 ... side**2 - 1."""
         side = self._side
@@ -62,8 +54,12 @@ class Permutation:
             left, right = right, (left + _hash(right + key)) % side
         return left * side + right
 
-    def _decipher(self, i: int) -> int:
-        """Undo `_encipher`."""
+
+class Inverse(Permutation):
+    """The order backwards: `Inverse(...)[p[i]] == i` for a permutation `p` of equal arguments."""
+
+    def _encipher(self, i: int) -> int:
+        """Undo the rounds, the last one first; cycle walking goes backwards with them."""
         side = self._side
         left, right = divmod(i, side)
         for key in reversed(self._keys):
