@@ -13,10 +13,10 @@ import torch
 
 from torchtitan.assemble import find_model
 from torchtitan.assemble.data import build_loader
-from torchtitan.data.files import alone
 from torchtitan.assemble.find import find_layout, log_job
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.state import Progress
+from torchtitan.data.files import alone
 from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling

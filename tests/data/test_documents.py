@@ -63,9 +63,9 @@ def test_few_places_of_the_index_are_read(tmp_path: Path, monkeypatch: pytest.Mo
         for _ in range(5000):
             writer.add(np.zeros(7), ends_document=True)
     store, seen = TokenStore(tmp_path / "many"), []
-    correct = TokenStore._first_token
+    correct = TokenStore.first_token
     monkeypatch.setattr(
-        TokenStore, "_first_token", lambda self, n: seen.append(n) or correct(self, n)
+        TokenStore, "first_token", lambda self, n: seen.append(n) or correct(self, n)
     )
     assert store.boundaries(20_000, 20_030) == [20_006, 20_013, 20_020, 20_027]
     assert len(seen) <= 13 + 5  # log2 of 5000, the four and the next one

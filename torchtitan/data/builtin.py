@@ -53,7 +53,7 @@ class StdlibCorpus(Files):
                 raise DataError(f"cannot read {file}: {error.strerror}") from error
             advance(file.stat().st_size)
             if text:
-                yield Piece(text, ends_document=True)
+                yield Piece(text, ends_document=True, where=str(file))
 
 
 def stdlib_files() -> list[Path]:
@@ -108,7 +108,7 @@ class SyntheticCorpus:
         odds = list(accumulate(1 / (rank + 1) for rank in range(self.num_followers)))
         if self._held_out:
             draw = random.Random(22).random
-        done = 0
+        done, number = 0, 0
         while done < self.num_bytes:
             sentences = []
             for _ in range(1 + int(draw() * 20)):
@@ -120,8 +120,9 @@ class SyntheticCorpus:
                 sentences.append(" ".join(sentence) + ".")
             text = " ".join(sentences) + "\n"
             done += len(text)
+            number += 1
             advance(len(text))
-            yield Piece(text, ends_document=True)
+            yield Piece(text, ends_document=True, where=f"{self.name} document {number}")
 
     def words(self) -> list[str]:
         """Return the words of the language, all different."""

@@ -30,7 +30,7 @@ from torchtitan.data.builtin import StdlibCorpus, SyntheticCorpus
 from torchtitan.data.files import Once, alone, divide, find_all
 from torchtitan.data.prepare import cached_store
 from torchtitan.data.sample_log import hash_tokens
-from torchtitan.data.sampler import Mixture, Permutation
+from torchtitan.data.sampler import Draw, Inverse, Mixture, Permutation
 from torchtitan.data.source import Corpus, FileCorpus
 from torchtitan.data.split import Side, View, build_view
 from torchtitan.data.store import TokenStore
@@ -92,11 +92,29 @@ class Dataset:
             )
 
     def __getitem__(self, k: int) -> Samples:
+        number, _, i = self.place_of(k)
+        return self.sources[number][i]
+
+    def place_of(self, k: int) -> tuple[int, int, int]:
+        """Return the number of sample k's source, the epoch of that, and its number there."""
         draw = self._mixture[k]
-        source = self.sources[draw.source]
-        epoch, index = divmod(draw.index, source.num_samples)
-        order = Permutation(source.num_samples, seed=self._seed, epoch=epoch, source=draw.source)
-        return source[order[index]]
+        epoch, index = divmod(draw.index, self.sources[draw.source].num_samples)
+        order = self._order(Permutation, draw.source, epoch)
+        return draw.source, epoch, order[index]
+
+    def number_of(self, source: int, epoch: int, i: int) -> int:
+        """Return k of what `place_of(k)` returns."""
+        index = self._order(Inverse, source, epoch)[i]
+        before = epoch * self.sources[source].num_samples
+        return self._mixture.place(Draw(source, before + index))
+
+    def epoch_of(self, source: int, k: int) -> int:
+        """Return the epoch that a source is in after the first k samples."""
+        return self._mixture.count(source, first=k) // self.sources[source].num_samples
+
+    def _order(self, kind: type[Permutation], source: int, epoch: int) -> Permutation:
+        n = self.sources[source].num_samples
+        return kind(n, seed=self._seed, epoch=epoch, source=source)
 
     @property
     def num_tokens(self) -> int:
@@ -162,8 +180,7 @@ class TextSource:
         self.num_samples = self._ends[-1]
 
     def __getitem__(self, i: int) -> Samples:
-        number = bisect(self._ends, i)
-        first = (i - (self._ends[number - 1] if number else 0)) * self._seq_len
+        number, first = self.place_of(i)
         store, stop = self.stores[number], first + self._seq_len + 1
         tokens = store.read(first, stop)
         if tokens.max() >= self._vocab_size or tokens.min() < 0:
@@ -184,6 +201,17 @@ class TextSource:
             lengths = np.diff(inside, prepend=0, append=self._seq_len)
             sample["document_lengths"] = torch.from_numpy(lengths)
         return sample
+
+    def place_of(self, i: int) -> tuple[int, int]:
+        """Return the number of the row that sample i is cut from, and its first token there."""
+        number = bisect(self._ends, i)
+        return number, (i - (self._ends[number - 1] if number else 0)) * self._seq_len
+
+    def samples_with(self, number: int, first: int, stop: int) -> range:
+        """Return the samples that read a token from `first` to `stop` of row `number`."""
+        begin = self._ends[number - 1] if number else 0
+        last = min(begin - (-stop // self._seq_len), self._ends[number])
+        return range(begin + first // self._seq_len, last)
 
     def content_hash(self) -> str:
         """Return a SHA-256 of the contents of all stores."""
@@ -208,7 +236,7 @@ def build_dataset(
     """
     stores = [
         [_open(part, training, tokenizer, fills_sample=side is None, once=once) for part in parts]
-        for parts in _corpora(training, held_out=held_out, once=once)
+        for parts in corpora(training, held_out=held_out, once=once)
     ]
     weights = training.weights or (1.0,)
     if side is not None and side.held_out:
@@ -289,8 +317,8 @@ def _rows(
     ]
 
 
-def _corpora(
-    training: TrainingConfig, *, held_out: bool, once: Once
+def corpora(
+    training: TrainingConfig, *, held_out: bool, once: Once = alone
 ) -> list[list[Corpus | TokenStore]]:
     """Return the parts of each source; with weights each entry is a source."""
     if training.dataset == "python_stdlib":
@@ -308,10 +336,10 @@ def _corpora(
             amount(len(repeated), "file"),
             repeated[0],
         )
-    corpora: list[list[Corpus | TokenStore]] = []
+    sources: list[list[Corpus | TokenStore]] = []
     how = training.dataset_text_key, training.dataset_text_template
     for files in groups:
         texts, stores = divide(files)
         corpus = [FileCorpus(texts, *how)] if texts else []
-        corpora.append([*corpus, *map(TokenStore, stores)])
-    return corpora
+        sources.append([*corpus, *map(TokenStore, stores)])
+    return sources

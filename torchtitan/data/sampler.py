@@ -51,12 +51,28 @@ class Permutation:
         side = self._side
         left, right = divmod(i, side)
         for key in self._keys:
-            # the mixer of MurmurHash3 (fmix64): each bit of its input moves all of its output
-            h = (right + key) & MASK
-            h = ((h ^ (h >> 33)) * 0xFF51AFD7ED558CCD) & MASK
-            h = ((h ^ (h >> 33)) * 0xC4CEB9FE1A85EC53) & MASK
-            left, right = right, (left + (h ^ (h >> 33))) % side
+            left, right = right, (left + _hash(right + key)) % side
         return left * side + right
+
+
+class Inverse(Permutation):
+    """The order backwards: `Inverse(...)[p[i]] == i` for a permutation `p` of equal arguments."""
+
+    def _encipher(self, i: int) -> int:
+        """Undo the rounds, the last one first; cycle walking goes backwards with them."""
+        side = self._side
+        left, right = divmod(i, side)
+        for key in reversed(self._keys):
+            left, right = (right - _hash(left + key)) % side, left
+        return left * side + right
+
+
+def _hash(h: int) -> int:
+    """Mix the bits as MurmurHash3 (fmix64): each bit of the input moves all of the output."""
+    h &= MASK
+    h = ((h ^ (h >> 33)) * 0xFF51AFD7ED558CCD) & MASK
+    h = ((h ^ (h >> 33)) * 0xC4CEB9FE1A85EC53) & MASK
+    return h ^ (h >> 33)
 
 
 @dataclass(frozen=True)
@@ -93,6 +109,10 @@ class Mixture:
                 return Draw(source, index)
             k -= index
         raise AssertionError("the last source takes every sample that is left")
+
+    def place(self, draw: Draw) -> int:
+        """Return which sample of the mixture a draw is: `mixture[mixture.place(d)] == d`."""
+        return self.exhausted_after(draw.source, num_samples=draw.index + 1) - 1
 
     def count(self, source: int, *, first: int) -> int:
         """Return how many of the first `first` samples come from `source`."""

@@ -47,6 +47,8 @@ class Piece(NamedTuple):
 
     text: str
     ends_document: bool
+    where: str
+    """What it was read from: a file, or a row of one."""
 
 
 class Corpus(Protocol):
@@ -113,8 +115,9 @@ class FileCorpus(Files):
             num_pieces = 0
             for part in open_parts(file, advance=advance):
                 read = format_of(part.name).rows
-                rows = () if read is None else map(text_of, read(part, text_of.keys))
-                documents = (Piece(text, ends_document=True) for text in rows if text)
+                rows = () if read is None else read(part, text_of.keys)
+                texts = ((text_of(row), row.where) for row in rows)
+                documents = (Piece(text, True, where) for text, where in texts if text)
                 for piece in _pieces(part) if read is None else documents:
                     num_pieces += 1
                     yield piece
@@ -183,7 +186,7 @@ def _pieces(part: Part) -> Iterator[Piece]:
         # hold one character back: the last piece of a document must not be empty
         while len(text) > PIECE_CHARS:
             cut = cut_point(text, limit=PIECE_CHARS)
-            yield Piece(text[:cut], ends_document=False)
+            yield Piece(text[:cut], ends_document=False, where=str(part.name))
             text = text[cut:]
     if text:
-        yield Piece(text, ends_document=True)
+        yield Piece(text, ends_document=True, where=str(part.name))

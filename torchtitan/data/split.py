@@ -90,7 +90,8 @@ class View:
         *,
         held_out: bool,
     ) -> None:
-        self._stores, self._tables, self._held_out = list(stores), list(tables), held_out
+        self.stores: Sequence[TokenStore] = list(stores)
+        self._tables, self._held_out = list(tables), held_out
         # the first token of each run in the view, then the number of all tokens
         self._firsts = [table.document(2 * held_out) for table in tables]
         # the first token of each run in the store
@@ -100,7 +101,7 @@ class View:
 
     def __reduce__(self) -> tuple[object, ...]:
         # a worker process maps the files again
-        return partial(View, held_out=self._held_out), (self._stores, self._tables)
+        return partial(View, held_out=self._held_out), (self.stores, self._tables)
 
     @property
     def num_tokens(self) -> int:
@@ -110,26 +111,36 @@ class View:
     def read(self, first: int, stop: int) -> npt.NDArray[Any]:
         """Return the tokens from `first` to `stop`, as they are stored."""
         return np.concatenate(
-            [store.tokens[begin:end] for store, begin, end in self._runs(first, stop)]
+            [self.stores[n].tokens[begin:end] for n, begin, end in self.runs(first, stop)]
         )
 
     def boundaries(self, first: int, stop: int) -> list[int]:
         """Return the tokens between `first` and `stop`, `first` left out, that begin a document."""
         starts: list[int] = []
         at = first
-        for store, begin, end in self._runs(first, stop):
+        for number, begin, end in self.runs(first, stop):
             if at > first:
                 starts.append(at)
-            starts += [at + start - begin for start in store.boundaries(begin, end)]
+            within = self.stores[number].boundaries(begin, end)
+            starts += [at + start - begin for start in within]
             at += end - begin
         return starts
 
     def content_hash(self) -> str:
         """Return the hashes of the stores, so of both sides."""
-        return "".join(store.content_hash() for store in self._stores)
+        return "".join(store.content_hash() for store in self.stores)
 
-    def _runs(self, first: int, stop: int) -> Iterator[tuple[TokenStore, int, int]]:
-        """Yield where the tokens from `first` to `stop` are: a store, and begin and end in it."""
+    def place(self, number: int, token: int) -> int | None:
+        """Return where a token of store `number` is in the view; None: it is on the other side."""
+        firsts, places = self._firsts[number], self._places[number]
+        run = bisect_right(places, token) - 1
+        if run < 0 or token - places[run] >= firsts[run + 1] - firsts[run]:
+            return None
+        return (self._ends[number - 1] if number else 0) + int(firsts[run] + token - places[run])
+
+    def runs(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield where the tokens from `first` to `stop` are: the number of a store, and begin and
+        end in it."""
         while first < stop:
             number = bisect_right(self._ends, first)
             offset = self._ends[number - 1] if number else 0
@@ -137,7 +148,7 @@ class View:
             run = bisect_right(firsts, first - offset) - 1
             end = min(stop, offset + int(firsts[run + 1]))
             begin = int(self._places[number][run]) + first - offset - int(firsts[run])
-            yield self._stores[number], begin, begin + end - first
+            yield number, begin, begin + end - first
             first = end
 
 

@@ -77,6 +77,11 @@ class TokenStore:
                 )
         self.tokens: npt.NDArray[Any] = _map(token_file, dtype, 0, token_size // dtype.itemsize)
 
+    @property
+    def stores(self) -> list[TokenStore]:
+        """Return what is read: this store, as a view of several returns them."""
+        return [self]
+
     def __reduce__(self) -> tuple[Callable[[str], TokenStore], tuple[str]]:
         # a worker process maps the files again
         return partial(TokenStore, checked=True), (self.prefix,)
@@ -143,13 +148,28 @@ class TokenStore:
 
         Found by a binary search, so nothing is loaded whole. Empty documents have no boundary.
         """
-        number = bisect_right(range(self.num_documents), first, key=self._first_token)
+        number = bisect_right(range(self.num_documents), first, key=self.first_token)
         starts: list[int] = []
-        while number < self.num_documents and (start := self._first_token(number)) < stop:
+        while number < self.num_documents and (start := self.first_token(number)) < stop:
             if not starts or start != starts[-1]:
                 starts.append(start)
             number += 1
         return starts
+
+    def runs(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield store number, begin and end of the tokens from `first` to `stop`: of this store,
+        number 0."""
+        yield 0, first, stop
+
+    def place(self, number: int, token: int) -> int | None:
+        """Return where a token of store `number`, which is this one, is read."""
+        assert number == 0
+        return token
+
+    def document_at(self, token: int) -> int:
+        """Return the number of the document that a token belongs to."""
+        assert 0 <= token < self.num_tokens
+        return bisect_right(range(self.num_documents), token, key=self.first_token) - 1
 
     def read(self, first: int, stop: int) -> npt.NDArray[Any]:
         """Return the tokens from `first` to `stop`, as they are stored, mapped."""
@@ -157,9 +177,10 @@ class TokenStore:
 
     def document(self, number: int) -> npt.NDArray[Any]:
         """Return the tokens of one document, as they are stored, mapped."""
-        return self.tokens[self._first_token(number) : self._first_token(number + 1)]
+        return self.tokens[self.first_token(number) : self.first_token(number + 1)]
 
-    def _first_token(self, document: int) -> int:
+    def first_token(self, document: int) -> int:
+        """Return where a document begins; of the one behind the last: the number of tokens."""
         sequence = int(self.document_starts[document])
         if sequence == len(self._pointers):
             return self.num_tokens  # documents without a sequence, at the end

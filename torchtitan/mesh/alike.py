@@ -2,9 +2,9 @@
 
 Ranks that train different jobs wait for each other in different collectives, until a time-out that
 names neither the rank nor the setting. A file that is old on one machine, or that is written while
-a rank reads it, is enough. So the first thing that ranks tell each other is what they were given. Data that
-differ would not even end in a time-out: a rank whose copy is old trains on other samples, and
-nothing shows it.
+a rank reads it, is enough. So the first thing that ranks tell each other is what they were given.
+Data that differ would not even end in a time-out: a rank whose copy is old trains on other samples,
+and nothing shows it.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchtitan.base.errors import DataError
@@ -79,7 +80,7 @@ class ExampleSource:
         self, examples: TokenStore, samples: TokenStore, training: TrainingConfig, *, pad_id: int
     ) -> None:
         self.stores: Sequence[TokenStore] = [examples]
-        self._samples, self._seq_len, self._pad_id = samples, training.seq_len, pad_id
+        self.samples, self._seq_len, self._pad_id = samples, training.seq_len, pad_id
         self._tells_documents = tells_documents(training)
         self.num_samples = samples.num_documents
 
@@ -89,7 +90,7 @@ class ExampleSource:
         labels = torch.full((self._seq_len,), IGNORED)
         lengths: list[int] = []
         begin = 0
-        for number in self._samples.document(i):
+        for number in self.samples.document(i):
             row = examples.document(number)[: self._seq_len + 1]
             row = torch.from_numpy(row.astype(np.int64))
             ids, due = row >> 1, (row & 1).bool()
@@ -126,10 +127,7 @@ def build_examples(
     template = find_template(
         training.chat_template, tokenizer=tokenizer, tokenizer_path=tokenizer_path
     )
-    source: FileExamples | SyntheticExamples = SyntheticExamples(held_out=held_out)
-    if training.dataset == "examples":
-        named = find_all(training.paths, cache=training.dataset_cache, once=once)
-        source = FileExamples(tuple(file for files in named for file in files))
+    source = find_examples(training, held_out=held_out, once=once)
     template_hash = _hash(template)
     examples, found = cached(
         [FORMAT, tokenizer.fingerprint, template_hash, source.name, once(source.identity)],
@@ -167,6 +165,25 @@ def build_examples(
     )
 
 
+def find_examples(
+    training: TrainingConfig, *, held_out: bool = False, once: Once = alone
+) -> FileExamples | SyntheticExamples:
+    """Return the examples that `[training]` names, unread."""
+    if training.dataset != "examples":
+        return SyntheticExamples(held_out=held_out)
+    named = find_all(training.paths, cache=training.dataset_cache, once=once)
+    return FileExamples(tuple(file for files in named for file in files))
+
+
+def encode_all(
+    source: FileExamples | SyntheticExamples, encoder: Encoder
+) -> Iterator[tuple[Example, npt.NDArray[np.int64] | None]]:
+    """Yield each example with its numbers, None where there is nothing to learn in it."""
+    examples = source.examples()
+    while batch := [*islice(examples, EXAMPLES_AT_ONCE)]:
+        yield from zip(batch, encoder.encode(batch), strict=True)
+
+
 def _hash(template: ChatTemplate | None) -> str:
     if template is None:
         return "none"
@@ -179,13 +196,11 @@ def _encode(
 ) -> dict[str, Any]:
     """Write the numbers of all examples in which there is something to learn."""
     num_skipped = 0
-    examples = source.examples()
-    while batch := [*islice(examples, EXAMPLES_AT_ONCE)]:
-        for row in encoder.encode(batch):
-            if row is None:
-                num_skipped += 1
-            else:
-                writer.add(row, ends_document=True)
+    for _, row in encode_all(source, encoder):
+        if row is None:
+            num_skipped += 1
+        else:
+            writer.add(row, ends_document=True)
     if not writer.num_documents and not num_skipped:
         raise DataError(f"data must hold examples, {source.name} has only blank lines; add some")
     if not writer.num_documents:

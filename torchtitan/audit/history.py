@@ -1,0 +1,158 @@
+"""Which samples each step of a run consumed, from its checkpoints and settings.
+
+The position in the data is one number, and a step adds the global batch to it. A start may change
+the batch and the layout. Each checkpoint holds its position, and the settings and layout of the
+start that saved it, so the steps up to a checkpoint are counted back from it; those after the last
+one, or of a run without any, are counted on by `config.toml`. Nothing but small JSON files is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan.base.errors import CheckpointError, ConfigError, DataError
+from torchtitan.checkpoint.files import check_counts, checked_kinds, read_json
+from torchtitan.checkpoint.folders import MANIFEST, find_steps
+from torchtitan.checkpoint.start import stored_layout
+from torchtitan.checkpoint.storage import STATE
+from torchtitan.data.loader import accumulation_steps
+from torchtitan.job import Config
+from torchtitan.mesh.dims import ParallelDims, resolve_dims
+from torchtitan.metrics.hardware import read_hardware
+from torchtitan.trajectory import CONFIG_FILE, Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Steps that were trained one after another with the same batch and layout."""
+
+    first_step: int
+    last_step: int
+    position: int
+    """Samples consumed before the first step."""
+    local_batch: int
+    accumulation: int
+    dims: ParallelDims
+    config: Config
+    fingerprint: dict[str, str] | None
+    """Of the data, as the checkpoint has it."""
+    said_by: str
+    doubt: str = ""
+    """Why the position may be wrong; empty: it is not."""
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step."""
+        return self.local_batch * self.accumulation * self.dims.dp
+
+    def first_sample(self, step: int) -> int:
+        """Return the number of the first sample of a step."""
+        return self.position + (step - self.first_step) * self.batch
+
+    def step_of(self, sample: int) -> int | None:
+        """Return the step that a sample was part of; None: none of these."""
+        step = self.first_step + (sample - self.position) // self.batch
+        return step if self.first_step <= step <= self.last_step else None
+
+    def reader_of(self, sample: int) -> tuple[int, int, list[int]]:
+        """Return the data-parallel rank that reads a sample, the microbatch, and the ranks that
+        share it."""
+        dims, place = self.dims, (sample - self.position) % self.batch
+        microbatch, dp_rank = divmod(place // self.local_batch, dims.dp)
+        inner = dims.cp * dims.tp
+        firsts = [(stage * dims.dp + dp_rank) * inner for stage in range(dims.pp)]
+        return dp_rank, microbatch, [first + i for first in firsts for i in range(inner)]
+
+
+def read_history(run: Path, *, world_size: int | None = None) -> list[Stretch]:
+    """Return all steps of a run, those included that are still to come.
+
+    `world_size`: the ranks of the steps after the last checkpoint, if not those of the last start.
+
+    Raises:
+        UserError: The run has no settings, or a checkpoint is damaged.
+    """
+    config = Job.stored_in(run / CONFIG_FILE).config
+    folder = run / config.checkpoint.local_folder
+    stretches: list[Stretch] = []
+    step = position = 0
+    for saved in find_steps(folder):
+        found = _until(folder / f"step-{saved}", begin=step, position=position)
+        if saved > step:  # step 0 holds the initial weights
+            stretches.append(found)
+        step, position = saved, found.first_sample(saved + 1)
+    if step < config.training.steps:
+        stretches.append(_after(run, config, step, position, world_size=world_size))
+    return stretches
+
+
+def _until(checkpoint: Path, *, begin: int, position: int) -> Stretch:
+    """Return the steps after `begin` up to a checkpoint."""
+    manifest = checked_kinds(read_json(checkpoint / MANIFEST), kinds={"step": int, "config": str})
+    state = read_json(checkpoint / "dataloader" / STATE)
+    checked_kinds(state, kinds={"position": int, "fingerprint": dict})
+    check_counts(state, "position")
+    dims, step = stored_layout(manifest), manifest["step"]
+    if step < begin:
+        raise CheckpointError(f"{manifest.path} is of step {step}; restore it, or move it away")
+    config = Job.stored(manifest["config"], file=manifest.path, dp=dims.dp).config
+    training = config.training
+    accumulation = accumulation_steps(
+        training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
+    )
+    first = state["position"] - (step - begin) * training.local_batch_size * accumulation * dims.dp
+    doubt = ""
+    # at 0 the data began anew, which exclude_from_loading asks for
+    if first not in (position, 0):
+        doubt = (
+            f"between steps {begin} and {step} the batch changed, or the run came from another "
+            f"folder, and the checkpoint of that step is gone: steps before it had other samples"
+        )
+    return Stretch(
+        first_step=begin + 1,
+        last_step=step,
+        position=first,
+        local_batch=training.local_batch_size,
+        accumulation=accumulation,
+        dims=dims,
+        config=config,
+        fingerprint=state["fingerprint"],
+        said_by=f"{checkpoint.name}, counted back from its position",
+        doubt=doubt,
+    )
+
+
+def _after(
+    run: Path, config: Config, step: int, position: int, *, world_size: int | None
+) -> Stretch:
+    training = config.training
+    if world_size is not None and world_size < 1:
+        raise ConfigError(f"--world_size must be at least 1, got {world_size}")
+    doubt = ""
+    if world_size is None:
+        try:
+            hardware = read_hardware(run)
+        except DataError as error:
+            raise DataError(f"{error}; or say --world_size") from error
+        world_size = hardware.world_size
+        if step == 0 and hardware.resumed_from:
+            doubt = (
+                f"the last start went on from step {hardware.resumed_from}, which is not in this "
+                f"folder: the position is right if the batch was always the same"
+            )
+    dims = resolve_dims(config.parallelism, world_size=world_size)
+    return Stretch(
+        first_step=step + 1,
+        last_step=training.steps,
+        position=position,
+        local_batch=training.local_batch_size,
+        accumulation=accumulation_steps(
+            training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
+        ),
+        dims=dims,
+        config=config,
+        fingerprint=None,
+        said_by=f"{CONFIG_FILE}, counted from step {step} on",
+        doubt=doubt,
+    )
