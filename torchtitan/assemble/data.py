@@ -13,7 +13,7 @@ from torchtitan.base.log import amount
 from torchtitan.base.own import is_import_path
 from torchtitan.checkpoint.state import Progress
 from torchtitan.data.dataset import build_dataset
-from torchtitan.data.files import Once
+from torchtitan.data.files import Once, alone
 from torchtitan.data.loader import Loader, Numbered
 from torchtitan.data.own import build_own
 from torchtitan.data.sample_log import SampleLog
@@ -37,7 +37,7 @@ def build_samples(
     held_out: bool = False,
     of_validation: Collection[str] = ("split",),
     sections: Mapping[str, object],
-    once: Once,
+    once: Once = alone,
 ) -> Numbered:
     """Build the samples that `source` describes, tokenised first where that is not done yet.
 
