@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -195,6 +196,8 @@ def test_a_failed_background_save_stops_all_ranks_at_the_same_step(
     overrides = ["--checkpoint.async_mode=async", "--checkpoint.interval=2"]
     job = [*jobs.write_job(tmp_path), *overrides]
     answers = ranks.run(fail_in_the_background, job, world=2)
+    # each rank asks how much is free, at its own moment
+    answers = [(re.sub(r"[\d.]+ GiB", "N GiB", said), step) for said, step in answers]
     assert answers[0] == answers[1]
     assert answers[0][0].endswith("the disk is gone")
 
