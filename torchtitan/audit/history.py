@@ -31,8 +31,6 @@ class Stretch:
     last_step: int
     position: int
     """Samples consumed before the first step."""
-    local_batch: int
-    accumulation: int
     dims: ParallelDims
     config: Config
     fingerprint: dict[str, str] | None
@@ -44,7 +42,7 @@ class Stretch:
     @property
     def batch(self) -> int:
         """Samples of a step."""
-        return self.local_batch * self.accumulation * self.dims.dp
+        return samples_per_step(self.config, self.dims)
 
     def first_sample(self, step: int) -> int:
         """Return the number of the first sample of a step."""
@@ -59,10 +57,16 @@ class Stretch:
         """Return the data-parallel rank that reads a sample, the microbatch, and the ranks that
         share it."""
         dims, place = self.dims, (sample - self.position) % self.batch
-        microbatch, dp_rank = divmod(place // self.local_batch, dims.dp)
+        microbatch, dp_rank = divmod(place // self.config.training.local_batch_size, dims.dp)
         inner = dims.cp * dims.tp
         firsts = [(stage * dims.dp + dp_rank) * inner for stage in range(dims.pp)]
         return dp_rank, microbatch, [first + i for first in firsts for i in range(inner)]
+
+
+def samples_per_step(config: Config, dims: ParallelDims) -> int:
+    """Return the global batch of a job in a layout."""
+    local, batch = config.training.local_batch_size, config.training.global_batch_size
+    return local * dims.dp * accumulation_steps(batch, local_batch_size=local, dp=dims.dp)
 
 
 def read_history(run: Path, *, world_size: int | None = None) -> list[Stretch]:
@@ -97,11 +101,7 @@ def _until(checkpoint: Path, *, begin: int, position: int) -> Stretch:
     if step < begin:
         raise CheckpointError(f"{manifest.path} is of step {step}; restore it, or move it away")
     config = Job.stored(manifest["config"], file=manifest.path, dp=dims.dp).config
-    training = config.training
-    accumulation = accumulation_steps(
-        training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
-    )
-    first = state["position"] - (step - begin) * training.local_batch_size * accumulation * dims.dp
+    first = state["position"] - (step - begin) * samples_per_step(config, dims)
     doubt = ""
     # at 0 the data began anew, which exclude_from_loading asks for
     if first not in (position, 0):
@@ -113,8 +113,6 @@ def _until(checkpoint: Path, *, begin: int, position: int) -> Stretch:
         first_step=begin + 1,
         last_step=step,
         position=first,
-        local_batch=training.local_batch_size,
-        accumulation=accumulation,
         dims=dims,
         config=config,
         fingerprint=state["fingerprint"],
@@ -126,7 +124,6 @@ def _until(checkpoint: Path, *, begin: int, position: int) -> Stretch:
 def _after(
     run: Path, config: Config, step: int, position: int, *, world_size: int | None
 ) -> Stretch:
-    training = config.training
     if world_size is not None and world_size < 1:
         raise ConfigError(f"--world_size must be at least 1, got {world_size}")
     doubt = ""
@@ -144,12 +141,8 @@ def _after(
     dims = resolve_dims(config.parallelism, world_size=world_size)
     return Stretch(
         first_step=step + 1,
-        last_step=training.steps,
+        last_step=config.training.steps,
         position=position,
-        local_batch=training.local_batch_size,
-        accumulation=accumulation_steps(
-            training.global_batch_size, local_batch_size=training.local_batch_size, dp=dims.dp
-        ),
         dims=dims,
         config=config,
         fingerprint=None,

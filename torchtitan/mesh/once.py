@@ -15,6 +15,8 @@ from datetime import timedelta
 from itertools import count
 from typing import Any
 
+import torch.distributed as dist
+
 from torchtitan.base.errors import DataError, UserError, Violation
 from torchtitan.mesh.process_group import is_first, job_store
 
@@ -25,11 +27,13 @@ LONGEST = timedelta(days=7)
 class OncePerMachine:
     """Calls functions on one rank of each machine, and returns what they return on all.
 
-    All ranks call it for the same functions in the same order. What these return must be as JSON
-    can hold it.
+    All ranks make it, and call it for the same functions, in the same order. What these return must
+    be as JSON can hold it.
     """
 
     def __init__(self) -> None:
+        # a second run of the same processes must not be told what the first one found
+        self._run = job_store().add(f"once/runs of {dist.get_rank()}", 1)
         self._numbers = count()
 
     def __call__(self, work: Callable[[], Any]) -> Any:
@@ -38,7 +42,7 @@ class OncePerMachine:
         Raises:
             UserError: `work` did, here or there.
         """
-        key = f"once/{next(self._numbers)}/{socket.gethostname()}"
+        key = f"once/{self._run}/{next(self._numbers)}/{socket.gethostname()}"
         store = job_store()
         if not is_first(f"{key}/begun"):
             store.wait([key], LONGEST)
