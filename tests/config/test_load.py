@@ -314,6 +314,8 @@ def random_value(path: Path, facts: FieldFacts, rng: random.Random) -> object:
             )
         if facts.may_be_own:
             return tuple(rng.choice(["random:Random", "json:dumps"]) for _ in range(count))
+        if facts.nested and facts.item is int:
+            return tuple((20 * i, 20 * i + rng.randrange(19)) for i in range(count))
         if facts.nested:
             return tuple((rng.choice(TEXTS), "norm") for _ in range(count))
         return tuple(

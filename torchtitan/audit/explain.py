@@ -77,12 +77,11 @@ def explain_step(
     places = places or Places.of(stretch.config)
     if stretch.fingerprint is not None:
         places.check(stretch.fingerprint)
-    first = stretch.first_sample(step)
-    numbers = range(first, first + stretch.batch)
-    total = places.dataset.num_samples
-    if first < 0 or (total is not None and numbers.stop > total):
+    numbers = stretch.samples(step)
+    first, last, total = numbers[0], numbers[-1], places.dataset.num_samples
+    if first < 0 or (total is not None and last >= total):
         raise DataError(
-            f"step {step} would read the samples {first} to {numbers.stop - 1}, and the data have "
+            f"step {step} would read the samples {first} to {last}, and the data have "
             f"{'none before 0' if first < 0 else total}; the run ended before, or the settings "
             f"changed: see the checkpoints"
         )
@@ -189,16 +188,17 @@ def _reads(
 ) -> Iterator[int]:
     """Yield the samples of a stretch that read a document, epoch by epoch."""
     assert isinstance(places.dataset, Dataset)
-    stop = stretch.first_sample(stretch.last_step + 1)
+    last = stretch.samples(stretch.last_step)[-1]
     if (total := places.dataset.num_samples) is not None:
         # the last step is whole
-        stop = min(stop, total - (total - stretch.position) % stretch.batch)
-    if stop <= stretch.position:
-        return
+        left = stretch.gaps.place(total) - stretch.begin
+        if left < stretch.batch:
+            return
+        last = min(last, stretch.samples(stretch.first_step + left // stretch.batch - 1)[-1])
     for i in places.samples_of(store, document):
-        for epoch in range(places.dataset.epoch_of(store[0], stop) + 1):
+        for epoch in range(places.dataset.epoch_of(store[0], last + 1) + 1):
             k = places.dataset.number_of(store[0], epoch, i)
-            if stretch.position <= k < stop:
+            if k <= last and stretch.step_of(k) is not None:
                 yield k
 
 
