@@ -31,6 +31,7 @@ from torchtitan.mesh.agreement import Agreement
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.process_group import gather, tighten_timeout
 from torchtitan.mesh.stop import StopRequest
+from torchtitan.metrics.ledger import Ledger
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Row, Sink
 from torchtitan.metrics.trace import Profiler
@@ -68,6 +69,8 @@ class Run:
     sinks: Sequence[Sink]
     profiler: Profiler | None
     hooks: Hooks
+    ledger: Ledger | None
+    """On rank 0 alone."""
     training: TrainingConfig
     tokens_per_step: int
     log_freq: int
@@ -128,6 +131,14 @@ class Trainer:
             NonFiniteError: The loss or the gradient norm is not finite; weights are unchanged.
             CheckpointError: A checkpoint could not be saved.
         """
+        run, ledger = self.run, self.run.ledger
+        with nullcontext() if ledger is None else ledger.recording_failure(run.progress):
+            reason = self._train(on_step)
+        if ledger is not None:
+            ledger.end(run.progress.step, reason or "finished")
+        return reason
+
+    def _train(self, on_step: Callable[[int], None]) -> str | None:
         run, progress, agreement = self.run, self.run.progress, self._agreement
         first_step = progress.step + 1
         finished = self._is_finished()

@@ -22,6 +22,7 @@ from torchtitan.assemble.data import build_loader
 from torchtitan.assemble.find import check_device, find_layout, fit_job, log_job
 from torchtitan.assemble.model import resolve_model
 from torchtitan.assemble.precision import resolve_precision
+from torchtitan.assemble.record import write_start
 from torchtitan.assemble.resume import (
     Saving,
     build_checkpoints,
@@ -31,7 +32,7 @@ from torchtitan.assemble.resume import (
 )
 from torchtitan.assemble.validation import build_validator
 from torchtitan.base.determinism import set_determinism
-from torchtitan.base.device import device_name, device_type, local_device
+from torchtitan.base.device import device_type, local_device
 from torchtitan.callbacks import Hooks, build_callbacks
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import Progress, RunState
@@ -40,7 +41,6 @@ from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.mesh.once import OncePerMachine
 from torchtitan.mesh.process_group import Launch, set_timeout
-from torchtitan.metrics.hardware import Hardware, write_hardware
 from torchtitan.metrics.meter import Meter, build_meter
 from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.metrics.stragglers import build_stragglers
@@ -92,7 +92,7 @@ def assemble(
     log_job(config, layout=layout, device=device, precision=precision)
     mesh = build_mesh(layout.dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
-    return build_run(
+    run = build_run(
         config,
         layout=layout,
         mesh=mesh,
@@ -102,6 +102,8 @@ def assemble(
         color=color,
         hooks=Hooks([*own, *callbacks], device=device),
     )
+    write_start(config, run=run, loaded=None if start is None else start.source.path)
+    return run
 
 
 def build_run(
@@ -158,6 +160,7 @@ def build_run(
         sinks=sinks,
         profiler=profiler,
         hooks=hooks,
+        ledger=saving.ledger,
         training=training,
         tokens_per_step=layout.samples_per_step(training) * training.seq_len,
         log_freq=config.metrics.log_freq,
@@ -275,13 +278,4 @@ def build_reports(
         description=config.job.description,
         sections=own_sections(config),
     )
-    if rank == 0:
-        world_size = layout.dims.world_size
-        hardware = Hardware(
-            resumed_from=resume_step,
-            world_size=world_size,
-            ranks_per_machine=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-            device=device_name(device),
-        )
-        write_hardware(folder, hardware)
     return meter, sinks, build_profiler(config.profiling, folder=folder, rank=rank, device=device)
