@@ -41,6 +41,7 @@ from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
 from torchtitan.optim.optimizer import skips_by_itself, take_step
 from torchtitan.optim.schedule import Schedule, set_lr
+from torchtitan.optim.spikes import Spikes
 from torchtitan.parallel.context.layout import SequenceShard
 from torchtitan.parallel.execution import Execution
 from torchtitan.validate import Validator
@@ -61,6 +62,7 @@ class Run:
     balance: Balance | None
     """Of experts; None where there are none."""
     schedule: Schedule
+    spikes: Spikes | None
     loader: Loader
     progress: Progress
     checkpoints: CheckpointManager | None
@@ -176,6 +178,8 @@ class Trainer:
                 if progress.step % run.training.gc_freq == 0:
                     collect()
             agreement.check_pending_norm()
+            if run.spikes is not None:
+                run.spikes.tell()
         reason = None if finished else agreement.stopped
         run.hooks.end(reason)
         return reason
@@ -230,11 +234,16 @@ class Trainer:
         offloads = run.training.enable_cpu_offload
         if offloads or not skips_by_itself(run.optimizer, device=run.device):
             agreement.check_pending_norm()  # of this step
+        norm, max_norm = grad_norm, run.training.max_norm
+        if run.spikes is not None:
+            norm, max_norm = run.spikes.judge(
+                step, loss_sum=loss_sum, divisor=divisor, norm=norm, max_norm=max_norm
+            )
         with run.meter.updating():
-            clip_gradients(self._parameters, norm=grad_norm, max_norm=run.training.max_norm)
-            take_step(run.optimizer, norm=grad_norm)
+            clip_gradients(self._parameters, norm=grad_norm, max_norm=max_norm)
+            take_step(run.optimizer, norm=norm)
         if run.balance is not None:
-            run.balance.update(norm=grad_norm)
+            run.balance.update(norm=norm)
         run.execution.after_update()
         return StepFigures(loss_sum=loss_sum, num_valid=num_valid, grad_norm=grad_norm)
 
@@ -258,6 +267,7 @@ class Trainer:
                 # ranks along tp hold equal tokens
                 "valid_token_fraction": num_valid.sum() / run.mesh.dims.tp / run.tokens_per_step,
                 **(run.balance.figures() if run.balance is not None else {}),
+                **(run.spikes.figures() if run.spikes is not None else {}),
             },
             own_times=own_times,
         )

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torchtitan.base.device import device_name
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.ranks import on_first_rank
-from torchtitan.config.layers import flatten
-from torchtitan.config.toml_files import parse, to_toml
+from torchtitan.config.toml_files import to_toml
 from torchtitan.job import Config
 from torchtitan.metrics.hardware import Hardware, write_hardware
 from torchtitan.trainer import Run
@@ -35,15 +34,12 @@ def write_start(config: Config, *, run: Run, loaded: Path | None) -> None:
         device=device_name(run.device),
     )
     write_hardware(ledger.path.parent, hardware)
-    text = to_toml(config)
-    flat = flatten(parse(text, origin=CONFIG_FILE), origin=CONFIG_FILE)
     ledger.start(
         step,
-        settings={"layout": str(dims)} | {".".join(key): one.value for key, one in flat.items()},
+        config=to_toml(config),
         layout=str(dims),
         world_size=dims.world_size,
         loaded=None if loaded is None else str(loaded),
-        config=text,
         code=shaping_code(config),
         hardware=asdict(hardware),
     )

@@ -13,6 +13,7 @@ from importlib import import_module
 from torchtitan.base.errors import ConfigError, UserError, did_you_mean
 
 VERBS: Mapping[str, tuple[str, str]] = {
+    "reproduce": ("torchtitan.audit.reproduce", "the commands that would train the run again"),
     "explain": ("torchtitan.audit.explain", "which samples and documents made the batch of a step"),
 }
 """The module of each verb, and what it tells."""

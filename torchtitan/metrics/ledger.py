@@ -14,7 +14,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,6 +25,8 @@ import torchdata
 
 import torchtitan
 from torchtitan.base.errors import CheckpointError
+from torchtitan.config.layers import flatten
+from torchtitan.config.toml_files import parse
 from torchtitan.metrics.sinks import Row, read_rows
 
 logger = logging.getLogger(__name__)
@@ -66,28 +68,31 @@ class Ledger:
                 f"room or mend it, and start again, checkpoints are untouched"
             ) from error
 
-    def start(self, step: int, *, settings: Mapping[str, Any], **facts: object) -> None:
+    def start(self, step: int, *, config: str, layout: str, **facts: object) -> None:
         """Record a start, and each setting that is not as at the start before.
 
-        `settings`: by key, as `optimizer.lr`, with `layout` among them.
+        `config`: the resolved settings, as TOML.
 
         Raises:
-            CheckpointError: The file is damaged, or the disk does not take the rows.
+            CheckpointError: The disk does not take the rows.
+            DataError: The file is damaged.
         """
         before = next((row for row in reversed(self._mended()) if row["event"] == "start"), None)
         self.write(
             "start",
             step=step,
-            settings=settings,
+            layout=layout,
+            config=config,
             command=sys.orig_argv,
             folder=os.getcwd(),
             versions=_versions(),
             git=dict(_git_states()),
             **facts,
         )
-        then = settings if before is None else before["settings"]
-        for key in {**then, **settings}:
-            old, new = then.get(key), settings.get(key)
+        now = _settings(config, layout=layout)
+        then = now if before is None else _settings(before["config"], layout=before["layout"])
+        for key in {**then, **now}:
+            old, new = then.get(key), now.get(key)
             if old != new:
                 self.write("change", step=step, setting=key, old=old, new=new)
 
@@ -137,6 +142,11 @@ def read_ledger(run: Path) -> list[Row]:
 def hash_manifest(checkpoint: Path) -> str:
     """Return the SHA-256 of a checkpoint's manifest, which holds the checksums of all its files."""
     return hashlib.sha256((checkpoint / "manifest.json").read_bytes()).hexdigest()
+
+
+def _settings(config: str, *, layout: str) -> dict[str, Any]:
+    flat = flatten(parse(config, origin=LEDGER), origin=LEDGER)
+    return {"layout": layout} | {".".join(key): one.value for key, one in flat.items()}
 
 
 def _versions() -> dict[str, str]:

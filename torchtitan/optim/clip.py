@@ -61,7 +61,9 @@ def global_norm(parameters: Iterable[nn.Parameter], *, loss: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], *, norm: Tensor, max_norm: float) -> None:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], *, norm: Tensor, max_norm: Tensor | float
+) -> None:
     """Scale the gradients in place so that their global norm is at most `max_norm`."""
     grads = [local_part(p.grad) for p in parameters if p.grad is not None]
     if not grads:  # all of this rank's layers are frozen
