@@ -194,6 +194,8 @@ class CheckpointManager:
         if self._export is not None:
             name = f"step-{step}"
             self._export(self.folder / name, self.folder / EXPORT / name)
+            if self._remote is not None:
+                self._remote.send_export(f"{EXPORT}/{name}")
         elif self._settings.last_save_model_only:
             self._write(self.folder / EXPORT, step, {"model": components["model"]})
             if self._remote is not None:
