@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.compare_runs import StoredTensors
 from scripts.layouts.rank import FLOAT64, GRADIENTS, NUM_STEPS, PIDS, REPLAYED
 from scripts.layouts.routing import CHOICES
+from torchtitan.audit.runs import StoredTensors
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.metrics.sinks import Row, read_rows
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from scripts import compare_layouts
-from scripts.compare_runs import StoredTensors
 from scripts.layouts import gaps
 from scripts.layouts.launch import launch, settings_of_all
 from scripts.layouts.rank import GRADIENTS, record_gradients
 from scripts.layouts.words import fit_local_batch, parse_layout
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from torchtitan.audit.runs import StoredTensors
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
 from torchtitan.parallel.batch import Batch

@@ -13,6 +13,8 @@ from importlib import import_module
 from torchtitan.base.errors import ConfigError, UserError, did_you_mean
 
 VERBS: Mapping[str, tuple[str, str]] = {
+    "runs": ("torchtitan.audit.runs", "whether two runs have the same figures and tensors"),
+    "verify": ("torchtitan.audit.verify", "whether steps trained again give what was logged"),
     "reproduce": ("torchtitan.audit.reproduce", "the commands that would train the run again"),
     "explain": ("torchtitan.audit.explain", "which samples and documents made the batch of a step"),
 }
