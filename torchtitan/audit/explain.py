@@ -18,6 +18,7 @@ from typing import Any
 
 from torchtitan.audit.history import Stretch, read_history
 from torchtitan.audit.places import Places, Span
+from torchtitan.audit.replay import replay, replay_lines
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.base.log import amount
 from torchtitan.data.dataset import Dataset
@@ -45,12 +46,32 @@ def main(argv: Sequence[str]) -> int:
         "--world_size", type=int, help="ranks after the last checkpoint (as the last start had)"
     )
     parser.add_argument("--text", action="store_true", help="with the text of each part")
+    parser.add_argument(
+        "--replay", action="store_true", help="train the step again and look into it"
+    )
+    parser.add_argument("--out", type=Path, help="keep what --replay writes in this folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    arguments = parser.parse_args(argv)
-    history = read_history(arguments.run, world_size=arguments.world_size)
+    arguments, options = parser.parse_known_args(argv)
+    if (options or arguments.out) and not arguments.replay:
+        given = " ".join(options) or "--out"
+        raise ConfigError(f"settings of another layout belong to --replay, got {given}; remove it")
+    # of a replay it is the layout of that
+    ranks = None if arguments.replay else arguments.world_size
+    history = read_history(arguments.run, world_size=ranks)
     if arguments.step is not None:
         found = explain_step(history, arguments.step, text=arguments.text)
         lines = _step_lines(found)
+        if arguments.replay:
+            found["replay"] = replay(
+                arguments.run,
+                history,
+                found,
+                out=arguments.out,
+                world_size=arguments.world_size,
+                options=options,
+            )
+            path = history[-1].config.model.tokenizer_path
+            lines = replay_lines(found, tokenizer_path=path)
     elif arguments.text:
         raise ConfigError("--text belongs to --step, got it with --document; remove it")
     else:

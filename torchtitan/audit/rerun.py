@@ -67,7 +67,8 @@ def rerun(
         encoding="utf-8",
     )
     words = [f"--job.config_file={file.resolve()}", *options]
-    load_config(words)  # a mistake in the options is told here
+    if options:
+        load_config(words)  # a mistake in them is told here
     ranks = world_size or stretch.dims.world_size
     command = [sys.executable, "-m", "torchtitan.train", *words]
     if ranks > 1:
