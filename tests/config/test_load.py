@@ -342,6 +342,8 @@ def random_config(seed: int) -> Config:
     by_budget = values["activation_checkpoint", "mode"] == "memory_budget"
     values |= {
         ("job", "config_file"): None,
+        ("spikes", "action"): rng.choice(["skip", "clip"]),
+        ("spikes", "window"): rng.randrange(4, 1000),
         ("model", "converters"): (),
         ("model", "rope_theta"): rng.choice([None, 1e4, 5e5]),
         (*scaling, "type"): "yarn",

@@ -183,7 +183,7 @@ class SpikesConfig:
     action: Literal["none", "skip", "clip"] = "none"
     """skip: weights and optimizer stay as they were; clip: the gradients are scaled down to the
     median norm of the last steps; none: nothing is looked at."""
-    window: Annotated[int, Field(ge=4), ACTS] = 128
+    window: Annotated[int, Field(ge=4, le=100_000), ACTS] = 128
     """Steps whose loss and gradient norm say what is normal; before there are as many nothing
     spikes."""
     deviations: Annotated[FinitePositive, ACTS] = 8.0
