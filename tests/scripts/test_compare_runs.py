@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pickle
 import shutil
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -17,19 +15,12 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, loa
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "compare_runs.py"
+from torchtitan.audit import compare_runs
 
 
 @pytest.fixture(scope="module")
 def compare() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare_runs", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compare_runs"] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+    return compare_runs
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from importlib import import_module
 from torchtitan.base.errors import ConfigError, UserError, did_you_mean
 
 VERBS: Mapping[str, tuple[str, str]] = {
+    "compare": ("torchtitan.audit.compare", "where two runs, or layouts of one job, part"),
     "explain": ("torchtitan.audit.explain", "which samples and documents made the batch of a step"),
 }
 """The module of each verb, and what it tells."""
@@ -24,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if verb in ("-h", "--help"):
             lines = [f"  {name:<12} {summary}" for name, (_, summary) in VERBS.items()]
-            usage = "usage: python -m torchtitan.audit VERB RUN [--help]\n\nverbs:"
+            usage = "usage: python -m torchtitan.audit VERB ... [--help]\n\nverbs:"
             sys.stdout.write("\n".join([usage, *lines]) + "\n")
             return 0
         if verb not in VERBS:
