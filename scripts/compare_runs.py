@@ -1,28 +1,16 @@
-"""Compare two runs: `python -m torchtitan.audit runs A B`, which has a script's name too.
+"""Compare two runs: every logged figure, and every tensor of the checkpoints that both have.
 
-python scripts/compare_runs.py outputs/a outputs/b
+    python scripts/compare_runs.py outputs/a outputs/b
+
+The same as `python -m torchtitan.audit compare runs`.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
-from torchtitan.audit import runs
-from torchtitan.base.errors import UserError
-
-
-def main(argv: Sequence[str]) -> int:
-    """Compare, print what was found, and return the exit code."""
-    try:
-        return runs.main(argv)
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
-
+from torchtitan.audit.compare_runs import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], prog="compare_runs.py"))

@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # works without being installed
 
-from scripts import compare_layouts
+from torchtitan.audit import compare_layouts
 from torchtitan.models.contract import LanguageModel
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import Init, Normal

@@ -15,7 +15,7 @@ from tests.audit.campaign import SMALL
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankError, RankPool
 from torchtitan.audit import __main__ as audit
-from torchtitan.audit import runs as compare_runs
+from torchtitan.audit import compare_runs
 from torchtitan.metrics.ledger import LEDGER, hash_manifest, read_ledger
 
 JOB = [

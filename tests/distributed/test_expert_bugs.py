@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointError
 
-from scripts.layouts.gaps import GRADIENTS_TOLERANCE, compare_gradients
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
 from tests.distributed.conftest import OneDevice
@@ -31,6 +30,7 @@ from tests.distributed.test_intentions import begin
 from tests.distributed.test_matrix import HOW, TP2, cp
 from tests.distributed.test_planted import replaced
 from torchtitan import trainer
+from torchtitan.audit.layouts.gaps import GRADIENTS_TOLERANCE, compare_gradients
 from torchtitan.checkpoint import state
 from torchtitan.hf.names import Names
 from torchtitan.models import qwen3_moe

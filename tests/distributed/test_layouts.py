@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from scripts.layouts.gaps import (
+from tests.distributed import jobs
+from tests.distributed.conftest import OneDevice
+from tests.distributed.rank_pool import RankPool
+from torchtitan.audit.layouts.gaps import (
     WEIGHTS_TOLERANCE,
     compare_rows,
     compare_weights,
     first_unequal,
 )
-from scripts.layouts.words import parse_layout
-from tests.distributed import jobs
-from tests.distributed.conftest import OneDevice
-from tests.distributed.rank_pool import RankPool
+from torchtitan.audit.layouts.words import parse_layout
 
 LAYOUTS = {
     "fsdp 2": "fsdp2",

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 
-from scripts.layouts.gaps import compare_rows, first_unequal
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
 from tests.distributed import test_reference as by_torch
@@ -31,6 +30,7 @@ from tests.distributed.pipeline_jobs import TINY8, Trained, pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_resume import Noisy, train_noisily
 from torchtitan import trainer, validate
+from torchtitan.audit.layouts.gaps import compare_rows, first_unequal
 from torchtitan.checkpoint import restore
 from torchtitan.data.loader import Loader
 from torchtitan.lora import tensor as adapter_tensor

@@ -14,7 +14,7 @@ from tests.audit.campaign import SMALL
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.optim.spiky import SPIKES
-from torchtitan.audit import runs as compare_runs
+from torchtitan.audit import compare_runs
 from torchtitan.metrics.ledger import read_ledger
 from torchtitan.metrics.sinks import read_rows
 from torchtitan.optim.settings import SpikesConfig

@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts import compare_layouts
-from scripts.layouts import gaps
-from scripts.layouts.launch import launch, settings_of_all
-from scripts.layouts.rank import GRADIENTS, record_gradients
-from scripts.layouts.words import fit_local_batch, parse_layout
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan.audit.runs import StoredTensors
+from torchtitan.audit import compare_layouts
+from torchtitan.audit.compare_runs import StoredTensors
+from torchtitan.audit.layouts import gaps
+from torchtitan.audit.layouts.launch import launch, settings_of_all
+from torchtitan.audit.layouts.rank import GRADIENTS, record_gradients
+from torchtitan.audit.layouts.words import fit_local_batch, parse_layout
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
 from torchtitan.parallel.batch import Batch

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pickle
 import shutil
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -17,20 +15,12 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, loa
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan.audit import runs as runs_of
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "compare_runs.py"
+from torchtitan.audit import compare_runs
 
 
 @pytest.fixture(scope="module")
 def compare() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare_runs", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compare_runs"] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+    return compare_runs
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +102,9 @@ def test_a_figure_is_named(
     assert ", by 0.5" in said
 
 
-def test_a_step_without_labels_is_equal_where_both_have_none() -> None:
+def test_a_step_without_labels_is_equal_where_both_have_none(compare: ModuleType) -> None:
     loss, none = ([{"step": 1, "loss": loss}] for loss in (2.5, None))
-    found = runs_of.Comparison()
+    found = compare.Comparison()
     found.compare_rows(none, none)
     assert found.differences == []
     found.compare_rows(none, loss)
@@ -130,15 +120,15 @@ def test_a_step_or_component_that_one_of_them_lacks(
     content = json.loads(manifest.read_text())
     content["components"].remove("optimizer")
     manifest.write_text(json.dumps(content))
-    found = runs_of.compare_runs(runs["a"], spoiled, folder="checkpoint", tolerance=0.0)
+    found = compare.compare_runs(runs["a"], spoiled, folder="checkpoint", tolerance=0.0)
     assert found.differences[0] == "step 4: only in A"
     assert "step-4/optimizer: only in A" in found.differences
 
 
-def test_the_data_position(runs: dict[str, Path], spoiled: Path) -> None:
+def test_the_data_position(compare: ModuleType, runs: dict[str, Path], spoiled: Path) -> None:
     path = spoiled / "checkpoint" / "step-2" / "dataloader" / "state.json"
     path.write_text(path.read_text().replace('"position": 16', '"position": 17'))
-    found = runs_of.compare_runs(runs["a"], spoiled, folder="checkpoint", tolerance=0.0)
+    found = compare.compare_runs(runs["a"], spoiled, folder="checkpoint", tolerance=0.0)
     assert found.differences == ["step-2/dataloader, position: 16 and 17"]
 
 
@@ -155,9 +145,9 @@ def test_the_data_position(runs: dict[str, Path], spoiled: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_is_said_of_tensors(
-    a: list[float], b: list[float], tolerance: float, said: str
+    compare: ModuleType, a: list[float], b: list[float], tolerance: float, said: str
 ) -> None:
-    _, text = runs_of.tensor_difference(torch.tensor(a), torch.tensor(b), tolerance=tolerance)
+    _, text = compare.tensor_difference(torch.tensor(a), torch.tensor(b), tolerance=tolerance)
     assert text == said
 
 

@@ -14,14 +14,20 @@ import torch
 from torch import Tensor
 
 from scripts import expert_campaign
-from scripts.compare_layouts import make_plans
-from scripts.layouts.flips import Flips, compare_choices
-from scripts.layouts.routing import CHOICES, Record, name_tokens, read_choices, watch_routing
 from tests.distributed import jobs
 from tests.distributed.pipeline_jobs import pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_experts import CHUNKS, MOE, ep, strong_experts
 from tests.distributed.test_matrix import COPIED, HOW, TP2, cp
+from torchtitan.audit.compare_layouts import make_plans
+from torchtitan.audit.layouts.flips import Flips, compare_choices
+from torchtitan.audit.layouts.routing import (
+    CHOICES,
+    Record,
+    name_tokens,
+    read_choices,
+    watch_routing,
+)
 from torchtitan.models.moe import best_experts
 from torchtitan.models.routing import ChoosesExperts
 from torchtitan.trainer import Trainer

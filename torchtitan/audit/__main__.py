@@ -13,7 +13,7 @@ from importlib import import_module
 from torchtitan.base.errors import ConfigError, UserError, did_you_mean
 
 VERBS: Mapping[str, tuple[str, str]] = {
-    "runs": ("torchtitan.audit.runs", "whether two runs have the same figures and tensors"),
+    "compare": ("torchtitan.audit.compare", "where two runs, or layouts of one job, part"),
     "verify": ("torchtitan.audit.verify", "whether steps trained again give what was logged"),
     "reproduce": ("torchtitan.audit.reproduce", "the commands that would train the run again"),
     "explain": ("torchtitan.audit.explain", "which samples and documents made the batch of a step"),
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if verb in ("-h", "--help"):
             lines = [f"  {name:<12} {summary}" for name, (_, summary) in VERBS.items()]
-            usage = "usage: python -m torchtitan.audit VERB RUN [--help]\n\nverbs:"
+            usage = "usage: python -m torchtitan.audit VERB ... [--help]\n\nverbs:"
             sys.stdout.write("\n".join([usage, *lines]) + "\n")
             return 0
         if verb not in VERBS:

@@ -17,9 +17,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torchtitan.audit.compare_runs import Comparison, compare_checkpoints, say
 from torchtitan.audit.history import Stretch, read_history
 from torchtitan.audit.rerun import rerun, stretch_of, why_not
-from torchtitan.audit.runs import Comparison, compare_checkpoints, say
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.verify import verify

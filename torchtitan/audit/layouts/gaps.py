@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan.audit.runs import tensor_difference
+from torchtitan.audit.compare_runs import tensor_difference
 from torchtitan.metrics.sinks import Row
 
 TOLERANCES: Mapping[str, float] = {

@@ -19,8 +19,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # works without being installed
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -84,14 +82,14 @@ def in_float64(settings: Any) -> Any:
 
 def main(argv: list[str]) -> None:
     """Train, and end this process."""
-    from scripts.layouts.routing import CHOICES, watch_routing
+    from torchtitan.audit.layouts.routing import CHOICES, watch_routing
 
     train: Any = import_module("torchtitan.train")
     assemble = train.assemble
 
     def assemble_and_save(settings: Any, **kwargs: Any) -> Run:
         run = assemble(in_float64(settings) if os.environ.get(FLOAT64) else settings, **kwargs)
-        assert run.checkpoints is not None, "compare_layouts.py switches checkpoints on"
+        assert run.checkpoints is not None, "the comparison switches checkpoints on"
         run.checkpoints.save(last=False)
         folder, replayed = _folder(argv), os.environ.get(REPLAYED)
         run = watch_routing(

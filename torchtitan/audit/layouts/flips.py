@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from scripts.layouts.routing import read_choices
+from torchtitan.audit.layouts.routing import read_choices
 
 MARGIN_TOLERANCE = 1e-5
 """Of scores that are at most about 1."""

@@ -1,6 +1,6 @@
 """Compare two runs: every logged figure, and every tensor of the checkpoints that both have.
 
-    python -m torchtitan.audit runs outputs/a outputs/b
+    python -m torchtitan.audit compare runs outputs/a outputs/b
 
 Prints the first difference and a table; exit code 0 equal, 1 different, 2 a mistake. Equal means
 bit for bit, unless --tolerance allows a relative difference: two layouts add in another order, and
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, UserError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.metadata import METADATA, read_metadata
@@ -33,6 +33,7 @@ from torchtitan.metrics.sinks import Row, read_rows
 TIMING = ("tokens_per_second", "tflops", "mfu", "_time_s", "memory_peak", "slowest_")
 # what belongs to the ranks, which another layout has others of
 OF_RANKS = ("rank_", "world_size", "max_loss")
+PROG = "python -m torchtitan.audit compare runs"
 AT_ONCE = 2**26
 """Bytes that are read in one go."""
 
@@ -210,16 +211,9 @@ def compare_runs(a: Path, b: Path, *, folder: str, tolerance: float) -> Comparis
     return found
 
 
-def say(text: str) -> None:
-    """Print a line of what was found."""
-    sys.stdout.write(f"{text}\n")
-
-
-def main(argv: Sequence[str]) -> int:
-    """Compare, print what was found, and return the exit code; raise UserError for mistakes."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan.audit runs", description=(__doc__ or "").splitlines()[0]
-    )
+def main(argv: Sequence[str], *, prog: str = PROG) -> int:
+    """Compare, print what was found, and return the exit code."""
+    parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("a", type=Path, metavar="A", help="folder of a run")
     parser.add_argument("b", type=Path, metavar="B", help="folder of another")
     parser.add_argument("--folder", default="checkpoint", help="the runs' checkpoint.folder")
@@ -229,7 +223,13 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     # one process is what is meant here
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    found = compare_runs(options.a, options.b, folder=options.folder, tolerance=options.tolerance)
+    try:
+        found = compare_runs(
+            options.a, options.b, folder=options.folder, tolerance=options.tolerance
+        )
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
     say(f"{'':<28}{'compared':>10}{'differ':>10}{'by at most':>14}")
     for part, compared, differing, largest in found.table:
         say(f"{part:<28}{compared:>10}{differing:>10}{largest:>14.3g}")
@@ -240,3 +240,8 @@ def main(argv: Sequence[str]) -> int:
         return 1
     say("equal" + (f" within {options.tolerance:g}" if options.tolerance else ", bit for bit"))
     return 0
+
+
+def say(text: str) -> None:
+    """Print a line of what was found."""
+    sys.stdout.write(text + "\n")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from scripts.layouts.flips import Flips
-from scripts.layouts.gaps import (
+from torchtitan.audit.layouts.flips import Flips
+from torchtitan.audit.layouts.gaps import (
     GRADIENTS_TOLERANCE,
     WEIGHTS_TOLERANCE,
     Divergence,
@@ -109,13 +110,19 @@ class Verdict:
         return f"same up to a near tie in step {parted}" if parted else "same"
 
 
+def say(text: str) -> None:
+    """Say a result."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
 def show_table(verdicts: Sequence[Verdict]) -> None:
     """Print a line for each layout, and below what is wrong with it."""
     width = max(len("layout"), *(len(each.name) for each in verdicts))
     head = (
         f"{'ranks':>7}{'seconds':>9}{'loss':>10}{'grad_norm':>11}{'gradients':>11}{'weights':>10}"
     )
-    print(f"{'layout':<{width}}{head}  verdict")
+    say(f"{'layout':<{width}}{head}  verdict")
     for each in verdicts:
         loss = norm = gradients = weights = "-"
         if each.steps is not None:
@@ -126,20 +133,20 @@ def show_table(verdicts: Sequence[Verdict]) -> None:
             weights = f"{each.weights.largest:.1e}"
         figures = f"{loss:>10}{norm:>11}{gradients:>11}{weights:>10}"
         cells = f"{each.world_size:>7}{each.seconds:>9.0f}{figures}"
-        print(f"{each.name:<{width}}{cells}  {each.summary}")
-    print(EXPLANATION)
+        say(f"{each.name:<{width}}{cells}  {each.summary}")
+    say(EXPLANATION)
     for each in verdicts:
         if each.flips is not None:
-            print(f"{each.name}: {each.flips}")
+            say(f"{each.name}: {each.flips}")
     for each in verdicts:
         for complaint in each.complaints:
-            print(f"{each.name}: {complaint}")
+            say(f"{each.name}: {complaint}")
 
 
 def show_steps(name: str, rows: Sequence[Row], *, reference_rows: Sequence[Row]) -> None:
     """Print loss and gradient norm of every step, each with its difference from the reference."""
     theirs = {int(row["step"]): row for row in reference_rows}
-    print(f"{name}\n{'step':>6}{'loss':>18}{'relative':>10}{'grad_norm':>18}{'relative':>10}")
+    say(f"{name}\n{'step':>6}{'loss':>18}{'relative':>10}{'grad_norm':>18}{'relative':>10}")
     for row in rows:
         step = int(row["step"])
         cells = f"{step:>6}"
@@ -147,7 +154,7 @@ def show_steps(name: str, rows: Sequence[Row], *, reference_rows: Sequence[Row])
             gap = relative(theirs.get(step, {}).get(figure, math.nan), row[figure])
             shown = "-" if row[figure] is None else f"{row[figure]:.10g}"
             cells += f"{shown:>18}{gap:>10.1e}"
-        print(cells)
+        say(cells)
 
 
 def write_json(path: Path, verdicts: Mapping[str, Sequence[Verdict]], *, toml: Path) -> None:

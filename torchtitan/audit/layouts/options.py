@@ -1,4 +1,4 @@
-"""The options of scripts/compare_layouts.py."""
+"""The options of `python -m torchtitan.audit compare layouts`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.layouts.flips import MARGIN_TOLERANCE
-from scripts.layouts.gaps import GRADIENTS_TOLERANCE, TOLERANCES, WEIGHTS_TOLERANCE
-from scripts.layouts.words import option_key
+from torchtitan.audit.layouts.flips import MARGIN_TOLERANCE
+from torchtitan.audit.layouts.gaps import GRADIENTS_TOLERANCE, TOLERANCES, WEIGHTS_TOLERANCE
+from torchtitan.audit.layouts.words import option_key
 from torchtitan.base.errors import ConfigError
 
 GRADIENT_STEPS = 3
@@ -24,10 +24,11 @@ TOLERATED = {
 """What each option sets, and of what it is."""
 
 
-def build_parser(text: str) -> argparse.ArgumentParser:
+def build_parser(text: str, *, prog: str) -> argparse.ArgumentParser:
     """Build it; `text` is the docstring of the command."""
     summary, _, details = text.partition("\n\n")
     parser = argparse.ArgumentParser(
+        prog=prog,
         description=summary,
         epilog=details,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -16,13 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.layouts.rank import FLOAT64, GRADIENTS, NUM_STEPS, PIDS, REPLAYED
-from scripts.layouts.routing import CHOICES
-from torchtitan.audit.runs import StoredTensors
+from torchtitan.audit.compare_runs import StoredTensors
+from torchtitan.audit.layouts.rank import FLOAT64, GRADIENTS, NUM_STEPS, PIDS, REPLAYED
+from torchtitan.audit.layouts.routing import CHOICES
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.metrics.sinks import Row, read_rows
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHECKPOINTS = "checkpoint"
 POLL_SECONDS = 0.2
 SECONDS_TO_END = 20
@@ -133,11 +133,11 @@ def launch(
 
 
 def _command(world_size: int) -> list[str]:
-    rank = str(ROOT / "scripts" / "layouts" / "rank.py")
+    rank = ["-m", "torchtitan.audit.layouts.rank"]
     if world_size == 1:
-        return [sys.executable, rank]
+        return [sys.executable, *rank]
     launcher = [sys.executable, "-m", "torchtitan.launch", "--standalone", "--local_addr=127.0.0.1"]
-    return [*launcher, "--nproc_per_node", str(world_size), rank]
+    return [*launcher, "--nproc_per_node", str(world_size), *rank]
 
 
 def _environment(world_size: int) -> dict[str, str]:
