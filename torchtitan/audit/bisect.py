@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torchtitan.audit.compare_runs import say
 from torchtitan.audit.layouts.words import Layout, fit_local_batch, parse_layout
-from torchtitan.audit.sketch import FOLDER, STEP
+from torchtitan.audit.watch import FOLDER, STEP, columns
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.job import load_config
 
@@ -185,7 +185,7 @@ def put_together(ranks: Iterator[Mapping[str, Any]]) -> Sketched:
     for rank in sorted(ranks, key=lambda one: int(one["rank"])):
         whole = _places(rank)
         for key in ("tokens", "labels"):
-            numbers = torch.cat([batch[key] for batch in rank["batches"]]).flatten()
+            numbers = columns(rank["batches"], key)
             # no norm, and an integer is exact
             pairs = torch.stack([torch.ones(len(numbers)), numbers.double()], 1)
             _add(modules["samples"].setdefault(key, {}), whole, pairs, rank=rank["rank"])

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from torchtitan.audit.history import Stretch
-from torchtitan.audit.probe import FOLDER, STEP
 from torchtitan.audit.rerun import rerun, stretch_of
+from torchtitan.audit.watch import FOLDER, STEP, columns
 from torchtitan.base.errors import DataError
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.metrics.sinks import RECORD, read_rows
@@ -135,8 +135,7 @@ def _tokens(
         losses = torch.cat([losses for _, losses in part["losses"]])
         labels = torch.cat([labels for labels, _ in part["losses"]])
         batches = part["tokens"]
-        expected = torch.cat([batch["labels"].flatten() for batch in batches])
-        if not torch.equal(labels, expected):
+        if not torch.equal(labels, columns(batches, "labels")):
             raise DataError(
                 "the losses of the step could not be told apart by token: its layers saw other "
                 "labels than the loader gave; replay it in another layout, as --world_size 1"
@@ -148,10 +147,7 @@ def _tokens(
             for i in range(block)
         ]
         width = batches[0]["tokens"].shape[1]
-        columns = [
-            torch.cat([batch[key].flatten() for batch in batches]).tolist()
-            for key in ("tokens", "labels", "places")
-        ]
+        told = [columns(batches, key).tolist() for key in ("tokens", "labels", "places")]
         rows += [
             {
                 "sample": samples[i // width],
@@ -161,7 +157,7 @@ def _tokens(
                 "loss": loss,
             }
             for i, (token, label, place, loss) in enumerate(
-                zip(*columns, losses.tolist(), strict=True)
+                zip(*told, losses.tolist(), strict=True)
             )
         ]
     return rows
