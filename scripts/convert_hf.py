@@ -5,9 +5,10 @@
 
 `to-hf` reads a run's folder or its checkpoint folder (the newest step is taken), or one step's
 folder. It is what checkpoint.last_save_in_hf does at the end of a run, and reads one tensor at a
-time. `from-hf` writes a torch DCP folder of the weights alone, which checkpoint.initial_load_path
-takes, and holds the whole model in memory meanwhile; a run reads such a folder of Hugging Face
-without it, by checkpoint.initial_load_in_hf. What is there already is never written over.
+time; to a URL it uploads a folder that it makes on this disk first. `from-hf` writes a torch DCP
+folder of the weights alone, which checkpoint.initial_load_path takes, and holds the whole model in
+memory meanwhile; a run reads such a folder of Hugging Face without it, by
+checkpoint.initial_load_in_hf. What is there already is never written over.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -28,19 +30,24 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 from torchtitan.assemble.generator import find_run_step, read_settings
 from torchtitan.assemble.hf import describe_export
 from torchtitan.assemble.model import describe
-from torchtitan.base.errors import CheckpointError, DataError, UserError
+from torchtitan.base.errors import CheckpointError, ConfigError, DataError, UserError
+from torchtitan.checkpoint.objects import ObjectStore
+from torchtitan.checkpoint.remote import WHOLE_EXPORT
 from torchtitan.config.fields import values_of
 from torchtitan.config.layers import literal
+from torchtitan.config.types import is_plain_url, is_url
 from torchtitan.generate.generator import DTYPES
 from torchtitan.hf.convert import to_dcp
 from torchtitan.hf.write import export
 from torchtitan.models.families import MODELS
 from torchtitan.models.settings import ModelSection
 
+SECONDS_OF_PATIENCE = 600
+
 
 def to_hf(
     checkpoint: Path,
-    out: Path,
+    out: Path | str,
     *,
     dtype: str | None = None,
     tokenizer: str | None = None,
@@ -48,6 +55,11 @@ def to_hf(
     verify: bool = True,
 ) -> str:
     """Write a step's weights as a folder of Hugging Face; return a line about it."""
+    if is_url(str(out)):
+        return _to_url(
+            checkpoint, str(out), dtype=dtype, tokenizer=tokenizer, lora=lora, verify=verify
+        )
+    out = Path(out)
     _check_absent(out)
     step = find_run_step(checkpoint, verify=verify)
     config = read_settings(step)
@@ -66,6 +78,23 @@ def to_hf(
         raise DataError(f"{error}; name the tokenizer of these weights by --tokenizer") from error
     export(step, out, settings=settings, group=None)
     return f"{out}: the weights of {step}"
+
+
+def _to_url(checkpoint: Path, url: str, **how: Any) -> str:
+    """Write the folder to this disk, and upload it; `how`: as for `to_hf`."""
+    if not is_plain_url(url):
+        raise ConfigError(
+            "OUT must be a URL of a folder without credentials or options; give these to the "
+            "store's client, by its environment variables or its own files"
+        )
+    store = ObjectStore(url, key="OUT", patience_seconds=SECONDS_OF_PATIENCE, check="checksum")
+    if any(store.size(name) is not None for name in WHOLE_EXPORT):
+        raise CheckpointError(f"{url} is there already; name a folder that is not")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "folder"
+        said = to_hf(checkpoint, folder, **how)
+        store.put_folder(folder, "", last=WHOLE_EXPORT)
+        return said.replace(str(folder), url)
 
 
 def from_hf(folder: Path, out: Path, *, dtype: str) -> str:
@@ -117,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     ways = parser.add_subparsers(dest="direction", required=True)
     to = ways.add_parser("to-hf", help="from a checkpoint to a folder of Hugging Face")
     to.add_argument("checkpoint", type=Path, help="folder of a run or a step")
-    to.add_argument("out", type=Path, help="folder to make")
+    to.add_argument("out", help="folder to make, or a URL, as s3://bucket/model")
     to.add_argument("--dtype", choices=DTYPES, help="type of the weights; as stored if not given")
     to.add_argument("--tokenizer", metavar="PATH", help="in place of model.tokenizer_path")
     to.add_argument(

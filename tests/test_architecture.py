@@ -34,6 +34,7 @@ FLOORS: Mapping[str, int] = {
     "check": 8,
     "hang": 7,
     "average": 7,
+    "report": 8,
     "validate": 3,
     # leaf rooms: nothing of the core imports them
     "hf": 4,
@@ -61,7 +62,7 @@ NARROW: Mapping[str, frozenset[str]] = {
 SETTINGS = "settings"
 # files that stand higher than their package: a command, and what `import torchtitan` offers
 HIGHER = {"torchtitan/config/__main__.py": "train", "torchtitan/__init__.py": "api"}
-NAMES_CONFIG = ("api", "audit", "check", "train", "assemble", "plan", "job", "trajectory")
+NAMES_CONFIG = ("api", "audit", "check", "train", "assemble", "plan", "job", "report", "trajectory")
 MAX_FILE, MAX_FUNCTION = 350, 60
 
 

@@ -165,6 +165,20 @@ def test_a_second_signal_ends_a_rank_that_hangs(tmp_path: Path) -> None:
     assert "\x1b" not in errors  # no terminal
 
 
+def test_a_job_whose_rank_hangs_ends_as_one_to_start_again(tmp_path: Path) -> None:
+    job = Job(tmp_path, "--comm.train_timeout_seconds=3", ranks=2)
+    job.wait_for(STEP)
+    first, second = job.rank_pids()
+    os.kill(second, signal.SIGSTOP)
+    try:
+        job.wait_until(lambda: first not in job.rank_pids())
+    finally:
+        os.kill(second, signal.SIGKILL)
+    _, errors = job.process.communicate(timeout=SECONDS)
+    assert job.process.returncode == 4
+    assert "a rank hangs" in errors
+
+
 def test_nothing_is_saved_where_checkpoints_are_off_and_it_says_so(
     tmp_path: Path, warm_python: Path
 ) -> None:

@@ -32,7 +32,7 @@ from torchtitan.lora.settings import LoRAConfig
 from torchtitan.mesh.settings import CommConfig, ElasticConfig, ParallelismConfig
 from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
 from torchtitan.models.settings import HF, ModelSection
-from torchtitan.optim.settings import LRSchedulerConfig, OptimizerConfig, RouterConfig
+from torchtitan.optim.settings import LRSchedulerConfig, OptimizerConfig, RouterConfig, SpikesConfig
 from torchtitan.own import with_own
 from torchtitan.parallel.settings import (
     MULTIPLE,
@@ -85,6 +85,7 @@ class Config:
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = Field(default_factory=LRSchedulerConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
+    spikes: SpikesConfig = Field(default_factory=SpikesConfig)
     lora: LoRAConfig = Field(default_factory=LoRAConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)

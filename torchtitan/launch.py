@@ -42,7 +42,7 @@ from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.job import load_job
 from torchtitan.mesh.agent import JobEndedError, Nodes, elastic_agent
 from torchtitan.mesh.elastic import FULL_WORLD_SIZE, STARTED, Layouts
-from torchtitan.mesh.verdict import STOPPED
+from torchtitan.mesh.verdict import HUNG, STOPPED
 
 TRAINER = "torchtitan.train"
 EXPECTED_EXIT_CODES = (2, 3, STOPPED)
@@ -196,6 +196,9 @@ def _exit_code(error: ChildFailedError, *, signalled: bool) -> int:
     for code in codes:
         if code in EXPECTED_EXIT_CODES:
             return code
+    if HUNG in codes:
+        sys.stderr.write("a rank hangs, see the log above; start again to go on\n")
+        return STOPPED
     if signalled and failure.exitcode in (-signal.SIGTERM, -signal.SIGINT):
         return STOPPED  # while it was importing
     if not signalled:

@@ -51,7 +51,7 @@ from torchtitan.config.types import is_url
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.alike import check_alike
 from torchtitan.mesh.elastic import started
-from torchtitan.mesh.faults import PeerError, end_with_launcher, stacks_of_stalls
+from torchtitan.mesh.faults import PeerError, end_with_launcher, is_hang, stacks_of_stalls
 from torchtitan.mesh.process_group import (
     Launch,
     await_report,
@@ -67,6 +67,7 @@ from torchtitan.mesh.process_group import (
 )
 from torchtitan.mesh.recorder import write_collectives
 from torchtitan.mesh.stop import StopRequest, watch_signals
+from torchtitan.mesh.verdict import HUNG
 from torchtitan.metrics.progress import ProgressBar, Summary, show_summary, shows_bar
 from torchtitan.metrics.sinks import RECORD
 from torchtitan.plan.ran_out import find_cause, plan_after, seconds_to_plan
@@ -289,9 +290,9 @@ def train_and_leave(argv: Sequence[str]) -> None:
         end_with_launcher()
     try:
         exit_code = main(argv, undo=undo)
-    except (Exception, CheckpointException):
+    except (Exception, CheckpointException) as error:
         traceback.print_exc()
-        leave(1)
+        leave(HUNG if is_hang(error) else 1)
         raise  # never comes to this
     leave(exit_code)
 

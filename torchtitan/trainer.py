@@ -31,6 +31,7 @@ from torchtitan.mesh.agreement import Agreement
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.process_group import gather, tighten_timeout
 from torchtitan.mesh.stop import StopRequest
+from torchtitan.metrics.ledger import Ledger
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Row, Sink
 from torchtitan.metrics.trace import Profiler
@@ -40,6 +41,7 @@ from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
 from torchtitan.optim.optimizer import skips_by_itself, take_step
 from torchtitan.optim.schedule import Schedule, set_lr
+from torchtitan.optim.spikes import Spikes
 from torchtitan.parallel.context.layout import SequenceShard
 from torchtitan.parallel.execution import Execution
 from torchtitan.validate import Validator
@@ -60,6 +62,7 @@ class Run:
     balance: Balance | None
     """Of experts; None where there are none."""
     schedule: Schedule
+    spikes: Spikes | None
     loader: Loader
     progress: Progress
     checkpoints: CheckpointManager | None
@@ -68,6 +71,8 @@ class Run:
     sinks: Sequence[Sink]
     profiler: Profiler | None
     hooks: Hooks
+    ledger: Ledger | None
+    """On rank 0 alone."""
     training: TrainingConfig
     tokens_per_step: int
     log_freq: int
@@ -128,6 +133,14 @@ class Trainer:
             NonFiniteError: The loss or the gradient norm is not finite; weights are unchanged.
             CheckpointError: A checkpoint could not be saved.
         """
+        run, ledger = self.run, self.run.ledger
+        with nullcontext() if ledger is None else ledger.recording_failure(run.progress):
+            reason = self._train(on_step)
+        if ledger is not None:
+            ledger.end(run.progress.step, reason or "finished")
+        return reason
+
+    def _train(self, on_step: Callable[[int], None]) -> str | None:
         run, progress, agreement = self.run, self.run.progress, self._agreement
         first_step = progress.step + 1
         finished = self._is_finished()
@@ -165,6 +178,8 @@ class Trainer:
                 if progress.step % run.training.gc_freq == 0:
                     collect()
             agreement.check_pending_norm()
+            if run.spikes is not None:
+                run.spikes.tell()
         reason = None if finished else agreement.stopped
         run.hooks.end(reason)
         return reason
@@ -219,11 +234,16 @@ class Trainer:
         offloads = run.training.enable_cpu_offload
         if offloads or not skips_by_itself(run.optimizer, device=run.device):
             agreement.check_pending_norm()  # of this step
+        norm, max_norm = grad_norm, run.training.max_norm
+        if run.spikes is not None:
+            norm, max_norm = run.spikes.judge(
+                step, loss_sum=loss_sum, divisor=divisor, norm=norm, max_norm=max_norm
+            )
         with run.meter.updating():
-            clip_gradients(self._parameters, norm=grad_norm, max_norm=run.training.max_norm)
-            take_step(run.optimizer, norm=grad_norm)
+            clip_gradients(self._parameters, norm=grad_norm, max_norm=max_norm)
+            take_step(run.optimizer, norm=norm)
         if run.balance is not None:
-            run.balance.update(norm=grad_norm)
+            run.balance.update(norm=norm)
         run.execution.after_update()
         return StepFigures(loss_sum=loss_sum, num_valid=num_valid, grad_norm=grad_norm)
 
@@ -247,6 +267,7 @@ class Trainer:
                 # ranks along tp hold equal tokens
                 "valid_token_fraction": num_valid.sum() / run.mesh.dims.tp / run.tokens_per_step,
                 **(run.balance.figures() if run.balance is not None else {}),
+                **(run.spikes.figures() if run.spikes is not None else {}),
             },
             own_times=own_times,
         )

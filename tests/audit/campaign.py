@@ -27,6 +27,7 @@ from torchtitan.audit.explain import explain_step
 from torchtitan.audit.history import read_history
 from torchtitan.audit.places import Places
 from torchtitan.config.toml_files import to_toml
+from torchtitan.data.gaps import Gaps
 from torchtitan.data.loader import Loader
 from torchtitan.data.sample_log import SampleLog
 from torchtitan.data.store import TokenStore, open_writer
@@ -52,6 +53,13 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         '--training.dataset_path=["sft.jsonl"]',
         "--training.packing=packed",
         "--training.document_attention=within",
+    ),
+    "gaps": (
+        "--training.dataset=files",
+        '--training.dataset_path=["a.jsonl"]',
+        "--training.skip_samples",
+        "3-21",
+        "40-40",
     ),
     "padded": ("--training.dataset=examples", '--training.dataset_path=["sft.jsonl"]'),
 }
@@ -128,6 +136,7 @@ def drive(run: Path, arguments: list[str], *, world: int, steps: int) -> None:
             dp_rank=dp_rank,
             dp_degree=dims.dp,
             settings=config.training.dataloader,
+            gaps=Gaps(config.training.skip_samples),
             on_sample=log,
         )
         while done < steps:

@@ -75,12 +75,15 @@ def test_a_real_run_that_goes_on_in_another_layout_with_another_batch(
     job += ["--training.mixed_precision_param=float32", "--lr_scheduler.total_steps=20"]
     ranks.run(jobs.train, [*job, "--training.steps=3"], world=2)
     later = [CP, "--training.global_batch_size=12", "--checkpoint.mode=continue"]
+    later += ["--training.skip_samples", "5-9", "30-40"]
     ranks.run(jobs.train, [*job, *later, "--training.steps=5"], world=2)
     run = tmp_path / "run"
     compare(run)
     logged = read_log(run)
     assert [len(logged[step]) for step in range(1, 6)] == [8, 8, 8, 12, 12]
     assert {rank for _, _, rank, _ in logged[1]} == {0, 1}
+    numbers = sorted(number for step in logged.values() for number, *_ in step)
+    assert numbers == [*range(30), *range(41, 59)]
     assert {rank for _, _, rank, _ in logged[5]} == {0}
     assert [one.said_by.partition(",")[0] for one in read_history(run)] == ["step-3", "step-5"]
     # without the first checkpoint its steps cannot be known for sure, and that is said

@@ -122,6 +122,15 @@ def test_a_run_resumes_from_the_store_alone(
     assert state == runs.undisturbed(steps=8, world=world)
 
 
+def test_the_last_step_is_exported_to_the_store(runs: Runs, tmp_path: Path) -> None:
+    runs.run("last_save_in_hf=true", steps=2, world=2)
+    folder = tmp_path / "run" / "checkpoint" / "export" / "step-2"
+    store = open_store()
+    assert "config.json" in os.listdir(folder)
+    for path in folder.iterdir():
+        assert store.read(f"export/step-2/{path.name}") == path.read_bytes()
+
+
 def count_parts_read(job: list[str]) -> int:
     """Train; return how many parts of objects were read, which comparing by ETag does not need."""
     reads = []

@@ -314,6 +314,8 @@ def random_value(path: Path, facts: FieldFacts, rng: random.Random) -> object:
             )
         if facts.may_be_own:
             return tuple(rng.choice(["random:Random", "json:dumps"]) for _ in range(count))
+        if facts.nested and facts.item is int:
+            return tuple((20 * i, 20 * i + rng.randrange(19)) for i in range(count))
         if facts.nested:
             return tuple((rng.choice(TEXTS), "norm") for _ in range(count))
         return tuple(
@@ -340,6 +342,8 @@ def random_config(seed: int) -> Config:
     by_budget = values["activation_checkpoint", "mode"] == "memory_budget"
     values |= {
         ("job", "config_file"): None,
+        ("spikes", "action"): rng.choice(["skip", "clip"]),
+        ("spikes", "window"): rng.randrange(4, 1000),
         ("model", "converters"): (),
         ("model", "rope_theta"): rng.choice([None, 1e4, 5e5]),
         (*scaling, "type"): "yarn",

@@ -189,7 +189,7 @@ def each_rank_counts_the_loss() -> Bug:
 
 
 def copies_count_as_often_as_they_are_held() -> Bug:
-    return clip, "_num_copies", lambda grad: 1
+    return clip, "num_copies", lambda grad: 1
 
 
 def gathered_inputs_keep_their_own_ranks_gradient() -> Bug:

@@ -44,6 +44,9 @@ def ending(*codes: int, signalled: bool = False, left: int = 0) -> Ending:
         ([ending(4, left=3), ending(4, left=3)], [], True, ("meet", 0, 3)),
         # asked to leave in set-up, some by the signal, the others by broken connections
         ([ending(-15), ending(4), ending(1)], [], True, ("meet", 0, 0)),
+        # a rank waited too long for another: started again, and if not here then elsewhere
+        ([ending(5, left=1), ending(-9, left=1)], [], False, ("meet", 0, 0)),
+        ([ending(5), ending(-9)], [], False, ("end", 4, 0)),
         # a node waits, but this was a crash
         ([ending(1), ending(1)], [], True, ("end", 1, 0)),
     ],

@@ -8,12 +8,14 @@ import shutil
 from pathlib import Path
 from types import ModuleType
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
+from tests.checkpoint import stores
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.models.decoder import Decoder
@@ -127,3 +129,29 @@ def test_what_cannot_be_converted_is_one_message(script: ModuleType, tmp_path, c
     assert script.main(["from-hf", nothing, str(tmp_path / "out")]) == 2
     assert "config.json cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_to_a_url(script: ModuleType, trained, tmp_path, capsys, monkeypatch) -> None:
+    run, out = str(trained[0] / "run"), tmp_path / "hf"
+    url = "faulty://bucket/model"
+    assert script.main(["to-hf", run, str(out)]) == 0
+    with stores.faulty_store() as store:
+        written: list[str] = []
+
+        def note(request: str, path: str) -> None:
+            if request == "write":
+                written.append(path.rpartition("/")[2])
+
+        monkeypatch.setattr(store, "before", staticmethod(note))
+        capsys.readouterr()
+        assert script.main(["to-hf", run, url]) == 0
+        assert capsys.readouterr().out.startswith(f"{url}: the weights of ")
+        files = fsspec.filesystem("faulty")
+        for path in out.iterdir():
+            assert files.cat_file(f"bucket/model/{path.name}") == path.read_bytes()
+        assert written[-1] == "config.json"  # programs look for it first
+        assert sorted(written) == sorted(path.name for path in out.iterdir())
+        assert script.main(["to-hf", run, url]) == 2
+        assert "is there already" in capsys.readouterr().err
+    assert script.main(["to-hf", run, "s3://user:secret@bucket/model"]) == 2
+    assert "secret" not in capsys.readouterr().err

@@ -14,6 +14,7 @@ from torchtitan.base.own import is_import_path
 from torchtitan.checkpoint.state import Progress
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.files import Once, alone
+from torchtitan.data.gaps import Gaps
 from torchtitan.data.loader import Loader, Numbered
 from torchtitan.data.own import build_own
 from torchtitan.data.sample_log import SampleLog
@@ -109,6 +110,7 @@ def build_loader(
         dp_rank=mesh.dp_rank,
         dp_degree=mesh.dims.dp,
         settings=training.dataloader,
+        gaps=Gaps(training.skip_samples),
         on_sample=build_sample_log(config, mesh, progress)
         if config.debug.log_sample_hashes
         else None,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from torchtitan.assemble.hf import chosen_rotation, describe_export
 from torchtitan.assemble.model import not_there
+from torchtitan.assemble.record import write_config
 from torchtitan.assemble.trained import check_scale, warn_of_random_base
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import CheckpointError, ConfigError
@@ -62,6 +63,7 @@ from torchtitan.lora.layer import is_adapter
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.faults import Pulse
 from torchtitan.mesh.process_group import job_store
+from torchtitan.metrics.ledger import Ledger
 from torchtitan.parallel.layout import Layout
 from torchtitan.trajectory import CONFIG_FILE, Job, shaping_code, trajectory_differences
 from torchtitan.validate import Validator
@@ -287,14 +289,17 @@ def build_checkpoints(
         export=last_in_hf,
         validation_data=None if validator is None else validator.data,
         remote=saving.remote,
+        ledger=saving.ledger,
     )
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What ranks save and load over together; None where checkpoints are off."""
+    """What ranks save and load over together (None where checkpoints are off), and record it in."""
 
     group: dist.ProcessGroup | None
+    ledger: Ledger | None
+    """On rank 0 alone."""
     remote: RemoteSteps | None = None
     """The checkpoints in the store that checkpoint.folder names, if it names one."""
 
@@ -307,8 +312,9 @@ def open_saving(config: Config) -> Saving:
     """
     settings = config.checkpoint
     group = build_group() if settings.enable else None
+    ledger = Ledger(Path(config.job.dump_folder)) if dist.get_rank() == 0 else None
     if group is None or not is_url(settings.folder):
-        return Saving(group)
+        return Saving(group, ledger)
     store = _open_url(settings.folder, key="checkpoint.folder", settings=settings)
     folder = Path(config.job.dump_folder) / settings.staging_folder
     disk = find_disks(folder, group=group, timeout=SAVE_TIMEOUT)
@@ -321,29 +327,10 @@ def open_saving(config: Config) -> Saving:
     remote = RemoteSteps(
         store, folder=folder, group=group, disk=disk, verifies=settings.verify_on_load
     )
-    return Saving(group, remote)
+    return Saving(group, ledger, remote)
 
 
 def describe_lr(config: Config) -> dict[str, Any]:
     """Return all that the learning rate is computed from."""
     schedule = {"peak_lr": config.optimizer.lr, "training_steps": config.training.steps}
     return schedule | asdict(config.lr_scheduler)
-
-
-def write_config(config: Config) -> None:
-    """Write the resolved settings into the run's folder, from rank 0."""
-
-    def write() -> None:
-        for name in filter(None, (CONFIG_FILE, config.job.save_config_file)):
-            path = Path(config.job.dump_folder) / name
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(to_toml(config), encoding="utf-8")
-            except OSError as error:
-                raise CheckpointError(
-                    f"the settings must be written to a file in job.dump_folder, got {path}, which "
-                    f"cannot be written: {error.strerror}; move away what is there, or choose "
-                    f"another job.save_config_file or job.dump_folder"
-                ) from error
-
-    on_first_rank(write, group=dist.group.WORLD)

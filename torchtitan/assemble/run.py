@@ -22,6 +22,7 @@ from torchtitan.assemble.data import build_loader
 from torchtitan.assemble.find import check_device, find_layout, fit_job, log_job
 from torchtitan.assemble.model import resolve_model
 from torchtitan.assemble.precision import resolve_precision
+from torchtitan.assemble.record import write_start
 from torchtitan.assemble.resume import (
     Saving,
     build_checkpoints,
@@ -31,7 +32,7 @@ from torchtitan.assemble.resume import (
 )
 from torchtitan.assemble.validation import build_validator
 from torchtitan.base.determinism import set_determinism
-from torchtitan.base.device import device_name, device_type, local_device
+from torchtitan.base.device import device_type, local_device
 from torchtitan.callbacks import Hooks, build_callbacks
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import Progress, RunState
@@ -40,7 +41,7 @@ from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.mesh.once import OncePerMachine
 from torchtitan.mesh.process_group import Launch, set_timeout
-from torchtitan.metrics.hardware import Hardware, write_hardware
+from torchtitan.metrics.ledger import Ledger
 from torchtitan.metrics.meter import Meter, build_meter
 from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.metrics.stragglers import build_stragglers
@@ -51,6 +52,7 @@ from torchtitan.optim.balance import Balance, build_balance
 from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
+from torchtitan.optim.spikes import Spikes
 from torchtitan.own import own_sections
 from torchtitan.parallel.build import build_model_and_execution, materialize
 from torchtitan.parallel.context.build import build_shard
@@ -92,7 +94,7 @@ def assemble(
     log_job(config, layout=layout, device=device, precision=precision)
     mesh = build_mesh(layout.dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
-    return build_run(
+    run = build_run(
         config,
         layout=layout,
         mesh=mesh,
@@ -102,6 +104,8 @@ def assemble(
         color=color,
         hooks=Hooks([*own, *callbacks], device=device),
     )
+    write_start(config, run=run, loaded=None if start is None else start.source.path)
+    return run
 
 
 def build_run(
@@ -119,9 +123,7 @@ def build_run(
     training, progress, once = config.training, Progress(), OncePerMachine()
     loader = build_loader(config, layout=layout, mesh=mesh, progress=progress, once=once)
     shard = build_shard(config.parallelism, training=training, mesh=mesh)
-    offloads = training.enable_cpu_offload
-    fill = partial(materialize, device=device, offloads=offloads, seed=config.debug.seed)
-    model, execution = build_model(config, layout=layout, mesh=mesh, device=device, fill=fill)
+    model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
     balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=device)
     validator = build_validator(
         config,
@@ -133,7 +135,8 @@ def build_run(
         loader=loader,
         once=once,
     )
-    state = build_state(config, model=model, balance=balance, loader=loader, progress=progress)
+    spikes = build_spikes(config, mesh=mesh, device=device, ledger=saving.ledger)
+    state = build_state(config, model, balance, spikes, loader=loader, progress=progress)
     checkpoints = build_checkpoints(
         config, dims=layout.dims, state=state, start=start, saving=saving, validator=validator
     )
@@ -150,6 +153,7 @@ def build_run(
         optimizer=state.optimizer,
         balance=balance,
         schedule=build_schedule_of(config),
+        spikes=spikes,
         loader=loader,
         progress=progress,
         checkpoints=checkpoints,
@@ -158,6 +162,7 @@ def build_run(
         sinks=sinks,
         profiler=profiler,
         hooks=hooks,
+        ledger=saving.ledger,
         training=training,
         tokens_per_step=layout.samples_per_step(training) * training.seq_len,
         log_freq=config.metrics.log_freq,
@@ -165,11 +170,16 @@ def build_run(
     )
 
 
+def build_fill(config: Config, *, device: torch.device) -> Callable[[LanguageModel], None]:
+    """Build what gives a part of the model its memory and its initial weights."""
+    offloads = config.training.enable_cpu_offload
+    return partial(materialize, device=device, offloads=offloads, seed=config.debug.seed)
+
+
 def build_state(
     config: Config,
-    *,
     model: ModelParts,
-    balance: Balance | None,
+    *more: Balance | Spikes | None,
     loader: Loader,
     progress: Progress,
 ) -> RunState:
@@ -180,7 +190,7 @@ def build_state(
         lr_settings=describe_lr(config),
         loader=loader,
         progress=progress,
-        more={} if balance is None else balance.state(),
+        more={name: one for part in more if part for name, one in part.state().items()},
     )
 
 
@@ -205,6 +215,22 @@ def build_balance_of(
     )
 
 
+def build_spikes(
+    config: Config, *, mesh: Mesh, device: torch.device, ledger: Ledger | None
+) -> Spikes | None:
+    """Build what judges the steps, if anything does; `ledger`: where it is written down."""
+    settings = config.spikes
+    if settings.action == "none":
+        return None
+
+    def record(step: int, figure: str, value: float, bound: float) -> None:
+        if ledger is not None:
+            facts = {"figure": figure, "value": value, "bound": bound, "action": settings.action}
+            ledger.write("spike", step=step, **facts)
+
+    return Spikes(settings, equal_ranks=mesh.dims.tp, device=device, on_spike=record)
+
+
 def build_schedule_of(config: Config) -> Schedule:
     """Build the learning rate as a function of the step."""
     return build_schedule(
@@ -218,9 +244,12 @@ def build_model(
     layout: Layout,
     mesh: Mesh,
     device: torch.device,
-    fill: Callable[[LanguageModel], None],
+    fill: Callable[[LanguageModel], None] | None = None,
 ) -> tuple[ModelParts, Execution]:
-    """Build this rank's parts of the model with their loss, and what runs batches through all."""
+    """Build this rank's parts of the model with their loss, and what runs batches through all.
+
+    `fill` gives a part its memory and weights; None: as they are before the first step.
+    """
     splits_logits = mesh.dims.tp > 1 and not config.parallelism.disable_loss_parallel
     in_flight = 1 if layout.pipeline is None else layout.pipeline.losses_in_flight
     loss = build_loss(
@@ -239,7 +268,7 @@ def build_model(
         compilation=config.compile,
         device=device,
         loss=loss,
-        fill=fill,
+        fill=fill or build_fill(config, device=device),
     )
 
 
@@ -275,13 +304,4 @@ def build_reports(
         description=config.job.description,
         sections=own_sections(config),
     )
-    if rank == 0:
-        world_size = layout.dims.world_size
-        hardware = Hardware(
-            resumed_from=resume_step,
-            world_size=world_size,
-            ranks_per_machine=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-            device=device_name(device),
-        )
-        write_hardware(folder, hardware)
     return meter, sinks, build_profiler(config.profiling, folder=folder, rank=rank, device=device)

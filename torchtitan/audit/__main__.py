@@ -14,6 +14,8 @@ from torchtitan.base.errors import ConfigError, UserError, did_you_mean
 
 VERBS: Mapping[str, tuple[str, str]] = {
     "compare": ("torchtitan.audit.compare", "where two runs, or layouts of one job, part"),
+    "verify": ("torchtitan.audit.verify", "whether steps trained again give what was logged"),
+    "reproduce": ("torchtitan.audit.reproduce", "the commands that would train the run again"),
     "explain": ("torchtitan.audit.explain", "which samples and documents made the batch of a step"),
 }
 """The module of each verb, and what it tells."""

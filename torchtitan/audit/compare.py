@@ -2,6 +2,7 @@
 
     python -m torchtitan.audit compare layouts my.toml single fsdp2 tp2
     python -m torchtitan.audit compare runs outputs/a outputs/b
+    python -m torchtitan.audit compare --bisect my.toml single fsdp2,tp2
     python -m torchtitan.audit compare --plant my.toml single fsdp2 tp2
 
 Each is a module of this package with a `main(arguments)`, as the verbs are.
@@ -22,6 +23,10 @@ KINDS: Mapping[str, tuple[str, str]] = {
         "train one job in several layouts, and say where they part",
     ),
     "runs": ("torchtitan.audit.compare_runs", "two runs: all figures and all checkpoints"),
+    "--bisect": (
+        "torchtitan.audit.bisect",
+        "name the first module in which two layouts of a job differ",
+    ),
     "--plant": (
         "torchtitan.audit.plant",
         "plant known bugs into a job, and show that comparing its layouts finds each",

@@ -170,8 +170,8 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._metadata)
 
 
-def compare_checkpoints(found: Comparison, a: Path, b: Path) -> None:
-    """Compare two checkpoints, component by component."""
+def compare_checkpoints(found: Comparison, a: Path, b: Path, *, states: bool = True) -> None:
+    """Compare two checkpoints, component by component; without `states` their tensors alone."""
     parts_a, parts_b = (storage.read_manifest(c)["components"] for c in (a, b))
     skip = OF_RANKS if found.tolerance else ()
     for component in sorted(set(parts_a) | set(parts_b)):
@@ -179,9 +179,9 @@ def compare_checkpoints(found: Comparison, a: Path, b: Path) -> None:
         if component not in parts_a or component not in parts_b:
             found.differences.append(f"{part}: only in {'A' if component in parts_a else 'B'}")
             continue
-        if any((c / component / storage.STATE).is_file() for c in (a, b)):
-            states = [storage.read_state(c, component) for c in (a, b)]
-            found.compare_states(part, *states)
+        if states and any((c / component / storage.STATE).is_file() for c in (a, b)):
+            held = [storage.read_state(c, component) for c in (a, b)]
+            found.compare_states(part, *held)
         tensors = [StoredTensors(c, component, skip=skip) for c in (a, b)]
         if tensors[0] or tensors[1]:
             found.compare_tensors(part, *tensors)
@@ -230,17 +230,18 @@ def main(argv: Sequence[str], *, prog: str = PROG) -> int:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
-    _say(f"{'':<28}{'compared':>10}{'differ':>10}{'by at most':>14}")
+    say(f"{'':<28}{'compared':>10}{'differ':>10}{'by at most':>14}")
     for part, compared, differing, largest in found.table:
-        _say(f"{part:<28}{compared:>10}{differing:>10}{largest:>14.3g}")
+        say(f"{part:<28}{compared:>10}{differing:>10}{largest:>14.3g}")
     if len(found.table) == 1:
-        _say("no step has a checkpoint in both: figures alone were compared")
+        say("no step has a checkpoint in both: figures alone were compared")
     if found.differences:
-        _say(f"different; first: {found.differences[0]}")
+        say(f"different; first: {found.differences[0]}")
         return 1
-    _say("equal" + (f" within {options.tolerance:g}" if options.tolerance else ", bit for bit"))
+    say("equal" + (f" within {options.tolerance:g}" if options.tolerance else ", bit for bit"))
     return 0
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print a line of what was found."""
     sys.stdout.write(text + "\n")

@@ -18,6 +18,7 @@ from typing import Any
 
 from torchtitan.audit.history import Stretch, read_history
 from torchtitan.audit.places import Places, Span
+from torchtitan.audit.replay import replay, replay_lines
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.base.log import amount
 from torchtitan.data.dataset import Dataset
@@ -45,12 +46,32 @@ def main(argv: Sequence[str]) -> int:
         "--world_size", type=int, help="ranks after the last checkpoint (as the last start had)"
     )
     parser.add_argument("--text", action="store_true", help="with the text of each part")
+    parser.add_argument(
+        "--replay", action="store_true", help="train the step again and look into it"
+    )
+    parser.add_argument("--out", type=Path, help="keep what --replay writes in this folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    arguments = parser.parse_args(argv)
-    history = read_history(arguments.run, world_size=arguments.world_size)
+    arguments, options = parser.parse_known_args(argv)
+    if (options or arguments.out) and not arguments.replay:
+        given = " ".join(options) or "--out"
+        raise ConfigError(f"settings of another layout belong to --replay, got {given}; remove it")
+    # of a replay it is the layout of that
+    ranks = None if arguments.replay else arguments.world_size
+    history = read_history(arguments.run, world_size=ranks)
     if arguments.step is not None:
         found = explain_step(history, arguments.step, text=arguments.text)
         lines = _step_lines(found)
+        if arguments.replay:
+            found["replay"] = replay(
+                arguments.run,
+                history,
+                found,
+                out=arguments.out,
+                world_size=arguments.world_size,
+                options=options,
+            )
+            path = history[-1].config.model.tokenizer_path
+            lines = replay_lines(found, tokenizer_path=path)
     elif arguments.text:
         raise ConfigError("--text belongs to --step, got it with --document; remove it")
     else:
@@ -77,12 +98,11 @@ def explain_step(
     places = places or Places.of(stretch.config)
     if stretch.fingerprint is not None:
         places.check(stretch.fingerprint)
-    first = stretch.first_sample(step)
-    numbers = range(first, first + stretch.batch)
-    total = places.dataset.num_samples
-    if first < 0 or (total is not None and numbers.stop > total):
+    numbers = stretch.samples(step)
+    first, last, total = numbers[0], numbers[-1], places.dataset.num_samples
+    if first < 0 or (total is not None and last >= total):
         raise DataError(
-            f"step {step} would read the samples {first} to {numbers.stop - 1}, and the data have "
+            f"step {step} would read the samples {first} to {last}, and the data have "
             f"{'none before 0' if first < 0 else total}; the run ended before, or the settings "
             f"changed: see the checkpoints"
         )
@@ -189,16 +209,17 @@ def _reads(
 ) -> Iterator[int]:
     """Yield the samples of a stretch that read a document, epoch by epoch."""
     assert isinstance(places.dataset, Dataset)
-    stop = stretch.first_sample(stretch.last_step + 1)
+    last = stretch.samples(stretch.last_step)[-1]
     if (total := places.dataset.num_samples) is not None:
         # the last step is whole
-        stop = min(stop, total - (total - stretch.position) % stretch.batch)
-    if stop <= stretch.position:
-        return
+        left = stretch.gaps.place(total) - stretch.begin
+        if left < stretch.batch:
+            return
+        last = min(last, stretch.samples(stretch.first_step + left // stretch.batch - 1)[-1])
     for i in places.samples_of(store, document):
-        for epoch in range(places.dataset.epoch_of(store[0], stop) + 1):
+        for epoch in range(places.dataset.epoch_of(store[0], last + 1) + 1):
             k = places.dataset.number_of(store[0], epoch, i)
-            if stretch.position <= k < stop:
+            if k <= last and stretch.step_of(k) is not None:
                 yield k
 
 

@@ -9,6 +9,7 @@ one, or of a run without any, are counted on by `config.toml`. Nothing but small
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError
@@ -16,6 +17,7 @@ from torchtitan.checkpoint.files import check_counts, checked_kinds, read_json
 from torchtitan.checkpoint.folders import MANIFEST, find_steps
 from torchtitan.checkpoint.start import stored_layout
 from torchtitan.checkpoint.storage import STATE
+from torchtitan.data.gaps import Gaps
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.job import Config
 from torchtitan.mesh.dims import ParallelDims, resolve_dims
@@ -29,8 +31,8 @@ class Stretch:
 
     first_step: int
     last_step: int
-    position: int
-    """Samples consumed before the first step."""
+    begin: int
+    """Place of the first sample among those that are not left out."""
     dims: ParallelDims
     config: Config
     fingerprint: dict[str, str] | None
@@ -44,19 +46,27 @@ class Stretch:
         """Samples of a step."""
         return samples_per_step(self.config, self.dims)
 
-    def first_sample(self, step: int) -> int:
-        """Return the number of the first sample of a step."""
-        return self.position + (step - self.first_step) * self.batch
+    @cached_property
+    def gaps(self) -> Gaps:
+        """What is left out of the order."""
+        return Gaps(self.config.training.skip_samples)
+
+    def samples(self, step: int) -> list[int]:
+        """Return the numbers of the samples of a step, in their order."""
+        begin = self.begin + (step - self.first_step) * self.batch
+        return [self.gaps.number(place) for place in range(begin, begin + self.batch)]
 
     def step_of(self, sample: int) -> int | None:
         """Return the step that a sample was part of; None: none of these."""
-        step = self.first_step + (sample - self.position) // self.batch
+        if self.gaps.holds(sample):
+            return None
+        step = self.first_step + (self.gaps.place(sample) - self.begin) // self.batch
         return step if self.first_step <= step <= self.last_step else None
 
     def reader_of(self, sample: int) -> tuple[int, int, list[int]]:
         """Return the data-parallel rank that reads a sample, the microbatch, and the ranks that
         share it."""
-        dims, place = self.dims, (sample - self.position) % self.batch
+        dims, place = self.dims, (self.gaps.place(sample) - self.begin) % self.batch
         microbatch, dp_rank = divmod(place // self.config.training.local_batch_size, dims.dp)
         inner = dims.cp * dims.tp
         firsts = [(stage * dims.dp + dp_rank) * inner for stage in range(dims.pp)]
@@ -82,17 +92,17 @@ def read_history(run: Path, *, world_size: int | None = None) -> list[Stretch]:
     stretches: list[Stretch] = []
     step = position = 0
     for saved in find_steps(folder):
-        found = _until(folder / f"step-{saved}", begin=step, position=position)
+        found, end = _until(folder / f"step-{saved}", begin=step, position=position)
         if saved > step:  # step 0 holds the initial weights
             stretches.append(found)
-        step, position = saved, found.first_sample(saved + 1)
+        step, position = saved, end
     if step < config.training.steps:
         stretches.append(_after(run, config, step, position, world_size=world_size))
     return stretches
 
 
-def _until(checkpoint: Path, *, begin: int, position: int) -> Stretch:
-    """Return the steps after `begin` up to a checkpoint."""
+def _until(checkpoint: Path, *, begin: int, position: int) -> tuple[Stretch, int]:
+    """Return the steps after `begin` up to a checkpoint, and its position."""
     manifest = checked_kinds(read_json(checkpoint / MANIFEST), kinds={"step": int, "config": str})
     state = read_json(checkpoint / "dataloader" / STATE)
     checked_kinds(state, kinds={"position": int, "fingerprint": dict})
@@ -101,24 +111,26 @@ def _until(checkpoint: Path, *, begin: int, position: int) -> Stretch:
     if step < begin:
         raise CheckpointError(f"{manifest.path} is of step {step}; restore it, or move it away")
     config = Job.stored(manifest["config"], file=manifest.path, dp=dims.dp).config
-    first = state["position"] - (step - begin) * samples_per_step(config, dims)
+    gaps = Gaps(config.training.skip_samples)
+    first = gaps.place(state["position"]) - (step - begin) * samples_per_step(config, dims)
     doubt = ""
     # at 0 the data began anew, which exclude_from_loading asks for
-    if first not in (position, 0):
+    if first not in (gaps.place(position), 0):
         doubt = (
             f"between steps {begin} and {step} the batch changed, or the run came from another "
             f"folder, and the checkpoint of that step is gone: steps before it had other samples"
         )
-    return Stretch(
+    found = Stretch(
         first_step=begin + 1,
         last_step=step,
-        position=first,
+        begin=first,
         dims=dims,
         config=config,
         fingerprint=state["fingerprint"],
         said_by=f"{checkpoint.name}, counted back from its position",
         doubt=doubt,
     )
+    return found, state["position"]
 
 
 def _after(
@@ -142,7 +154,7 @@ def _after(
     return Stretch(
         first_step=step + 1,
         last_step=config.training.steps,
-        position=position,
+        begin=Gaps(config.training.skip_samples).place(position),
         dims=dims,
         config=config,
         fingerprint=None,

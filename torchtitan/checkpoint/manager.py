@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,13 @@ EXPORT = "export"  # inside the folder, where no name of a step can meet it
 Export = Callable[[Path, Path], None]
 
 
+class Recorder(Protocol):
+    """What writes down which checkpoints a run has made."""
+
+    def checkpoint(self, folder: Path, *, step: int) -> None:
+        """Record one; raise CheckpointError if that is not possible."""
+
+
 def build_group() -> dist.ProcessGroup:
     """Build the process group of checkpoints, apart from the ones that training uses."""
     return dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
@@ -65,7 +72,8 @@ class CheckpointManager:
     them; `group` is this manager's own; a save ends when a rank's `pulse` stops. `export` writes
     the Hugging Face folder at the end, from the last step's folder to another; None: not asked for.
     `validation_data` identifies the data of the validation, if there is one. With `remote` each
-    checkpoint is uploaded once it is whole in `folder`, while training goes on.
+    checkpoint is uploaded once it is whole in `folder`, while training goes on. `ledger`, on rank 0
+    alone, hears of each that is whole.
     """
 
     def __init__(
@@ -80,6 +88,7 @@ class CheckpointManager:
         export: Export | None = None,
         validation_data: str | None = None,
         remote: RemoteSteps | None = None,
+        ledger: Recorder | None = None,
     ) -> None:
         self.folder = folder
         self._state = state
@@ -89,6 +98,7 @@ class CheckpointManager:
         self._pulse = pulse
         self._export = export
         self._validation_data = validation_data
+        self._ledger = ledger
         self._remote, self._disk = remote, None if remote is None else remote.disk
         self._kept = self._kept_here = Retention(
             keep_latest=settings.keep_latest_k, keep_best=settings.keep_best, data=validation_data
@@ -184,6 +194,8 @@ class CheckpointManager:
         if self._export is not None:
             name = f"step-{step}"
             self._export(self.folder / name, self.folder / EXPORT / name)
+            if self._remote is not None:
+                self._remote.send_export(f"{EXPORT}/{name}")
         elif self._settings.last_save_model_only:
             self._write(self.folder / EXPORT, step, {"model": components["model"]})
             if self._remote is not None:
@@ -210,6 +222,8 @@ class CheckpointManager:
         on_each_disk(lambda: self._tidy(step), group=self._group, disk=self._disk)
 
     def _tidy(self, saved: int) -> None:
+        if self._ledger is not None:
+            self._ledger.checkpoint(self.folder / f"step-{saved}", step=saved)
         if self._is_first_save:
             # damaged, or this run would have begun with them; readable again one day, none of them
             # may come before a step of this run, or displace one

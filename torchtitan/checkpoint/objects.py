@@ -38,7 +38,7 @@ import xxhash
 
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.base.urls import missing_package, without_secrets
-from torchtitan.checkpoint.files import FileRecord, HashingFile
+from torchtitan.checkpoint.files import FileRecord, HashingFile, hash_file
 from torchtitan.checkpoint.ranks import reason
 
 T = TypeVar("T")
@@ -167,6 +167,23 @@ class ObjectStore:
             f"{self.url}/{name} was written {NUM_TRIES} times, and reads back otherwise; the store "
             f"or the way to it changes bytes"
         )
+
+    def put_folder(self, folder: Path, under: str, *, last: Collection[str]) -> None:
+        """Write the files of a folder as objects, and when they are there those named in `last`: a
+        reader takes a folder with one of these for whole.
+
+        Raises:
+            CheckpointError: As `put`.
+        """
+
+        def put(name: str) -> None:
+            file = folder / name
+            record = FileRecord(file.stat().st_size, hash_file(file))
+            self.put(file, f"{under}/{name}" if under else name, record=record)
+
+        names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+        for some in (names.difference(last), names.intersection(last)):
+            in_parallel(put, sorted(some))
 
     def _holds(self, name: str, digest: str, *, record: FileRecord) -> bool:
         """Tell whether an object is what the file is; `digest`: what the store will say it is."""

@@ -57,6 +57,8 @@ from torchtitan.checkpoint.retention import Retention
 from torchtitan.checkpoint.verify import share, summary
 
 logger = logging.getLogger(__name__)
+WHOLE_EXPORT = ("config.json", "adapter_config.json")
+"""What programs look for in a folder of Hugging Face."""
 
 
 class RemoteSteps:
@@ -271,6 +273,18 @@ class RemoteSteps:
             len(files),
             num_bytes / 2**20,
         )
+
+    def send_export(self, name: str) -> None:
+        """Upload a folder of Hugging Face; its config comes last.
+
+        Raises:
+            CheckpointError: The store did not take it.
+        """
+        folder = self._folder / name
+        on_first_rank(
+            lambda: self._store.put_folder(folder, name, last=WHOLE_EXPORT), group=self._group
+        )
+        logger.info("Uploaded %s/%s", self.url, name)
 
     def _make_way(self, name: str, manifest: bytes) -> bool:
         """Take away the manifest of another checkpoint of this name; tell whether there is

@@ -47,6 +47,22 @@ def _in_lists(value: object) -> object:
     return tuple(tuple(item.split(",")) if isinstance(item, str) else item for item in value)
 
 
+def _in_ranges(value: object) -> object:
+    """Let text as "100-199" stand for a range, and one range for a list of one."""
+    if isinstance(value, str) or (
+        isinstance(value, (list, tuple)) and value and isinstance(value[0], int)
+    ):
+        value = (value,)
+    if not isinstance(value, (list, tuple)):
+        return value
+    return tuple(_range(item) if isinstance(item, str) else item for item in value)
+
+
+def _range(text: str) -> object:
+    first, dash, last = text.partition("-")
+    return (int(first), int(last)) if dash and f"{first}{last}".isdecimal() else text
+
+
 def named_or_number(*names: str) -> AfterValidator:
     """Allow one of the names, or a positive integer in digits."""
 
@@ -152,4 +168,8 @@ ImportPaths = Annotated[
 ]
 Names = Annotated[tuple[Text, ...], Field(strict=False)]
 ListsOfNames = Annotated[tuple[Names, ...], Field(strict=False), BeforeValidator(_in_lists)]
+Range = Annotated[
+    tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=2, max_length=2)
+]
+Ranges = Annotated[tuple[Range, ...], Field(strict=False), BeforeValidator(_in_ranges)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]

@@ -3,7 +3,8 @@
 A step at position P consumes samples P to P + G - 1 of the global order, G being the global batch.
 They are cut into blocks of local_batch_size; rank r's a-th microbatch is block a * dp_degree + r.
 So a step trains on the same samples for any number of ranks, workers or accumulation steps, and the
-position is the whole state: a run resumes at the next sample in any layout.
+position is the whole state: a run resumes at the next sample in any layout. Samples in gaps
+(`data/gaps.py`) are passed over, and the others keep their numbers and their order.
 
 torchdata's StatefulDataLoader runs the workers and reads ahead. Its own state is not used: it is
 valid only for one rank and one number of workers, and it counts batches.
@@ -30,6 +31,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.data.gaps import Gaps
 
 if TYPE_CHECKING:
     from torchtitan.data.settings import DataLoaderConfig
@@ -95,6 +97,7 @@ class Blocks:
 
     position: int
     num_samples: int | None
+    gaps: Gaps
     block: int
     accumulation: int
     dp_rank: int
@@ -102,13 +105,14 @@ class Blocks:
 
     def __iter__(self) -> Iterator[list[int]]:
         global_batch = self.block * self.accumulation * self.dp_degree
-        for start in count(self.position, global_batch):
+        stop = None if self.num_samples is None else self.gaps.place(self.num_samples)
+        for start in count(self.gaps.place(self.position), global_batch):
             # all ranks end on the same step
-            if self.num_samples is not None and start + global_batch > self.num_samples:
+            if stop is not None and start + global_batch > stop:
                 return
             for a in range(self.accumulation):
                 first = start + (a * self.dp_degree + self.dp_rank) * self.block
-                yield list(range(first, first + self.block))
+                yield [self.gaps.number(place) for place in range(first, first + self.block)]
 
 
 class Loader:
@@ -129,6 +133,7 @@ class Loader:
         dp_degree: int,
         settings: DataLoaderConfig,
         position: int = 0,
+        gaps: Gaps | None = None,
         on_sample: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
         assert 0 <= dp_rank < dp_degree
@@ -136,19 +141,19 @@ class Loader:
         self._block, self._accumulation = local_batch_size, accumulation
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
         self._global_batch = local_batch_size * accumulation * dp_degree
-        self._position, self._on_sample = position, on_sample
+        self._position, self._gaps, self._on_sample = position, gaps or Gaps(), on_sample
         self._batches: Iterator[Samples] | None = None
 
     @property
     def position(self) -> int:
-        """Return the samples of all steps so far; what is read ahead does not count."""
+        """Return the number behind all samples so far; what is read ahead does not count."""
         return self._position
 
     @property
     def exhausted(self) -> bool:
         """Return whether less than a global batch is left."""
         total = self.dataset.num_samples
-        return total is not None and self._position + self._global_batch > total
+        return total is not None and self._end_of_step() > total
 
     def __iter__(self) -> Loader:
         return self
@@ -168,8 +173,13 @@ class Loader:
             drawn = (tokens for batch in step for tokens in batch["tokens"])
             for number, tokens in zip(numbers, drawn, strict=True):
                 self._on_sample(number, tokens)
-        self._position += self._global_batch
+        self._position = self._end_of_step()
         return step
+
+    def _end_of_step(self) -> int:
+        """Return the number behind the last sample of the next step."""
+        gaps = self._gaps
+        return gaps.number(gaps.place(self._position) + self._global_batch - 1) + 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the fingerprint of the data, equal on all ranks."""
@@ -212,6 +222,7 @@ class Loader:
         return Blocks(
             position=self._position,
             num_samples=self.dataset.num_samples,
+            gaps=self._gaps,
             block=self._block,
             accumulation=self._accumulation,
             dp_rank=self._dp_rank,

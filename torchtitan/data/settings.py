@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from string import Formatter
 from typing import Annotated, Literal
 
@@ -17,6 +18,7 @@ from torchtitan.config.types import (
     ImportPaths,
     MinusOneOrMore,
     Own,
+    Ranges,
     Share,
     Strings,
     Text,
@@ -137,6 +139,9 @@ class TrainingConfig:
     dataset_cache: Text = DEFAULT_CACHE
     """Folder for tokenised data, kept under a fingerprint of the files and the tokenizer; or a URL,
     for machines to share it by."""
+    skip_samples: Ranges = ()
+    """Samples that are not trained on, by ranges of their first and last number in the order of the
+    run, as [[100, 199]]; the order of all others stays. On the command line: 100-199 400-415."""
     num_epochs: PositiveInt | None = None
     """Passes over the data before the run ends; if not given it repeats, reshuffled, for all
     steps."""
@@ -183,6 +188,14 @@ class TrainingConfig:
                 ("dataset_weights", "dataset_path"),
                 f"must hold one weight for each dataset_path, got {num_weights} for {num_paths}",
             )
+        ends = [number for one in self.skip_samples for number in one]
+        # the first of a range may be its last; each begins behind the one before
+        if any(a > b or (i % 2 and a == b) for i, (a, b) in enumerate(pairwise(ends))):
+            rule = (
+                f"must hold ranges of a first and a last number, in order and apart, got "
+                f"{[list(one) for one in self.skip_samples]}; correct it"
+            )
+            yield Violation(("skip_samples",), rule)
         yield from self._template_violations()
         whole, local = self.global_batch_size, self.local_batch_size
         if whole != -1 and whole % local:

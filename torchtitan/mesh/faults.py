@@ -19,6 +19,7 @@ import ctypes
 import faulthandler
 import logging
 import math
+import re
 import signal
 import sys
 import threading
@@ -127,6 +128,16 @@ class Pulse:
                 awake_since = now  # this rank was stopped itself, and maybe the whole job
             if complaint := self.complaint(seconds=self._limit, awake_since=awake_since):
                 raise PeerError(complaint)
+
+
+def is_hang(error: BaseException) -> bool:
+    """Tell whether an error is that another rank was waited for too long."""
+    return isinstance(error, PeerError) or (
+        # torch has no class for it: gloo's words, NCCL's watchdog's, and the store's
+        isinstance(error, RuntimeError)
+        and re.search("timed out|collective operation timeout|wait timeout", str(error), re.I)
+        is not None
+    )
 
 
 def raise_if_nonfinite(norm: float, *, loss: Tensor, step: int) -> None:

@@ -16,6 +16,9 @@ from typing import Literal
 MUST_BE_FIXED = (2, 3)
 """Exit codes of `train.py` after which a start with the same settings ends in the same way."""
 STOPPED = 4
+HUNG = 5
+"""Of a rank that has waited too long for another one. No job ends with it: once it is not started
+again in place it ends as one that was stopped, since another start, on other nodes, may go on."""
 LEFT = (STOPPED, -signal.SIGTERM)
 """Asked to leave: a rank that is still importing dies of the signal."""
 
@@ -68,6 +71,9 @@ def judge(endings: Mapping[int, Ending], *, lost: Collection[int], makes_room: b
         return Verdict(action="end", why="the ranks have stopped", code=STOPPED)
     if restarts_left:
         return Verdict(action="meet", why="a rank has crashed", restarts_left=restarts_left - 1)
+    if HUNG in codes:
+        why = "a rank hangs; no --max_restarts are left"
+        return Verdict(action="end", why=why, code=STOPPED)
     [code, *_] = sorted(filter(None, codes))
     code = code if code > 0 else 1
     return Verdict(action="end", why="a rank has crashed; no --max_restarts are left", code=code)

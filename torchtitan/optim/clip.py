@@ -22,7 +22,8 @@ CHUNK = 1 << 16
 """Elements to a partial norm on CPU."""
 
 
-def _num_copies(grad: Tensor) -> int:
+def num_copies(grad: Tensor) -> int:
+    """Return how many ranks hold each element of a gradient."""
     if not isinstance(grad, DTensor):
         return 1
     assert not any(p.is_partial() for p in grad.placements), "gradients must be reduced by now"
@@ -50,18 +51,20 @@ def global_norm(parameters: Iterable[nn.Parameter], *, loss: Tensor) -> Tensor:
     grads = [p.grad for p in parameters if p.grad is not None]
     chunks_by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for grad in grads:
-        chunks_by_copies[_num_copies(grad)] += _chunks(local_part(grad))
+        chunks_by_copies[num_copies(grad)] += _chunks(local_part(grad))
     total = loss.double() * 0.0
-    for num_copies, chunks in chunks_by_copies.items():
+    for copies, chunks in chunks_by_copies.items():
         dtype = torch.promote_types(chunks[0].dtype, torch.float32)
         norms = torch._foreach_norm(chunks, 2.0, dtype=dtype)
-        total += torch.stack(norms).to(loss.device).double().square().sum() / num_copies
+        total += torch.stack(norms).to(loss.device).double().square().sum() / copies
     dist.all_reduce(total)
     return total.sqrt().float()
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], *, norm: Tensor, max_norm: float) -> None:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], *, norm: Tensor, max_norm: Tensor | float
+) -> None:
     """Scale the gradients in place so that their global norm is at most `max_norm`."""
     grads = [local_part(p.grad) for p in parameters if p.grad is not None]
     if not grads:  # all of this rank's layers are frozen

@@ -243,10 +243,12 @@ def skips_by_itself(optimizer: torch.optim.Optimizer, *, device: torch.device) -
 def take_step(optimizer: torch.optim.Optimizer, *, norm: Tensor) -> None:
     """Update the weights by their gradients, whose global norm is `norm`, and clear these.
 
-    A fused kernel reads on the device whether the norm is finite, by the flag that torch's gradient
-    scaler sets. With the others the caller must have checked it.
+    With a norm that is not finite they stay. A fused kernel reads that on the device, by the flag
+    that torch's gradient scaler sets; the others wait for it.
     """
     if skips_by_itself(optimizer, device=norm.device):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-    optimizer.step()
+        optimizer.step()
+    elif norm.isfinite():
+        optimizer.step()
     optimizer.zero_grad()

@@ -171,3 +171,21 @@ class RouterConfig:
     """Weight of the loss that keeps the router's logits small; 0: there is none."""
     log_layers: bool = False
     """Report the load of each layer too, and in metrics.jsonl the tokens of each expert."""
+
+
+ACTS = Needs("action", ("skip", "clip"))
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SpikesConfig:
+    """What becomes of a step whose loss or gradient norm jumps."""
+
+    action: Literal["none", "skip", "clip"] = "none"
+    """skip: weights and optimizer stay as they were; clip: the gradients are scaled down to the
+    median norm of the last steps; none: nothing is looked at."""
+    window: Annotated[int, Field(ge=4, le=100_000), ACTS] = 128
+    """Steps whose loss and gradient norm say what is normal; before there are as many nothing
+    spikes."""
+    deviations: Annotated[FinitePositive, ACTS] = 8.0
+    """A figure spikes that is so many standard deviations, found by the median absolute deviation
+    and at least a hundredth of the median, above the median."""

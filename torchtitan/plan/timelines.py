@@ -60,7 +60,11 @@ def add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def draw_schedule(arguments: argparse.Namespace) -> str:
     """Return timelines and their figures as text, and write the picture if one is asked for."""
     if arguments.measured is not None:
-        panels = _measured_panels(arguments)
+        names = ("schedule", "pp", "stages", "microbatches", "csv", *COSTS, "transfer")
+        given = [f"--{name}" for name in names if getattr(arguments, name) is not None]
+        if given:
+            raise ConfigError(f"--measured takes all from the run; leave out {', '.join(given)}")
+        panels = measured_panels(arguments.measured, step=arguments.step)
     else:
         table, title = _table(arguments)
         panels = [
@@ -83,13 +87,14 @@ def draw_schedule(arguments: argparse.Namespace) -> str:
     return text
 
 
-def _measured_panels(arguments: argparse.Namespace) -> list[Panel]:
-    """Return what the run's schedule comes to at the run's own mean durations, and what it did."""
-    names = ("schedule", "pp", "stages", "microbatches", "csv", *COSTS, "transfer")
-    given = [f"--{name}" for name in names if getattr(arguments, name) is not None]
-    if given:
-        raise ConfigError(f"--measured takes all from the run; leave out {', '.join(given)}")
-    run = read_run(arguments.measured, step=arguments.step)
+def measured_panels(folder: Path, *, step: int | None) -> list[Panel]:
+    """Return what a run's schedule comes to at the run's own mean durations, and what it did in a
+    traced step; None: the newest.
+
+    Raises:
+        ConfigError: It was not profiled, or its traces are not whole.
+    """
+    run = read_run(folder, step=step)
     if run.csv:
         table = read_csv(run.csv)
     else:
@@ -108,7 +113,7 @@ def _measured_panels(arguments: argparse.Namespace) -> list[Panel]:
         missing = sorted(set(row) - {span.action for span in spans})
         if missing:
             raise ConfigError(
-                f"{arguments.measured}: the trace of pipeline rank {rank} misses {len(missing)} "
+                f"{folder}: the trace of pipeline rank {rank} misses {len(missing)} "
                 f"actions of {run.schedule}, {missing[0]} for one; profile a whole step"
             )
     plan = simulate(table, costs=run.costs())

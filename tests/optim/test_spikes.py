@@ -1,0 +1,129 @@
+"""Steps that spike: the bound, what becomes of them, and that all layouts and restarts agree."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.audit.campaign import SMALL
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from tests.optim.spiky import SPIKES
+from torchtitan.audit import compare_runs
+from torchtitan.metrics.ledger import read_ledger
+from torchtitan.metrics.sinks import read_rows
+from torchtitan.optim.settings import SpikesConfig
+from torchtitan.optim.spikes import Spikes, robust_bounds
+
+JOB = [
+    *SMALL,
+    "--training.dataset=tests.optim.spiky:Spiky",
+    "--training.mixed_precision_param=float32",
+    "--activation_checkpoint.mode=none",
+    "--training.steps=18",
+    "--optimizer.lr=0.02",
+    "--lr_scheduler.total_steps=18",
+    "--metrics.log_freq=1",
+    "--spikes.action=skip",
+    "--spikes.window=4",
+    "--spikes.deviations=3",
+    "--checkpoint.enable",
+    "--checkpoint.keep_latest_k=20",
+]
+CPU = torch.device("cpu")
+
+
+def test_bounds_are_those_of_medians() -> None:
+    draw = random.Random(1)
+    for _ in range(50):
+        values = [draw.gauss(3, draw.choice([0.001, 1, 10])) for _ in range(draw.randrange(4, 30))]
+        middle = statistics.median_high(values)
+        mad = statistics.median_high(abs(value - middle) for value in values)
+        bound = middle + 5 * max(1.4826 * mad, abs(middle) / 100)
+        last_FW = torch.tensor([values, values[::-1]], dtype=torch.float64)
+        for found in zip(*robust_bounds(last_FW, deviations=5), strict=True):
+            assert [one.item() for one in found] == pytest.approx([middle, bound], rel=1e-12)
+
+
+@pytest.fixture
+def spikes(monkeypatch: pytest.MonkeyPatch) -> Spikes:
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+    settings = SpikesConfig(action="clip", window=6, deviations=4.0)
+    return Spikes(settings, equal_ranks=1, device=CPU)
+
+
+def judge(spikes: Spikes, norm: float, *, loss: float = 2.0) -> tuple[float, float]:
+    norm_to_take, clip_at = spikes.judge(
+        1,
+        loss_sum=torch.tensor(loss * 64),
+        divisor=torch.tensor(64),
+        norm=torch.tensor(norm),
+        max_norm=3.0,
+    )
+    return float(norm_to_take), float(clip_at)
+
+
+def test_a_spike_is_clipped_to_the_median_and_a_level_that_lasts_is_none(spikes: Spikes) -> None:
+    first = [judge(spikes, norm) for norm in (9.0, 1.0, 1.25, 1.5, 1.0, 1.25)]
+    assert {clip_at for _, clip_at in first} == {3.0}  # the window was not full
+    assert judge(spikes, 20.0) == (20.0, 1.25)
+    assert judge(spikes, 1.25, loss=9.0) == (1.25, 1.25)
+    assert judge(spikes, 1.25) == (1.25, 3.0)
+    lasting = [judge(spikes, 20.0)[1] for _ in range(6)]
+    assert lasting[0] < 3.0
+    assert lasting[3:] == [3.0] * 3
+    assert spikes.figures()["spikes"] == 2 + sum(clip_at < 3.0 for clip_at in lasting)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (1, ["--optimizer.implementation=foreach"]),
+        (2, []),
+        (2, ["--parallelism.tensor_parallel_degree=2", "--model.vocab_size=264"]),
+        (
+            2,
+            [
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.pipeline_parallel_schedule=1F1B",
+            ],
+        ),
+    ],
+    ids=["one device, foreach", "fsdp 2", "tp 2", "pp 2"],
+)
+def test_a_step_that_is_left_out_changes_nothing(
+    world: int, layout: list[str], ranks: RankPool, tmp_path: Path
+) -> None:
+    job = [*JOB, *layout, f"--job.dump_folder={tmp_path}", "--checkpoint.interval=1"]
+    ranks.run(jobs.train, job, world=world)
+    told = [
+        (row["step"], row["figure"]) for row in read_ledger(tmp_path) if row["event"] == "spike"
+    ]
+    assert told == [(10, "loss"), (15, "loss"), (15, "grad_norm")]
+    assert [row["spikes"] for row in read_rows(tmp_path / "metrics.jsonl")][-5:] == [1, 2, 2, 2, 2]
+
+    def changed(step: int) -> dict[str, bool]:
+        before, now = (tmp_path / "checkpoint" / f"step-{n}" for n in (step - 1, step))
+        parts = {}
+        for part in ("model", "optimizer"):
+            a, b = (compare_runs.StoredTensors(one, part, skip=()) for one in (before, now))
+            parts[part] = any(not torch.equal(a[name], b[name]) for name in a)
+        return parts
+
+    for step in (9, 10, 11, 15):
+        assert set(changed(step).values()) == {step not in SPIKES}
+
+
+def test_a_resumed_run_goes_by_the_same_figures(ranks: RankPool, tmp_path: Path) -> None:
+    straight, stopped = ([*JOB, f"--job.dump_folder={tmp_path}/{name}"] for name in "ab")
+    ranks.run(jobs.train, straight, world=1)
+    # three steps before the spike: the window holds what was seen before the stop
+    ranks.run(jobs.train, [*stopped, "--training.steps=12"], world=1)
+    ranks.run(jobs.train, stopped, world=1)
+    assert compare_runs.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert read_rows(tmp_path / "b" / "metrics.jsonl")[-1]["spikes"] == 2

@@ -1,0 +1,127 @@
+"""Steps whose loss or gradient norm jumps: left out, or their gradients made small.
+
+A figure spikes when it is above the robust bound of the last `window` steps,
+
+    median + deviations * max(1.4826 * MAD, median / 100)
+
+with MAD the median absolute deviation, which times 1.4826 is the standard deviation of normal
+numbers (Rousseeuw and Croux, 1993). The hundredth keeps figures that hardly move from a bound that
+everything is above. There is no bound before `window` figures are there. Every finite figure is
+among the last ones afterwards, spikes too: the median does not mind a few, and a level that lasts
+becomes the normal one after half a window, so that no run leaves out steps forever.
+
+The figures are sums over all ranks, the same bits on each, so all decide alike, on the device: the
+host reads what was decided when the device works on the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.base.transfer import HostCopy
+from torchtitan.optim.settings import SpikesConfig
+
+logger = logging.getLogger(__name__)
+FIGURES = ("loss", "grad_norm")
+PER_DEVIATION = 1.4826
+LEAST_DEVIATION = 0.01
+"""As a part of the median."""
+OnSpike = Callable[[int, str, float, float], None]
+
+
+def robust_bounds(last_FW: Tensor, *, deviations: float) -> tuple[Tensor, Tensor]:
+    """Return the medians and the bounds (F,) of the last W values of F figures, oldest first.
+
+    The bounds are infinite if the oldest value is: if there are not W of them yet.
+    """
+    # of an even number the upper one of the two in the middle
+    middle = last_FW.shape[1] // 2
+    median_F = last_FW.sort(1).values[:, middle]
+    mad_F = (last_FW - median_F[:, None]).abs().sort(1).values[:, middle]
+    deviation_F = torch.maximum(PER_DEVIATION * mad_F, LEAST_DEVIATION * median_F.abs())
+    bound_F = median_F + deviations * deviation_F
+    return median_F, torch.where(last_FW[:, 0].isfinite(), bound_F, torch.inf)
+
+
+class Spikes:
+    """Holds the last figures, and decides what becomes of a step.
+
+    `equal_ranks` is the number of ranks that hold the same losses. `on_spike` is called on this
+    rank with the step, the figure's name, its value and its bound, one step later.
+    """
+
+    def __init__(
+        self,
+        settings: SpikesConfig,
+        *,
+        equal_ranks: int,
+        device: torch.device,
+        on_spike: OnSpike = lambda step, figure, value, bound: None,
+    ) -> None:
+        self._settings, self._equal_ranks, self._on_spike = settings, equal_ranks, on_spike
+        shape = len(FIGURES), settings.window
+        self._last_FW = torch.full(shape, torch.inf, dtype=torch.float64, device=device)
+        self._num_spikes = torch.zeros((), dtype=torch.int64, device=device)
+        self._untold: tuple[HostCopy, int] | None = None
+
+    @torch.no_grad()
+    def judge(
+        self, step: int, *, loss_sum: Tensor, divisor: Tensor, norm: Tensor, max_norm: float
+    ) -> tuple[Tensor, Tensor | float]:
+        """Return the norm to take the step with, infinite if it is left out, and the one to clip
+        at.
+
+        `loss_sum`: of this rank. `divisor`: valid tokens of the global batch. `norm`: of all
+        gradients, before clipping. All ranks must call this.
+        """
+        self.tell()
+        total = loss_sum.double()  # a copy: it is float32
+        dist.all_reduce(total)
+        now_F = torch.stack([total / self._equal_ranks / divisor, norm.double()])
+        median_F, bound_F = robust_bounds(self._last_FW, deviations=self._settings.deviations)
+        spikes_F = now_F > bound_F
+        is_spike = spikes_F.any() & now_F.isfinite().all()
+        self._untold = HostCopy(torch.cat([spikes_F.double() * is_spike, now_F, bound_F])), step
+        newer_FW = torch.cat([self._last_FW[:, 1:], now_F[:, None]], 1)
+        self._last_FW.copy_(torch.where(now_F.isfinite().all(), newer_FW, self._last_FW))
+        self._num_spikes += is_spike
+        if self._settings.action == "clip":
+            smaller = median_F[1].clamp(max=max_norm).to(norm.dtype)
+            return norm, torch.where(is_spike, smaller, torch.full_like(norm, max_norm))
+        return torch.where(is_spike, torch.inf, norm), max_norm
+
+    def tell(self) -> None:
+        """Tell of the last step, if that was not done yet."""
+        if self._untold is None:
+            return
+        (on_host, step), self._untold = self._untold, None
+        values = on_host.read()
+        n = len(FIGURES)
+        done = "left out" if self._settings.action == "skip" else "clipped to the median norm"
+        for name, is_spike, value, bound in zip(
+            FIGURES, values[:n], values[n : 2 * n], values[2 * n :], strict=True
+        ):
+            if is_spike:
+                logger.warning(
+                    "Step %d is %s: its %s of %.6g is above the bound of %.6g",
+                    step,
+                    done,
+                    name,
+                    value,
+                    bound,
+                )
+                self._on_spike(step, name, value, bound)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what the next step goes by; it may be filled in place."""
+        window = self._settings.window  # in the name: with another one the figures begin anew
+        return {f"spikes.last_{window}": self._last_FW, "spikes.number": self._num_spikes}
+
+    def figures(self) -> dict[str, Tensor]:
+        """Return the number of spikes so far; on the device."""
+        return {"spikes": self._num_spikes}
