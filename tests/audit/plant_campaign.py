@@ -2,7 +2,7 @@
 
 Four small jobs, so that each bug occurs in at least one layout: a dense model with masked labels
 and accumulation, one with tied embeddings, one with experts, and one that draws random numbers.
-Takes about five minutes on two cores. Exit code 0 if each bug occurs and is caught.
+Takes about ten minutes on two cores. Exit code 0 if each bug occurs and is caught.
 """
 
 from __future__ import annotations
