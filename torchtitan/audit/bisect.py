@@ -101,9 +101,9 @@ def main(argv: Sequence[str]) -> int:
         for side, text in (("a", options.a), ("b", options.b)):
             layout = parse_layout(text)
             sys.stderr.write(f"{text}: training {options.step} step(s)\n")
-            words = _words(common, layout, step=options.step, folder=Path(temporary) / side)
+            words, dtype = _words(common, layout, step=options.step, folder=Path(temporary) / side)
             python = options.python_b if side == "b" else sys.executable
-            tolerance = max(tolerance, TOLERANCES[_precision(words)])
+            tolerance = max(tolerance, TOLERANCES.get(dtype, TOLERANCES["bfloat16"]))
             sketches.append(
                 _train(words, layout, python=python, folder=Path(temporary) / side, options=options)
             )
@@ -120,8 +120,10 @@ def main(argv: Sequence[str]) -> int:
     return 1
 
 
-def _words(common: Sequence[str], layout: Layout, *, step: int, folder: Path) -> list[str]:
-    """Return the trainer's command line."""
+def _words(
+    common: Sequence[str], layout: Layout, *, step: int, folder: Path
+) -> tuple[list[str], str]:
+    """Return the trainer's command line, and the type in which it computes."""
     words = [*common, *layout.arguments]
     training = load_config(words).training
     whole = training.global_batch_size
@@ -130,8 +132,7 @@ def _words(common: Sequence[str], layout: Layout, *, step: int, folder: Path) ->
             "two layouts must train on the same batch: set training.global_batch_size, got -1"
         )
     local = fit_local_batch(training.local_batch_size, global_batch_size=whole, layout=layout)
-    return [
-        *words,
+    words += [
         f"--job.dump_folder={folder}",
         f"--training.steps={step}",
         f"--training.local_batch_size={local}",
@@ -143,11 +144,7 @@ def _words(common: Sequence[str], layout: Layout, *, step: int, folder: Path) ->
         *training.callbacks,
         CALLBACK,
     ]
-
-
-def _precision(words: Sequence[str]) -> str:
-    named = load_config(words).training.mixed_precision_param
-    return "bfloat16" if named == "auto" else named
+    return words, training.mixed_precision_param
 
 
 def _train(
