@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.audit.compare_runs import StoredTensors
-from torchtitan.audit.layouts.rank import FLOAT64, GRADIENTS, NUM_STEPS, PIDS, REPLAYED
+from torchtitan.audit.layouts.rank import FLOAT64, GRADIENTS, NUM_STEPS, PIDS, PLANTED, REPLAYED
 from torchtitan.audit.layouts.routing import CHOICES
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.metrics.sinks import Row, read_rows
@@ -48,6 +48,11 @@ class Outcome:
         """The weights after the last one."""
         return self._weights(max)
 
+    def final(self, component: str) -> StoredTensors:
+        """The tensors of one component after the last step."""
+        folder = self.folder / CHECKPOINTS
+        return StoredTensors(folder / f"step-{max(find_steps(folder))}", component, skip=())
+
     def gradients(self, step: int) -> StoredTensors:
         """The gradients of one of the first steps."""
         return StoredTensors(self.folder / GRADIENTS / f"step-{step}", GRADIENTS, skip=())
@@ -62,14 +67,15 @@ class Outcome:
         return StoredTensors(folder / f"step-{choose(find_steps(folder))}", "model", skip=())
 
 
-def settings_of_all(*, steps: int) -> tuple[str, ...]:
-    """Return the options that make layouts comparable: every step logged, both ends saved."""
+def settings_of_all(*, steps: int, interval: int | None = None) -> tuple[str, ...]:
+    """Return the options that make layouts comparable: every step logged, both ends saved, and
+    each `interval` steps."""
     return (
         f"--training.steps={steps}",
         "--metrics.log_freq=1",
         "--checkpoint.enable=true",
         f"--checkpoint.folder={CHECKPOINTS}",
-        f"--checkpoint.interval={steps}",
+        f"--checkpoint.interval={interval or steps}",
         "--checkpoint.keep_latest_k=0",
         "--checkpoint.async_mode=disabled",
         "--checkpoint.load_step=-1",
@@ -88,12 +94,14 @@ def launch(
     gradient_steps: int = 0,
     replayed: Path | None = None,
     float64: bool = False,
+    planted: str = "",
 ) -> Outcome:
     """Train with the trainer's `arguments`; `on_wait` is told steps done and seconds passed.
 
     Tokens go to the experts that `replayed` says, the `choices` of another launch, if it is given.
+    A run that lies in `folder` already goes on; `planted` names a bug of `plants.py`.
     """
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     log, metrics = folder / "output.txt", folder / "run" / "metrics.jsonl"
     started, problem = time.monotonic(), ""
     with log.open("wb") as output:
@@ -104,6 +112,7 @@ def launch(
                 NUM_STEPS: str(gradient_steps),
                 REPLAYED: str(replayed or ""),
                 FLOAT64: "1" if float64 else "",
+                PLANTED: planted,
             },
             stdin=subprocess.DEVNULL,
             stdout=output,

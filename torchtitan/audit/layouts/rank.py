@@ -30,6 +30,7 @@ GRADIENTS = "gradients"
 NUM_STEPS = "GRADIENT_STEPS"
 REPLAYED = "REPLAYED_CHOICES"
 FLOAT64 = "TRAIN_IN_FLOAT64"
+PLANTED = "PLANTED_BUG"
 
 
 def leave_pid(argv: list[str]) -> None:
@@ -90,7 +91,8 @@ def main(argv: list[str]) -> None:
     def assemble_and_save(settings: Any, **kwargs: Any) -> Run:
         run = assemble(in_float64(settings) if os.environ.get(FLOAT64) else settings, **kwargs)
         assert run.checkpoints is not None, "the comparison switches checkpoints on"
-        run.checkpoints.save(last=False)
+        if run.progress.step == 0:
+            run.checkpoints.save(last=False)
         folder, replayed = _folder(argv), os.environ.get(REPLAYED)
         run = watch_routing(
             run,
@@ -102,6 +104,8 @@ def main(argv: list[str]) -> None:
         return record_gradients(run, folder=folder / GRADIENTS, num_steps=num_steps)
 
     train.assemble = assemble_and_save
+    if bug := os.environ.get(PLANTED):
+        import_module("torchtitan.audit.plants").PLANTS[bug].put()
     train.train_and_leave(argv)
 
 
