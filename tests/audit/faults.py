@@ -195,15 +195,15 @@ FAULTS: dict[str, tuple[Callable[..., None], str, tuple[str, ...], tuple[str, st
         ("gradients", "layers.3"),
     ),
     "ep: an expert has another one's weights": (
-        change_shard(f"{FFN}.w1", lambda x: x.roll(1, dims=0)),
+        change_shard("layers.1.moe.experts.w1", lambda x: x.roll(1, dims=0)),
         "fsdp2,ep2",
         MOE,
-        ("weights", f"{FFN}.w1"),
+        ("weights", "layers.1.moe.experts.w1"),
     ),
     "ep: tokens come back in another order": (
-        change_output(FFN, lambda x: x.roll(1, dims=1)),
+        change_output("layers.1.moe", lambda x: x.roll(1, dims=1)),
         "fsdp2,ep2",
         MOE,
-        ("outputs", FFN),
+        ("outputs", "layers.1.moe"),
     ),
 }

@@ -47,7 +47,7 @@ BETWEEN: Sequence[tuple[str, str, str, str]] = (
     ("tp", "outputs", "feed_forward", "the sum of w2's partial products along tp"),
     ("tp", "outputs", "tok_embeddings", "the sum of the vocabulary's parts along tp"),
     ("tp", "gradients", "", "the sum of gradients of the stream along tp"),
-    ("ep", "outputs", "feed_forward", "the exchange of tokens between experts' ranks"),
+    ("ep", "outputs", "moe", "the exchange of tokens between experts' ranks"),
     ("pp", "outputs", "", "the send from the stage before, if it is the first of a stage"),
     ("pp", "gradients", "", "the send from the stage behind, if it is the last of a stage"),
     ("dp", "weight_gradients", "", "the sum of gradients over data-parallel ranks"),
