@@ -51,7 +51,7 @@ from torchtitan.config.types import is_url
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.alike import check_alike
 from torchtitan.mesh.elastic import started
-from torchtitan.mesh.faults import PeerError, end_with_launcher, is_hang, stacks_of_stalls
+from torchtitan.mesh.faults import PeerError, end_with_launcher, exit_code_of, stacks_of_stalls
 from torchtitan.mesh.process_group import (
     Launch,
     await_report,
@@ -67,7 +67,6 @@ from torchtitan.mesh.process_group import (
 )
 from torchtitan.mesh.recorder import write_collectives
 from torchtitan.mesh.stop import StopRequest, watch_signals
-from torchtitan.mesh.verdict import HUNG
 from torchtitan.metrics.progress import ProgressBar, Summary, show_summary, shows_bar
 from torchtitan.metrics.sinks import RECORD
 from torchtitan.plan.ran_out import find_cause, plan_after, seconds_to_plan
@@ -292,7 +291,7 @@ def train_and_leave(argv: Sequence[str]) -> None:
         exit_code = main(argv, undo=undo)
     except (Exception, CheckpointException) as error:
         traceback.print_exc()
-        leave(HUNG if is_hang(error) else 1)
+        leave(exit_code_of(error, os.environ))
         raise  # never comes to this
     leave(exit_code)
 

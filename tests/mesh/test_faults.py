@@ -19,7 +19,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.folders import find_steps
-from torchtitan.mesh.faults import PeerError, Pulse, stacks_of_stalls
+from torchtitan.mesh.faults import PeerError, Pulse, exit_code_of, stacks_of_stalls
 from torchtitan.trainer import Trainer
 
 LIMIT = 0.5
@@ -144,3 +144,19 @@ def test_the_stacks_of_a_rank_that_hangs_are_in_its_log(tmp_path: Path) -> None:
     assert steps == [1, 2]
     time.sleep(0.7)
     assert log.read_text() == said  # the run is over
+
+
+@pytest.mark.parametrize(
+    ("error", "environ", "code"),
+    [
+        (PeerError("no sign of life"), {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a"}, 5),
+        (PeerError("no sign of life"), {"WORLD_SIZE": "2"}, 4),
+        (RuntimeError("[gloo] Timed out waiting 3000ms for recv"), {"WORLD_SIZE": "2"}, 4),
+        (RuntimeError("Connection closed by peer"), {"WORLD_SIZE": "2"}, 1),
+        (RuntimeError("a worker timed out"), {"WORLD_SIZE": "2"}, 1),
+        (TimeoutError("timed out waiting"), {"WORLD_SIZE": "2"}, 1),
+        (RuntimeError("timed out waiting"), {}, 1),
+    ],
+)
+def test_what_a_rank_leaves_with(error: Exception, environ: dict[str, str], code: int) -> None:
+    assert exit_code_of(error, environ) == code

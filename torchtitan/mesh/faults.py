@@ -24,7 +24,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.base.errors import NonFiniteError
+from torchtitan.mesh.verdict import HUNG, STOPPED
 
 logger = logging.getLogger(__name__)
 BEATS = 10
@@ -130,14 +131,17 @@ class Pulse:
                 raise PeerError(complaint)
 
 
-def is_hang(error: BaseException) -> bool:
-    """Tell whether an error is that another rank was waited for too long."""
-    return isinstance(error, PeerError) or (
-        # torch has no class for it: gloo's words, NCCL's watchdog's, and the store's
-        isinstance(error, RuntimeError)
-        and re.search("timed out|collective operation timeout|wait timeout", str(error), re.I)
-        is not None
+def exit_code_of(error: BaseException, environ: Mapping[str, str]) -> int:
+    """Return what a rank leaves with on a fault: 1, or where it has waited too long for another one
+    what its launcher, if it has one, starts again by."""
+    # torch has no class for it: the words of gloo, NCCL's watchdog and the store
+    words = "timed out waiting|collective operation timeout|wait timeout"
+    is_hang = isinstance(error, PeerError) or (
+        isinstance(error, RuntimeError) and re.search(words, str(error), re.IGNORECASE) is not None
     )
+    if not is_hang or environ.get("WORLD_SIZE", "1") == "1":
+        return 1
+    return HUNG if "TORCHELASTIC_RUN_ID" in environ else STOPPED
 
 
 def raise_if_nonfinite(norm: float, *, loss: Tensor, step: int) -> None:
