@@ -27,9 +27,6 @@ from torchtitan.metrics.ledger import hash_manifest, read_ledger
 from torchtitan.metrics.sinks import RECORD, Row, read_rows
 from torchtitan.trajectory import CONFIG_FILE, Job
 
-NOT_REPEATED = "validation_"
-"""Figures that are left out when steps are trained again."""
-
 
 def main(argv: Sequence[str]) -> int:
     """Verify; return 0 if all is as it was, 1 if not; raise UserError for mistakes."""
@@ -126,9 +123,12 @@ def _is_same(arguments: argparse.Namespace, stretch: Stretch, *, last: int) -> b
     found = Comparison(arguments.tolerance)
     with tempfile.TemporaryDirectory() as temporary:
         again = rerun(run, stretch, last_step=last, out=Path(temporary))
-        logged = [_repeated(row) for row in _rows(run) if first <= row["step"] <= last]
-        steps = {row["step"] for row in logged}
-        found.compare_rows(logged, [row for row in again.rows if row["step"] in steps])
+        repeated = {row["step"]: row for row in again.rows}
+        logged = [row for row in _rows(run) if first <= row["step"] <= last]
+        found.compare_rows(
+            [_shared(row, repeated[row["step"]]) for row in logged],
+            [_shared(repeated[row["step"]], row) for row in logged],
+        )
         name = f"step-{last}"
         saved = run / stretch.config.checkpoint.local_folder / name
         if arguments.states and _is_saved(stretch) and last == stretch.last_step:
@@ -141,5 +141,6 @@ def _is_same(arguments: argparse.Namespace, stretch: Stretch, *, last: int) -> b
     return True
 
 
-def _repeated(row: Row) -> Row:
-    return {key: value for key, value in row.items() if not key.startswith(NOT_REPEATED)}
+def _shared(row: Row, other: Row) -> Row:
+    """Return the figures that both rows have: validation and callbacks are not run again."""
+    return {key: value for key, value in row.items() if key in other}
