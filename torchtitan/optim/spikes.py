@@ -80,7 +80,7 @@ class Spikes:
         gradients, before clipping. All ranks must call this.
         """
         self.tell()
-        total = loss_sum.double()  # a copy: it is float32
+        total = loss_sum.double().clone()  # `loss_sum` is still to be reported
         dist.all_reduce(total)
         now_F = torch.stack([total / self._equal_ranks / divisor, norm.double()])
         median_F, bound_F = robust_bounds(self._last_FW, deviations=self._settings.deviations)
