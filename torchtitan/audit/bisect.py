@@ -11,8 +11,6 @@ of each weight backwards. What differs first is where the mistake is, or right b
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +22,10 @@ import torch
 from torch import Tensor
 
 from torchtitan.audit.compare_runs import say
+from torchtitan.audit.layouts.launch import train
 from torchtitan.audit.layouts.words import Layout, fit_local_batch, parse_layout
 from torchtitan.audit.watch import FOLDER, STEP, columns
-from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
 
 CALLBACK = "torchtitan.audit.sketch:Sketch"
@@ -96,17 +95,16 @@ def main(argv: Sequence[str]) -> int:
     if options.step < 1:
         raise ConfigError(f"--step must be at least 1, got {options.step}")
     common = [f"--job.config_file={options.toml.resolve()}", *extra]
+    a, b = parse_layout(options.a), parse_layout(options.b)
     sketches, tolerance = [], 0.0
     with tempfile.TemporaryDirectory() as temporary:
-        for side, text in (("a", options.a), ("b", options.b)):
-            layout = parse_layout(text)
-            sys.stderr.write(f"{text}: training {options.step} step(s)\n")
-            words, dtype = _words(common, layout, step=options.step, folder=Path(temporary) / side)
+        for side, layout in (("a", a), ("b", b)):
+            sys.stderr.write(f"{layout.name}: training {options.step} step(s)\n")
+            folder = Path(temporary) / side
+            words, dtype = _words(common, layout, step=options.step, folder=folder)
             python = options.python_b if side == "b" else sys.executable
             tolerance = max(tolerance, TOLERANCES.get(dtype, TOLERANCES["bfloat16"]))
-            sketches.append(
-                _train(words, layout, python=python, folder=Path(temporary) / side, options=options)
-            )
+            sketches.append(_train(words, layout, python=python, folder=folder, step=options.step))
     tolerance = tolerance if options.tolerance is None else options.tolerance
     found, largest = find_difference(*sketches, tolerance=tolerance)
     for kind, gap in largest.items():
@@ -115,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
         say(f"no difference above {tolerance:g}")
         return 0
     say(f"{found.name}: {KINDS[found.kind]}: {found.said}")
-    for line in _between(found, parse_layout(options.b)):
+    for line in _between(found, b):
         say(f"  between it and what is equal: {line}")
     return 1
 
@@ -153,26 +151,17 @@ def _train(
     *,
     python: str,
     folder: Path,
-    options: argparse.Namespace,
+    step: int,
 ) -> Sketched:
-    command = [python, "-m", "torchtitan.train", *words]
-    if layout.world_size > 1:
-        ranks = ["--nproc_per_node", str(layout.world_size)]
-        command[2:2] = ["torchtitan.launch", "--standalone", *ranks, "-m"]
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    environ = {
-        "OMP_NUM_THREADS": "1",
-        **os.environ,
-        STEP: str(options.step),
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
-    done = subprocess.run(command, env=environ, capture_output=True, check=False, text=True)
-    if done.returncode:
-        said = "\n  ".join(done.stderr.splitlines()[-8:])
-        raise DataError(
-            f"layout '{layout.name}' could not be trained, the trainer ended with code "
-            f"{done.returncode}; its last words:\n  {said}"
-        )
+    folder.mkdir()
+    train(
+        words,
+        world_size=layout.world_size,
+        log=folder / "output.txt",
+        what=f"layout '{layout.name}' could not be trained",
+        environ={STEP: str(step)},
+        python=python,
+    )
     return put_together(
         torch.load(file, weights_only=True) for file in (folder / FOLDER).glob("rank_*.pt")
     )
@@ -267,13 +256,12 @@ def _compare_tokens(
         place = min(a.keys() ^ b.keys())
         return float("inf"), f"sample {place[0]} at {place[1]} is in one of them alone"
     scale = max(float(seen[0][1][0]) for seen in a.values()) or 1.0
-    worst, at, number = 0.0, "", 0
+    worst, at = 0.0, ""
     for place, seen in a.items():
         [(_, right), *_] = seen
         for rank, numbers in b[place]:
             gap = float((right - numbers).abs().max()) / scale
             gap = float("inf") if gap != gap else gap
-            number += gap > worst / 2
             if gap > worst:
                 worst = gap
                 at = (

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.audit.history import Stretch, read_history
+from torchtitan.audit.history import Stretch, read_history, stretch_of
 from torchtitan.audit.places import Places, Span
 from torchtitan.audit.replay import replay, replay_lines
 from torchtitan.base.errors import ConfigError, DataError
@@ -91,10 +91,7 @@ def explain_step(
     Raises:
         UserError: The run has no such step, or its data changed.
     """
-    stretch = next((one for one in history if one.first_step <= step <= one.last_step), None)
-    if stretch is None:
-        last = history[-1].last_step if history else 0
-        raise ConfigError(f"--step must be one of the run's steps, 1 to {last}, got {step}")
+    stretch = stretch_of(history, step)
     places = places or Places.of(stretch.config)
     if stretch.fingerprint is not None:
         places.check(stretch.fingerprint)

@@ -8,6 +8,7 @@ one, or of a run without any, are counted on by `config.toml`. Nothing but small
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -71,6 +72,15 @@ class Stretch:
         inner = dims.cp * dims.tp
         firsts = [(stage * dims.dp + dp_rank) * inner for stage in range(dims.pp)]
         return dp_rank, microbatch, [first + i for first in firsts for i in range(inner)]
+
+
+def stretch_of(history: Sequence[Stretch], step: int) -> Stretch:
+    """Return the stretch that has a step; raise ConfigError if none has."""
+    for stretch in history:
+        if stretch.first_step <= step <= stretch.last_step:
+            return stretch
+    last = history[-1].last_step if history else 0
+    raise ConfigError(f"--step must be one of the run's steps, 1 to {last}, got {step}")
 
 
 def samples_per_step(config: Config, dims: ParallelDims) -> int:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from torchtitan.audit.history import Stretch
-from torchtitan.audit.rerun import rerun, stretch_of
+from torchtitan.audit.history import Stretch, stretch_of
+from torchtitan.audit.rerun import rerun
 from torchtitan.audit.watch import FOLDER, STEP, columns
 from torchtitan.base.errors import DataError
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer

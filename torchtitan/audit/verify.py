@@ -14,12 +14,12 @@ import argparse
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from torchtitan.audit.compare_runs import Comparison, compare_checkpoints, say
-from torchtitan.audit.history import Stretch, read_history
-from torchtitan.audit.rerun import rerun, stretch_of, why_not
+from torchtitan.audit.history import Stretch, read_history, stretch_of
+from torchtitan.audit.rerun import read_starts, rerun, why_not
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.verify import verify
@@ -50,46 +50,48 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.steps < 0:
         raise ConfigError(f"--steps must be at least 0, got {arguments.steps}")
-    found = list(_changed_files(arguments.run))
-    for line in found:
-        say(line)
-    if not found:
+    damaged = _changed_files(arguments.run)
+    for step, mistakes in damaged.items():
+        for mistake in mistakes:
+            say(f"step-{step}: {mistake}")
+    if not damaged:
         say("all files are those that the manifests list")
-    wrong = bool(found)
+    wrong, rows = bool(damaged), read_rows(arguments.run / f"{RECORD}.jsonl")
     # a damaged checkpoint is not loaded: what can be trained again still is
-    damaged = {int(line.split(":")[0].removeprefix("step-")) for line in found}
-    for stretch, last in _chosen(arguments, damaged=damaged):
-        wrong |= not _is_same(arguments, stretch, last=last)
+    for stretch, last in _chosen(arguments, rows=rows, damaged=damaged):
+        wrong |= not _is_same(arguments, stretch, rows=rows, last=last)
     say("different from what was logged" if wrong else "as it was logged")
     return int(wrong)
 
 
-def _changed_files(run: Path) -> Iterator[str]:
-    """Say what is wrong with the files of each checkpoint."""
+def _changed_files(run: Path) -> dict[int, list[str]]:
+    """Return what is wrong with the files of checkpoints, by step."""
     folder = run / Job.stored_in(run / CONFIG_FILE).config.checkpoint.local_folder
     hashes = {
         row["step"]: row["manifest_sha256"]
         for row in read_ledger(run)
         if row["event"] == "checkpoint"
     }
+    found = {}
     for step in find_steps(folder):
         checkpoint = folder / f"step-{step}"
         mistakes = verify(checkpoint, group=None)
         if step in hashes and hash_manifest(checkpoint) != hashes[step]:
             mistakes.append("its manifest is not the one that the ledger knows")
-        for mistake in mistakes:
-            yield f"step-{step}: {mistake}"
+        if mistakes:
+            found[step] = mistakes
+    return found
 
 
-def _chosen(arguments: argparse.Namespace, *, damaged: set[int]) -> Iterator[tuple[Stretch, int]]:
+def _chosen(
+    arguments: argparse.Namespace, *, rows: Sequence[Row], damaged: Collection[int]
+) -> Iterator[tuple[Stretch, int]]:
     """Draw the steps; yield each stretch that has some, and the last step to train of it."""
-    history = read_history(arguments.run)
+    history, starts = read_history(arguments.run), read_starts(arguments.run)
     whole = [
-        one
-        for one in history
-        if one.first_step - 1 not in damaged and not why_not(arguments.run, one)
+        one for one in history if one.first_step - 1 not in damaged and not why_not(starts, one)
     ]
-    logged = sorted({int(row["step"]) for row in _rows(arguments.run)})
+    logged = sorted({int(row["step"]) for row in rows})
     could = [
         step for step in logged if any(one.first_step <= step <= one.last_step for one in whole)
     ]
@@ -112,11 +114,9 @@ def _is_saved(stretch: Stretch) -> bool:
     return stretch.fingerprint is not None
 
 
-def _rows(run: Path) -> list[Row]:
-    return read_rows(run / f"{RECORD}.jsonl")
-
-
-def _is_same(arguments: argparse.Namespace, stretch: Stretch, *, last: int) -> bool:
+def _is_same(
+    arguments: argparse.Namespace, stretch: Stretch, *, rows: Sequence[Row], last: int
+) -> bool:
     """Train a stretch up to `last` again; compare, and say so."""
     first, run = stretch.first_step, arguments.run
     sys.stderr.write(f"training steps {first} to {last} again: {stretch.dims}\n")
@@ -124,7 +124,7 @@ def _is_same(arguments: argparse.Namespace, stretch: Stretch, *, last: int) -> b
     with tempfile.TemporaryDirectory() as temporary:
         again = rerun(run, stretch, last_step=last, out=Path(temporary))
         repeated = {row["step"]: row for row in again.rows}
-        logged = [row for row in _rows(run) if first <= row["step"] <= last]
+        logged = [row for row in rows if first <= row["step"] <= last]
         found.compare_rows(
             [_shared(row, repeated[row["step"]]) for row in logged],
             [_shared(repeated[row["step"]], row) for row in logged],

@@ -11,14 +11,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from torchtitan.audit.compare_runs import StoredTensors
 from torchtitan.audit.layouts.rank import FLOAT64, GRADIENTS, NUM_STEPS, PIDS, PLANTED, REPLAYED
 from torchtitan.audit.layouts.routing import CHOICES
+from torchtitan.base.errors import DataError
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.metrics.sinks import Row, read_rows
 
@@ -106,7 +108,11 @@ def launch(
     started, problem = time.monotonic(), ""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*_command(world_size), *arguments, f"--job.dump_folder={folder / 'run'}"],
+            [
+                *_command(world_size, "torchtitan.audit.layouts.rank"),
+                *arguments,
+                f"--job.dump_folder={folder / 'run'}",
+            ],
             env={
                 **_environment(world_size),
                 NUM_STEPS: str(gradient_steps),
@@ -141,11 +147,42 @@ def launch(
     )
 
 
-def _command(world_size: int) -> list[str]:
-    rank = ["-m", "torchtitan.audit.layouts.rank"]
+def train(
+    arguments: Sequence[str],
+    *,
+    world_size: int,
+    log: Path,
+    what: str,
+    environ: Mapping[str, str] = MappingProxyType({}),
+    folder: Path | None = None,
+    python: str = sys.executable,
+) -> None:
+    """Train with the trainer itself to the end, in `folder` or here; what it says goes to `log`.
+
+    Raises:
+        DataError: It failed; `what` is what could not be done.
+    """
+    with log.open("wb") as output:
+        done = subprocess.run(
+            [*_command(world_size, "torchtitan.train", python=python), *arguments],
+            cwd=folder,
+            env={**_environment(world_size), **environ},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            check=False,
+        )
+    if done.returncode:
+        raise DataError(
+            f"{what}: the trainer ended with exit code {done.returncode}{_last_lines(log)}"
+        )
+
+
+def _command(world_size: int, module: str, *, python: str = sys.executable) -> list[str]:
+    rank = ["-m", module]
     if world_size == 1:
-        return [sys.executable, *rank]
-    launcher = [sys.executable, "-m", "torchtitan.launch", "--standalone", "--local_addr=127.0.0.1"]
+        return [python, *rank]
+    launcher = [python, "-m", "torchtitan.launch", "--standalone", "--local_addr=127.0.0.1"]
     return [*launcher, "--nproc_per_node", str(world_size), *rank]
 
 
