@@ -178,12 +178,15 @@ def assert_same_training(results: list[Trained], reference: Trained) -> None:
         assert (gradient - wanted).norm() <= 1e-4 * wanted.norm(), name
     for name, value in whole(results, lambda result: result.final).items():
         # Adam divides by the root of the second moment: an element whose gradient is a thousandth
-        # of the others' is moved by the rounding of these, at most a step's length
+        # of the others' is moved by the rounding of these, at most a step's length. So are all
+        # elements of a key bias, whose gradients nearly cancel (softmax does not see a shift that
+        # all keys share) and which starts at 0: of its movement, 1.1e-4 was rounding on one
+        # processor (7e-6 in float64). Movements may differ by ten times what gradients may.
         wanted, gradient = reference.final[name], reference.gradients.get(name)
-        gap = value - wanted
+        gap, moved = value - wanted, wanted - reference.initial[name]
         if gradient is not None:
             gap = gap.where(gradient.abs() >= 1e-3 * gradient.abs().mean(), 0.0)
-        assert gap.norm() <= 1e-4 * wanted.norm(), name
+        assert gap.norm() <= 1e-4 * wanted.norm() + 1e-3 * moved.norm(), name
 
 
 def count_head_gradients(job: list[str]) -> tuple[int, int, int]:

@@ -193,9 +193,12 @@ def _fill(record: Any, state: Any) -> None:
 
 def _fill_properties(record: TensorProperties, state: Any) -> None:
     kinds = (torch.dtype, torch.layout, bool, _MEM_FORMAT_ENCODING, bool)
-    if type(state) is not tuple or tuple(map(type, state[: len(kinds) + 1])) != kinds:
+    if type(state) is not tuple or tuple(map(type, state[: len(kinds)])) != kinds:
         raise CheckpointError("it fills TensorProperties with other values than those of a tensor")
-    record.__setstate__(state)
+    # torch 2.15 also writes the strides, which nothing needs and earlier versions do not know
+    if len(state) > len(kinds) + 1:
+        raise CheckpointError(f"it fills TensorProperties with {len(state)} values")
+    record.__setstate__(state[: len(kinds)])
 
 
 def _size(args: tuple[Any, ...]) -> torch.Size:
