@@ -39,8 +39,15 @@ streams = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
 message = json.dumps(job).encode()
 server.sendmsg([len(message).to_bytes(8, "little")], streams)
 server.sendall(message)
+
+def pass_on(number, _):
+    try:
+        server.sendall(bytes([number]))
+    except ConnectionError:  # what runs has just ended; its status is on the way
+        pass
+
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, lambda number, _: server.sendall(bytes([number])))
+    signal.signal(number, pass_on)
 answer = server.recv(4)
 status = int.from_bytes(answer, "little") if answer else 256  # the server is gone: as exit code 1
 if os.WIFSIGNALED(status):

@@ -127,13 +127,19 @@ def train(arguments: list[str]) -> Result:
     initial = {name: full(p) for name, p in run.model.named_parameters()}
     trainer = Trainer(run)
     trainer.train()
-    trainer.close()
+    close(trainer)
     return Result(
         rows=read_rows(load_config(arguments).job.dump_folder),
         initial=initial,
         final={name: full(p) for name, p in run.model.named_parameters()},
         state_hash=hash_state(run),
     )
+
+
+def close(trainer: Trainer) -> None:
+    """Close a trainer, and wait until rank 0 has written its last row."""
+    trainer.close()
+    dist.barrier()
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def train(
     trainer.train(on_step=evaluate)
     names = {name.rpartition(".")[0] for name in optimizer_tensors(run.model, run.optimizer)}
     assert all(p.grad is None for p in run.model.parameters())
-    trainer.close()
+    jobs.close(trainer)
     return Trained(
         rows=jobs.read_rows(_argument(job, "--job.dump_folder")),
         initial=initial,

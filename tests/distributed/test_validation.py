@@ -164,7 +164,7 @@ def train_noisily(job: list[str]) -> tuple[jobs.Result, list[bool]]:
         run = jobs.start(job)
     trainer = Trainer(run)
     trainer.train()
-    trainer.close()
+    jobs.close(trainer)
     # before anything gathers them: what a checkpoint would hold
     sharded = [isinstance(p, torch.distributed.tensor.DTensor) for p in run.model.parameters()]
     folder = load_config(job).job.dump_folder
@@ -234,7 +234,7 @@ def train_to(job: list[str], losses: dict[int, float]) -> list[int]:
     run.validator.measure = with_losses(losses)  # type: ignore[method-assign]
     trainer = Trainer(run)
     trainer.train()
-    trainer.close()
+    jobs.close(trainer)
     rows = jobs.read_rows(load_config(job).job.dump_folder)
     return [row["step"] for row in rows if "validation_loss" in row]
 

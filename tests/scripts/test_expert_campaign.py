@@ -52,7 +52,7 @@ def watched(
         router.choose = worst_experts
     trainer = Trainer(watch_routing(run, folder=into, rank=rank, replayed=replayed))
     trainer.train()
-    trainer.close()
+    jobs.close(trainer)
     return jobs.read_rows(run_folder(job))
 
 
