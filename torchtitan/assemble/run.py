@@ -1,7 +1,7 @@
 """Everything the trainer holds, straight down.
 
     layout -> checkpoint to start from -> mesh -> data -> model (meta) -> parallelize -> initial
-    weights -> validation -> optimizer -> load -> metrics -> schedule
+    weights -> validation -> optimizer -> load -> number of steps -> metrics -> schedule
 
 A mistake in a setting or a file fails here, before the first long work.
 """
@@ -11,14 +11,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from torchtitan.assemble.data import build_loader
+from torchtitan.assemble.data import (
+    build_loader,
+    build_training_samples,
+    check_plan,
+    plan_steps,
+)
 from torchtitan.assemble.find import check_device, find_layout, fit_job, log_job
 from torchtitan.assemble.model import resolve_model
 from torchtitan.assemble.precision import resolve_precision
@@ -34,9 +39,10 @@ from torchtitan.assemble.validation import build_validator
 from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_type, local_device
 from torchtitan.callbacks import Hooks, build_callbacks
+from torchtitan.checkpoint.restore import report_schedule, restore
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import Progress, RunState
-from torchtitan.data.loader import Loader
+from torchtitan.data.loader import Loader, Numbered
 from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.mesh.once import OncePerMachine
@@ -82,14 +88,17 @@ def assemble(
     offered = {"folder": Path(config.job.dump_folder), "rank": launch.rank, **own_sections(config)}
     own = build_callbacks(config.training.callbacks, offered=offered)
     saving = open_saving(config)
-    start = find_start(config, layout=layout, saving=saving, undo=undo)
-    set_determinism(  # before anything runs on the device
+    set_determinism(  # before anything runs on the device, and before data of the user's own
         seed=config.debug.seed,
         deterministic=config.debug.deterministic,
         warn_only=config.debug.deterministic_warn_only,
         device_type=device_type(),
         environ=os.environ,
     )
+    once = OncePerMachine()
+    # read when it is known that the run may start, but for what a checkpoint's steps depend on
+    samples = cache(partial(build_training_samples, config, layout=layout, once=once))
+    start = find_start(config, layout=layout, samples=samples, saving=saving, undo=undo)
     device = local_device(launch.local_rank)
     log_job(config, layout=layout, device=device, precision=precision)
     mesh = build_mesh(layout.dims, device_type=device.type)
@@ -99,12 +108,15 @@ def assemble(
         layout=layout,
         mesh=mesh,
         device=device,
+        dataset=samples(),
+        once=once,
         start=start,
         saving=saving,
         color=color,
         hooks=Hooks([*own, *callbacks], device=device),
     )
-    write_start(config, run=run, loaded=None if start is None else start.source.path)
+    planned = replace(config, training=run.training)
+    write_start(planned, run=run, loaded=None if start is None else start.source.path)
     return run
 
 
@@ -114,15 +126,17 @@ def build_run(
     layout: Layout,
     mesh: Mesh,
     device: torch.device,
+    dataset: Numbered,
+    once: OncePerMachine,
     start: Start | None,
     saving: Saving,
     color: bool,
     hooks: Hooks,
 ) -> Run:
-    """Build all parts of the run: data, model, optimizer, checkpoints, metrics."""
-    training, progress, once = config.training, Progress(), OncePerMachine()
-    loader = build_loader(config, layout=layout, mesh=mesh, progress=progress, once=once)
-    shard = build_shard(config.parallelism, training=training, mesh=mesh)
+    """Build all parts of the run: model, optimizer, checkpoints, metrics."""
+    progress = Progress()
+    loader = build_loader(config, dataset=dataset, layout=layout, mesh=mesh, progress=progress)
+    shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
     model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
     balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=device)
     validator = build_validator(
@@ -137,8 +151,18 @@ def build_run(
     )
     spikes = build_spikes(config, mesh=mesh, device=device, ledger=saving.ledger)
     state = build_state(config, model, balance, spikes, loader=loader, progress=progress)
+    if start is not None:
+        assert saving.group is not None, "without checkpoints a run starts from none"
+        restore(state, start=start, group=saving.group)
+    config = plan_steps(
+        config, dataset=dataset, layout=layout, step=progress.step, position=loader.position
+    )
+    check_plan(config, dataset=dataset, layout=layout)
+    state = replace(state, lr_settings=describe_lr(config))
+    if start is not None:
+        report_schedule(state, start=start)
     checkpoints = build_checkpoints(
-        config, dims=layout.dims, state=state, start=start, saving=saving, validator=validator
+        config, dims=layout.dims, state=state, saving=saving, validator=validator
     )
     execution.after_update()  # a checkpoint may have changed the weights
     meter, sinks, profiler = build_reports(
@@ -163,8 +187,8 @@ def build_run(
         profiler=profiler,
         hooks=hooks,
         ledger=saving.ledger,
-        training=training,
-        tokens_per_step=layout.samples_per_step(training) * training.seq_len,
+        training=config.training,
+        tokens_per_step=layout.samples_per_step(config.training) * config.training.seq_len,
         log_freq=config.metrics.log_freq,
         train_timeout_seconds=config.comm.train_timeout_seconds,
     )
