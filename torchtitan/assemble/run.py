@@ -39,10 +39,11 @@ from torchtitan.assemble.validation import build_validator
 from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_type, local_device
 from torchtitan.callbacks import Hooks, build_callbacks
+from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.restore import report_schedule, restore
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import Progress, RunState
-from torchtitan.data.loader import Loader, Numbered
+from torchtitan.data.loader import Loader
 from torchtitan.job import Config
 from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.mesh.once import OncePerMachine
@@ -65,6 +66,7 @@ from torchtitan.parallel.context.build import build_shard
 from torchtitan.parallel.execution import Execution
 from torchtitan.parallel.layout import Layout
 from torchtitan.trainer import Run
+from torchtitan.validate import Validator
 
 
 def assemble(
@@ -95,21 +97,22 @@ def assemble(
         device_type=device_type(),
         environ=os.environ,
     )
-    once = OncePerMachine()
-    # read when it is known that the run may start, but for what a checkpoint's steps depend on
-    samples = cache(partial(build_training_samples, config, layout=layout, once=once))
+    # read once it is known that the run may start, unless a checkpoint's steps depend on them
+    samples = cache(partial(build_training_samples, config, layout=layout, once=OncePerMachine()))
     start = find_start(config, layout=layout, samples=samples, saving=saving, undo=undo)
     device = local_device(launch.local_rank)
     log_job(config, layout=layout, device=device, precision=precision)
     mesh = build_mesh(layout.dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
+    progress = Progress()
+    loader = build_loader(config, dataset=samples(), layout=layout, mesh=mesh, progress=progress)
     run = build_run(
         config,
         layout=layout,
         mesh=mesh,
         device=device,
-        dataset=samples(),
-        once=once,
+        loader=loader,
+        progress=progress,
         start=start,
         saving=saving,
         color=color,
@@ -126,16 +129,14 @@ def build_run(
     layout: Layout,
     mesh: Mesh,
     device: torch.device,
-    dataset: Numbered,
-    once: OncePerMachine,
+    loader: Loader,
+    progress: Progress,
     start: Start | None,
     saving: Saving,
     color: bool,
     hooks: Hooks,
 ) -> Run:
     """Build all parts of the run: model, optimizer, checkpoints, metrics."""
-    progress = Progress()
-    loader = build_loader(config, dataset=dataset, layout=layout, mesh=mesh, progress=progress)
     shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
     model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
     balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=device)
@@ -147,22 +148,12 @@ def build_run(
         shard=shard,
         device=device,
         loader=loader,
-        once=once,
+        once=OncePerMachine(),
     )
     spikes = build_spikes(config, mesh=mesh, device=device, ledger=saving.ledger)
     state = build_state(config, model, balance, spikes, loader=loader, progress=progress)
-    if start is not None:
-        assert saving.group is not None, "without checkpoints a run starts from none"
-        restore(state, start=start, group=saving.group)
-    config = plan_steps(
-        config, dataset=dataset, layout=layout, step=progress.step, position=loader.position
-    )
-    check_plan(config, dataset=dataset, layout=layout)
-    state = replace(state, lr_settings=describe_lr(config))
-    if start is not None:
-        report_schedule(state, start=start)
-    checkpoints = build_checkpoints(
-        config, dims=layout.dims, state=state, saving=saving, validator=validator
+    config, state, checkpoints = begin(
+        config, state, layout=layout, loader=loader, start=start, saving=saving, validator=validator
     )
     execution.after_update()  # a checkpoint may have changed the weights
     meter, sinks, profiler = build_reports(
@@ -192,6 +183,32 @@ def build_run(
         log_freq=config.metrics.log_freq,
         train_timeout_seconds=config.comm.train_timeout_seconds,
     )
+
+
+def begin(
+    config: Config,
+    state: RunState,
+    *,
+    layout: Layout,
+    loader: Loader,
+    start: Start | None,
+    saving: Saving,
+    validator: Validator | None,
+) -> tuple[Config, RunState, CheckpointManager | None]:
+    """Load what the run starts from, plan its steps from there on, and build what saves it."""
+    if start is not None:
+        assert saving.group is not None, "without checkpoints a run starts from none"
+        restore(state, start=start, group=saving.group)
+    at = {"step": state.progress.step, "position": loader.position}
+    config = plan_steps(config, dataset=loader.dataset, layout=layout, **at)
+    check_plan(config, dataset=loader.dataset, layout=layout)
+    state = replace(state, lr_settings=describe_lr(config))
+    if start is not None:
+        report_schedule(state, start=start)
+    checkpoints = build_checkpoints(
+        config, dims=layout.dims, state=state, saving=saving, validator=validator
+    )
+    return config, state, checkpoints
 
 
 def build_fill(config: Config, *, device: torch.device) -> Callable[[LanguageModel], None]:
