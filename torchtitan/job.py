@@ -102,7 +102,8 @@ class Config:
 
     def violations(self) -> Iterator[Violation]:
         """Check what ties sections to each other."""
-        yield from self._schedule()
+        if self.training.num_epochs is None:  # else assembly does, which knows the steps
+            yield from self.schedule_violations()
         yield from self._batches()
         yield from self._float8_tokens()
         yield from self._of_their_own()
@@ -117,7 +118,8 @@ class Config:
                 '"2" for every second block, or compile.enable = false',
             )
 
-    def _schedule(self) -> Iterator[Violation]:
+    def schedule_violations(self) -> Iterator[Violation]:
+        """Check the learning rate over training.steps."""
         schedule, steps, peak = self.lr_scheduler, self.training.steps, self.optimizer.lr
         total, decays_to_zero = schedule.total_steps, schedule.min_lr_factor == 0
         decays = schedule.decay_ratio is None or schedule.decay_ratio > 0
@@ -324,7 +326,7 @@ def other_meanings(given: Collection[str], config: Config) -> Iterator[str]:
         if key not in given and is_used.get(key.partition(".")[0], True):
             yield meaning
     total = config.lr_scheduler.total_steps or config.training.steps
-    if config.lr_scheduler.num_warmup_steps(total) > total:
+    if 0 <= total < config.lr_scheduler.num_warmup_steps(total):
         yield (
             f"a warmup is cut to the length of the schedule; here it is not; to do the same write "
             f"[lr_scheduler] warmup_steps = {total}"

@@ -222,10 +222,11 @@ def tell_end(trainer: Trainer, *, config: Config, seconds: float, color: bool) -
     elif steps > 0:
         logger.info(
             "Nothing to train: %s is at step %d of %d already; choose another job.dump_folder, or "
-            "go on with --checkpoint.mode continue --training.steps N",
+            "go on with --checkpoint.mode continue --training.%s N",
             config.job.dump_folder,
             step,
             steps,
+            "num_epochs" if trainer.run.loader.exhausted else "steps",
         )
 
 

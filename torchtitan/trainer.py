@@ -124,7 +124,7 @@ class Trainer:
                 self._open.callback(part.close)
 
     def train(self, *, on_step: Callable[[int], None] = lambda step: None) -> str | None:
-        """Train until `training.steps` or the end of the data; the last step is reported and saved.
+        """Train until `training.steps`; the last step is reported and saved.
 
         `on_step` is called with each step that is done. Returns why the run was stopped before, on
         all ranks alike, or None.
@@ -211,10 +211,7 @@ class Trainer:
         return row.get("validation_loss") if row is not None and is_present else None
 
     def _is_finished(self) -> bool:
-        run = self.run
-        if run.loader.exhausted and run.progress.step < run.training.steps:
-            logger.info("The data ends after step %d of %d", run.progress.step, run.training.steps)
-        return run.loader.exhausted or run.progress.step >= run.training.steps
+        return self.run.progress.step >= self.run.training.steps
 
     def _train_step(self, microbatches: Sequence[Samples]) -> StepFigures:
         run, step, agreement = self.run, self.run.progress.step, self._agreement

@@ -40,7 +40,7 @@ IGNORED: Mapping[Path, str] = {
     ("training", "dataloader"): "workers read the same samples in the same order",
     ("training", "dataset_cache"): "where the same tokens are kept",
     ("training", "steps"): "how far along the same curve; it counts through total_steps",
-    ("training", "num_epochs"): "when the same order of samples ends",
+    ("training", "num_epochs"): "when the same order of samples ends; as training.steps",
     ("training", "enable_cpu_offload"): "where the same numbers are kept",
     ("training", "loss_chunks"): _ROUNDING,
     ("training", "gc_freq"): "when memory is tidied up",
@@ -163,9 +163,7 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
         for values, job in ((before, then), (after, now)):
             values[LOCAL_BATCH], values[GLOBAL_BATCH] = None, job.global_batch
     remarks: dict[Path, str] = {
-        TOTAL_STEPS: " (as training.steps: total_steps is not given)"
-        if now.config.lr_scheduler.total_steps is None
-        else "",
+        TOTAL_STEPS: _describe_total(then.config, now.config),
         GLOBAL_BATCH: f" ({now.config.training.local_batch_size} on each of {now.dp} ranks)"
         if now.config.training.global_batch_size == -1 and now.dp
         else "",
@@ -196,6 +194,19 @@ def shaping_code(config: Config) -> dict[str, str]:
         for path, text in find_own(config)
         if not _is_ignored(path)
     }
+
+
+def _describe_total(then: Config, now: Config) -> str:
+    """Say where the length of a schedule comes from, if it is not given."""
+    if now.lr_scheduler.total_steps is not None:
+        return ""
+    epochs = now.training.num_epochs
+    if epochs is None or epochs != then.training.num_epochs:
+        key = "steps" if epochs is None else "num_epochs"
+        return f" (as training.{key}: total_steps is not given)"
+    # earlier versions planned over training.steps, wherever the data end
+    total = then.lr_scheduler.total_steps or then.training.steps
+    return f" (as training.num_epochs; to go on as before write it: total_steps = {total})"
 
 
 def _is_ignored(path: Path) -> bool:

@@ -29,7 +29,7 @@ from scripts.benchmarks.loops import (
 from scripts.benchmarks.pairs import Spent, check_close, read_clocks, spent_since
 from scripts.benchmarks.theirs import build_theirs
 from torchtitan.assemble import assemble, find_model
-from torchtitan.assemble.data import build_loader
+from torchtitan.assemble.data import build_loader, build_training_samples
 from torchtitan.assemble.find import find_layout
 from torchtitan.base.device import device_name, local_device, peak_flops, timed_peak
 from torchtitan.checkpoint.state import Progress
@@ -112,9 +112,8 @@ def load_batches(settings: dict[str, Any], *, device: torch.device, folder: Path
     config = load_config(describe_job(settings, folder=folder))
     layout = find_layout(config, world_size=settings["ranks"])
     mesh = build_mesh(layout.dims, device_type=device.type)
-    loader = build_loader(
-        config, layout=layout, mesh=mesh, progress=Progress(), once=OncePerMachine()
-    )
+    dataset = build_training_samples(config, layout=layout, once=OncePerMachine())
+    loader = build_loader(config, dataset=dataset, layout=layout, mesh=mesh, progress=Progress())
     part = build_shard(config.parallelism, training=config.training, mesh=mesh)
     return [part.take(samples) for _ in range(config.training.steps) for samples in next(loader)]
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from torchtitan.assemble import find_model
-from torchtitan.assemble.data import build_loader
+from torchtitan.assemble.data import build_training_samples
 from torchtitan.assemble.find import find_layout, log_job
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.checkpoint.state import Progress
 from torchtitan.data.files import alone
 from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
@@ -153,6 +150,5 @@ def test_what_makes_the_batch_smaller_is_named(tmp_path: Path, whole: int, remed
         ]
     )
     layout = find_layout(config, world_size=1)
-    mesh: Any = SimpleNamespace(dims=layout.dims, dp_rank=0)
     with pytest.raises(DataError, match=f"{remedy} seq_len"):
-        build_loader(config, layout=layout, mesh=mesh, progress=Progress(), once=alone)
+        build_training_samples(config, layout=layout, once=alone)

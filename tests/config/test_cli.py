@@ -110,7 +110,7 @@ def test_a_switch_before_another_option_is_true() -> None:
         (["--training.steps", "none"], ["--training.steps none: must be an integer"]),
         (["--training.steps", "5\nseq_len = 6"], ["--training.steps 5\\nseq_len = 6: must be an"]),
         (["--training.steps="], ["--training.steps: must be an integer"]),
-        (["--training.steps"], ["--training.steps: needs a value (int >= 0)"]),
+        (["--training.steps"], ["--training.steps: needs a value (int >= -1)"]),
         (
             ["--training.dataset_path"],
             ["--training.dataset_path: needs a value (list of str)"],

@@ -442,7 +442,8 @@ def test_resolved_toml_names_every_key_but_those_not_set() -> None:
     for path, value in values_of(Config()).items():
         header = f"\n[{'.'.join(path)}]"
         assert f"\n{path[-1]} = " in text or value is None or header in text
-    resolved = "[lr_scheduler]\nwarmup_steps = 200\n"  # what not setting it means
+    # what not setting them means
+    resolved = "[lr_scheduler]\nwarmup_steps = 200\n\n[training]\nsteps = 10000\n"
     assert to_toml(Config(), only_changed=True) == resolved
     assert "config_file" not in text
     # what is left out must come back by itself

@@ -77,7 +77,7 @@ def test_empty_known_tables_load(text: str) -> None:
         ("training", 'steps = "10"', "must be an integer; write 10 without quotes"),
         ("training", "steps = true", "must be an integer"),
         ("training", "steps = 10.0", "must be an integer"),
-        ("training", "steps = -1", "must be greater than or equal to 0"),
+        ("training", "steps = -2", "must be greater than or equal to -1"),
         ("training", "steps = 2024-01-01", "must be an integer"),
         ("training", "steps = []", "must be an integer"),
         ("training", "local_batch_size = 2.5", "must be an integer"),

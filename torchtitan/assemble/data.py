@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtitan.base.errors import DataError, Violation
+from torchtitan.base.errors import ConfigError, DataError, Violation
 from torchtitan.base.log import amount
 from torchtitan.base.own import is_import_path
+from torchtitan.checkpoint.source import Step
 from torchtitan.checkpoint.state import Progress
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.files import Once, alone
 from torchtitan.data.gaps import Gaps
-from torchtitan.data.loader import Loader, Numbered
+from torchtitan.data.loader import Loader, Numbered, num_steps
 from torchtitan.data.own import build_own
 from torchtitan.data.sample_log import SampleLog
 from torchtitan.data.settings import SUPERVISED, TrainingConfig
@@ -26,6 +29,9 @@ from torchtitan.mesh.alike import check_data_alike
 from torchtitan.mesh.dims import Mesh
 from torchtitan.own import own_sections
 from torchtitan.parallel.layout import Layout
+from torchtitan.trajectory import Job
+
+logger = logging.getLogger(__name__)
 
 
 def build_samples(
@@ -68,10 +74,9 @@ def build_samples(
         raise error.within(section) from error
 
 
-def build_loader(
-    config: Config, *, layout: Layout, mesh: Mesh, progress: Progress, once: Once
-) -> Loader:
-    """Build this rank's share of the data, tokenised first where that is not done yet.
+def build_training_samples(config: Config, *, layout: Layout, once: Once) -> Numbered:
+    """Build the samples that the run trains on, tokenised first where that is not done yet. All
+    ranks call it together.
 
     Raises:
         DataError: Data or tokenizer are missing or damaged, or not the same on all ranks.
@@ -103,6 +108,81 @@ def build_loader(
         )
         raise DataError(Violation((*to_lower, "seq_len"), rule).within("training"))
     check_data_alike(dataset.fingerprint)
+    return dataset
+
+
+def plan_steps(
+    config: Config, *, dataset: Numbered, layout: Layout, step: int, position: int
+) -> Config:
+    """Return the settings with training.steps as the step that the run ends with if it goes on from
+    `step` and `position` in the data: of training.steps and the end of the data what comes first.
+    """
+    training = config.training
+    if dataset.num_samples is None:
+        return config
+    last_step = step + num_steps(
+        dataset.num_samples,
+        position=position,
+        gaps=Gaps(training.skip_samples),
+        global_batch=layout.samples_per_step(training),
+    )
+    if training.steps != -1:
+        last_step = min(last_step, training.steps)
+    return replace(config, training=replace(training, steps=last_step))
+
+
+def plan_job(
+    config: Config,
+    at: Step | None,
+    *,
+    then: Job,
+    layout: Layout,
+    samples: Callable[[], Numbered],
+) -> Job:
+    """Return this job with the number of steps that it takes if it goes on from a step of the job
+    `then`, or from nothing. In other data, which are refused elsewhere, that is the stored one."""
+    dp = layout.dims.dp
+    if config.training.num_epochs is None:
+        return Job(config=config, dp=dp)
+    dataset, step, position = samples(), 0, 0
+    if at is not None and "dataloader" in at.manifest["components"]:
+        state = at.state("dataloader", kinds={"position": int, "fingerprint": dict})
+        step, position = at.manifest["step"], state["position"]
+        if state["fingerprint"] != dataset.fingerprint:
+            training = replace(config.training, steps=then.config.training.steps)
+            return Job(config=replace(config, training=training), dp=dp)
+    planned = plan_steps(config, dataset=dataset, layout=layout, step=step, position=position)
+    return Job(config=planned, dp=dp)
+
+
+def check_plan(planned: Config, *, dataset: Numbered, layout: Layout) -> None:
+    """Log the steps of a run that ends with its data, and check its schedule over them.
+
+    Raises:
+        ConfigError: The schedule ends before the run.
+    """
+    training = planned.training
+    if training.num_epochs is None:
+        return
+    assert dataset.num_samples is not None, "the data end with their epochs"
+    logger.info(
+        "%s, %d samples in all, %d per step: the run ends with step %d",
+        amount(training.num_epochs, "epoch"),
+        Gaps(training.skip_samples).place(dataset.num_samples),
+        layout.samples_per_step(training),
+        training.steps,
+    )
+    for wrong in planned.schedule_violations():
+        if not wrong.is_notice:
+            raise ConfigError(wrong)
+        logger.warning("%s", wrong)
+
+
+def build_loader(
+    config: Config, *, dataset: Numbered, layout: Layout, mesh: Mesh, progress: Progress
+) -> Loader:
+    """Build this rank's share of the samples."""
+    training = config.training
     return Loader(
         dataset,
         local_batch_size=training.local_batch_size,

@@ -7,6 +7,7 @@ which: a job whose settings shape another one is refused before it writes there.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan.assemble.data import plan_job
 from torchtitan.assemble.hf import chosen_rotation, describe_export
 from torchtitan.assemble.model import not_there
 from torchtitan.assemble.record import write_config
@@ -36,7 +38,6 @@ from torchtitan.checkpoint.objects import ObjectStore
 from torchtitan.checkpoint.plain import PlainFolder, row_order, said_order
 from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.checkpoint.remote import RemoteSteps
-from torchtitan.checkpoint.restore import restore
 from torchtitan.checkpoint.rows import HeadDim
 from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
 from torchtitan.checkpoint.source import Selection, Step, WeightSource
@@ -52,6 +53,7 @@ from torchtitan.checkpoint.state import VOCABULARY, RunState
 from torchtitan.checkpoint.steps import find_step
 from torchtitan.config.toml_files import to_toml
 from torchtitan.config.types import is_url
+from torchtitan.data.loader import Numbered
 from torchtitan.hf.beside import warn_of_other_tokenizer
 from torchtitan.hf.file import open_file
 from torchtitan.hf.folder import is_hf_folder, open_folder
@@ -77,19 +79,20 @@ def find_start(
     config: Config,
     *,
     layout: Layout,
+    samples: Callable[[], Numbered],
     saving: Saving,
     undo: ExitStack | None,
 ) -> Start | None:
     """Take the folder, find what the run starts from (None: nothing); refuse another job's results.
 
-    `undo` gives the folder back.
+    `samples` builds those of the training, on all ranks together. `undo` gives the folder back.
 
     Raises:
         CheckpointError: Another run writes there; or settings differ from those of the checkpoint,
             or of the results where there is no checkpoint.
     """
     check_staging(config.checkpoint, device_type=device_type())
-    now = Job(config=config, dp=layout.dims.dp)
+    plan = partial(plan_job, config, layout=layout, samples=samples)
     root = Path(config.job.dump_folder)
     lock_folder(root, undo=undo)
     folder = root / config.checkpoint.local_folder
@@ -102,7 +105,7 @@ def find_start(
         start = choose_start(
             settings,
             folder=folder,
-            compare=partial(compare_jobs, now=now),
+            compare=partial(compare_jobs, plan=plan, group=group),
             open_source=partial(open_source, config=config, layout=layout, group=group),
             group=group,
         )
@@ -117,7 +120,7 @@ def find_start(
     from_own = start is not None and start.source.path.parent == folder
     if (has_results or has_steps) and not from_own and stored.is_file():
         then = Job.stored_in(stored)
-        differences = tuple(trajectory_differences(then, now))
+        differences = tuple(trajectory_differences(then, plan(None, then=then)))
         refuse_differences(root, differences, has_checkpoint=has_steps)
     if start is None:
         warn_of_random_base(config)
@@ -227,10 +230,13 @@ def _find_halves(
     return Names(layout.spec.hf, layout.architecture, weight_beside).head_dim
 
 
-def compare_jobs(manifest: Content, *, now: Job) -> Comparison:
-    """Compare this job with the one whose checkpoint has this manifest."""
-    warn_of_other_code(manifest, now=now.config)
+def compare_jobs(
+    manifest: Content, *, plan: Callable[..., Job], group: dist.ProcessGroup
+) -> Comparison:
+    """Compare this job, planned from there on, with the one whose checkpoint has this manifest."""
     then = Job.stored(manifest["config"], file=manifest.path, dp=stored_layout(manifest).dp)
+    now = plan(Step(path=manifest.path.parent, group=group), then=then)
+    warn_of_other_code(manifest, now=now.config)
     differences = trajectory_differences(then, now, data_is_checked=True)
     return Comparison(differences=tuple(differences), then=then.config.checkpoint)
 
@@ -253,16 +259,11 @@ def build_checkpoints(
     *,
     dims: ParallelDims,
     state: RunState,
-    start: Start | None,
     saving: Saving,
     validator: Validator | None,
 ) -> CheckpointManager | None:
-    """Load what the run starts from, write down its settings, and build what saves it; None where
-    checkpoints are off."""
+    """Write down the run's settings, and build what saves it; None where checkpoints are off."""
     group = saving.group
-    if start is not None:
-        assert group is not None, "without checkpoints a run starts from none"
-        restore(state, start=start, group=group)
     write_config(config)
     if group is None:
         return None

@@ -1,7 +1,7 @@
 """Everything the trainer holds, straight down.
 
     layout -> checkpoint to start from -> mesh -> data -> model (meta) -> parallelize -> initial
-    weights -> validation -> optimizer -> load -> metrics -> schedule
+    weights -> validation -> optimizer -> load -> number of steps -> metrics -> schedule
 
 A mistake in a setting or a file fails here, before the first long work.
 """
@@ -11,14 +11,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from torchtitan.assemble.data import build_loader
+from torchtitan.assemble.data import (
+    build_loader,
+    build_training_samples,
+    check_plan,
+    plan_steps,
+)
 from torchtitan.assemble.find import check_device, find_layout, fit_job, log_job
 from torchtitan.assemble.model import resolve_model
 from torchtitan.assemble.precision import resolve_precision
@@ -34,6 +39,8 @@ from torchtitan.assemble.validation import build_validator
 from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_type, local_device
 from torchtitan.callbacks import Hooks, build_callbacks
+from torchtitan.checkpoint.manager import CheckpointManager
+from torchtitan.checkpoint.restore import report_schedule, restore
 from torchtitan.checkpoint.start import Start
 from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.data.loader import Loader
@@ -59,6 +66,7 @@ from torchtitan.parallel.context.build import build_shard
 from torchtitan.parallel.execution import Execution
 from torchtitan.parallel.layout import Layout
 from torchtitan.trainer import Run
+from torchtitan.validate import Validator
 
 
 def assemble(
@@ -82,29 +90,36 @@ def assemble(
     offered = {"folder": Path(config.job.dump_folder), "rank": launch.rank, **own_sections(config)}
     own = build_callbacks(config.training.callbacks, offered=offered)
     saving = open_saving(config)
-    start = find_start(config, layout=layout, saving=saving, undo=undo)
-    set_determinism(  # before anything runs on the device
+    set_determinism(  # before anything runs on the device, and before data of the user's own
         seed=config.debug.seed,
         deterministic=config.debug.deterministic,
         warn_only=config.debug.deterministic_warn_only,
         device_type=device_type(),
         environ=os.environ,
     )
+    # read once it is known that the run may start, unless a checkpoint's steps depend on them
+    samples = cache(partial(build_training_samples, config, layout=layout, once=OncePerMachine()))
+    start = find_start(config, layout=layout, samples=samples, saving=saving, undo=undo)
     device = local_device(launch.local_rank)
     log_job(config, layout=layout, device=device, precision=precision)
     mesh = build_mesh(layout.dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
+    progress = Progress()
+    loader = build_loader(config, dataset=samples(), layout=layout, mesh=mesh, progress=progress)
     run = build_run(
         config,
         layout=layout,
         mesh=mesh,
         device=device,
+        loader=loader,
+        progress=progress,
         start=start,
         saving=saving,
         color=color,
         hooks=Hooks([*own, *callbacks], device=device),
     )
-    write_start(config, run=run, loaded=None if start is None else start.source.path)
+    planned = replace(config, training=run.training)
+    write_start(planned, run=run, loaded=None if start is None else start.source.path)
     return run
 
 
@@ -114,15 +129,15 @@ def build_run(
     layout: Layout,
     mesh: Mesh,
     device: torch.device,
+    loader: Loader,
+    progress: Progress,
     start: Start | None,
     saving: Saving,
     color: bool,
     hooks: Hooks,
 ) -> Run:
-    """Build all parts of the run: data, model, optimizer, checkpoints, metrics."""
-    training, progress, once = config.training, Progress(), OncePerMachine()
-    loader = build_loader(config, layout=layout, mesh=mesh, progress=progress, once=once)
-    shard = build_shard(config.parallelism, training=training, mesh=mesh)
+    """Build all parts of the run: model, optimizer, checkpoints, metrics."""
+    shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
     model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
     balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=device)
     validator = build_validator(
@@ -133,12 +148,12 @@ def build_run(
         shard=shard,
         device=device,
         loader=loader,
-        once=once,
+        once=OncePerMachine(),
     )
     spikes = build_spikes(config, mesh=mesh, device=device, ledger=saving.ledger)
     state = build_state(config, model, balance, spikes, loader=loader, progress=progress)
-    checkpoints = build_checkpoints(
-        config, dims=layout.dims, state=state, start=start, saving=saving, validator=validator
+    config, state, checkpoints = begin(
+        config, state, layout=layout, loader=loader, start=start, saving=saving, validator=validator
     )
     execution.after_update()  # a checkpoint may have changed the weights
     meter, sinks, profiler = build_reports(
@@ -163,11 +178,37 @@ def build_run(
         profiler=profiler,
         hooks=hooks,
         ledger=saving.ledger,
-        training=training,
-        tokens_per_step=layout.samples_per_step(training) * training.seq_len,
+        training=config.training,
+        tokens_per_step=layout.samples_per_step(config.training) * config.training.seq_len,
         log_freq=config.metrics.log_freq,
         train_timeout_seconds=config.comm.train_timeout_seconds,
     )
+
+
+def begin(
+    config: Config,
+    state: RunState,
+    *,
+    layout: Layout,
+    loader: Loader,
+    start: Start | None,
+    saving: Saving,
+    validator: Validator | None,
+) -> tuple[Config, RunState, CheckpointManager | None]:
+    """Load what the run starts from, plan its steps from there on, and build what saves it."""
+    if start is not None:
+        assert saving.group is not None, "without checkpoints a run starts from none"
+        restore(state, start=start, group=saving.group)
+    at = {"step": state.progress.step, "position": loader.position}
+    config = plan_steps(config, dataset=loader.dataset, layout=layout, **at)
+    check_plan(config, dataset=loader.dataset, layout=layout)
+    state = replace(state, lr_settings=describe_lr(config))
+    if start is not None:
+        report_schedule(state, start=start)
+    checkpoints = build_checkpoints(
+        config, dims=layout.dims, state=state, saving=saving, validator=validator
+    )
+    return config, state, checkpoints
 
 
 def build_fill(config: Config, *, device: torch.device) -> Callable[[LanguageModel], None]:

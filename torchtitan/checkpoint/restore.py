@@ -117,9 +117,6 @@ def _restore_rest(state: RunState, step: Step, start: Start, *, taken: Collectio
         _restore_position(state, step, start)
     if "train_state" in taken:
         _restore_train_state(state, step)
-    if start.intention == "continue" and "lr_scheduler" in taken:
-        old = step.state("lr_scheduler")
-        _report_schedule(step.path, old, state.lr_settings, step=state.progress.step)
 
 
 def _restore_position(state: RunState, step: Step, start: Start) -> None:
@@ -174,24 +171,56 @@ def _report(start: Start, *, taken: Collection[str], step: int) -> None:
         logger.info("Settings that are new:\n  %s", "\n  ".join(start.differences))
 
 
-def _report_schedule(
-    source: Path, old: Mapping[str, Any], new: Mapping[str, Any], *, step: int
-) -> None:
-    """Log the learning rate as it was planned and as it is now, where they differ from now on."""
-    if old == new:
+def report_schedule(state: RunState, *, start: Start) -> None:
+    """Log the learning rate from now on where it is not as it was planned, and warn if it stays far
+    under optimizer.lr."""
+    if start.intention == "finetune":
         return
+    source, new, step = start.source, state.lr_settings, state.progress.step
+    assert isinstance(source, Step)
+    is_planned = False
+    if "lr_scheduler" not in start.exclude:
+        old = source.state("lr_scheduler", kinds={"training_steps": int})
+        rates = []
+        if start.intention == "continue" and old != new:
+            rates = _compare_schedules(source.path, old, new, step=step)
+        if rates:
+            rows = [f"{at:>10} {before:>12.6g} {now:>12.6g}" for at, before, now in rates]
+            head = f"{'step':>10} {'old lr':>12} {'new lr':>12}"
+            logger.info("The learning rate is planned anew:\n%s", "\n".join([head, *rows]))
+        is_planned = not rates and new["training_steps"] <= old["training_steps"]
+    if not is_planned and (warning := describe_low_rate(new, step=step)):
+        logger.warning(warning)
+
+
+def describe_low_rate(settings: Mapping[str, Any], *, step: int) -> str:
+    """Say so if the learning rate of the steps after `step` never gets near its peak, and how it
+    would; nothing if it does, or only warms up."""
+    lr, last, peak = _rebuild(settings), settings["training_steps"], settings["peak_lr"]
+    total = settings["total_steps"] or last
+    first, length = step + 1, max(total, last)
+    highest = max((lr(at) for at in range(first, last + 1)), default=peak)
+    is_warmup = lr(last + 1) > lr(last)  # of which the settings' own notice speaks
+    if highest >= peak / 2 or is_warmup:
+        return ""
+    pinned = f"lr_scheduler.total_steps = {length} and " if total < length else ""
+    return (
+        f"optimizer.lr is {peak:g}, and the learning rate of steps {first} to {last} is at most "
+        f"{highest:.3g}: the schedule counts from step 1. To decay from optimizer.lr over these "
+        f"steps write {pinned}lr_scheduler.decay_ratio = {(length - step) / length:.6g}"
+    )
+
+
+def _compare_schedules(
+    source: Path, old: Mapping[str, Any], new: Mapping[str, Any], *, step: int
+) -> list[tuple[int, float, float]]:
     try:
-        rates = schedule_table(old, new, step=step)
+        return schedule_table(old, new, step=step)
     except (TypeError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"{source}/lr_scheduler holds no schedule: {error}; leave it out: "
             f'checkpoint.exclude_from_loading = ["lr_scheduler"]'
         ) from error
-    if not rates:
-        return
-    rows = [f"{at:>10} {before:>12.6g} {now:>12.6g}" for at, before, now in rates]
-    head = f"{'step':>10} {'old lr':>12} {'new lr':>12}"
-    logger.info("The learning rate is planned anew:\n%s", "\n".join([head, *rows]))
 
 
 def schedule_table(

@@ -91,6 +91,11 @@ def accumulation_steps(global_batch_size: int, *, local_batch_size: int, dp: int
     return global_batch_size // at_once
 
 
+def num_steps(num_samples: int, *, position: int, gaps: Gaps, global_batch: int) -> int:
+    """Return how many global batches the samples from `position` on fill."""
+    return max(0, gaps.place(num_samples) - gaps.place(position)) // global_batch
+
+
 @dataclass(frozen=True)
 class Blocks:
     """The sample numbers of one rank's microbatches, from `position` to the last whole step."""

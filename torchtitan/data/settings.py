@@ -62,6 +62,7 @@ DatasetKind = Annotated[
 
 
 DEFAULT_CACHE = "~/.cache/torchtitan"
+DEFAULT_STEPS = 10000
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -82,8 +83,9 @@ class DataLoaderConfig:
 class TrainingConfig:
     """Data, batch sizes, length and precision of the training."""
 
-    steps: NonNegativeInt = 10000
-    """Optimizer steps; 0: none, what the job starts from is saved and exported."""
+    steps: Annotated[int, Field(ge=-1)] = -1
+    """Optimizer steps; 0: none, what the job starts from is saved and exported. -1: as many as
+    num_epochs takes, or 10000 without it. With both, the run ends at whichever comes first."""
     seq_len: PositiveInt = 2048
     """Tokens of a sample."""
     local_batch_size: PositiveInt = 8
@@ -144,7 +146,7 @@ class TrainingConfig:
     run, as [[100, 199]]; the order of all others stays. On the command line: 100-199 400-415."""
     num_epochs: PositiveInt | None = None
     """Passes over the data before the run ends; if not given it repeats, reshuffled, for all
-    steps."""
+    steps. The learning rate is planned over the steps that the run takes."""
     dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
     """Workers and prefetch."""
     dtype: Literal["bfloat16", "float32"] = "float32"
@@ -166,6 +168,11 @@ class TrainingConfig:
     sizes call for."""
     gc_freq: PositiveInt = 50
     """Collect Python garbage every this many steps, on all ranks at once, and never in between."""
+
+    def __post_init__(self) -> None:
+        """Settle the default; with num_epochs it follows from the data, at assembly."""
+        if self.steps == -1 and self.num_epochs is None:
+            object.__setattr__(self, "steps", DEFAULT_STEPS)
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -130,8 +130,8 @@ class LRSchedulerConfig:
     warmup_ratio: Annotated[Fraction | None, InsteadOf("warmup_steps")] = None
     """The same as a part of total_steps, in place of warmup_steps."""
     total_steps: PositiveInt | None = None
-    """Length of the schedule; training.steps if not given. Pin it to be free to change
-    training.steps."""
+    """Length of the schedule; if not given the steps of the run: training.steps, or those of
+    training.num_epochs if these are fewer. Pin it to be free to change them."""
     decay_ratio: Fraction | None = None
     """Part of total_steps spent in decay; if not given the decay starts right after the warmup."""
     decay_type: Annotated[Text, Own("linear", "sqrt", "cosine")] = "linear"

@@ -1,0 +1,229 @@
+"""A run that ends with training.num_epochs: its length is known at the start, and the learning rate
+is planned over it, in any layout and after any stop."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from torchtitan.checkpoint.files import write_sealed_json
+from torchtitan.checkpoint.storage import read_state
+
+LR = 0.002
+CHATS = """
+[model]
+flavor = "tiny"
+tokenizer_path = "byte"
+[optimizer]
+lr = 0.002
+[lr_scheduler]
+warmup_ratio = 0.1
+[training]
+dataset = "examples"
+dataset_path = "{folder}/chats.jsonl"
+seq_len = 64
+local_batch_size = 4
+global_batch_size = 16
+num_epochs = 3
+mixed_precision_param = "float32"
+[activation_checkpoint]
+mode = "none"
+[metrics]
+log_freq = 1
+[checkpoint]
+enable = true
+interval = 15
+"""
+TEXT = """
+[model]
+flavor = "tiny"
+tokenizer_path = "byte"
+[optimizer]
+lr = 0.002
+[lr_scheduler]
+warmup_steps = 0
+[training]
+dataset = "files"
+dataset_path = "{folder}/a.txt"
+seq_len = 32
+local_batch_size = 2
+global_batch_size = 8
+num_epochs = 2
+mixed_precision_param = "float32"
+[metrics]
+log_freq = 1
+[checkpoint]
+enable = true
+"""
+CONTINUE = "--checkpoint.mode=continue"
+
+
+def write_chats(folder: Path, *, name: str) -> list[str]:
+    """200 chats, 3 times, make 600 samples: 37 steps of 16."""
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i} and 1?"},
+                {"role": "assistant", "content": str(i + 1)},
+            ]
+        }
+        for i in range(200)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    return jobs.write_job(folder, CHATS.format(folder=folder), name=name)
+
+
+def write_text(folder: Path) -> list[str]:
+    """401 tokens, twice, make 24 samples of 32: 3 steps of 8."""
+    (folder / "a.txt").write_text("x" * 400)
+    return jobs.write_job(folder, TEXT.format(folder=folder))
+
+
+def rates(result: jobs.Result) -> list[float]:
+    return [row["lr"] for row in result.rows]
+
+
+def digits(result: jobs.Result) -> list[tuple[float, ...]]:
+    return [(row["step"], row["lr"], row["loss"], row["grad_norm"]) for row in result.rows]
+
+
+def test_the_rate_of_200_chats_3_times_is_planned_over_their_37_steps(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Also of a run that was killed, and goes on in the same layout or in another one."""
+    [through] = ranks.run(jobs.train, write_chats(tmp_path, name="whole"), world=1)
+    rising = [LR * step / 4 for step in range(1, 5)]
+    assert rates(through) == pytest.approx([*rising, *(LR * n / 33 for n in range(33, 0, -1))])
+    assert max(rates(through)) == LR
+
+    died = write_chats(tmp_path, name="died")
+    ranks.run(jobs.train, died, world=1)
+    folder = tmp_path / "died"
+    assert "\nsteps = 37\n" in (folder / "config.toml").read_text()
+    for step in (30, 37):
+        shutil.rmtree(folder / "checkpoint" / f"step-{step}")
+    shutil.copytree(folder, tmp_path / "moved")
+    [resumed] = ranks.run(jobs.train, died, world=1)
+    assert digits(resumed) == digits(through)
+    assert resumed.state_hash == through.state_hash
+    moved, _ = ranks.run(jobs.train, write_chats(tmp_path, name="moved"), world=2)
+    assert rates(moved) == rates(through)
+    losses = [[row["loss"] for row in result.rows] for result in (moved, through)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_text_is_planned_too_and_training_steps_may_come_first(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    job = write_text(tmp_path)
+    [found] = ranks.run(jobs.train, [*job, jobs.UNSAVED], world=1)
+    assert rates(found) == pytest.approx([LR, LR * 2 / 3, LR / 3])
+    shutil.rmtree(tmp_path / "run")
+    [found] = ranks.run(jobs.train, [*job, jobs.UNSAVED, "--training.steps=2"], world=1)
+    assert rates(found) == pytest.approx([LR, LR / 2])
+    shutil.rmtree(tmp_path / "run")
+    weighted = [*job, jobs.UNSAVED, "--training.dataset_weights", "3", "1"]
+    (tmp_path / "b.txt").write_text("y" * 4000)
+    weighted += ["--training.dataset_path", f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"]
+    [found] = ranks.run(jobs.train, weighted, world=1)  # 24 of the first make 32 in all
+    assert rates(found) == pytest.approx([LR, LR * 3 / 4, LR * 2 / 4, LR / 4])
+
+
+def test_more_epochs_are_another_schedule(ranks: RankPool, tmp_path: Path) -> None:
+    job = write_text(tmp_path)
+    ranks.run(jobs.train, job, world=1)
+    [lines] = ranks.run(jobs.logged, [*job, "--training.steps=1000"], world=1)  # the same
+    assert any("Resumed from" in line for line in lines)
+    longer = [*job, "--training.num_epochs=4"]
+    [message] = ranks.run(jobs.refusal, longer, world=1)
+    assert "lr_scheduler.total_steps: stored 3, now 6" in message
+    assert "num_epochs" in message
+    [found] = ranks.run(jobs.train, [*longer, CONTINUE], world=1)
+    assert rates(found)[3:] == pytest.approx([LR * n / 6 for n in (3, 2, 1)])
+    # half the batch for what is left: 2 epochs of 12 samples make 6 steps more
+    smaller = [*job, "--training.num_epochs=6", "--training.global_batch_size=4", CONTINUE]
+    [found] = ranks.run(jobs.train, smaller, world=1)
+    assert rates(found)[6:] == pytest.approx([LR * n / 12 for n in range(6, 0, -1)])
+    [lines] = ranks.run(jobs.logged, smaller, world=1)  # its own command recovers it
+    assert any("Resumed from" in line and "step-12" in line for line in lines)
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_its_own_schedule(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """It planned over training.steps, wherever the data end."""
+    job = [*write_text(tmp_path), "--training.steps=1000", "--checkpoint.verify_on_load=false"]
+    ranks.run(jobs.train, [*job, "--checkpoint.interval=1"], world=1)
+    checkpoints = tmp_path / "run" / "checkpoint"
+    for step in (2, 3):
+        shutil.rmtree(checkpoints / f"step-{step}")
+    manifest = json.loads((checkpoints / "step-1" / "manifest.json").read_text())
+    manifest.pop("checksum")
+    config = manifest["config"].replace("\nsteps = 3\n", "\nsteps = 1000\n")
+    write_sealed_json(checkpoints / "step-1" / "manifest.json", {**manifest, "config": config})
+    schedule = {**read_state(checkpoints / "step-1", "lr_scheduler"), "training_steps": 1000}
+    (checkpoints / "step-1" / "lr_scheduler" / "state.json").write_text(json.dumps(schedule))
+    [message] = ranks.run(jobs.refusal, job, world=1)
+    assert "stored 1000, now 3" in message
+    assert "total_steps = 1000" in message
+    [found] = ranks.run(jobs.train, [*job, "--lr_scheduler.total_steps=1000"], world=1)
+    assert rates(found)[1:] == pytest.approx([LR * 999 / 1000, LR * 998 / 1000])
+
+
+def test_what_does_not_fit_the_steps_of_the_data_is_said(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*write_text(tmp_path), jobs.UNSAVED]
+    [lines] = ranks.run(jobs.logged, job, world=1)
+    job += [f"--job.dump_folder={tmp_path / 'other'}"]
+    assert any(re.search(r"2 epochs, 24 samples in all, 8 per step: .* 3$", line) for line in lines)
+    assert not any("warmup" in line for line in lines)
+    short = [*job, "--lr_scheduler.total_steps=2"]
+    [message] = ranks.run(jobs.refusal, short, world=1)
+    assert "[lr_scheduler] total_steps" in message
+    assert "training.steps (3), got 2" in message
+    [lines] = ranks.run(jobs.logged, [*job, "--lr_scheduler.warmup_steps=50"], world=1)
+    [notice] = [line for line in lines if "warmup" in line]
+    assert "50 steps and the run 3" in notice
+    assert f"{LR * 3 / 50:.3g}" in notice
+    shutil.rmtree(tmp_path / "other")
+    same = [*job, "--lr_scheduler.total_steps=3", "--training.steps=1000"]
+    assert ranks.run(jobs.refusal, same, world=1) == ["no error"]
+
+
+def test_a_rate_far_under_the_peak_is_warned_of_with_what_helps(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    job = [*write_text(tmp_path), "--training.num_epochs=20"]  # 30 steps
+    ranks.run(jobs.train, [*job, "--checkpoint.interval=27"], world=1)
+    shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-30")
+
+    def warned(*options: str) -> list[str]:
+        [lines] = ranks.run(jobs.logged, [*job, *options], world=1)
+        return [line for line in lines if "decay_ratio" in line and "optimizer.lr is" in line]
+
+    assert warned() == []  # as it was planned
+    [warning] = warned(CONTINUE, "--optimizer.lr=5e-4")
+    assert "0.0005" in warning
+    assert "28 to 30 is at most 5e-05" in warning
+    helps = re.findall(r"(decay_ratio) = ([0-9.]+)", warning)
+    new = [CONTINUE, "--optimizer.lr=5e-4", *(f"--lr_scheduler.{k}={v}" for k, v in helps)]
+    assert warned(*new) == []
+    [found] = ranks.run(jobs.train, [*job, *new], world=1)
+    assert rates(found)[27:] == pytest.approx([5e-4, 5e-4 * 2 / 3, 5e-4 / 3])
+
+
+def test_steps_behind_the_end_of_a_pinned_schedule_are_warned_of(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    job = [*jobs.write_job(tmp_path), "--lr_scheduler.min_lr_factor=0.1"]
+    pinned = ["--lr_scheduler.total_steps=6", "--lr_scheduler.warmup_steps=0"]
+    ranks.run(jobs.train, [*job, *pinned, "--training.steps=6"], world=1)
+    [lines] = ranks.run(jobs.logged, [*job, *pinned, "--training.steps=9"], world=1)
+    [warning] = [line for line in lines if "optimizer.lr is" in line]
+    assert "7 to 9 is at most 8e-05" in warning
+    assert "total_steps = 9 and lr_scheduler.decay_ratio = 0.333333" in warning
