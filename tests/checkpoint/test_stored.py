@@ -195,7 +195,7 @@ def test_compressed_records_are_refused(
     tensor: Tensor, opened: Callable[[bytes], StoredPiece]
 ) -> None:
     """A few of their bytes may unpack to gigabytes."""
-    with pytest.raises(CheckpointError, match="archive/data/0.*compressed"):
+    with pytest.raises(CheckpointError, match=r"archive/data/0.*compressed"):
         opened(zipped_anew(saved(tensor), method=zipfile.ZIP_DEFLATED))
 
 
