@@ -187,8 +187,16 @@ def read_json(path: Path) -> Content:
     """
     try:
         check_is_file(path)
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return parse_json(path.read_bytes(), path=path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def parse_json(data: bytes, *, path: Path) -> Content:
+    """Return the object that `data`, read from `path`, holds; raise as `read_json` does."""
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
