@@ -12,7 +12,6 @@ are in the standard library but take as long as the reading itself; XXH3 runs as
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -27,6 +26,7 @@ import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from torchtitan.base.errors import CheckpointError
+from torchtitan.base.files import check_is_file
 
 _CHUNK = 1 << 20  # what was read is hashed before it leaves the processor's cache
 _SEALED = re.compile(rb'(\{.*,\n) "checksum": "([0-9a-f]{32})"\n\}\n', re.DOTALL)
@@ -160,13 +160,6 @@ def checked_kinds(content: Content, *, kinds: Mapping[str, type]) -> Content:
                 f"{str(content[key])[:60]!r}; use another checkpoint"
             )
     return content
-
-
-def check_is_file(path: Path) -> None:
-    """Raise OSError where a path is no file: to open a pipe waits, and a device never ends."""
-    if not path.is_file():
-        code = errno.EINVAL if path.exists() else errno.ENOENT
-        raise OSError(code, "it is no file" if path.exists() else os.strerror(code), str(path))
 
 
 def check_counts(content: Content, *keys: str) -> None:

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan.base.errors import CheckpointError
+from torchtitan.base.files import check_is_file
 from torchtitan.checkpoint.data_pickle import Place, load_records
-from torchtitan.checkpoint.files import check_is_file
 from torchtitan.checkpoint.ranks import reason
 
 METADATA = ".metadata"

@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from torchtitan.base.errors import CheckpointError
+from torchtitan.base.files import check_is_file
 from torchtitan.base.log import amount
 from torchtitan.checkpoint.data_pickle import Place
-from torchtitan.checkpoint.files import check_is_file
 from torchtitan.checkpoint.metadata import METADATA, find_misses, is_tensor, read_metadata
 from torchtitan.checkpoint.ranks import reason, reasons
 from torchtitan.checkpoint.rows import Places, overlap

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.files import check_is_file
+from torchtitan.base.files import check_is_file
 from torchtitan.checkpoint.plain import row_order
 from torchtitan.checkpoint.ranks import on_first_rank, reason
 from torchtitan.checkpoint.source import ALL, Selection
