@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
-from torchtitan.metrics.sinks import read_rows
+from torchtitan.metrics.rows import read_rows
 
 ROOT = Path(__file__).parents[1]
 SHORT = 1024

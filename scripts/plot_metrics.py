@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 
 from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.base.log import amount
-from torchtitan.metrics.sinks import Row, read_rows
+from torchtitan.metrics.rows import Row, figure_of, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -122,12 +122,14 @@ def draw_experts(runs: Mapping[str, Sequence[Row]], *, layer: str = ALL) -> Figu
         having = [row for row in rows if any(key.startswith(COUNTS) for key in row)]
         names = _choose_layers(run, having[-1] if having else {}, layer=layer)
         if layer == ALL:
-            table = [_load(having[-1][COUNTS + name]) for name in names]
+            table = [_load(having[-1], name) for name in names]
             axes.set_title(f"{run}, step {having[-1]['step']}")
             axes.set(xlabel="expert", ylabel="layer")
             axes.set_yticks(range(len(names)), names)
         else:
-            by_step = [_load(row[COUNTS + names[0]]) for row in having]
+            by_step = [_load(row, names[0]) for row in having]
+            if len({len(one) for one in by_step}) > 1:
+                raise DataError(f"{run} must have the same number of experts in each row")
             table = [list(one) for one in zip(*by_step, strict=True)]
             axes.set_title(f"{run}, {names[0]}")
             axes.set(xlabel="step", ylabel="expert")
@@ -153,7 +155,10 @@ def _choose_layers(run: str, row: Row, *, layer: str) -> list[str]:
     return chosen
 
 
-def _load(counts: Sequence[int]) -> list[float]:
+def _load(row: Row, layer: str) -> list[float]:
+    counts = row[COUNTS + layer]
+    if not isinstance(counts, list) or not all(type(n) is int and n >= 0 for n in counts):
+        raise DataError(f"{COUNTS + layer!r} must be a list of whole numbers, got {counts!s:.60}")
     return [number * len(counts) / max(sum(counts), 1) for number in counts]
 
 
@@ -169,8 +174,9 @@ def _new_figure(*, height: float) -> Figure:
 
 def _points(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
     """Return steps and figures of the rows that have one: a step without labels has no loss."""
-    having = [row for row in rows if row.get(name) is not None]
-    return [row["step"] for row in having], [row[name] for row in having]
+    found = [(row["step"], figure_of(row, name)) for row in rows]
+    having = [(step, value) for step, value in found if value is not None]
+    return [step for step, _ in having], [value for _, value in having]
 
 
 def _draw_line(
@@ -247,8 +253,8 @@ def _labels(runs: Sequence[Path]) -> dict[str, Path]:
 
 
 def _rows(run: Path) -> list[Row]:
-    path = run if run.is_file() else run / "metrics.jsonl"
-    if not path.is_file():
+    path = run / "metrics.jsonl" if run.is_dir() else run
+    if not path.exists():
         raise DataError(
             f"each RUN must be a run's folder with a metrics.jsonl, got {run} without one; "
             f"name the job.dump_folder of a run that has logged a step"

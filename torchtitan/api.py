@@ -47,7 +47,7 @@ from torchtitan.hf.names import CONFIG
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.process_group import read_launch
 from torchtitan.mesh.stop import watch_session
-from torchtitan.metrics.sinks import RECORD, Row, read_rows
+from torchtitan.metrics.rows import RECORD, Row, read_rows
 from torchtitan.optim.loss import build_loss
 from torchtitan.train import prepare_process, train_job
 
@@ -155,7 +155,8 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
             )
             folder = Path(config.job.dump_folder)
             rows = on_first_rank(
-                lambda: read_rows(folder / f"{RECORD}.jsonl"), group=dist.group.WORLD
+                lambda: [dict(row) for row in read_rows(folder / f"{RECORD}.jsonl")],
+                group=dist.group.WORLD,
             )
         except (Exception, CheckpointException) as error:  # DCP's is no Exception
             is_known = isinstance(error, UserError)

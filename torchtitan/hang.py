@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan.base.errors import DataError, UserError
+from torchtitan.base.files import check_is_file
 from torchtitan.base.log import amount
 from torchtitan.trajectory import CONFIG_FILE, Job
 
@@ -98,10 +99,11 @@ def read_calls(folder: Path, *, prefix: str) -> dict[int, list[Call]]:
 
 def _read(file: Path) -> list[Call]:
     try:
+        check_is_file(file)
         data = file.read_bytes()
         known = json.loads(data) if file.suffix == ".json" else _Plain(io.BytesIO(data)).load()
         groups = {
-            name: (str(group["desc"]), tuple(json.loads(group["ranks"])))
+            name: (_text(group["desc"]), tuple(map(_whole, json.loads(group["ranks"]))))
             for name, group in known["pg_config"].items()
             if group["ranks"] != "[]"
         }
@@ -110,27 +112,28 @@ def _read(file: Path) -> list[Call]:
             for entry in known["entries"]
             if not entry["is_p2p"] and entry["process_group"][0] in groups
         ]
-    except (OSError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # damaged bytes can make a pickle fail in any way
         raise DataError(
-            f"{file} must be a record of torch's flight recorder, it cannot be read: {error}; "
+            f"{file} must be a record of torch's flight recorder, it cannot be read: {error!r}; "
             "remove it, the records of other ranks may be enough"
         ) from error
 
 
-class _Plain(pickle.Unpickler):
-    """Reads numbers, texts, lists and dictionaries, and calls nothing."""
+class _Plain(pickle._Unpickler):
+    """Reads numbers, texts, lists and dictionaries, and calls nothing; Python's reader in C grows
+    its memo to any index that it reads."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
 def _call(entry: Mapping[str, Any], *, groups: Mapping[str, Group]) -> Call:
-    sizes = " ".join("x".join(map(str, size)) or "1" for size in entry["input_sizes"])
+    sizes = " ".join("x".join(map(str, map(_whole, s))) or "1" for s in entry["input_sizes"])
     return Call(
         group=groups[entry["process_group"][0]],
-        number=entry["collective_seq_id"],
+        number=_whole(entry["collective_seq_id"]),
         what=f"{entry['profiling_name'].split(':')[-1].lstrip('_')} of {sizes or 'nothing'}",
-        at=entry["time_created_ns"] / 1e9,
+        at=_whole(entry["time_created_ns"]) / 1e9,
         where=_where(entry.get("frames", ())),
     )
 
@@ -141,8 +144,22 @@ def _where(frames: Sequence[Mapping[str, Any]]) -> str:
     for frame in own or frames[:1]:
         path = Path(frame["filename"])
         name = "/".join(path.parts[-2:])
-        return f"{name}:{frame['line']} ({frame['name']})"
+        return f"{name}:{_whole(frame['line'])} ({_text(frame['name'])})"
     return "a place that is not recorded"
+
+
+def _whole(value: object) -> int:
+    """Return a value that fits into 64 bits; raise TypeError for any other: it may be nested, and
+    endless where it is printed."""
+    if type(value) is not int or not -(2**63) <= value < 2**63:
+        raise TypeError(f"a whole number is due, not a {type(value).__name__}")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a text is due, not a {type(value).__name__}")
+    return value
 
 
 def find_blocked(calls: Mapping[int, Sequence[Call]], *, late: float) -> dict[int, Blocked]:

@@ -68,7 +68,7 @@ from torchtitan.mesh.process_group import (
 from torchtitan.mesh.recorder import write_collectives
 from torchtitan.mesh.stop import StopRequest, watch_signals
 from torchtitan.metrics.progress import ProgressBar, Summary, show_summary, shows_bar
-from torchtitan.metrics.sinks import RECORD
+from torchtitan.metrics.rows import RECORD
 from torchtitan.plan.ran_out import find_cause, plan_after, seconds_to_plan
 from torchtitan.trainer import Run, Trainer
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torchtitan.base.errors import ConfigError
+from torchtitan.base.files import read_text
 from torchtitan.base.own import source_hash
 from torchtitan.config.fields import values_of
 from torchtitan.config.layers import Layer, Path, Setting, flatten, literal
@@ -95,7 +96,7 @@ class Job:
     def stored_in(cls, file: pathlib.Path) -> Job:
         """Read back a file of such settings; raise ConfigError if that is not possible."""
         try:
-            toml = file.read_text(encoding="utf-8")
+            toml = read_text(file)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{file} must hold the settings of a run, it cannot be read: {error}; restore it"

@@ -20,7 +20,7 @@ from torchtitan.base.errors import DataError, NonFiniteError
 from torchtitan.data.loader import Loader
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.process_group import gather, set_timeout, tighten_timeout
-from torchtitan.metrics.sinks import Row
+from torchtitan.metrics.rows import Row
 from torchtitan.models.parts import ModelParts
 from torchtitan.optim.loss import count_valid
 from torchtitan.parallel.batch import Batch

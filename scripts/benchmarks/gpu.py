@@ -29,7 +29,7 @@ from scripts.benchmarks.calibrate import write_constants
 from scripts.benchmarks.pairs import Comparison, Report
 from scripts.benchmarks.trace import top_operations
 from torchtitan.base.device import device_name, local_device
-from torchtitan.metrics.sinks import Row, read_rows
+from torchtitan.metrics.rows import Row, read_rows
 
 SUMMARY = "all figures of one GPU, in one call: speed, MFU, memory, a trace"
 ROOT = Path(__file__).parents[2]

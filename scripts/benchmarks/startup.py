@@ -30,7 +30,7 @@ from torchtitan.assemble import find_model
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.job import load_config
-from torchtitan.metrics.sinks import read_rows
+from torchtitan.metrics.rows import read_rows
 from torchtitan.models.init import initialize
 from torchtitan.models.settings import ModelConfig
 

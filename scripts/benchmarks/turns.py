@@ -37,7 +37,7 @@ from torchtitan.job import load_config
 from torchtitan.mesh.dims import build_mesh
 from torchtitan.mesh.once import OncePerMachine
 from torchtitan.mesh.process_group import Launch
-from torchtitan.metrics.sinks import Row
+from torchtitan.metrics.rows import Row
 from torchtitan.models.contract import count
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import initialize

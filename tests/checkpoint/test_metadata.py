@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import pickletools
+import random
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -312,6 +316,53 @@ def test_a_tensor_is_stored_whole_or_refused(change: Any, said: str, folder: Pat
 def test_pieces_need_not_be_a_grid(folder: Path) -> None:
     rewrite(folder, with_pieces(*BRICKS, ([0, 4], [2, 0]), shape=(2, 4)))
     assert find_misses(read_metadata(folder).state_dict_metadata["a"]) is None
+
+
+def test_many_staggered_pieces_are_a_whole(folder: Path) -> None:
+    """Each second row of bricks is shifted by one element."""
+    rows, wide = 60, 50
+    bricks = [
+        ([row, start], [1, min(start + 2, 2 * wide) - start])
+        for row in range(rows)
+        for start in (range(0, 2 * wide, 2) if row % 2 else [0, *range(1, 2 * wide, 2)])
+    ]
+    bricks = [(at, [1, 1]) if at[1] == 0 and at[0] % 2 == 0 else (at, of) for at, of in bricks]
+    rewrite(folder, with_pieces(*bricks, shape=(rows, 2 * wide)))
+    assert find_misses(read_metadata(folder).state_dict_metadata["a"]) is None
+
+
+@pytest.mark.parametrize("num_dims", [1, 2, 3])
+def test_pieces_tile_a_shape_if_each_element_is_in_one(num_dims: int) -> None:
+    draws, seen = random.Random(0), set()
+    for _ in range(400):
+        shape = [draws.randint(1, 3) for _ in range(num_dims)]
+        counts, pieces = torch.zeros(shape, dtype=torch.int64), []
+        for _ in range(draws.randint(1, 4)):
+            begins = [draws.randrange(n) for n in shape]
+            sizes = [draws.randint(1, n - i) for n, i in zip(shape, begins, strict=True)]
+            pieces.append(chunk(begins, sizes))
+            counts[tuple(slice(i, i + n) for i, n in zip(begins, sizes, strict=True))] += 1
+        if int(counts.sum()) < counts.numel():
+            continue
+        entry = TensorStorageMetadata(TensorProperties(), torch.Size(shape), pieces)
+        is_whole = bool((counts == 1).all())
+        assert (find_misses(entry) is None) == is_whole, (shape, pieces)
+        seen.add(is_whole)
+    assert seen == {True, False}
+
+
+def test_keys_of_one_hash_are_refused(folder: Path) -> None:
+    """Python hashes a whole number by its remainder of 2^61 - 1, and a dictionary compares keys
+    of one hash with each other."""
+
+    def collide(metadata: Metadata) -> None:
+        [place] = [p for i, p in metadata.storage_data.items() if i.fqn == "a"]
+        offsets = product([0, 2**61 - 1, 2**62 - 2], repeat=3)
+        metadata.storage_data |= {MetadataIndex("c", at): place for at in offsets}
+
+    rewrite(folder, collide)
+    with pytest.raises(CheckpointError, match=r"\.metadata is refused.* more than 8 .* hash"):
+        read_metadata(folder)
 
 
 @pytest.mark.parametrize(

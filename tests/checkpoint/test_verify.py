@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +20,9 @@ import xxhash
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.files import FileRecord, hash_file
+from torchtitan.checkpoint.files import FileRecord, hash_file, write_sealed_json
 from torchtitan.checkpoint.folders import find_steps
+from torchtitan.checkpoint.start import stored_layout
 from torchtitan.checkpoint.steps import newest_step
 from torchtitan.checkpoint.storage import Component, read_manifest, write
 from torchtitan.checkpoint.verify import share, verify
@@ -265,7 +269,56 @@ def test_a_save_clears_what_dead_ones_left(folder: Path, ranks: RankPool) -> Non
     assert sorted(p.name for p in folder.iterdir()) == [".mine", "step-12", "step-3"]
 
 
-@pytest.mark.parametrize("name", ["step-09", "step-٩", "step-9 "])
+def resealed(manifest: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(manifest.read_text())
+    del content["checksum"]
+    change(content)
+    write_sealed_json(manifest, content)
+
+
+ENTRY = {"size": 5, "xxh3_128": "0" * 32}
+CRAFTED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a size in quotes": lambda m: m["files"].update({"a": ENTRY | {"size": "5"}}),
+    "a size that is true": lambda m: m["files"].update({"a": ENTRY | {"size": True}}),
+    "a negative size": lambda m: m["files"].update({"a": ENTRY | {"size": -5}}),
+    "no checksum": lambda m: m["files"].update({"a": {"size": 5}}),
+    "an entry that is a list": lambda m: m["files"].update({"a": [5, "0"]}),
+    "a list of files": lambda m: m.update(files=[ENTRY]),
+    "no files": lambda m: m.pop("files"),
+    **{
+        f"a file {name!r}": partial(lambda m, name: m["files"].update({name: ENTRY}), name=name)
+        for name in ("/etc/hostname", "../a", "a/..", "a/.", ".", "", "a//b", "a\0b", "a\ud800")
+    },
+}
+
+
+@pytest.mark.parametrize("which", CRAFTED)
+def test_a_crafted_manifest_is_passed_over_for_the_step_before(which: str, folder: Path) -> None:
+    """Its seal is whole: who writes a manifest can seal it."""
+    resealed(folder / "step-9" / "manifest.json", CRAFTED[which])
+    [mistake] = verify(folder / "step-9", group=None)
+    assert "manifest.json" in mistake
+    assert newest_step(folder, group=None, verifies=True) == folder / "step-6"
+
+
+@pytest.mark.parametrize("key", ["step", "components", "layout"])
+@pytest.mark.parametrize("value", ["9", -1, 2**70, ["../x"], ["."], [7], {"a": 1}, None])
+def test_a_manifest_with_other_entries_is_refused(key: str, value: object, folder: Path) -> None:
+    resealed(folder / "step-3" / "manifest.json", lambda m: m.update({key: value}))
+    with pytest.raises(CheckpointError, match=rf"manifest\.json.*{key}"):
+        stored_layout(read_manifest(folder / "step-3"))
+
+
+@pytest.mark.parametrize(
+    "name", ["step-.", "step-..", "step-+5", "step-٣", "step-09", "step-", f"step-{'9' * 200}"]
+)
+def test_a_draft_of_another_name_is_never_committed(name: str, folder: Path) -> None:
+    draft = (folder / "step-9").rename(folder / f".{name}.tmp")
+    assert newest_step(folder, group=None, verifies=True, finish=True) == folder / "step-6"
+    assert draft.is_dir()
+
+
+@pytest.mark.parametrize("name", ["step-09", "step-٩", "step-9 ", "step-.", f"step-{'9' * 200}"])
 def test_a_folder_of_another_name_is_no_step(name: str, folder: Path) -> None:
     (folder / "step-9").rename(folder / name)
     assert find_steps(folder) == [3, 6]

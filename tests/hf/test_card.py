@@ -28,7 +28,7 @@ from torchtitan.hf.card import (
     without_folders,
 )
 from torchtitan.hf.write import export
-from torchtitan.metrics.sinks import read_rows
+from torchtitan.metrics.rows import read_rows
 from torchtitan.models.families import MODELS
 
 HEAD = "---\nlicense: llama3.2\nlicense_name: 'x'\nlanguage: [en]\n---\n# Theirs\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,23 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
     tied = VARIANTS["tied"]
     with pytest.raises(CheckpointError, match=r"1 unexpected: 'output\.weight'"):
         read(file, tied)  # a head of its own is not lost unseen
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED])
+def test_an_archive_packed_again_gives_its_weights_or_is_refused(
+    method: int, tmp_path: Path
+) -> None:
+    """Mapped, the bytes of a compressed record would be taken for weights."""
+    file, again = tmp_path / "model.pt", tmp_path / "again.pt"
+    torch.save({"a": torch.tensor([1.5, 2.5]).repeat(100)}, file)
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(again, "w", method) as new:
+        for record in old.namelist():
+            new.writestr(record, old.read(record))
+    if method == zipfile.ZIP_STORED:
+        assert map_file(again)["a"][:2].tolist() == [1.5, 2.5]
+        return
+    with pytest.raises(CheckpointError, match=r"again\.pt .* compressed"):
+        map_file(again)
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")

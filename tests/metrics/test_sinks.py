@@ -12,14 +12,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.metrics.rows import Row, read_rows
 from torchtitan.metrics.settings import MetricsConfig
 from torchtitan.metrics.sinks import (
     ConsoleSink,
     JsonlSink,
-    Row,
     TensorBoardSink,
     build_sinks,
-    read_rows,
     tagged,
 )
 
@@ -336,6 +335,7 @@ def test_optional_packages_load_only_when_used(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
+from torchtitan.metrics.rows import Row, read_rows
 from torchtitan.metrics.settings import MetricsConfig
 from torchtitan.metrics import meter, progress, sinks
 built = sinks.build_sinks(

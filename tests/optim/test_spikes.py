@@ -16,7 +16,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.optim.spiky import SPIKES
 from torchtitan.audit import compare_runs
 from torchtitan.metrics.ledger import read_ledger
-from torchtitan.metrics.sinks import read_rows
+from torchtitan.metrics.rows import read_rows
 from torchtitan.optim.settings import SpikesConfig
 from torchtitan.optim.spikes import Spikes, robust_bounds
 

@@ -12,7 +12,7 @@ import pytest
 from tests.plan.jobs import TINY
 from torchtitan.base.errors import ConfigError
 from torchtitan.metrics.hardware import Hardware
-from torchtitan.metrics.sinks import read_rows
+from torchtitan.metrics.rows import read_rows
 from torchtitan.plan.__main__ import main
 from torchtitan.plan.account import replay
 from torchtitan.plan.devices import DEVICES

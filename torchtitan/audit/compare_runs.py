@@ -27,7 +27,7 @@ from torchtitan.base.errors import DataError, UserError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.metadata import METADATA, read_metadata
-from torchtitan.metrics.sinks import Row, read_rows
+from torchtitan.metrics.rows import Row, read_rows
 
 # figures of a row that no two runs share: how fast it went, and on what
 TIMING = ("tokens_per_second", "tflops", "mfu", "_time_s", "memory_peak", "slowest_")

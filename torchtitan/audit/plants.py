@@ -13,7 +13,7 @@ from torchtitan.audit import bugs
 from torchtitan.audit.layouts.words import Layout
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.job import Config
-from torchtitan.metrics.sinks import Row
+from torchtitan.metrics.rows import Row
 from torchtitan.models.sizes import MoEConfig
 
 

@@ -23,7 +23,7 @@ from torchtitan.audit.rerun import rerun
 from torchtitan.audit.watch import FOLDER, STEP, columns
 from torchtitan.base.errors import DataError
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.metrics.sinks import RECORD, read_rows
+from torchtitan.metrics.rows import RECORD, figure_of, read_rows
 
 FIGURES = ("loss", "grad_norm")
 SHOWN = 10
@@ -85,7 +85,8 @@ def replay(
 
 def _logged(run: Path, step: int) -> dict[str, float] | None:
     rows = [row for row in read_rows(run / f"{RECORD}.jsonl") if row["step"] == step]
-    return {key: rows[-1][key] for key in FIGURES} if rows else None
+    found = {key: figure_of(rows[-1], key) for key in FIGURES} if rows else {}
+    return {key: math.nan if value is None else value for key, value in found.items()} or None
 
 
 def _modules(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

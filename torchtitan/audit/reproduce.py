@@ -23,7 +23,7 @@ from torchtitan.config.layers import flatten
 from torchtitan.config.toml_files import parse
 from torchtitan.config.types import is_url
 from torchtitan.metrics.ledger import LEDGER, read_ledger
-from torchtitan.metrics.sinks import Row
+from torchtitan.metrics.rows import Row
 from torchtitan.trajectory import Job
 
 SCRIPT = "reproduce.sh"

@@ -21,8 +21,8 @@ from torchtitan.config.toml_files import to_toml
 from torchtitan.data.settings import ValidationConfig
 from torchtitan.job import Config, load_config
 from torchtitan.metrics.ledger import read_ledger
+from torchtitan.metrics.rows import RECORD, Row, read_rows
 from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
-from torchtitan.metrics.sinks import RECORD, Row, read_rows
 
 NEVER = 10**9
 THREADS = re.compile(r"threads: (\d+)")

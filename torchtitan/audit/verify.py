@@ -24,7 +24,7 @@ from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.verify import verify
 from torchtitan.metrics.ledger import hash_manifest, read_ledger
-from torchtitan.metrics.sinks import RECORD, Row, read_rows
+from torchtitan.metrics.rows import RECORD, Row, read_rows
 from torchtitan.trajectory import CONFIG_FILE, Job
 
 

@@ -7,26 +7,23 @@ one that started later has taken the store over, and the one before must not wri
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
-import re
 import secrets
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.files import FileRecord, is_sealed
-from torchtitan.checkpoint.folders import MANIFEST
+from torchtitan.checkpoint.files import FileRecord, is_sealed, parse_json
+from torchtitan.checkpoint.folders import MANIFEST, STEP_NAME
 from torchtitan.checkpoint.objects import ObjectStore, in_parallel
 from torchtitan.checkpoint.retention import Retention
 from torchtitan.checkpoint.verify import records
 
 logger = logging.getLogger(__name__)
 LATEST, OWNER, ASIDE = "latest", ".owner", f"{MANIFEST}.aside"
-_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
 class Commits:
@@ -66,7 +63,7 @@ class Commits:
         """Make what lies under `name` a checkpoint."""
         self.check_owner()
         self._store.write(f"{name}/{MANIFEST}", manifest)
-        if _STEP.fullmatch(name):
+        if STEP_NAME.fullmatch(name):
             self._store.write(LATEST, name.encode())
 
     def tidy(self, saved: int, kept: Retention, *, passed_over: Collection[int]) -> None:
@@ -89,8 +86,7 @@ class Commits:
         content = self._store.read(f"step-{step}/{MANIFEST}")
         if content is None or not is_sealed(content):
             raise CheckpointError(f"{self.url}/step-{step}/{MANIFEST} is missing or damaged")
-        manifest: dict[str, Any] = json.loads(content)
-        return manifest
+        return parse_json(content, path=Path(f"step-{step}", MANIFEST))
 
     def _set_aside_there(self, step: int) -> None:
         name = f"step-{step}"
@@ -111,16 +107,12 @@ class Commits:
 
 def listed(manifest: bytes) -> dict[str, FileRecord]:
     """Return the files that a sealed manifest lists, all of them inside its folder."""
-    files = records(json.loads(manifest)["files"])
-    for name in files:
-        if Path(name).is_absolute() or ".." in Path(name).parts or name == MANIFEST:
-            raise CheckpointError(f"a {MANIFEST} must list files inside its folder, got {name!r}")
-    return files
+    return records(parse_json(manifest, path=Path(MANIFEST)))
 
 
 def list_folders(store: ObjectStore) -> list[int]:
     """Return the step of all that a listing shows, committed or not, ascending."""
-    matches = (_STEP.fullmatch(name.rpartition("/")[2]) for name in store.list_names())
+    matches = (STEP_NAME.fullmatch(name.rpartition("/")[2]) for name in store.list_names())
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -128,7 +120,7 @@ def find_steps(store: ObjectStore) -> list[int]:
     """Return the committed steps, ascending: those that a listing shows or that `latest` names, and
     that have a manifest."""
     steps = set(list_folders(store))
-    if named := _STEP.fullmatch((store.read(LATEST) or b"").decode(errors="replace")):
+    if named := STEP_NAME.fullmatch((store.read(LATEST) or b"").decode(errors="replace")):
         steps.add(int(named[1]))
     return _with_manifest(store, steps)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
@@ -34,7 +35,9 @@ from torchtitan.base.errors import CheckpointError
 Place = _StorageInfo
 """Where a piece of a tensor lies."""
 _MAX_DIMS = 64
-_KEYS = {str, int, MetadataIndex}
+_KEYS = {str, MetadataIndex}
+_MAX_ALIKE = 8
+"""Keys that may have one hash: a dictionary compares each of them with all the others."""
 _RECORDS: dict[type, dict[str, tuple[type, ...]]] = {
     BytesStorageMetadata: {},
     ChunkStorageMetadata: {"offsets": (torch.Size,), "sizes": (torch.Size,)},
@@ -88,11 +91,16 @@ class _Name:
 
 class _Reader(pickle._Unpickler):
     """Runs the program. An instruction takes as long as its own bytes: nothing is hashed, printed
-    or copied that may hold other values."""
+    or copied that may hold other values, and few keys share a hash."""
 
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
     dispatch: ClassVar[dict[int, Any]] = {}
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._alike: Counter[int] = Counter()
+        """How many keys have a hash; those of texts nobody can foresee."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a name that may be used, or a dtype."""
@@ -140,6 +148,10 @@ class _Reader(pickle._Unpickler):
         target, keys = self.stack[-1], items[::2]
         if type(target) is not dict or not _KEYS.issuperset(map(type, keys)):
             raise CheckpointError(f"it puts entries into a {type(target).__name__}, by odd keys")
+        hashes = [hash(key) for key in keys if type(key) is MetadataIndex]
+        self._alike.update(hashes)
+        if any(self._alike[one] > _MAX_ALIKE for one in hashes):
+            raise CheckpointError(f"more than {_MAX_ALIKE} of its keys have one hash")
         target.update(zip(keys, items[1::2], strict=True))
 
     def load_append(self) -> None:
@@ -183,6 +195,8 @@ _Reader.dispatch = {
 def _fill(record: Any, state: Any) -> None:
     cls = type(record)
     required, known = _FIELDS[cls]
+    if vars(record):  # a key of a dictionary must not change
+        raise CheckpointError(f"it fills a {cls.__name__} twice")
     if type(state) is not dict or not required <= state.keys() or not state.keys() <= known:
         raise CheckpointError(f"it fills a {cls.__name__} with other fields than its own")
     for name, kinds in _RECORDS[cls].items():

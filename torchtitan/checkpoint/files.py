@@ -12,7 +12,6 @@ are in the standard library but take as long as the reading itself; XXH3 runs as
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -27,6 +26,7 @@ import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from torchtitan.base.errors import CheckpointError
+from torchtitan.base.files import check_is_file
 
 _CHUNK = 1 << 20  # what was read is hashed before it leaves the processor's cache
 _SEALED = re.compile(rb'(\{.*,\n) "checksum": "([0-9a-f]{32})"\n\}\n', re.DOTALL)
@@ -162,13 +162,6 @@ def checked_kinds(content: Content, *, kinds: Mapping[str, type]) -> Content:
     return content
 
 
-def check_is_file(path: Path) -> None:
-    """Raise OSError where a path is no file: to open a pipe waits, and a device never ends."""
-    if not path.is_file():
-        code = errno.EINVAL if path.exists() else errno.ENOENT
-        raise OSError(code, "it is no file" if path.exists() else os.strerror(code), str(path))
-
-
 def check_counts(content: Content, *keys: str) -> None:
     """Refuse what no run has counted to: the run would go on anywhere."""
     for key in keys:
@@ -187,8 +180,16 @@ def read_json(path: Path) -> Content:
     """
     try:
         check_is_file(path)
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return parse_json(path.read_bytes(), path=path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def parse_json(data: bytes, *, path: Path) -> Content:
+    """Return the object that `data`, read from `path`, holds; raise as `read_json` does."""
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")

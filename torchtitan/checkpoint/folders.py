@@ -21,8 +21,8 @@ from pathlib import Path, PurePath
 from torchtitan.checkpoint.files import seal_is_whole, sync_folder
 
 MANIFEST = "manifest.json"
-_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-_PASSING = re.compile(r"\.step-\d+\.(tmp|deleted(-\d+)?)")
+STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_PASSING = re.compile(r"\.step-[0-9]+\.(tmp|deleted(-[0-9]+)?)")
 logger = logging.getLogger(__name__)
 
 
@@ -35,13 +35,13 @@ def list_steps(folder: Path) -> list[tuple[int, bool]]:
     """Return the step of every `step-N` folder, ascending, and whether it has a manifest."""
     if not folder.is_dir():
         return []
-    matches = ((_STEP.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
+    matches = ((STEP_NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
     return sorted((int(m[1]), _has_manifest(path)) for m, path in matches if m)
 
 
 def step_of(checkpoint: PurePath) -> int | None:
     """Return the step of a folder by its name; None: it is not named for one."""
-    match = _STEP.fullmatch(checkpoint.name)
+    match = STEP_NAME.fullmatch(checkpoint.name)
     return None if match is None else int(match[1])
 
 
@@ -94,6 +94,8 @@ def finish_commits(folder: Path) -> None:
     for draft in folder.glob(".step-*.tmp"):
         target = draft.with_name(draft.name.removeprefix(".").removesuffix(".tmp"))
         manifest = draft / MANIFEST
+        if step_of(target) is None:
+            continue
         try:
             is_complete = manifest.is_file() and seal_is_whole(manifest) and not target.exists()
         except OSError as error:

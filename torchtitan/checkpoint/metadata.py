@@ -9,12 +9,15 @@ read.
 
 from __future__ import annotations
 
-from itertools import combinations
+from collections.abc import Sequence
+from itertools import chain
 from math import prod
 from pathlib import Path
 from pickle import STOP
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,13 +28,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan.base.errors import CheckpointError
+from torchtitan.base.files import check_is_file
 from torchtitan.checkpoint.data_pickle import Place, load_records
-from torchtitan.checkpoint.files import check_is_file
 from torchtitan.checkpoint.ranks import reason
 
 METADATA = ".metadata"
-_MAX_IRREGULAR = 2000
-"""Pieces of a tensor that are compared one by one where they form no grid."""
+_MAX_SPLIT = 6
+"""Dimensions of a tensor that its pieces may split: each doubles the corners to look at."""
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -113,30 +116,39 @@ def find_misses(entry: TensorStorageMetadata) -> str | None:
     there, total = sum(prod(piece.sizes) for piece in pieces), prod(entry.size)
     if there < total:
         return f"has {there:,} of {total:,} elements ({there / total:.1%})"
-    if _is_grid(pieces, shape=entry.size) or (there == total and not _overlaps(pieces)):
-        return None
-    return "has pieces that overlap"
+    return None if total == 0 or _tile(pieces, shape=entry.size) else "has pieces that overlap"
 
 
-def _is_grid(pieces: list[ChunkStorageMetadata], *, shape: torch.Size) -> bool:
-    """Tell whether each piece is a cell of its own of the grid that they begin at."""
-    ends = []
+def _tile(pieces: list[ChunkStorageMetadata], *, shape: torch.Size) -> bool:
+    """Tell whether each element lies in exactly one of the pieces.
+
+    The indicator function of a box has mixed differences +1 or -1 at its corners and 0 elsewhere.
+    So the pieces tile the shape if and only if their signed corners add up to those of the shape,
+    which takes time in proportion to the pieces, however they lie. Pieces that split more than
+    `_MAX_SPLIT` dimensions are taken to overlap.
+    """
+    num_dims, origin = len(shape), [0] * len(shape)
+    begins_ND = _table([*(piece.offsets for piece in pieces), origin], num_dims)
+    ends_ND = begins_ND + _table([*(piece.sizes for piece in pieces), shape], num_dims)
+    signs_NC = np.where(np.arange(len(pieces) + 1) < len(pieces), 1, -1)[:, None]
+    corners_NC, num_places = np.zeros_like(signs_NC), 1
     for dim, size in enumerate(shape):
-        starts = sorted({piece.offsets[dim] for piece in pieces})
-        ends.append(dict(zip(starts, [*starts[1:], size], strict=True)))
-    return len({piece.offsets for piece in pieces}) == len(pieces) and all(
-        start + size == end[start]
-        for piece in pieces
-        for start, size, end in zip(piece.offsets, piece.sizes, ends, strict=True)
-    )
+        edges_2N = np.stack([begins_ND[:, dim], ends_ND[:, dim]])
+        if (edges_2N == [[0], [size]]).all():  # not split
+            continue
+        known, places = np.unique(edges_2N, return_inverse=True)
+        num_places *= len(known)
+        if corners_NC.shape[1] >> _MAX_SPLIT or num_places >= 2**63:
+            return False
+        low_N1, high_N1 = places.reshape(edges_2N.shape)[..., None]
+        corners_NC = corners_NC * len(known)
+        corners_NC = np.concatenate([corners_NC + low_N1, corners_NC + high_N1], 1)
+        signs_NC = np.concatenate([signs_NC, -signs_NC], 1)
+    _, where = np.unique(corners_NC, return_inverse=True)
+    return not np.bincount(where.ravel(), signs_NC.ravel()).any()
 
 
-def _overlaps(pieces: list[ChunkStorageMetadata]) -> bool:
-    """Tell whether any two pieces overlap; of very many that form no grid it is assumed."""
-    return len(pieces) > _MAX_IRREGULAR or any(
-        all(
-            max(i, j) < min(i + n, j + m)
-            for i, n, j, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-        )
-        for a, b in combinations(pieces, 2)
-    )
+def _table(rows: Sequence[Sequence[int]], num_columns: int) -> npt.NDArray[np.int64]:
+    # np.array takes 20 times as long for rows of torch.Size
+    flat = np.fromiter(chain.from_iterable(rows), np.int64)
+    return flat.reshape(len(rows), num_columns)

@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from torchtitan.base.errors import CheckpointError
+from torchtitan.base.files import check_is_file
 from torchtitan.base.log import amount
 from torchtitan.checkpoint.data_pickle import Place
-from torchtitan.checkpoint.files import check_is_file
 from torchtitan.checkpoint.metadata import METADATA, find_misses, is_tensor, read_metadata
 from torchtitan.checkpoint.ranks import reason, reasons
 from torchtitan.checkpoint.rows import Places, overlap
@@ -49,6 +49,7 @@ class PieceReader(dcp.FileSystemReader):
         super().__init__(path)
         self._metadata = metadata
         self._in_halves: dict[str, tuple[int, list[ChunkStorageMetadata]]] = {}
+        self._shapes: dict[str, dict[torch.Size, torch.Size]] = {}
 
     def open_piece(self, index: MetadataIndex) -> AbstractContextManager[Any]:
         """Open a piece, for `copy`: slices of the result are tensors."""
@@ -127,9 +128,11 @@ class PieceReader(dcp.FileSystemReader):
 
     def stored_shape(self, index: MetadataIndex) -> torch.Size:
         """Return the shape of a piece."""
-        halved = self._in_halves.get(index.fqn)
-        pieces = self.entries[index.fqn].chunks if halved is None else halved[1]
-        return next(piece.sizes for piece in pieces if piece.offsets == index.offset)
+        if index.fqn not in self._shapes:
+            halved = self._in_halves.get(index.fqn)
+            pieces = self.entries[index.fqn].chunks if halved is None else halved[1]
+            self._shapes[index.fqn] = {piece.offsets: piece.sizes for piece in pieces}
+        return self._shapes[index.fqn][index.offset]
 
 
 class TensorReader(PieceReader):

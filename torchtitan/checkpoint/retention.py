@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def rank_steps(
             continue
         if isinstance(score, dict) and score.get("data") == data:
             loss = score.get("loss")
-            if isinstance(loss, float):
+            if isinstance(loss, float) and isfinite(loss):
                 found.append(Scored(step, loss))
     return sorted(found, key=lambda scored: (scored.loss, -scored.step))
 

@@ -85,7 +85,9 @@ def stored_layout(manifest: Mapping[str, Any]) -> ParallelDims:
     """Return the layout of the ranks that saved a checkpoint."""
     layout = manifest["layout"]
     known = {axis.name for axis in fields(ParallelDims)}
-    if not known.issuperset(layout) or not all(type(n) is int for n in layout.values()):
+    if not known.issuperset(layout) or not all(
+        type(n) is int and 0 < n < 2**31 for n in layout.values()
+    ):
         raise CheckpointError(
             f"a {MANIFEST} must give the layout by {', '.join(sorted(known))}, got "
             f"{layout}; use another checkpoint, or the version that wrote this one"

@@ -28,6 +28,7 @@ from torchtitan.checkpoint.files import (
     Content,
     FileRecord,
     HashingFileSystem,
+    check_counts,
     checked_kinds,
     read_json,
     write_json,
@@ -148,6 +149,14 @@ def read_manifest(checkpoint: Path) -> Content:
             or the folder has the name of another step.
     """
     manifest = checked_kinds(read_json(checkpoint / MANIFEST), kinds=_MANIFEST_KINDS)
+    if "step" in manifest:
+        check_counts(manifest, "step")
+    for name in manifest.get("components", ()):
+        if not isinstance(name, str) or Path(name).name != name or name == "..":
+            raise CheckpointError(
+                f"{manifest.path} must list the folders beside it as components, got "
+                f"{str(name)[:60]!r}; use another checkpoint"
+            )
     named = step_of(checkpoint)
     if named is not None and manifest.get("step", named) != named:
         raise CheckpointError(

@@ -6,9 +6,11 @@ it, and more than to compare its checksum. So torch.load is asked for type and s
 meta device), and the bytes are read into the tensor that they are for; of its rows only those that
 are wanted.
 
-The bytes must lie in the file as they lie in memory: in one record of the zip, not compressed, in
-this machine's byte order. So torch.save writes a contiguous tensor. One that lies in another way is
-read by torch.load, and so is a small one, for which there is memory at hand.
+The bytes must lie in the file as they lie in memory: in one record of the zip, in this machine's
+byte order. So torch.save writes a contiguous tensor. One that lies in another way is read by
+torch.load, and so is a small one, for which there is memory at hand. torch.save never compresses;
+an archive with compressed records is refused, because a few of its bytes may unpack to gigabytes,
+and torch.load(mmap=True) takes the compressed bytes for weights.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import io
 import os
 import struct
 import sys
-from typing import Any
+from typing import IO, Any, cast
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import torch
@@ -41,7 +43,8 @@ class StoredPiece:
         """Where the elements begin; None: `content` holds them."""
         self.content: Any = None
         """The tensor, maybe on the meta device; or whatever else is there."""
-        record = _find_elements(self._window) if length >= LARGE else None
+        records = read_records(cast(IO[bytes], self._window))
+        record = _find_elements(records, self._window) if length >= LARGE else None
         if record is not None:
             self._begin, num_bytes = record
             self.content = self._load("meta")
@@ -92,14 +95,29 @@ def _lies_as_in_memory(content: Any, num_bytes: int) -> bool:
     )
 
 
-def _find_elements(window: _Window) -> tuple[int, int] | None:
-    """Return where the only storage of an archive begins, and its bytes; None: it has several, or
-    they are compressed or in another byte order, or there is no archive."""
+def read_records(file: IO[bytes]) -> list[ZipInfo]:
+    """Return the records of an archive that torch.save wrote; none if the file is no archive.
+
+    Raises:
+        CheckpointError: A record is compressed.
+    """
     try:
-        with ZipFile(window) as archive:
+        with ZipFile(file) as archive:
             records = archive.infolist()
     except BadZipFile:  # torch.load reads it, or says what is wrong with it
-        return None
+        return []
+    packed = [record.filename for record in records if record.compress_type != ZIP_STORED]
+    if packed:
+        raise CheckpointError(
+            f"its record {packed[0]!r:.80} is compressed, which torch.save never does: save it "
+            f"again with torch.save, or zip it without compression (zip -0)"
+        )
+    return records
+
+
+def _find_elements(records: list[ZipInfo], window: _Window) -> tuple[int, int] | None:
+    """Return where the only storage of an archive begins, and its bytes; None: it has several, or
+    they are in another byte order."""
     orders = [record for record in records if record.filename.endswith("/byteorder")]
     storages = [record for record in records if "/data/" in record.filename]
     if (len(orders), len(storages)) != (1, 1):
@@ -115,7 +133,7 @@ def _place(record: ZipInfo, window: _Window) -> tuple[int, int] | None:
     """Return where the bytes of a record begin, and how many they are; None: not as they are."""
     window.seek(record.header_offset)
     header = window.read(_HEADER.size)
-    if record.compress_type != ZIP_STORED or len(header) < _HEADER.size:
+    if len(header) < _HEADER.size:
         return None
     signature, *behind = _HEADER.unpack(header)
     begin = record.header_offset + _HEADER.size + sum(behind)

@@ -17,7 +17,14 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.files import FileRecord, hash_file, read_json, seal_is_whole
+from torchtitan.checkpoint.files import (
+    Content,
+    FileRecord,
+    checked_kinds,
+    hash_file,
+    read_json,
+    seal_is_whole,
+)
 from torchtitan.checkpoint.folders import MANIFEST
 from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank
 
@@ -52,7 +59,7 @@ def _survey(checkpoint: Path) -> tuple[list[str], dict[str, FileRecord]]:
             return [f"{MANIFEST} is missing"], {}
         if not seal_is_whole(path):
             return [f"{MANIFEST} is damaged: its checksum differs"], {}
-        listed = records(read_json(path)["files"])
+        listed = records(read_json(path))
         names = _names(checkpoint)
         strays = [
             name
@@ -61,8 +68,8 @@ def _survey(checkpoint: Path) -> tuple[list[str], dict[str, FileRecord]]:
         ]
     except OSError as error:  # a bad disk or missing rights: an older one may be readable
         return [f"it cannot be read: {error}"], {}
-    except (CheckpointError, KeyError, TypeError, AttributeError) as error:
-        return [f"{MANIFEST} lists no files with their checksums: {error}"], {}
+    except CheckpointError as error:
+        return [str(error)], {}
     if strays:
         # as file managers leave: nothing reads them
         logger.warning("%s holds files that do not belong to it: %s", checkpoint, summary(strays))
@@ -83,9 +90,26 @@ def _names(folder: Path) -> set[str]:
     }
 
 
-def records(files: dict[str, dict[str, Any]]) -> dict[str, FileRecord]:
-    """Return what each file must be, by a manifest's list."""
-    return {name: FileRecord(entry["size"], entry["xxh3_128"]) for name, entry in files.items()}
+def records(manifest: Content) -> dict[str, FileRecord]:
+    """Return what each file must be, by a manifest's list.
+
+    Raises:
+        CheckpointError: An entry is not a size and a checksum of a file inside the folder.
+    """
+    checked_kinds(manifest, kinds={"files": dict})
+    found = {}
+    for name, entry in manifest["files"].items():
+        about: dict[str, Any] = entry if isinstance(entry, dict) else {}
+        size, digest, parts = about.get("size", -1), about.get("xxh3_128", 0), name.split("/")
+        is_record = type(size) is int and size >= 0 and isinstance(digest, str)
+        is_inside = all(parts) and not {".", ".."} & {*parts} and name.isprintable()
+        if not (is_record and is_inside) or name == MANIFEST:
+            raise CheckpointError(
+                f"{manifest.path} must list files inside its folder with size and checksum, got "
+                f"{name!r:.80}: {str(entry)[:60]!r}; use another checkpoint"
+            )
+        found[name] = FileRecord(size, digest)
+    return found
 
 
 def share(files: Mapping[str, FileRecord], *, rank: int, num_ranks: int) -> dict[str, FileRecord]:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.parts import MAX_LINE_BYTES, Part, readable
+from torchtitan.data.parts import FREE_BYTES, MAX_GROWTH, MAX_LINE_BYTES, Part, readable
 from torchtitan.data.rows import Row
 
 ROWS_AT_ONCE = 256
@@ -23,11 +23,22 @@ STREAM_END = b"\0\0\0\0"
 def read_table(part: Part, wanted: Collection[str], *, delimiter: str) -> Iterator[Row]:
     """Yield the rows of a CSV file, whose first row names the columns; each value is text."""
     csv.field_size_limit(MAX_LINE_BYTES)
-    rows = csv.reader((line for _, line in part.lines()), delimiter=delimiter, strict=True)
     header: list[str] = []
-    first = 1
+    first, held = 1, 0
+
+    def lines() -> Iterator[str]:
+        nonlocal held
+        for _, line in part.lines():
+            held += len(line)
+            if held > MAX_LINE_BYTES:  # quotes may join lines without end
+                raise DataError(
+                    f"the row at {part.name} line {first} is longer than {MAX_LINE_BYTES >> 20} MiB"
+                )
+            yield line
+
+    rows = csv.reader(lines(), delimiter=delimiter, strict=True)
     while True:
-        where = f"{part.name} line {first}"
+        where, held = f"{part.name} line {first}", 0
         try:
             values = next(rows)
         except StopIteration:
@@ -65,12 +76,35 @@ def read_parquet(part: Part, wanted: Collection[str]) -> Iterator[Row]:
         with parquet.ParquetFile(raw.name, pre_buffer=False) as file:
             size, num_rows = raw.seek(0, os.SEEK_END), file.metadata.num_rows
             names = _columns(file.schema_arrow.names, wanted, part=part)
-            for batch in file.iter_batches(ROWS_AT_ONCE, columns=names):
+            longest = _longest_value(file.metadata, names, part=part)
+            at_once = max(1, min(ROWS_AT_ONCE, MAX_LINE_BYTES // longest))
+            for batch in file.iter_batches(at_once, columns=names):
                 before, done = done, done + batch.num_rows
                 raw.advance(size * done // num_rows - size * before // num_rows)
                 yield batch
 
     return _rows(part, batches(), wanted, broken=pyarrow.ArrowException)
+
+
+def _longest_value(metadata: Any, names: Collection[str], *, part: Part) -> int:
+    """Return how many bytes a value of these columns may have at most.
+
+    A few bytes may unpack to gigabytes, and each row may be the same long value.
+    """
+    longest = 1
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = [group.column(i) for i in range(group.num_columns)]
+        columns = [c for c in columns if c.path_in_schema.partition(".")[0] in names]
+        unpacked = sum(c.total_uncompressed_size for c in columns)
+        if unpacked > FREE_BYTES + MAX_GROWTH * sum(c.total_compressed_size for c in columns):
+            raise DataError(
+                f"{part.name} unpacks to over {MAX_GROWTH} times its size, as text does not: row "
+                f"group {number} to {unpacked / 1e6:.0f} MB; look at what is in it, and write it "
+                f"as .jsonl if you want it read"
+            )
+        longest = max(longest, unpacked)
+    return longest
 
 
 def read_arrow(part: Part, wanted: Collection[str]) -> Iterator[Row]:
@@ -116,9 +150,11 @@ def _rows(
                 for first in range(0, batch.num_rows, ROWS_AT_ONCE):
                     some = columns.slice(first, ROWS_AT_ONCE)
                     some.validate(full=True)
-                    for value in some.to_pylist():
+                    # a row at a time: they may share one long value, which each copies
+                    for values in zip(*some.columns, strict=True):
                         number += 1
-                        row = {key: _without_nulls(item) for key, item in value.items()}
+                        pairs = zip(some.schema.names, values, strict=True)
+                        row = {key: _without_nulls(item.as_py()) for key, item in pairs}
                         yield Row(row, f"{part.name} row {number}")
     # ValueError and OverflowError: of values that Python has no type for, as nanoseconds
     except (broken, ValueError, OverflowError) as error:

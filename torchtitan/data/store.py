@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan.base.errors import DataError
+from torchtitan.base.files import check_is_file
 from torchtitan.data.text import check_fetched
 
 HEADER = struct.Struct("<9sQBQQ")
@@ -205,6 +206,7 @@ class TokenStore:
 
 def _size(file: Path) -> int:
     try:
+        check_is_file(file)
         return file.stat().st_size
     except OSError as error:
         raise DataError(

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan.base.errors import DataError
+from torchtitan.base.files import check_is_file
 
 Ids = npt.NDArray[np.uint32]
 
@@ -33,6 +34,7 @@ class Encoded(NamedTuple):
 def read_bytes(path: Path) -> bytes:
     """Return the bytes of a tokenizer file; raise DataError if it cannot be read."""
     try:
+        check_is_file(path)
         data = path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read tokenizer file {path}: {error.strerror}") from error

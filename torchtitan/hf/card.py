@@ -20,7 +20,7 @@ from jinja2 import Environment, StrictUndefined
 from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.checkpoint.files import read_json
 from torchtitan.checkpoint.storage import STATE
-from torchtitan.metrics.sinks import RECORD, read_rows
+from torchtitan.metrics.rows import RECORD, read_rows
 
 CARD = "README.md"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")

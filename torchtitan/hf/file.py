@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.files import check_is_file
+from torchtitan.base.files import check_is_file
 from torchtitan.checkpoint.plain import row_order
 from torchtitan.checkpoint.ranks import on_first_rank, reason
 from torchtitan.checkpoint.source import ALL, Selection
 from torchtitan.checkpoint.state import EMBEDDING, OUTPUT
+from torchtitan.checkpoint.stored import read_records
 from torchtitan.hf.folder import NO_WEIGHT
 from torchtitan.hf.names import Names, Place
 from torchtitan.hf.read import DTYPES, HFWeights, Open, StoredTensor, check_fit, stack
@@ -127,6 +128,8 @@ def map_file(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file by the names there, mapped."""
     try:
         check_is_file(path)
+        with path.open("rb") as file:
+            read_records(file)
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # what damaged bytes come to: KeyError, TypeError, struct.error ...
         raise CheckpointError(

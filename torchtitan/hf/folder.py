@@ -17,7 +17,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.files import check_is_file, read_json
+from torchtitan.base.files import check_is_file
+from torchtitan.checkpoint.files import read_json
 from torchtitan.checkpoint.ranks import on_first_rank, reason
 from torchtitan.checkpoint.source import ALL, Selection
 from torchtitan.checkpoint.state import OUTPUT

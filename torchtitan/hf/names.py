@@ -23,8 +23,8 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 """What PEFT calls the files of an adapter."""
 Place = tuple[str, int | None]
 """A parameter of ours, and which entry along its first dimension; None: all of it."""
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
-_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
+_LAYER = re.compile(r"\blayers\.([0-9]{1,9})\.")
+_NUMBER = re.compile(r"(?<=\.)([0-9]{1,9})(?=\.)")
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def stack(path: Path, found: Mapping[Place, StoredTensor]) -> dict[str, StoredTe
     for ours, numbered in entries.items():
         parts = tuple(numbered[number] for number in sorted(numbered))
         kinds = {(part.shape, part.dtype) for part in parts}
-        missing = [number for number in range(max(numbered)) if number not in numbered]
+        missing = [due for due, number in enumerate(sorted(numbered)) if due != number]
         if missing or len(kinds) > 1 or ours in stacked:
             wrong = f"no number {missing[0]}" if missing else " and ".join(map(str, sorted(kinds)))
             raise CheckpointError(

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchtitan.base.errors import DataError
+from torchtitan.base.files import read_text
 
 HARDWARE_FILE = "hardware.json"
 
@@ -43,16 +44,25 @@ def read_hardware(folder: Path) -> Hardware:
     """Return the record of a run's newest start; raise DataError if there is none."""
     path = folder / HARDWARE_FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        hardware = Hardware(**found)
-    except (OSError, ValueError, TypeError) as error:
+        found = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"{path} must hold what the run was started on, it cannot be read: {error}; give the "
             "job.dump_folder of a run of this version"
         ) from error
-    numbers = (hardware.resumed_from, hardware.world_size, hardware.ranks_per_machine)
-    if not all(type(n) is int for n in numbers) or not isinstance(hardware.device, str):
+    return checked_hardware(found, place=path)
+
+
+def checked_hardware(found: object, *, place: object) -> Hardware:
+    """Return the record that was `found` in a file; raise DataError if it is none."""
+    kinds = {"resumed_from": int, "world_size": int, "ranks_per_machine": int, "device": str}
+    known = found if isinstance(found, dict) else {}
+    is_record = {key: type(value) for key, value in known.items()} == kinds and all(
+        (key != "resumed_from") <= n < 2**31 for key, n in known.items() if key != "device"
+    )
+    if not is_record:
         raise DataError(
-            f"{path} must hold three whole numbers and a device's name, got {found}; restore it"
+            f"{place} must hold {', '.join(kinds)}: three whole numbers and a device's name, got "
+            f"{str(found)[:100]}; restore it"
         )
-    return hardware
+    return Hardware(**known)

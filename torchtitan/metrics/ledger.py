@@ -24,14 +24,21 @@ import torch
 import torchdata
 
 import torchtitan
-from torchtitan.base.errors import CheckpointError
+from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.config.layers import flatten
 from torchtitan.config.toml_files import parse
-from torchtitan.metrics.sinks import Row, read_rows
+from torchtitan.metrics.hardware import checked_hardware
+from torchtitan.metrics.rows import Row, read_rows
 
 logger = logging.getLogger(__name__)
 LEDGER = "ledger.jsonl"
 SECONDS_FOR_GIT = 20
+_KINDS = {
+    **dict.fromkeys(("event", "time", "layout", "config", "folder", "setting", "reason"), str),
+    **dict.fromkeys(("figure", "action", "manifest_sha256"), str),
+    **{"world_size": int, "hardware": dict, "versions": dict, "git": dict},
+}
+"""Types of what tools read of rows."""
 
 
 class Stepping(Protocol):
@@ -136,7 +143,19 @@ def read_ledger(run: Path) -> list[Row]:
         DataError: A row is damaged.
     """
     path = run / LEDGER
-    return read_rows(path) if path.exists() else []
+    rows = read_rows(path) if path.exists() else []
+    for row in rows:
+        for key in ("event", "time"):
+            row[key]
+        for key, kind in _KINDS.items():
+            if key in row and not isinstance(row[key], kind):
+                raise DataError(
+                    f"{path}: {key!r} of a row {row['event']!r:.20} must be of type "
+                    f"{kind.__name__}, got {str(row[key])[:60]!r}; restore the file"
+                )
+        if "hardware" in row:
+            checked_hardware(row["hardware"], place=path)
+    return rows
 
 
 def hash_manifest(checkpoint: Path) -> str:

@@ -23,7 +23,7 @@ import torch
 
 from torchtitan.base.device import memory_peak_gib, peak_flops, reset_memory_peak
 from torchtitan.mesh.process_group import gather
-from torchtitan.metrics.sinks import Row
+from torchtitan.metrics.rows import Row
 from torchtitan.metrics.stragglers import KINDS, OWN, Stragglers
 
 logger = logging.getLogger(__name__)

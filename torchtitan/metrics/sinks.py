@@ -25,14 +25,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.base.log import Style, paint
 from torchtitan.base.own import check_methods, make
+from torchtitan.metrics.rows import RECORD, Row, read_rows
 
 if TYPE_CHECKING:
     from torchtitan.metrics.settings import MetricsConfig
 
 logger = logging.getLogger(__name__)
-
-Row = dict[str, Any]
-RECORD = "metrics"
 
 # torchtitan's tags, so that runs of both can be laid over each other. A figure without one goes by
 # its own name.
@@ -258,38 +256,6 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a metrics.jsonl; a last line torn by a crash is left out.
-
-    Raises DataError, naming the line, when the file holds something else.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    except OSError as error:
-        raise DataError(
-            f"{path} must be a file of figures, it cannot be read: {error.strerror}; move it away"
-        ) from error
-    rows: list[Row] = []
-    for number, line in enumerate(lines, start=1):
-        row = _parse(line)
-        if row is not None:
-            rows.append(row)
-        elif number < len(lines):
-            raise DataError(
-                f"each line of {path} must be a JSON object with a step, got {line.strip()[:60]!r} "
-                f"on line {number}; move the file away or mend it"
-            )
-    return rows
-
-
-def _parse(line: str) -> Row | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):  # numbers of > 4300 digits; endless brackets
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 @contextmanager

@@ -9,6 +9,7 @@ planner has no peaks of it.
 from __future__ import annotations
 
 import argparse
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,8 +18,9 @@ from statistics import median
 
 from torchtitan.base.device import GIB
 from torchtitan.base.errors import ConfigError
+from torchtitan.checkpoint.folders import step_of
 from torchtitan.metrics.hardware import Hardware, read_hardware
-from torchtitan.metrics.sinks import Row, read_rows
+from torchtitan.metrics.rows import Row, figure_of, read_rows
 from torchtitan.plan.account import Account, replay
 from torchtitan.plan.devices import DEVICES, Device, device_named, find_device
 from torchtitan.plan.job import Planned, place
@@ -46,6 +48,7 @@ KERNELS: Mapping[str, Sequence[str]] = {
 """Kinds of kernels, and the resources of a step that they need."""
 NEEDED = ("step_time_s", "data_time_s", "tokens_per_second", "mfu", "memory_peak_gib")
 """Figures of a row."""
+RANK_FILE = re.compile(r"metrics\.rank_([0-9]{1,9})\.jsonl")
 
 
 def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -90,15 +93,15 @@ def explain(arguments: argparse.Namespace) -> str:
             + ("; memory, for on a CPU it is that of the whole process." if on_cpu else ".")
             + ("" if device else " --device shows what another device would take.")
         )
-    traces = sorted(
-        (run / config.profiling.save_traces_folder).glob("step-*/rank_0.json"),
-        key=lambda path: int(path.parent.name.removeprefix("step-")),
-    )
+    folders = (run / config.profiling.save_traces_folder).glob("step-*")
+    traces = {step: path / "rank_0.json" for path in folders if (step := step_of(path)) is not None}
+    traces = {step: path for step, path in traces.items() if path.exists()}
     if traces:
-        spent = kernel_seconds(traces[-1], num_steps=config.profiling.profiler_active)
+        trace = traces[max(traces)]
+        spent = kernel_seconds(trace, num_steps=config.profiling.profiler_active)
         # its pipeline rank is looked at in any case
         of_rank = {} if device is None else time_rank(planned, records[0])
-        parts.append(_kernels(traces[-1], spent, of_rank))
+        parts.append(_kernels(trace, spent, of_rank))
         if planned.is_compiled:
             parts.append(COMPILED)
         parts.append("Steps under the profiler are slower than others; they are among the rows.")
@@ -108,7 +111,14 @@ def explain(arguments: argparse.Namespace) -> str:
 def settled(rows: Sequence[Row], *, start: Hardware) -> list[Row]:
     """Return the rows of the newest start but its first, which times its start-up."""
     found = [row for row in rows if row["step"] > start.resumed_from][1:]
-    missing = sorted({name for row in found for name in NEEDED if name not in row})
+    missing = sorted(
+        {
+            name
+            for row in found
+            for name in NEEDED
+            if name not in row or (figure_of(row, name) is None and name != "mfu")
+        }
+    )
     if missing:
         raise ConfigError(
             f"a row of metrics.jsonl must have {', '.join(NEEDED)}, got one without "
@@ -146,7 +156,7 @@ def verdict(measured: float, *, best: float, worst: float) -> str:
 def _peaks(run: Path, *, start: Hardware) -> dict[int, float]:
     """Return the most memory, in GiB, of each rank that has written its figures."""
     files = {0: run / "metrics.jsonl"}
-    files |= {int(path.name.split("_")[1][:-6]): path for path in run.glob("metrics.rank_*.jsonl")}
+    files |= {int(m[1]): path for path in run.iterdir() if (m := RANK_FILE.fullmatch(path.name))}
     return {
         rank: max(row["memory_peak_gib"] for row in settled(read_rows(path), start=start))
         for rank, path in sorted(files.items())
@@ -192,7 +202,7 @@ def _speed(rows: Sequence[Row], found: StepTime | None, *, comparable: bool) -> 
     )
     names = {"step_time_s": "step, s", "tokens_per_second": "tokens/s", "mfu": "MFU, %"}
     for key, name in names.items():
-        values = [row[key] for row in rows if row[key] is not None]
+        values = [value for row in rows if (value := figure_of(row, key)) is not None]
         line = f"{name:<12}"
         figures = (median(values), min(values), max(values)) if values else ()
         line += "".join(f"{n:>12.4g}" for n in figures) if values else f"{'none':>12}{'':24}"

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
+from torchtitan.base.files import read_text
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of what a GPU does."""
@@ -46,10 +47,10 @@ def kernel_seconds(trace: Path, *, num_steps: int) -> Counter[str]:
     """
     spent: Counter[str] = Counter()
     try:
-        for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]:
+        for event in json.loads(read_text(trace))["traceEvents"]:
             if event.get("ph") == "X" and event.get("cat") in DEVICE:
                 spent[kind_of(event["name"], category=event["cat"])] += event["dur"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{trace} must be a trace of torch's profiler, it cannot be read: {error!r}; profile "
             "the run again, or move the file away"

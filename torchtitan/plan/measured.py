@@ -17,6 +17,7 @@ from statistics import mean
 from typing import Any
 
 from torchtitan.base.errors import ConfigError
+from torchtitan.base.files import read_text
 from torchtitan.config.toml_files import parse
 from torchtitan.parallel.pipeline.ranges import PREFIX
 from torchtitan.parallel.pipeline.schedules import KINDS, Action, Kind
@@ -62,10 +63,17 @@ def read_run(run: Path, *, step: int | None) -> MeasuredRun:
         ConfigError: The folder holds no profiled run of a pipeline, or its traces are not whole.
     """
     settings = _settings(run)
-    parallelism: Any = settings.get("parallelism", {})
-    profiling: Any = settings.get("profiling", {})
-    pp = parallelism.get("pipeline_parallel_degree", 1)
-    folder = _find_step(run / profiling.get("save_traces_folder", "profile_traces"), step=step)
+
+    def value(section: str, key: str, default: Any) -> Any:
+        table = settings.get(section, {})
+        found = table.get(key, default) if isinstance(table, dict) else table
+        if type(found) is not type(default):
+            raise ConfigError(f"{run}: its {section}.{key} must be like {default!r}, got {found!r}")
+        return found
+
+    pp = value("parallelism", "pipeline_parallel_degree", 1)
+    folder = value("profiling", "save_traces_folder", "profile_traces")
+    folder = _find_step(run / folder, step=step)
     rows = _read_ranks(folder, pp=pp)
     begin = min(span.start for row in rows for span in row)
     shifted = [
@@ -73,8 +81,8 @@ def read_run(run: Path, *, step: int | None) -> MeasuredRun:
         for row in rows
     ]
     return MeasuredRun(
-        schedule=parallelism.get("pipeline_parallel_schedule", "1F1B"),
-        csv=parallelism.get("pipeline_parallel_schedule_csv", ""),
+        schedule=value("parallelism", "pipeline_parallel_schedule", "1F1B"),
+        csv=value("parallelism", "pipeline_parallel_schedule_csv", ""),
         pp=pp,
         step=int(folder.name.removeprefix("step-")),
         timeline=Timeline(rows=shifted),
@@ -84,8 +92,8 @@ def read_run(run: Path, *, step: int | None) -> MeasuredRun:
 def _settings(run: Path) -> Mapping[str, Any]:
     path = run / "config.toml"
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{run}: no run's folder, its config.toml cannot be read ({error}); give the "
             "job.dump_folder of a profiled run"
@@ -114,10 +122,9 @@ def _read_ranks(folder: Path, *, pp: int) -> list[list[Span]]:
     Several ranks hold the same stages where data or tensor parallelism come on top. Ranks count
     along the pipeline last, so the first ones with their stages belong to one pipeline.
     """
-    files = sorted(
-        folder.glob("rank_*.json"), key=lambda path: int(path.stem.removeprefix("rank_"))
-    )
-    if len(files) < pp or len(files) % pp:
+    found = {path.stem.removeprefix("rank_"): path for path in folder.glob("rank_*.json")}
+    files = [found[rank] for rank in sorted(filter(str.isdecimal, found), key=int)]
+    if not 0 < pp <= len(files) or len(files) % pp:
         raise ConfigError(f"{folder}: holds {len(files)} traces, a multiple of {pp} ranks is due")
     return [read_trace(path) for path in files[:: len(files) // pp]]
 
@@ -129,18 +136,18 @@ def read_trace(path: Path) -> list[Span]:
         ConfigError: The trace is damaged or holds no pipeline.
     """
     try:
-        trace = json.loads(path.read_text(encoding="utf-8"))
+        trace = json.loads(read_text(path))
         base = trace.get("baseTimeNanoseconds", 0) / 1e3
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    except (OSError, ValueError, KeyError) as error:
+        ranges = [event for event in events if event.get("cat") == "user_annotation"]
+        spans = [span for event in ranges for span in _spans(event, base=base)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as a trace ({error!r})") from error
     if any(event.get("cat") == "kernel" for event in events):
         raise ConfigError(
             f"{path}: is the trace of a GPU, whose kernels run after they are launched; draw it "
             "with https://ui.perfetto.dev"
         )
-    ranges = [event for event in events if event.get("cat") == "user_annotation"]
-    spans = [span for event in ranges for span in _spans(event, base=base)]
     last = _last_pass(sorted(spans, key=lambda span: span.start))
     if last:
         return last

@@ -10,6 +10,7 @@ from string import Template
 
 from torchtitan.base.errors import UserError
 from torchtitan.mesh.dims import resolve_dims
+from torchtitan.metrics.rows import figure_of
 from torchtitan.report.pictures import draw_layout, draw_pipeline
 from torchtitan.report.read import PANELS, RunRecord, curve, events
 
@@ -38,7 +39,7 @@ def build_page(runs: Sequence[RunRecord]) -> str:
         "events": [events(run) for run in runs],
     }
     # inside a script element no text may end it
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return Template((HERE / "page.html").read_text(encoding="utf-8")).substitute(
         title=escape(", ".join(run.name for run in runs)),
         style=(HERE / "uplot.min.css").read_text(encoding="utf-8"),
@@ -51,9 +52,10 @@ def build_page(runs: Sequence[RunRecord]) -> str:
 def _about(number: int, run: RunRecord) -> str:
     """Return the section about one run: its figures in short, its layout, what was done to it."""
     last = run.rows[-1]
-    facts: dict[str, object] = {"steps": last["step"], "tokens": f"{last.get('num_tokens', 0):,}"}
+    tokens = figure_of(last, "num_tokens") or 0
+    facts: dict[str, object] = {"steps": last["step"], "tokens": f"{tokens:,.0f}"}
     for key in ("loss", "validation_loss"):
-        values = [row[key] for row in run.rows if row.get(key) is not None]
+        values = [value for row in run.rows if (value := figure_of(row, key)) is not None]
         if values:
             facts[f"last {key.replace('_', ' ')}"] = f"{values[-1]:.5g}"
     layout = pipeline = ""

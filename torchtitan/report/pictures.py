@@ -77,7 +77,7 @@ def _planned(config: Config, *, world_size: int) -> tuple[str, Timeline]:
 
 def draw_timeline(timeline: Timeline) -> str:
     """Draw what each pipeline rank does over the time of a pass."""
-    scale = (WIDTH - 60) / timeline.makespan
+    scale = (WIDTH - 60) / (timeline.makespan or 1.0)  # a damaged trace may last no time
     parts = []
     for rank, row in enumerate(timeline.rows):
         y = rank * (ROW + GAP)

@@ -10,7 +10,7 @@ from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.base.log import amount
 from torchtitan.metrics.hardware import Hardware, read_hardware
 from torchtitan.metrics.ledger import read_ledger
-from torchtitan.metrics.sinks import RECORD, Row, read_rows
+from torchtitan.metrics.rows import RECORD, Row, figure_of, read_rows
 from torchtitan.trajectory import CONFIG_FILE, Job
 
 PANELS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -47,7 +47,7 @@ class RunRecord:
 def read_run(folder: Path, *, name: str) -> RunRecord:
     """Read a run; raise DataError if it has logged nothing."""
     path = folder / f"{RECORD}.jsonl"
-    rows = read_rows(path) if path.is_file() else []
+    rows = read_rows(path) if path.exists() else []
     if not rows:
         raise DataError(
             f"each RUN must be a run's folder with rows in its {RECORD}.jsonl, got {folder}; name "
@@ -80,13 +80,10 @@ def name_runs(folders: Sequence[Path]) -> dict[str, Path]:
     return {str(Path(*path.parts[-length:])): path for path in paths}
 
 
-def curve(rows: Sequence[Row], figure: str) -> tuple[list[int], list[float]]:
-    """Return steps and values of a figure, thinned; rows without it are left out."""
-    points = [
-        (int(row["step"]), float(row[figure]))
-        for row in rows
-        if isinstance(row.get(figure), (int, float))
-    ]
+def curve(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
+    """Return steps and finite values of a figure, thinned; other rows are left out."""
+    found = ((row["step"], figure_of(row, name)) for row in rows)
+    points = [(step, value) for step, value in found if value is not None]
     return thinned(points, num_buckets=NUM_BUCKETS)
 
 
@@ -120,7 +117,7 @@ def events(run: RunRecord) -> list[dict[str, object]]:
             line = f"{row['setting']}: {_short(row['old'])} \u2192 {_short(row['new'])}"
         elif kind == "spike":
             line = (
-                f"spike: {row['figure']} {row['value']:.4g} above {row['bound']:.4g}; "
+                f"spike: {row['figure']} {_number(row, 'value')} above {_number(row, 'bound')}; "
                 f"{'left out' if row['action'] == 'skip' else 'clipped'}"
             )
         elif kind == "end":
@@ -129,6 +126,11 @@ def events(run: RunRecord) -> list[dict[str, object]]:
             continue  # checkpoints are many, and no surprise
         found.append({"step": row["step"], "time": row["time"], "kind": kind, "line": line})
     return found
+
+
+def _number(row: Row, name: str) -> str:
+    value = figure_of(row, name)
+    return str(row[name]) if value is None else f"{value:.4g}"
 
 
 def _short(value: object) -> str:

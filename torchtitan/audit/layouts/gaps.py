@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.audit.compare_runs import tensor_difference
-from torchtitan.metrics.sinks import Row
+from torchtitan.metrics.rows import Row
 
 TOLERANCES: Mapping[str, float] = {
     "loss": 1e-5,

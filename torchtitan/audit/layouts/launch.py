@@ -22,7 +22,7 @@ from torchtitan.audit.layouts.rank import FLOAT64, GRADIENTS, NUM_STEPS, PIDS, P
 from torchtitan.audit.layouts.routing import CHOICES
 from torchtitan.base.errors import DataError
 from torchtitan.checkpoint.folders import find_steps
-from torchtitan.metrics.sinks import Row, read_rows
+from torchtitan.metrics.rows import Row, read_rows
 
 ROOT = Path(__file__).parents[3]
 CHECKPOINTS = "checkpoint"

@@ -17,7 +17,7 @@ from torchtitan.audit.layouts.gaps import (
     TensorGap,
     relative,
 )
-from torchtitan.metrics.sinks import Row
+from torchtitan.metrics.rows import Row
 
 EXPLANATION = (
     "Largest relative differences: loss and grad_norm (before clipping) of any step, gradient of "
