@@ -19,7 +19,7 @@ from typing import Any
 from torchtitan.audit.history import Stretch, read_history, stretch_of
 from torchtitan.audit.places import Places, Span
 from torchtitan.audit.replay import replay, replay_lines
-from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.errors import ConfigError, DataError, printable
 from torchtitan.base.log import amount
 from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.data.dataset import Dataset
@@ -84,7 +84,8 @@ def _explain(arguments: argparse.Namespace, options: Sequence[str]) -> int:
     else:
         found = explain_document(history, arguments.document)
         lines = _document_lines(found)
-    sys.stdout.write(json.dumps(found) + "\n" if arguments.json else "\n".join(lines) + "\n")
+    sys.stdout.write(json.dumps(found) if arguments.json else printable("\n".join(lines)))
+    sys.stdout.write("\n")
     return 0
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.base.errors import ConfigError, UserError, printable
 from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.report.page import build_page
 from torchtitan.report.read import name_runs, read_run
@@ -48,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     size = len(page.encode()) / 2**20
-    sys.stdout.write(f"{out}: {', '.join(run.name for run in runs)}, {size:.2f} MiB\n")
+    names = printable(", ".join(run.name for run in runs))
+    sys.stdout.write(f"{out}: {names}, {size:.2f} MiB\n")
     return 0
 
 
