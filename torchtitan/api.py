@@ -262,14 +262,11 @@ def load_generator(
     chats: bool = False,
     trust_code: bool = False,
 ) -> Generator:
-    """Return the model of `load_model` with its tokenizer, to generate from it more than once.
-
-    `chats`: with its chat template too, for `chat`.
-    """
+    """Return the model of `load_model` with its tokenizer, to generate from it more than once;
+    with `chats` its chat template too, for `chat`."""
+    how: dict[str, Any] = {"device": _device(device), "dtype": _dtype_name(dtype), "chats": chats}
     with trusting_stored(trust_code):
-        return open_generator(
-            _folder(path), device=_device(device), chats=chats, dtype=_dtype_name(dtype)
-        )
+        return open_generator(_folder(path), **how)
 
 
 def generate(
