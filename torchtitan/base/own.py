@@ -81,7 +81,7 @@ def check_trusted(path: str, *, key: str) -> None:
         raise ConfigError.at(
             key,
             f"'{path}' is code that {_stored_in.get(path, 'another')} names and this command does "
-            f"not; pass --trust_code (load_model and load_generator: trust_code=True) if you trust it",
+            f"not; pass --trust_code (in Python: trust_code=True) if you trust it",
         )
 
 
