@@ -31,6 +31,7 @@ from torchtitan.assemble.generator import find_run_step, read_settings
 from torchtitan.assemble.hf import describe_export
 from torchtitan.assemble.model import describe
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError, UserError
+from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.checkpoint.objects import ObjectStore
 from torchtitan.checkpoint.remote import WHOLE_EXPORT
 from torchtitan.config.fields import values_of
@@ -121,14 +122,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         if args.direction == "to-hf":
-            line = to_hf(
-                args.checkpoint,
-                args.out,
-                dtype=args.dtype,
-                tokenizer=args.tokenizer,
-                lora=args.lora,
-                verify=not args.skip_verify,
-            )
+            with trusting_stored(args.trust_code):
+                line = to_hf(
+                    args.checkpoint,
+                    args.out,
+                    dtype=args.dtype,
+                    tokenizer=args.tokenizer,
+                    lora=args.lora,
+                    verify=not args.skip_verify,
+                )
         else:
             line = from_hf(args.folder, args.out, dtype=args.dtype)
     except (UserError, OSError) as error:
@@ -155,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the LoRA adapter added to the weights, or alone; as lora.save says if not given",
     )
     to.add_argument("--skip_verify", action="store_true", help="do not verify checksums")
+    add_trust_code(to)
     back = ways.add_parser("from-hf", help="from a folder of Hugging Face to a DCP folder")
     back.add_argument("folder", type=Path, help="with config.json and safetensors files")
     back.add_argument("out", type=Path, help="folder to make")

@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 
 from torchtitan.assemble.generator import join_ranks, open_generator
 from torchtitan.base.errors import ConfigError, DataError, UserError
+from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.data.text import check_characters
 from torchtitan.generate.chat import Chat, talk
 from torchtitan.generate.generator import DTYPES
@@ -52,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s")  # names the damaged steps
     try:
-        texts = write(args)
+        with trusting_stored(args.trust_code):
+            texts = write(args)
     except (UserError, OSError) as error:
         if not dist.is_initialized() or is_first_to_report():
             sys.stderr.write(f"error: {error}\n")
@@ -210,6 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat_template", metavar="FILE", help="in place of the tokenizer's or the run's")
     add("--dtype", choices=DTYPES, help="to compute in; as the weights are stored if not given")
     add("--skip_verify", action="store_true", help="do not verify checksums")
+    add_trust_code(parser)
     return parser
 
 

@@ -49,7 +49,7 @@ def read_requirements(extra: str) -> list[str]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        import tomli as tomllib
+        import tomli as tomllib  # type: ignore[import-not-found]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found, extras = list(project["dependencies"]), [extra] if extra else []
     for name in extras:

@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.base.errors import ConfigError
 from torchtitan.callbacks import HOOKS, Hooks, build_callbacks
 
+pytestmark = pytest.mark.usefixtures("trusted_code")
+
 CPU = torch.device("cpu")
 
 

@@ -35,6 +35,7 @@ from torchtitan.assemble.generator import (
 from torchtitan.base.device import local_device
 from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.base.log import note_in_file
+from torchtitan.base.own import trust, trusting_stored
 from torchtitan.callbacks import check_callback
 from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.config.fields import file_key
@@ -49,6 +50,7 @@ from torchtitan.mesh.process_group import read_launch
 from torchtitan.mesh.stop import watch_session
 from torchtitan.metrics.rows import RECORD, Row, read_rows
 from torchtitan.optim.loss import build_loss
+from torchtitan.own import find_own
 from torchtitan.train import prepare_process, train_job
 
 __all__ = [
@@ -139,6 +141,7 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
         UserError: A setting, a file or a checkpoint has to be mended, or the loss is not finite.
     """
     _check(config)
+    trust(text for _, text in find_own(config))  # dataclasses.replace may have named others
     callbacks = list(callbacks)
     for number, callback in enumerate(callbacks):
         check_callback(callback, path=f"callbacks[{number}]")
@@ -218,17 +221,20 @@ def load_model(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
+    trust_code: bool = False,
 ) -> nn.Module:
     """Return the model of a run, a step or a folder of Hugging Face, whole on one device.
 
     `model(tokens)` returns the logits (B, S, V) of the tokens (B, S), and `labels=` (B, S) makes it
     the summed cross-entropy, in which a label of -100 does not count. Of a run it is the newest
     whole step. By default `device` is a GPU if there is one, `dtype` that of the stored weights.
+    `trust_code`: import the module of a model of your own that the folder names.
 
     Raises:
-        UserError: The folder is damaged, or holds no model.
+        UserError: The folder is damaged, holds no model, or names code that is not trusted.
     """
-    found = find_pretrained(_folder(path))
+    with trusting_stored(trust_code):
+        found = find_pretrained(_folder(path))
     model = read_model(found, device=_device(device), dtype=_dtype_name(dtype))
     assert model.output is not None
     model.output.loss = build_loss(None)
@@ -255,14 +261,13 @@ def load_generator(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     chats: bool = False,
+    trust_code: bool = False,
 ) -> Generator:
-    """Return the model of `load_model` with its tokenizer, to generate from it more than once.
-
-    `chats`: with its chat template too, for `chat`.
-    """
-    return open_generator(
-        _folder(path), device=_device(device), chats=chats, dtype=_dtype_name(dtype)
-    )
+    """Return the model of `load_model` with its tokenizer, to generate from it more than once;
+    with `chats` its chat template too, for `chat`."""
+    how: dict[str, Any] = {"device": _device(device), "dtype": _dtype_name(dtype), "chats": chats}
+    with trusting_stored(trust_code):
+        return open_generator(_folder(path), **how)
 
 
 def generate(

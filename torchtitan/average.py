@@ -52,6 +52,7 @@ from torchtitan.assemble.hf import describe_export
 from torchtitan.assemble.model import find_model
 from torchtitan.base.errors import CheckpointError, UserError
 from torchtitan.base.log import amount
+from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import HashingFileSystem
 from torchtitan.checkpoint.folders import draft_of, list_steps, step_of
@@ -276,12 +277,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         _check(args)
         steps = find_all(Path(args.checkpoint), steps=args.steps, checksums=not args.skip_verify)
-        check_alike(steps)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        if args.to == "checkpoint":
-            average(steps, args.out, kind=args.kind, decay=args.decay)
-        else:
-            _to_hf(steps, args.out, kind=args.kind, decay=args.decay, tokenizer=args.tokenizer)
+        with trusting_stored(args.trust_code):
+            check_alike(steps)
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            if args.to == "checkpoint":
+                average(steps, args.out, kind=args.kind, decay=args.decay)
+            else:
+                _to_hf(steps, args.out, kind=args.kind, decay=args.decay, tokenizer=args.tokenizer)
     except (UserError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return UserError.exit_code
@@ -337,6 +339,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--to", choices=("checkpoint", "hf"), default="checkpoint")
     parser.add_argument("--tokenizer", metavar="PATH", help="of hf; else model.tokenizer_path")
     parser.add_argument("--skip_verify", action="store_true", help="do not verify checksums")
+    add_trust_code(parser)
     return parser.parse_args(argv)
 
 

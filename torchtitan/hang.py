@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtitan.base.errors import DataError, UserError
+from torchtitan.base.errors import DataError, UserError, printable
 from torchtitan.base.files import check_is_file
 from torchtitan.base.log import amount
 from torchtitan.trajectory import CONFIG_FILE, Job
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         folder, prefix = run / comm.save_traces_folder, comm.save_traces_file_prefix
         calls = read_calls(folder, prefix=prefix)
         late = comm.train_timeout_seconds / 2
-        sys.stdout.write(describe(calls, late=late, logs=run / "logs"))
+        sys.stdout.write(printable(describe(calls, late=late, logs=run / "logs")))
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

@@ -20,7 +20,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from torchtitan.base.errors import Violation
-from torchtitan.base.own import is_import_path
+from torchtitan.base.own import is_import_path, trust
 from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
 from torchtitan.config.foreign import Foreign, read_foreign
 from torchtitan.config.layers import Layer
@@ -33,7 +33,7 @@ from torchtitan.mesh.settings import CommConfig, ElasticConfig, ParallelismConfi
 from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
 from torchtitan.models.settings import HF, ModelSection
 from torchtitan.optim.settings import LRSchedulerConfig, OptimizerConfig, RouterConfig, SpikesConfig
-from torchtitan.own import with_own
+from torchtitan.own import find_own, with_own
 from torchtitan.parallel.settings import (
     MULTIPLE,
     ActivationCheckpointConfig,
@@ -239,6 +239,7 @@ def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
     """
     extend = functools.partial(with_own, Config)
     loaded = of_folder(load(Config, argv, foreign=torchtitans_keys(), extend=extend))
+    trust(text for _, text in find_own(loaded.config))  # those in another spelling too
     if loaded.foreign_file is not None:
         given = {".".join(path) for path in loaded.given}
         for meaning in other_meanings(given, loaded.config):

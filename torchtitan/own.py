@@ -6,13 +6,18 @@ bring sections, by a dictionary `SECTIONS` from a name to a dataclass.
 
 from __future__ import annotations
 
-import pathlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.own import is_import_path, load_module, load_object, refuse_within
+from torchtitan.base.own import (
+    is_import_path,
+    is_trusted,
+    load_module,
+    load_object,
+    note_stored,
+    trust,
+)
 from torchtitan.config.fields import fields, section_fields, values_of
 from torchtitan.config.layers import Layer, Path
 from torchtitan.config.overrides import strict_section, with_sections
@@ -28,36 +33,36 @@ def with_own(tree: type[T], given: Layer) -> type[T]:
     Raises:
         ConfigError: A module cannot be imported, or what it brings is no section.
     """
-    return _with(tree, _find_given(tree, given))
+    named = list(_find_given(tree, given))
+    trust(text for _, text in named)
+    return _with(tree, named)
 
 
-def with_stored_own(
-    tree: type[T], stored: Layer, *, folder: pathlib.Path | None
-) -> tuple[type[T], Layer]:
-    """Do the same for settings that a checkpoint in `folder` holds; return them too.
+def with_stored_own(tree: type[T], stored: Layer, *, file: str) -> tuple[type[T], Layer]:
+    """Do the same for the settings stored in `file`; return them too, without what is not known.
 
-    They import the model's module alone, and not if it lies in that folder. Others add to the
-    settings where the job has imported them; what is not known is left out.
+    Modules that are not trusted are not imported, so their sections and sizes are left out.
 
     Raises:
-        ConfigError: The model's module cannot be imported, or lies in the folder.
+        ConfigError: The model's module is trusted and cannot be imported.
     """
-    found: list[tuple[Path, str]] = []
     named = list(_find_given(tree, stored))
+    note_stored((text for _, text in named), file=file)
+    made, found = tree, list[tuple[Path, str]]()
     for path, text in named:
-        if path == MODEL:
-            if folder is not None:
-                refuse_within(folder, text, key=".".join(path))
+        if not is_trusted(text):
+            continue
+        try:
+            made = _with(tree, [*found, (path, text)])
             found.append((path, text))
-        elif text.partition(":")[0] in sys.modules:
-            found.append((path, text))
-    try:
-        made = _with(tree, found)
-    except ConfigError:  # a name that the module has no longer, say
-        made = _with(tree, [one for one in found if one[0] == MODEL])
+        except ConfigError:  # a callback that is gone, say, is no matter
+            if path == MODEL:
+                raise
     if not named:  # then an unknown section is a mistake
         return made, stored
-    ours = section_fields(tree)
+    ours = {*section_fields(tree)}
+    if any(path == MODEL and not is_trusted(text) for path, text in named):
+        ours.remove("model")
     return made, {
         path: one for path, one in stored.items() if path[0] in ours or path in fields(made)
     }
@@ -107,14 +112,14 @@ def watching_sections(config: object, *, is_watcher: Callable[[Path], bool]) -> 
     names them."""
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for path, text in find_own(config):
-        if text.partition(":")[0] in sys.modules:  # the others' sections were left out
+        if is_trusted(text):  # the others' sections were left out
             found[is_watcher(path)] |= sections_of(text, key=".".join(path)).keys()
     return found[True] - found[False]
 
 
 def own_sections(config: object) -> dict[str, Any]:
-    """Return the values of all such sections of a job, by name."""
-    named = find_own(config)
+    """Return the values of all such sections that a job has, by name."""
+    named = [(path, text) for path, text in find_own(config) if is_trusted(text)]
     names = {name for path, text in named for name in sections_of(text, key=".".join(path))}
     return {name: getattr(config, name) for name in sorted(names)}
 

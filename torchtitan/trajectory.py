@@ -84,7 +84,7 @@ class Job:
         try:
             layer = _as_meant_then(flatten(parse(toml, origin=str(file)), origin=str(file)))
             # the version that stored them has checked them by its own rules
-            tree, layer = with_stored_own(Config, layer, folder=_folder_of(file))
+            tree, layer = with_stored_own(Config, layer, file=str(file))
             loaded = build(tree, [layer], foreign=torchtitans_keys(), check_rules=False)
             return cls(config=loaded.checked(), dp=dp)
         except ConfigError as error:
@@ -110,13 +110,6 @@ class Job:
         if training.global_batch_size != -1:
             return training.global_batch_size
         return None if self.dp is None else training.local_batch_size * self.dp
-
-
-def _folder_of(file: pathlib.Path | str) -> pathlib.Path | None:
-    """Return the folder that stored settings came with: the run's, or what holds a step's."""
-    if isinstance(file, str):
-        return None
-    return file.parent if file.name == CONFIG_FILE else file.parents[2]
 
 
 def _as_meant_then(stored: Layer) -> Layer:

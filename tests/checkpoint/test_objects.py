@@ -173,7 +173,7 @@ def test_a_missing_package_and_an_unknown_kind(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="must be a folder or a URL that fsspec knows"):
         open_store("nowhere://bucket/run")
     monkeypatch.setattr(fsspec.core, "url_to_fs", refuse)
-    with pytest.raises(ConfigError, match=r'pip install "torchtitan\[s3\]"'):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[s3\]'"):
         open_store("s3://bucket/run")
 
 

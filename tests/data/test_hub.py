@@ -18,6 +18,8 @@ from torchtitan.data.loader import Numbered
 from torchtitan.data.own import build_own
 from torchtitan.data.tokenizer import ByteTokenizer
 
+pytestmark = pytest.mark.usefixtures("trusted_code")
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:

@@ -16,6 +16,8 @@ from torchtitan.data.loader import Loader, Numbered
 from torchtitan.data.own import build_own
 from torchtitan.data.tokenizer import ByteTokenizer
 
+pytestmark = pytest.mark.usefixtures("trusted_code")
+
 MODULE = '''
 import itertools
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.base.errors import DataError, UserError
+from torchtitan.base.errors import DataError, UserError, printable
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.metadata import METADATA, read_metadata
@@ -244,4 +244,4 @@ def main(argv: Sequence[str], *, prog: str = PROG) -> int:
 
 def say(text: str) -> None:
     """Print a line of what was found."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(printable(text) + "\n")

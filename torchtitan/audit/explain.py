@@ -19,8 +19,9 @@ from typing import Any
 from torchtitan.audit.history import Stretch, read_history, stretch_of
 from torchtitan.audit.places import Places, Span
 from torchtitan.audit.replay import replay, replay_lines
-from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.errors import ConfigError, DataError, printable
 from torchtitan.base.log import amount
+from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.data.dataset import Dataset
 
 SHOWN_CHARS = 60
@@ -51,10 +52,16 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--out", type=Path, help="keep what --replay writes in this folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_trust_code(parser)
     arguments, options = parser.parse_known_args(argv)
     if (options or arguments.out) and not arguments.replay:
         given = " ".join(options) or "--out"
         raise ConfigError(f"settings of another layout belong to --replay, got {given}; remove it")
+    with trusting_stored(arguments.trust_code):
+        return _explain(arguments, options)
+
+
+def _explain(arguments: argparse.Namespace, options: Sequence[str]) -> int:
     # of a replay it is the layout of that
     ranks = None if arguments.replay else arguments.world_size
     history = read_history(arguments.run, world_size=ranks)
@@ -77,7 +84,8 @@ def main(argv: Sequence[str]) -> int:
     else:
         found = explain_document(history, arguments.document)
         lines = _document_lines(found)
-    sys.stdout.write(json.dumps(found) + "\n" if arguments.json else "\n".join(lines) + "\n")
+    sys.stdout.write(json.dumps(found) if arguments.json else printable("\n".join(lines)))
+    sys.stdout.write("\n")
     return 0
 
 

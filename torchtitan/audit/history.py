@@ -9,7 +9,7 @@ one, or of a run without any, are counted on by `config.toml`. Nothing but small
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -18,8 +18,10 @@ from torchtitan.checkpoint.files import check_counts, checked_kinds, read_json
 from torchtitan.checkpoint.folders import MANIFEST, find_steps
 from torchtitan.checkpoint.start import stored_layout
 from torchtitan.checkpoint.storage import STATE
+from torchtitan.config.types import is_url
 from torchtitan.data.gaps import Gaps
 from torchtitan.data.loader import accumulation_steps
+from torchtitan.data.settings import DEFAULT_CACHE
 from torchtitan.job import Config
 from torchtitan.mesh.dims import ParallelDims, resolve_dims
 from torchtitan.metrics.hardware import read_hardware
@@ -108,7 +110,14 @@ def read_history(run: Path, *, world_size: int | None = None) -> list[Stretch]:
         step, position = saved, end
     if step < config.training.steps:
         stretches.append(_after(run, config, step, position, world_size=world_size))
-    return stretches
+    return [replace(one, config=_with_local_cache(one.config)) for one in stretches]
+
+
+def _with_local_cache(config: Config) -> Config:
+    """Return settings by which no tokenised data are uploaded to where a stored file says."""
+    if not is_url(config.training.dataset_cache):
+        return config
+    return replace(config, training=replace(config.training, dataset_cache=DEFAULT_CACHE))
 
 
 def _until(checkpoint: Path, *, begin: int, position: int) -> tuple[Stretch, int]:

@@ -76,7 +76,9 @@ class Places:
     def check(self, fingerprint: dict[str, str]) -> None:
         """Raise DataError unless these are the data that a checkpoint was trained on."""
         ours = self.dataset.fingerprint
-        if changed := [key for key in {**fingerprint, **ours} if fingerprint.get(key) != ours[key]]:
+        if changed := [
+            key for key in {**fingerprint, **ours} if fingerprint.get(key) != ours.get(key)
+        ]:
             raise DataError(
                 f"the data must be those that the run was trained on, but {', '.join(changed)} "
                 f"changed since; restore them to explain its steps"

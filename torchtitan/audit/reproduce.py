@@ -6,6 +6,9 @@ The ledger has the settings and layout of each start. Steps that a later start w
 undone, and a start that changed nothing went on as if there had been no stop: neither is repeated.
 What is left are stretches, each trained by a command of its own, which goes on from the checkpoint
 of the one before.
+
+The ledger may be a stranger's: what it says is quoted, and the script runs in the folder in which
+it is started.
 """
 
 from __future__ import annotations
@@ -18,12 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.audit.rerun import checked_start
+from torchtitan.base.errors import ConfigError, DataError, printable
+from torchtitan.base.own import add_trust_code, check_trusted, trusting_stored
 from torchtitan.config.layers import flatten
-from torchtitan.config.toml_files import parse
+from torchtitan.config.toml_files import parse, to_toml
 from torchtitan.config.types import is_url
+from torchtitan.job import Config
 from torchtitan.metrics.ledger import LEDGER, read_ledger
 from torchtitan.metrics.rows import Row
+from torchtitan.own import find_own
 from torchtitan.trajectory import Job
 
 SCRIPT = "reproduce.sh"
@@ -53,27 +60,44 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run", type=Path, help="the job.dump_folder of the run")
     parser.add_argument("--out", type=Path, required=True, help="a new folder for the commands")
+    add_trust_code(parser)
     arguments = parser.parse_args(argv)
     out: Path = arguments.out
     if out.exists():
         raise ConfigError(f"--out must be a new folder, got {out}, which exists; name another")
-    stretches = find_stretches(arguments.run)
+    with trusting_stored(arguments.trust_code):
+        stretches = find_stretches(arguments.run)
+        jobs = [_job_of(stretch, run=arguments.run) for stretch in stretches]
     out.mkdir(parents=True)
-    for number, stretch in enumerate(stretches, start=1):
-        (out / f"start_{number}.toml").write_text(stretch.start["config"], encoding="utf-8")
+    for number, job in enumerate(jobs, start=1):
+        (out / f"start_{number}.toml").write_text(to_toml(job), encoding="utf-8")
     lines = list(script_of(stretches, run=arguments.run, out=out))
     (out / SCRIPT).write_text("\n".join(lines) + "\n", encoding="utf-8")
     (out / SCRIPT).chmod(0o755)
     for stretch in stretches:
         sys.stdout.write(f"{describe(stretch)}\n")
-    sys.stdout.write(f"train it again: {out / SCRIPT}\n")
+    sys.stdout.write(f"train it again: {shlex.quote(str(out / SCRIPT))}\n")
     return 0
+
+
+def _job_of(stretch: Stretch, *, run: Path) -> Config:
+    """Return the settings of a stretch; raises ConfigError if they name code that is not trusted:
+    the script would run it."""
+    config = Job.stored(stretch.start["config"], file=run / LEDGER).config
+    for path, text in find_own(config):
+        check_trusted(text, key=".".join(path))
+    return config
 
 
 def describe(stretch: Stretch) -> str:
     """Say what a stretch is in one line."""
     start = stretch.start
-    return f"steps {stretch.first_step} to {stretch.last_step}: {start['layout']}, {start['time']}"
+    said = f"steps {stretch.first_step} to {stretch.last_step}: {start['layout']}, {start['time']}"
+    return _in_a_line(said)
+
+
+def _in_a_line(text: str) -> str:
+    return printable(text).replace("\n", "\\n")
 
 
 def find_stretches(run: Path) -> list[Stretch]:
@@ -92,6 +116,7 @@ def find_stretches(run: Path) -> list[Stretch]:
     end = 0
     for row in rows:
         if row["event"] == "start":
+            row = checked_start(row, run=run)
             end = row["step"]
             while starts and starts[-1]["step"] >= end:
                 starts.pop()
@@ -134,21 +159,20 @@ def _total_steps(start: Row) -> int:
 
 def script_of(stretches: Sequence[Stretch], *, run: Path, out: Path) -> Iterator[str]:
     """Yield the lines of a shell script that trains all stretches into a run beside it."""
+    folder = stretches[0].start["folder"]
     yield "#!/usr/bin/env bash"
-    yield f"# Trains {run} again, in the same layouts, into the folder `run` beside this file."
+    yield _in_a_line(f"# Trains {run} again, in the same layouts, into `run` beside this file.")
+    yield _in_a_line(f"# Relative paths begin where you start it; the run was started in {folder}.")
     yield "# Bit for bit where code, versions and hardware are those of the first time:"
     for key, value in {**stretches[0].start["versions"], **_commits(stretches)}.items():
-        yield f"#   {key} {value}"
+        yield _in_a_line(f"#   {key} {value}")
     yield "set -euo pipefail"
     yield 'here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)'
     for number, stretch in enumerate(stretches, start=1):
         start = stretch.start
         yield ""
         yield f"# {describe(stretch)}"
-        yield f"cd {shlex.quote(start['folder'])}"
-        options: dict[str, object] = {
-            "job.config_file": f'"$here/start_{number}.toml"',
-            "job.dump_folder": '"$here/run"',
+        options = {
             "training.steps": stretch.last_step,
             **_changed(start, last_step=stretch.last_step, exports=number == len(stretches)),
         }
@@ -162,9 +186,13 @@ def script_of(stretches: Sequence[Stretch], *, run: Path, out: Path) -> Iterator
                     f'--nnodes {ranks // here} --rdzv_backend c10d --rdzv_endpoint "$RENDEZVOUS"'
                 )
             launch = f"python -m torchtitan.launch {nodes} --nproc_per_node {min(ranks, here)}"
-        yield f"{launch} -m torchtitan.train \\"
-        lines = [f"    --{key} {value}" for key, value in options.items()]
-        yield " \\\n".join(lines)
+        lines = [
+            f"{launch} -m torchtitan.train",
+            f'--job.config_file "$here/start_{number}.toml"',
+            '--job.dump_folder "$here/run"',
+            *(f"--{key} {shlex.quote(str(value))}" for key, value in options.items()),
+        ]
+        yield " \\\n    ".join(lines)
 
 
 def _changed(start: Row, *, last_step: int, exports: bool) -> dict[str, object]:

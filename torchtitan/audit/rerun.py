@@ -1,12 +1,14 @@
 """Steps of a run trained once more, from the checkpoint before them, in a folder of their own.
 
-The run's folder is only read. Settings, layout, folder and number of threads are those of the start
-that trained the steps; what watches (validation, callbacks, sinks, traces) is left out. On the same
-kind of hardware the same numbers come out, bit for bit.
+The run's folder is only read. Settings, layout and number of threads are those of the start that
+trained the steps; what watches (validation, callbacks, sinks, traces) is left out. On the same kind
+of hardware the same numbers come out, bit for bit. The trainer runs in the current folder, for the
+ledger may be a stranger's and a folder decides which modules are found.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,13 +18,17 @@ from types import MappingProxyType
 from torchtitan.audit.history import Stretch
 from torchtitan.audit.layouts.launch import train
 from torchtitan.base.errors import DataError
+from torchtitan.base.own import check_trusted
+from torchtitan.checkpoint.files import Content, checked_kinds
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.config.toml_files import to_toml
 from torchtitan.data.settings import ValidationConfig
 from torchtitan.job import Config, load_config
-from torchtitan.metrics.ledger import read_ledger
+from torchtitan.mesh.settings import CommConfig
+from torchtitan.metrics.ledger import LEDGER, read_ledger
 from torchtitan.metrics.rows import RECORD, Row, read_rows
 from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
+from torchtitan.own import find_own
 
 NEVER = 10**9
 THREADS = re.compile(r"threads: (\d+)")
@@ -60,36 +66,44 @@ def rerun(
     starts = read_starts(run)
     if problem := why_not(starts, stretch):
         raise DataError(f"steps {stretch.first_step} to {last_step} {problem}")
+    settings = _settings(run, stretch, starts=starts, last_step=last_step, out=out)
+    for path, text in find_own(settings):  # to the trainer the file is the user's
+        check_trusted(text, key=".".join(path))
+    training = replace(settings.training, callbacks=callbacks)
     out.mkdir(parents=True, exist_ok=True)
     file = out / "job.toml"
-    file.write_text(
-        to_toml(
-            _settings(
-                run, stretch, starts=starts, last_step=last_step, out=out, callbacks=callbacks
-            )
-        ),
-        encoding="utf-8",
-    )
+    file.write_text(to_toml(replace(settings, training=training)), encoding="utf-8")
     words = [f"--job.config_file={file.resolve()}", *options]
     if options:
         load_config(words)  # a mistake in them is told here
     ranks = world_size or stretch.dims.world_size
     began = _start_of(starts, stretch)
-    folder = None if began is None else Path(began["folder"])
+    what = f"steps {stretch.first_step} to {last_step} could not be trained again"
+    if began is not None and began["folder"] != os.getcwd():
+        what += f" (the run was started in {began['folder']!r}, and relative paths begin there)"
     train(
         words,
         world_size=ranks,
         log=out / "rerun.log",
-        what=f"steps {stretch.first_step} to {last_step} could not be trained again",
+        what=what,
         environ={**_threads(began), **environ},
-        folder=folder if folder is not None and folder.is_dir() else None,
     )
     return Rerun(folder=out / "run", rows=read_rows(out / "run" / f"{RECORD}.jsonl"))
 
 
 def read_starts(run: Path) -> list[Row]:
     """Return the starts of a run, as its ledger has them."""
-    return [row for row in read_ledger(run) if row["event"] == "start"]
+    return [checked_start(row, run=run) for row in read_ledger(run) if row["event"] == "start"]
+
+
+def checked_start(row: Row, *, run: Path) -> Content:
+    """Return a start of the ledger; raises CheckpointError if it is not what a ledger has."""
+    kinds = {"config": str, "folder": str, "layout": str, "time": str, "hardware": dict}
+    start = checked_kinds(Content(run / LEDGER, row), kinds={**kinds, "world_size": int})
+    checked_kinds(
+        Content(run / LEDGER, start["hardware"]), kinds={"device": str, "ranks_per_machine": int}
+    )
+    return start
 
 
 def why_not(starts: Sequence[Row], stretch: Stretch) -> str:
@@ -112,7 +126,6 @@ def _settings(
     starts: Sequence[Row],
     last_step: int,
     out: Path,
-    callbacks: tuple[str, ...],
 ) -> Config:
     config = stretch.config
     saved, own = stretch.first_step - 1, config.checkpoint
@@ -146,6 +159,8 @@ def _settings(
         job=replace(config.job, dump_folder=str((out / "run").resolve()), save_config_file=None),
         metrics=MetricsConfig(log_freq=1),
         profiling=ProfilingConfig(),
+        # a place outside of dump_folder may be a stranger's choice
+        comm=replace(config.comm, save_traces_folder=CommConfig().save_traces_folder),
         validation=ValidationConfig(split=config.validation.split),
         checkpoint=start,
         lr_scheduler=replace(config.lr_scheduler, total_steps=total),
@@ -153,7 +168,7 @@ def _settings(
             config.training,
             steps=last_step,
             global_batch_size=stretch.batch,  # the layout may be another one
-            callbacks=callbacks,
+            callbacks=(),
         ),
     )
 

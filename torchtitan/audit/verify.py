@@ -21,6 +21,7 @@ from torchtitan.audit.compare_runs import Comparison, compare_checkpoints, say
 from torchtitan.audit.history import Stretch, read_history, stretch_of
 from torchtitan.audit.rerun import read_starts, rerun, why_not
 from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.checkpoint.verify import verify
 from torchtitan.metrics.ledger import hash_manifest, read_ledger
@@ -47,9 +48,15 @@ def main(argv: Sequence[str]) -> int:
         default=0.0,
         help="relative difference that counts as equal, for other hardware",
     )
+    add_trust_code(parser)
     arguments = parser.parse_args(argv)
     if arguments.steps < 0:
         raise ConfigError(f"--steps must be at least 0, got {arguments.steps}")
+    with trusting_stored(arguments.trust_code):
+        return _verify(arguments)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
     damaged = _changed_files(arguments.run)
     for step, mistakes in damaged.items():
         for mistake in mistakes:

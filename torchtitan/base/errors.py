@@ -8,10 +8,12 @@ invariant of ours that breaks is an `assert`, never one of these.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+_CONTROL = re.compile(r"[^\n\t -~\u00a0-\U0010ffff]")
 E = TypeVar("E", bound="UserError")
 T = TypeVar("T")
 
@@ -40,10 +42,18 @@ class Violation:
         return f"[{section}] {key}: {self.rule}" if section else f"{key}: {self.rule}"
 
 
+def printable(text: str) -> str:
+    """Return a text without characters that steer a terminal: stored ones may be a stranger's."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 class UserError(Exception):
     """Something outside the library has to change; exit code 2."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
     @classmethod
     def at(cls: type[E], keys: str | tuple[str, ...], rule: str) -> E:

@@ -3,20 +3,25 @@
 No registry and no import for its side effects: the settings name the object. A class or function is
 called with the arguments that it names, of those that its place has on offer, and what comes of it
 must have the methods of that place's protocol.
+
+To import a module is to run it, and to call what an import path names is to run anything. So a path
+is imported only if the user has named it: in a job's file, on the command line or from Python. One
+that a stored file names, which may be a stranger's, needs `--trust_code`.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import os
 import re
 import sys
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +29,11 @@ from typing import Any
 from torchtitan.base.errors import ConfigError, UserError, did_you_mean
 
 _PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
+_named: set[str] = set()
+"""Import paths that the user of this process has named; it grows as `sys.modules` does."""
+_stored_in: dict[str, str] = {}
+"""The file whose settings name an import path, for messages."""
+_trusts_stored: ContextVar[bool] = ContextVar("trusts_stored", default=False)
 
 
 def is_import_path(text: object) -> bool:
@@ -31,12 +41,58 @@ def is_import_path(text: object) -> bool:
     return isinstance(text, str) and _PATH.fullmatch(text) is not None
 
 
+def trust(paths: Iterable[str]) -> None:
+    """Allow import paths that the user has named."""
+    _named.update(paths)
+
+
+def note_stored(paths: Iterable[str], *, file: str) -> None:
+    """Remember which stored file names import paths."""
+    _stored_in.update(dict.fromkeys(paths, file))
+
+
+@contextmanager
+def trusting_stored(does: bool) -> Iterator[None]:
+    """Allow import paths of stored settings too, inside, if the user has asked for it."""
+    token = _trusts_stored.set(does)
+    try:
+        yield
+    finally:
+        _trusts_stored.reset(token)
+
+
+def add_trust_code(parser: argparse.ArgumentParser) -> None:
+    """Add the option of tools that may need code that stored settings name."""
+    parser.add_argument(
+        "--trust_code",
+        action="store_true",
+        help="import the modules that the stored settings name; they run as your own code",
+    )
+
+
+def is_trusted(path: str) -> bool:
+    """Return whether an import path may be imported."""
+    return path in _named or _trusts_stored.get()
+
+
+def check_trusted(path: str, *, key: str) -> None:
+    """Raise ConfigError unless an import path may be imported; `key` is the setting that has it."""
+    if not is_trusted(path):
+        raise ConfigError.at(
+            key,
+            f"'{path}' is code that {_stored_in.get(path, 'another')} names and this command does "
+            f"not; pass --trust_code (in Python: trust_code=True) if you trust it",
+        )
+
+
 def load_module(path: str, *, key: str) -> ModuleType:
     """Import the module of an import path; the current folder is searched first.
 
     Raises:
-        ConfigError: It is not there, or raises when it is imported; `key` is the setting to blame.
+        ConfigError: It is not trusted, is not there, or raises when it is imported; `key` is the
+            setting to blame.
     """
+    check_trusted(path, key=key)
     name = path.partition(":")[0]
     try:
         with _search_here() as here:
@@ -52,27 +108,6 @@ def load_module(path: str, *, key: str) -> ModuleType:
         raise _raised(path, key=key, error=error) from error
     except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         raise _raised(path, key=key, error=error) from error
-
-
-def refuse_within(folder: Path, path: str, *, key: str) -> None:
-    """Refuse to import, for settings that came with a folder, a module that came with it too.
-
-    Raises:
-        ConfigError: The module lies in the folder, and is not imported yet.
-    """
-    top = path.partition(":")[0].partition(".")[0]
-    if top in sys.modules:
-        return
-    with _search_here():
-        spec = importlib.util.find_spec(top)
-    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
-    for place in places:
-        if place is not None and Path(place).resolve().is_relative_to(folder.resolve()):
-            raise ConfigError.at(
-                key,
-                f"'{path}' is named by settings in {folder}, and lies there too, at {place}: code "
-                f"that comes with a checkpoint is not run; move it to where you keep your own",
-            )
 
 
 @contextmanager

@@ -21,8 +21,8 @@ def missing_package(url: str, error: ImportError) -> str:
     """Say what is missing for a URL, and how to install it."""
     protocol = url.partition("://")[0]
     extra = EXTRAS.get(protocol)
-    remedy = f'"torchtitan[{extra}]"' if extra else "the package of fsspec for it"
-    return f"needs a package for {protocol}:// ({error}); pip install {remedy}"
+    remedy = f"in the repository, pip install -e '.[{extra}]'" if extra else "see fsspec's docs"
+    return f"needs a package for {protocol}:// ({error}); {remedy}"
 
 
 def without_secrets(text: str) -> str:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torchtitan import __version__
 from torchtitan.assemble.generator import join_ranks
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
+from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.evaluate.perplexity import measure, open_domain, parse_domains
 from torchtitan.evaluate.report import is_first_rank, show
@@ -45,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
-        report = evaluate(args)
+        with trusting_stored(args.trust_code):
+            report = evaluate(args)
     except (UserError, OSError) as error:
         if not dist.is_initialized() or is_first_to_report():
             sys.stderr.write(f"error: {error}\n")
@@ -205,8 +207,8 @@ def _check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     if args.tasks and find_spec("lm_eval") is None:
         mistakes.add(
             "--tasks",
-            "needs the package lm-eval, which is not installed; install it with: pip install "
-            '"torchtitan[eval]"',
+            "needs the package lm-eval, which is not installed; install it, in the repository, "
+            "with: pip install -e '.[eval]'",
         )
     mistakes.report()
     return files or {}
@@ -244,6 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="PATH", help="in place of the checkpoint's")
     add("--dtype", choices=DTYPES, help="to compute in; as the weights are stored if not given")
     add("--skip_verify", action="store_true", help="do not verify checksums")
+    add_trust_code(parser)
     add("--output", type=Path, metavar="FILE", help="write all figures as JSON")
     return parser
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torchtitan.base.errors import UserError
+from torchtitan.base.errors import UserError, printable
 from torchtitan.plan.devices import DEVICES, find_device
 from torchtitan.plan.explain import add_explain, explain
 from torchtitan.plan.job import Planned, plan_job
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         answer = _answer(arguments, settings)
         for part in [answer] if isinstance(answer, str) else answer:
-            sys.stdout.write(part)
+            sys.stdout.write(printable(part))
             sys.stdout.flush()
     except UserError as error:
         sys.stderr.write(f"{error}\n")

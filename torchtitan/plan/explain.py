@@ -18,6 +18,7 @@ from statistics import median
 
 from torchtitan.base.device import GIB
 from torchtitan.base.errors import ConfigError
+from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.checkpoint.folders import step_of
 from torchtitan.metrics.hardware import Hardware, read_hardware
 from torchtitan.metrics.rows import Row, figure_of, read_rows
@@ -58,10 +59,16 @@ def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     command.add_argument("run", type=Path, metavar="RUN", help="a run's job.dump_folder")
     command.add_argument("--device", help=f"of {', '.join(DEVICES)}, if not the recorded one")
+    add_trust_code(command)
 
 
 def explain(arguments: argparse.Namespace) -> str:
     """Return the comparison as text."""
+    with trusting_stored(arguments.trust_code):
+        return _explain(arguments)
+
+
+def _explain(arguments: argparse.Namespace) -> str:
     run: Path = arguments.run
     config = Job.stored_in(run / CONFIG_FILE).config
     start = read_hardware(run)

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.base.errors import ConfigError, UserError, printable
+from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.report.page import build_page
 from torchtitan.report.read import name_runs, read_run
 
@@ -28,11 +29,13 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="file to write")
+    add_trust_code(parser)
     arguments = parser.parse_args(argv)
     out: Path = arguments.out
     try:
-        runs = [read_run(path, name=name) for name, path in name_runs(arguments.runs).items()]
-        page = build_page(runs)
+        with trusting_stored(arguments.trust_code):
+            runs = [read_run(path, name=name) for name, path in name_runs(arguments.runs).items()]
+            page = build_page(runs)
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(page, encoding="utf-8")
@@ -45,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     size = len(page.encode()) / 2**20
-    sys.stdout.write(f"{out}: {', '.join(run.name for run in runs)}, {size:.2f} MiB\n")
+    names = printable(", ".join(run.name for run in runs))
+    sys.stdout.write(f"{out}: {names}, {size:.2f} MiB\n")
     return 0
 
 

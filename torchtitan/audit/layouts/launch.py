@@ -154,10 +154,9 @@ def train(
     log: Path,
     what: str,
     environ: Mapping[str, str] = MappingProxyType({}),
-    folder: Path | None = None,
     python: str = sys.executable,
 ) -> None:
-    """Train with the trainer itself to the end, in `folder` or here; what it says goes to `log`.
+    """Train with the trainer itself to the end; what it says goes to `log`.
 
     Raises:
         DataError: It failed; `what` is what could not be done.
@@ -165,7 +164,6 @@ def train(
     with log.open("wb") as output:
         done = subprocess.run(
             [*_command(world_size, "torchtitan.train", python=python), *arguments],
-            cwd=folder,
             env={**_environment(world_size), **environ},
             stdin=subprocess.DEVNULL,
             stdout=output,

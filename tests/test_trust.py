@@ -1,0 +1,371 @@
+"""No tool runs what a folder names: every tool, with every key that takes an import path.
+
+The run is a stranger's: its folder holds a module, and its settings name it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchtitan
+from scripts import convert_hf, generate
+from torchtitan import average, hang
+from torchtitan.audit import __main__ as audit
+from torchtitan.audit.layouts import launch
+from torchtitan.base import own
+from torchtitan.base.errors import UserError
+from torchtitan.checkpoint.files import read_json, write_sealed_json
+from torchtitan.checkpoint.folders import MANIFEST
+from torchtitan.config.fields import fields, value_at
+from torchtitan.config.toml_files import to_toml
+from torchtitan.evaluate import __main__ as evaluate
+from torchtitan.job import Config
+from torchtitan.metrics.ledger import LEDGER, hash_manifest
+from torchtitan.plan import __main__ as plan
+from torchtitan.report import __main__ as report
+from torchtitan.trajectory import CONFIG_FILE, Job
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+RUN = Path("outputs/dl")
+MODULE = """
+from pathlib import Path
+from examples import own_dataset, own_hooks, own_optimizer
+from torchtitan.models.families import MODELS
+
+Path("ran").touch()
+SECTIONS = {**own_dataset.SECTIONS, **own_hooks.SECTIONS}
+OBJECTS = {
+    "model.name": MODELS["llama3"],
+    "training.dataset": own_dataset.Sums,
+    "validation.dataset": own_dataset.Sums,
+    "training.loss": own_hooks.smoothed,
+    "training.callbacks": own_hooks.StopEarly,
+    "metrics.sinks": own_hooks.CsvSink,
+    "optimizer.name": own_optimizer.Lion,
+    "lr_scheduler.decay_type": own_hooks.quadratic,
+}
+globals().update({key.replace(".", "_"): found for key, found in OBJECTS.items()})
+"""
+KEYS = {".".join(path): facts for path, facts in fields(Config).items() if facts.may_be_own}
+COMPUTES = ("model.name", "training.loss", "optimizer.name", "lr_scheduler.decay_type")
+TRAINS = (*COMPUTES, "training.dataset")
+
+Main = Callable[[Sequence[str]], int]
+TOOLS: dict[str, tuple[Main, list[str], Sequence[str]]] = {
+    # what it is, its words, and the keys whose objects it needs
+    "report": (report.main, [str(RUN), "--out=report.html"], ()),
+    "hang": (hang.main, [str(RUN)], ()),
+    "plan explain": (plan.main, ["explain", str(RUN), "--device=H100"], COMPUTES),
+    "audit explain": (
+        audit.main,
+        ["explain", str(RUN), "--step=2", "--text"],
+        ("training.dataset",),
+    ),
+    "audit replay": (audit.main, ["explain", str(RUN), "--step=2", "--replay"], TRAINS),
+    "audit verify": (audit.main, ["verify", str(RUN), "--steps=1"], TRAINS),
+    "audit reproduce": (audit.main, ["reproduce", str(RUN), "--out=again"], [*KEYS]),
+    "generate": (
+        generate.main,
+        [f"--checkpoint={RUN}", "--prompt=a", "--max_new_tokens=1"],
+        ("model.name",),
+    ),
+    "evaluate": (
+        evaluate.main,
+        [f"--checkpoint={RUN}", "--perplexity", "a=text.txt", "--dataset_cache=cache"],
+        ("model.name",),
+    ),
+    "average": (average.main, [str(RUN), "--out=averaged"], ("model.name",)),
+    "convert": (convert_hf.main, ["to-hf", str(RUN), "converted"], ("model.name",)),
+}
+STARTS_TRAINER = ("audit replay", "audit verify")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    settings: dict[str, Any] = {
+        "job.dump_folder": folder,
+        "model": {"flavor": "tiny", "tokenizer_path": "byte"},
+        "training": {"dataset": "synthetic", "steps": 3, "seq_len": 64, "local_batch_size": 1},
+        "training.dataset_cache": folder.parent / "cache",
+        "checkpoint": {"enable": True, "interval": 1},
+        "metrics.log_freq": 1,
+    }
+    torchtitan.train(torchtitan.load_config(**settings))
+    (folder / "comm_traces").mkdir()
+    record: dict[str, object] = {"pg_config": {}, "entries": []}
+    (folder / "comm_traces" / "rank_0.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def workplace(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the run in it, in a process that has named nothing."""
+    shutil.copytree(trained, tmp_path / RUN)
+    (tmp_path / RUN / "evil.py").write_text(MODULE)
+    (tmp_path / "text.txt").write_text("some text " * 20)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1]), *sys.path])
+    monkeypatch.setattr(own, "_named", set())
+    before = {*sys.modules}
+    yield tmp_path
+    for name in {*sys.modules} - before:
+        if name.startswith(("outputs", "evil")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What processes the trainer is started by; none runs, and each has failed."""
+    seen: list[dict[str, Any]] = []
+
+    def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+        seen.append({"command": command, **options})
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(launch.subprocess, "run", run)
+    return seen
+
+
+def evil(key: str) -> str:
+    return f"outputs.dl.evil:{key.replace('.', '_')}"
+
+
+def naming(key: str) -> dict[str, object]:
+    """Return settings that name a thing of the folder."""
+    used = {"validation.enable": True, "validation.steps": 1} if key[0] == "v" else {}
+    return {key: evil(key), **used}
+
+
+def store(run: Path, settings: Mapping[str, object], **facts: object) -> None:
+    """Let all settings that lie in a run's folder have these values, and starts of its ledger say
+    `facts`, as somebody would who cares."""
+
+    def changed(toml: str) -> str:
+        config = Job.stored(toml).config
+        for key, value in settings.items():
+            section, name = key.split(".")
+            is_list = isinstance(value_at(config, (section, name)), tuple)
+            part = value_at(config, (section,))
+            part = replace(part, **{name: (value,) if is_list else value})
+            config = replace(config, **{section: part})
+        return to_toml(config)
+
+    file = run / CONFIG_FILE
+    file.write_text(changed(file.read_text()))
+    hashes = {}
+    for step in run.glob("checkpoint/step-*"):
+        manifest = read_json(step / MANIFEST)
+        manifest["config"] = changed(manifest["config"])
+        del manifest["checksum"]
+        write_sealed_json(step / MANIFEST, manifest)
+        hashes[manifest["step"]] = hash_manifest(step)
+    rows = [json.loads(line) for line in (run / LEDGER).read_text().splitlines()]
+    for row in rows:
+        if row["event"] == "start":
+            row |= {"config": changed(row["config"]), **facts}
+        if row["event"] == "checkpoint":
+            row["manifest_sha256"] = hashes[row["step"]]
+    (run / LEDGER).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_these_are_the_keys_that_name_code() -> None:
+    assert set(KEYS) == {
+        "model.name",
+        "training.dataset",
+        "training.loss",
+        "training.callbacks",
+        "validation.dataset",
+        "optimizer.name",
+        "lr_scheduler.decay_type",
+        "metrics.sinks",
+    }
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_no_tool_imports_what_a_stored_file_names(
+    tool: str, key: str, capsys: pytest.CaptureFixture[str], starts: list[dict[str, Any]]
+) -> None:
+    main, words, needed = TOOLS[tool]
+    path = evil(key)
+    store(RUN, naming(key))
+    code = main(words)
+    said = capsys.readouterr().err
+    assert not Path("ran").exists()
+    assert "outputs.dl.evil" not in sys.modules
+    if key not in needed:
+        assert path not in said
+        assert len(starts) == (tool in STARTS_TRAINER)
+        assert code == (2 if tool in STARTS_TRAINER else 0), said
+        return
+    assert code == 2
+    assert not starts
+    assert "Traceback" not in said
+    for part in (key.partition(".")[2], path, str(RUN), "--trust_code"):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("tool", "key"),
+    [
+        (tool, key)
+        for tool, (_, _, needed) in TOOLS.items()
+        for key in needed
+        if (tool, key) != ("plan explain", "optimizer.name")  # which it cannot rehearse
+    ],
+)
+def test_trust_code_imports_it_where_it_is_needed(
+    tool: str, key: str, capsys: pytest.CaptureFixture[str], starts: list[dict[str, Any]]
+) -> None:
+    main, words, _ = TOOLS[tool]
+    store(RUN, naming(key))
+    code = main([*words, "--trust_code"])
+    said = capsys.readouterr().err
+    assert Path("ran").exists()
+    assert "--trust_code" not in said
+    if "explain" in words and key == "training.dataset":
+        assert "the data must be" in said  # these are not what was trained on
+        return
+    assert len(starts) == (tool in STARTS_TRAINER)
+    if tool not in STARTS_TRAINER:
+        assert code == 0, said
+    assert not own.is_trusted("outputs.dl.evil:x")  # once the tool is done
+
+
+@pytest.mark.parametrize("path", ["os:abort", "torch.hub:load", "torchtitan.train:main"])
+def test_what_is_imported_already_is_no_more_trusted(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store(RUN, {"model.name": path})
+    main, words, _ = TOOLS["generate"]
+    assert main(words) == 2
+    assert path in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", ["generate", "convert"])
+def test_a_step_beside_the_users_own_module_is_read(tool: str) -> None:
+    shutil.copy(RUN / "evil.py", "evil_mine.py")
+    store(RUN, {"model.name": "evil_mine:model_name"})
+    shutil.copytree(RUN / "checkpoint" / "step-3", "step-3")
+    main, words, _ = TOOLS[tool]
+    words = [word.replace(str(RUN), "step-3") for word in words]
+    assert main(words) == 2
+    assert main([*words, "--trust_code"]) == 0
+
+
+def test_python_asks_for_trust_too() -> None:
+    store(RUN, {"model.name": evil("model.name")})
+    with pytest.raises(UserError, match="trust_code"):
+        torchtitan.load_model(RUN)
+    assert torchtitan.load_tokenizer(RUN).vocab_size
+    assert not Path("ran").exists()
+    assert sum(1 for _ in torchtitan.load_model(RUN, trust_code=True).parameters())
+    with pytest.raises(UserError, match="trust_code"):
+        torchtitan.load_generator(RUN)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_job_that_resumes_in_the_folder_compares_text(key: str) -> None:
+    store(RUN, naming(key))
+    config = Job.stored_in(RUN / CONFIG_FILE).config
+    section, name = key.split(".")
+    plain = value_at(Config(), (section, name))
+    mine = replace(value_at(config, (section,)), **{name: plain})
+    job = replace(config, **{section: mine})
+    job = replace(job, job=replace(job.job, dump_folder=str(RUN)))
+    start = functools.partial(torchtitan.train, job)
+    if key.startswith(("metrics", "validation")) or key == "training.callbacks":
+        start()  # it shapes nothing
+    else:
+        with pytest.raises(UserError, match=name):
+            start()
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("tool", STARTS_TRAINER)
+def test_the_trainer_starts_here_and_not_where_the_ledger_says(
+    tool: str, starts: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    store(RUN, {}, folder=str(RUN.resolve()))
+    main, words, _ = TOOLS[tool]
+    assert main(words) == 2
+    assert [start.get("cwd") for start in starts] == [None]
+    assert str(RUN.resolve()) in capsys.readouterr().err  # relative paths may begin there
+
+
+SHELL = "a\ntouch ran\r\ntouch ran; $(touch ran)`touch ran`' touch ran \" touch ran"
+ESCAPE = "\x1b]0;title\x07"
+
+
+def test_a_ledger_writes_no_commands(capfd: pytest.CaptureFixture[str]) -> None:
+    said = SHELL + ESCAPE
+    store(
+        RUN,
+        {"checkpoint.folder": "s3://bucket/run", "checkpoint.staging_folder": SHELL},
+        **{"folder": said, "layout": said, "time": said, "versions": {said: said}},
+        git={said: {"commit": said, "diff_sha256": said}},
+    )
+    assert audit.main(["reproduce", str(RUN), "--out=again"]) == 0
+    assert ESCAPE not in capfd.readouterr().out
+    assert ESCAPE not in Path("again/reproduce.sh").read_text()
+    Path("bin").mkdir()
+    Path("bin/python").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > words\n')
+    Path("bin/python").chmod(0o755)
+    subprocess.run(
+        ["again/reproduce.sh"], check=True, env={"PATH": "bin:/usr/bin:/bin"}, timeout=60
+    )
+    words = Path("words").read_bytes().decode()
+    assert f"--checkpoint.folder\n{SHELL}\n" in words
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("key", ["folder", "world_size", "hardware"])
+def test_a_ledger_that_is_none(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    store(RUN, {}, **{key: ["x"]})
+    assert audit.main(["reproduce", str(RUN), "--out=again"]) == 2
+    assert key in capsys.readouterr().err
+
+
+def test_stored_text_steers_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    (RUN / "logs").mkdir(exist_ok=True)
+    (RUN / "logs" / "rank_1.log").write_text(ESCAPE)
+    group = {"desc": ESCAPE, "ranks": "[0, 1]"}
+    entry = {
+        "is_p2p": False,
+        "process_group": ["0", ESCAPE],
+        "input_sizes": [[1]],
+        "collective_seq_id": 1,
+        "profiling_name": ESCAPE,
+        "time_created_ns": 0,
+    }
+    record = {"pg_config": {"0": group}, "entries": [entry]}
+    (RUN / "comm_traces" / "rank_0.json").write_text(json.dumps(record))
+    assert hang.main([str(RUN)]) == 0
+    (RUN / CONFIG_FILE).write_text(f'x = "{ESCAPE.encode("unicode_escape").decode()}"')
+    assert hang.main([str(RUN)]) == 2
+    said = capfd.readouterr()
+    assert "title" in said.out
+    assert ESCAPE not in said.out + said.err
+
+
+def test_no_tokenised_data_are_uploaded_where_settings_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    data = {"training.dataset": "files", "training.dataset_path": "text.txt"}
+    store(RUN, {**data, "training.dataset_cache": f"file://{tmp_path}/uploaded"})
+    audit.main(["explain", str(RUN), "--step=2"])
+    assert any((tmp_path / "home").rglob("*.bin"))
+    assert not Path("uploaded").exists()
