@@ -13,6 +13,7 @@ import os
 import sys
 
 from torchtitan.base.log import begin_process
+from torchtitan.base.urls import is_url
 
 if __name__ == "__main__":
     # a launcher has said it already, and of ranks that were started by hand the first one says it
@@ -47,7 +48,6 @@ from torchtitan.base.log import (
     shown_ranks,
     use_color,
 )
-from torchtitan.config.types import is_url
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.alike import check_alike
 from torchtitan.mesh.elastic import started

@@ -22,6 +22,7 @@ from torchtitan.assemble.record import write_config
 from torchtitan.assemble.trained import check_scale, warn_of_random_base
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.base.urls import is_url
 from torchtitan.checkpoint.disks import find_disks
 from torchtitan.checkpoint.files import Content
 from torchtitan.checkpoint.folders import find_steps, step_of
@@ -51,7 +52,6 @@ from torchtitan.checkpoint.start import (
 from torchtitan.checkpoint.state import VOCABULARY, RunState
 from torchtitan.checkpoint.steps import find_step
 from torchtitan.config.toml_files import to_toml
-from torchtitan.config.types import is_url
 from torchtitan.hf.beside import warn_of_other_tokenizer
 from torchtitan.hf.file import open_file
 from torchtitan.hf.folder import is_hf_folder, open_folder

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.urls import is_url, local_path
 from torchtitan.config.layers import flatten
 from torchtitan.config.toml_files import parse
-from torchtitan.config.types import is_url
 from torchtitan.metrics.ledger import LEDGER, read_ledger
 from torchtitan.metrics.sinks import Row
 from torchtitan.trajectory import Job
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, help="the job.dump_folder of the run")
-    parser.add_argument("--out", type=Path, required=True, help="a new folder for the commands")
+    parser.add_argument("--out", type=local_path, required=True, help="a new folder for them")
     arguments = parser.parse_args(argv)
     out: Path = arguments.out
     if out.exists():

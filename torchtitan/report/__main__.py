@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.base.urls import local_path
 from torchtitan.report.page import build_page
 from torchtitan.report.read import name_runs, read_run
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", type=Path, default=Path("report.html"), help="file to write")
+    parser.add_argument("--out", type=local_path, default=Path("report.html"), help="file to write")
     arguments = parser.parse_args(argv)
     out: Path = arguments.out
     try:
