@@ -312,11 +312,21 @@ def open_saving(config: Config) -> Saving:
     """
     settings = config.checkpoint
     group = build_group() if settings.enable else None
-    ledger = Ledger(Path(config.job.dump_folder)) if dist.get_rank() == 0 else None
-    if group is None or not is_url(settings.folder):
+    root = Path(config.job.dump_folder)
+    ledger = Ledger(root) if dist.get_rank() == 0 else None
+    if group is None:
+        return Saving(group, ledger)
+    if not is_url(settings.folder):
+        if find_disks(root, group=group, timeout=SAVE_TIMEOUT) is not None:
+            raise ConfigError.at(
+                ("job.dump_folder", "checkpoint.folder"),
+                f"must be one folder for all ranks, and some do not see what others write to "
+                f"{root.absolute()}; name one on storage that all machines share, or write a URL "
+                f"of an object store as checkpoint.folder",
+            )
         return Saving(group, ledger)
     store = _open_url(settings.folder, key="checkpoint.folder", settings=settings)
-    folder = Path(config.job.dump_folder) / settings.staging_folder
+    folder = root / settings.staging_folder
     disk = find_disks(folder, group=group, timeout=SAVE_TIMEOUT)
     if disk is not None and settings.last_save_in_hf:
         raise ConfigError.at(

@@ -232,6 +232,17 @@ class ObjectStore:
         assert content is not None
         return content
 
+    def list_sizes(self, under: str) -> dict[str, int]:
+        """Return the bytes of each object below, by its name, as a listing shows them."""
+        path = self._path(under)
+
+        def look() -> dict[str, Any]:
+            self._fs.invalidate_cache()
+            return dict(self._fs.find(path, detail=True))
+
+        found = self._persist(f"list {under}", look, may_miss=True) or {}
+        return {name.removeprefix(f"{self._root}/"): info["size"] for name, info in found.items()}
+
     def list_names(self, under: str = "", *, deep: bool = False) -> list[str]:
         """Return the names that a listing shows: those of one level, or of all objects below."""
         path = self._path(under)

@@ -27,6 +27,7 @@ from functools import partial
 from itertools import count, islice
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -207,8 +208,7 @@ class Loader:
         if self._settings.num_workers:
             workers = ", ".join(str(each.pid) for each in multiprocessing.active_children())
             return f"its data workers (processes {workers}) give none"
-        main = sys._current_frames()[threading.main_thread().ident or 0]
-        at = traceback.extract_stack(main)[-1]
+        at = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])[-1]
         return f"the dataset is still in {at.name}, {at.filename}:{at.lineno}"
 
     def _end_of_step(self) -> int:
@@ -340,9 +340,10 @@ def _is_asked_to_end(*, by: int) -> bool:
 def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{process}/stat")  # of Linux: Z is one that ended and nobody waited for
+        return not stat.exists() or stat.read_text().rpartition(") ")[2][0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
         return False
-    return True
 
 
 def _short(value: str | None) -> str:
