@@ -32,11 +32,11 @@ from torchtitan.assemble.hf import describe_export
 from torchtitan.assemble.model import describe
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError, UserError
 from torchtitan.base.own import add_trust_code, trusting_stored
+from torchtitan.base.urls import is_plain_url, is_url, local_path
 from torchtitan.checkpoint.objects import ObjectStore
 from torchtitan.checkpoint.remote import WHOLE_EXPORT
 from torchtitan.config.fields import values_of
 from torchtitan.config.layers import literal
-from torchtitan.config.types import is_plain_url, is_url
 from torchtitan.generate.generator import DTYPES
 from torchtitan.hf.convert import to_dcp
 from torchtitan.hf.write import export
@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     add_trust_code(to)
     back = ways.add_parser("from-hf", help="from a folder of Hugging Face to a DCP folder")
     back.add_argument("folder", type=Path, help="with config.json and safetensors files")
-    back.add_argument("out", type=Path, help="folder to make")
+    back.add_argument("out", type=local_path, help="folder to make")
     back.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),

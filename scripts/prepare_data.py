@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from torchtitan.base.errors import DataError, UserError
+from torchtitan.base.urls import is_url
 from torchtitan.data.files import divide, find_files
 from torchtitan.data.formats import STORES
 from torchtitan.data.prepare_files import prepare_files
@@ -56,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one for each core")
     args = parser.parse_args(argv)
     prefix = os.path.expanduser(args.prefix)  # as of the files
-    if Path(prefix).suffix in STORES or prefix.endswith("/") or Path(prefix).is_dir():
+    is_folder = prefix.endswith("/") or Path(prefix).is_dir()
+    if is_url(prefix) or Path(prefix).suffix in STORES or is_folder:
         parser.error(
             f"prefix must be a path without .bin and .idx, and no folder, got {prefix!r}; write "
             f"one such as data/corpus"

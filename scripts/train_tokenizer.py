@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from torchtitan.base.errors import DataError, UserError
+from torchtitan.base.urls import local_path
 from torchtitan.data.builtin import StdlibCorpus
 from torchtitan.data.files import divide, find_files
 from torchtitan.data.source import Corpus, FileCorpus
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("output", type=Path, help="file to write")
+    parser.add_argument("output", type=local_path, help="file to write")
     parser.add_argument("files", nargs="*", help="files or globs, as training.dataset_path")
     parser.add_argument("--vocab_size", type=int, default=2048, help="ids, with begin and end")
     parser.add_argument("--text_key", default="text", help="as training.dataset_text_key")

@@ -54,9 +54,11 @@ FLOORS: Mapping[str, int] = {
 }
 # what a package may import beyond its own, where that is not "all lower floors"
 NARROW: Mapping[str, frozenset[str]] = {
-    "config": frozenset({"base.errors", "base.own"}),
+    "config": frozenset({"base.errors", "base.own", "base.urls"}),
     "models": frozenset({"base"}),
-    "settings": frozenset({"config", "base.errors", "models.rope_scaling", "models.sizes"}),
+    "settings": frozenset(
+        {"config", "base.errors", "base.urls", "models.rope_scaling", "models.sizes"}
+    ),
 }
 # a room's section is plain data, which every other room may read
 SETTINGS = "settings"

@@ -117,6 +117,25 @@ def test_a_mistake_ends_in_its_message_and_code_2(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--training.dataset=tests.own_faults:Exits"],
+        ["--training.dataset=tests.own_faults:Exits", "--training.dataloader.num_workers=1"],
+        ["--training.dataset=tests.own_faults:Interrupts"],
+        ["--training.dataset=tests.own_faults:Interrupts", "--training.dataloader.num_workers=1"],
+        ["--metrics.sinks=tests.own_faults:ExitingSink"],
+    ],
+)
+def test_own_code_does_not_end_a_run_as_if_it_were_done(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    done = train(*write_job(tmp_path), *arguments)
+    assert done.returncode == 2
+    assert "own_faults.py" in done.stderr
+    assert "SystemExit" in done.stderr or "KeyboardInterrupt" in done.stderr
+
+
 def test_a_mistake_that_every_rank_meets_is_said_once(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     for arguments, message in (

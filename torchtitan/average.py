@@ -53,6 +53,7 @@ from torchtitan.assemble.model import find_model
 from torchtitan.base.errors import CheckpointError, UserError
 from torchtitan.base.log import amount
 from torchtitan.base.own import add_trust_code, trusting_stored
+from torchtitan.base.urls import hide_credentials, is_url
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import HashingFileSystem
 from torchtitan.checkpoint.folders import draft_of, list_steps, step_of
@@ -308,8 +309,10 @@ def _to_hf(
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse what the command line alone shows to be wrong."""
-    if "://" in args.checkpoint or "://" in str(args.out):
-        raise CheckpointError("folders must be on this machine's disks; copy the steps here first")
+    for place in (args.checkpoint, args.out):
+        if is_url(place):
+            raise CheckpointError(f"must be a path, not a URL, got {hide_credentials(place)!r}")
+    args.out = Path(args.out)
     if args.out.exists():
         raise CheckpointError(f"{args.out} is there already; name a folder that is not")
     if step_of(args.out) is not None:
@@ -332,7 +335,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", help="folder of a run, or of checkpoints")
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--out", required=True, help="folder to make")
     parser.add_argument("--steps", type=_steps, help="such as 100,200,300; all if not given")
     parser.add_argument("--kind", choices=("uniform", "ema"), default="uniform")
     parser.add_argument("--decay", type=float, default=0.9, help="of ema, per checkpoint; 0.9")

@@ -26,7 +26,7 @@ from torchtitan.config.foreign import Foreign, read_foreign
 from torchtitan.config.layers import Layer
 from torchtitan.config.load import Loaded, load
 from torchtitan.config.needs import JobFile, Needs
-from torchtitan.config.types import STRICT, InnerFile, Seed, Text
+from torchtitan.config.types import STRICT, InnerFile, LocalPath, Seed, Text
 from torchtitan.data.settings import READS_FILES, TrainingConfig, ValidationConfig
 from torchtitan.lora.settings import LoRAConfig
 from torchtitan.mesh.settings import CommConfig, ElasticConfig, ParallelismConfig
@@ -50,7 +50,7 @@ class JobConfig:
 
     config_file: Annotated[Text | None, JobFile()] = None
     """TOML file to read; without one every setting has its default. Command line only."""
-    dump_folder: Text = "./outputs"
+    dump_folder: LocalPath = "./outputs"
     """Folder that receives everything the run writes: config, metrics, logs, checkpoints."""
     description: str = "default job"
     """Free text, shown in the log and sent to W&B as the run's name."""

@@ -13,6 +13,7 @@ import os
 import sys
 
 from torchtitan.base.log import begin_process
+from torchtitan.base.urls import is_url
 
 if __name__ == "__main__":
     # a launcher has said it already, and of ranks that were started by hand the first one says it
@@ -47,11 +48,17 @@ from torchtitan.base.log import (
     shown_ranks,
     use_color,
 )
-from torchtitan.config.types import is_url
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.alike import check_alike
 from torchtitan.mesh.elastic import started
-from torchtitan.mesh.faults import PeerError, end_with_launcher, exit_code_of, stacks_of_stalls
+from torchtitan.mesh.faults import (
+    PeerError,
+    end_with_launcher,
+    exit_code_of,
+    refuse_exits,
+    refused_exit,
+    stacks_of_stalls,
+)
 from torchtitan.mesh.process_group import (
     Launch,
     await_report,
@@ -66,7 +73,7 @@ from torchtitan.mesh.process_group import (
     seconds_to_wait,
 )
 from torchtitan.mesh.recorder import write_collectives
-from torchtitan.mesh.stop import StopRequest, watch_signals
+from torchtitan.mesh.stop import StopRequest, begin_together, watch_signals
 from torchtitan.metrics.progress import ProgressBar, Summary, show_summary, shows_bar
 from torchtitan.metrics.rows import RECORD
 from torchtitan.plan.ran_out import find_cause, plan_after, seconds_to_plan
@@ -100,6 +107,7 @@ def train(argv: Sequence[str], *, stop: StopRequest, undo: ExitStack | None = No
         raise StoppedError(stopped)
 
 
+@refuse_exits()
 def train_job(
     config: Config,
     *,
@@ -189,21 +197,6 @@ def train_steps(trainer: Trainer, *, on_step: Callable[[int], None]) -> str | No
         raise
 
 
-def begin_together(stop: StopRequest) -> None:
-    """Wait for all ranks, so that none meets a signal in set-up while others train.
-
-    Raises:
-        StoppedError: A rank has left on a signal that this one got too.
-    """
-    stop.defer()
-    try:
-        dist.barrier()
-    except RuntimeError as error:
-        if stop.is_signalled:
-            raise StoppedError("stopped by a signal before the first step") from error
-        raise
-
-
 def describe_stop(trainer: Trainer, *, config: Config, reason: str) -> str:
     """Say why and where a run was stopped, and how it goes on."""
     step, steps = trainer.run.progress.step, trainer.run.training.steps
@@ -266,7 +259,10 @@ def main(argv: Sequence[str], *, undo: ExitStack | None = None) -> int:
             train(argv, stop=stop, undo=undo)
         except UserError as error:
             _report(error)
-            return error.exit_code
+            return exit_code_of(error, os.environ)
+        except KeyboardInterrupt as error:  # of code of the user's own: no signal raises it here
+            _report(refused_exit(error))
+            return UserError.exit_code
         except (Exception, CheckpointException) as error:  # DCP's is no Exception
             note_in_file(traceback.format_exc())
             write_collectives()

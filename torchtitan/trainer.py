@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchtitan.base.errors import StoppedError
 from torchtitan.callbacks import Hooks
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.state import Progress
@@ -30,10 +31,11 @@ from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.agreement import Agreement
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.process_group import gather, tighten_timeout
-from torchtitan.mesh.stop import StopRequest
+from torchtitan.mesh.stop import StopRequest, WaitInterrupted
 from torchtitan.metrics.ledger import Ledger
 from torchtitan.metrics.meter import Meter
-from torchtitan.metrics.sinks import Row, Sink
+from torchtitan.metrics.rows import Row
+from torchtitan.metrics.sinks import Sink
 from torchtitan.metrics.trace import Profiler
 from torchtitan.models.parts import ModelParts
 from torchtitan.optim.balance import Balance
@@ -107,6 +109,10 @@ class Trainer:
         checkpoints, dims = run.checkpoints, run.mesh.dims
         stop = stop or StopRequest()
         stop.is_asked = lambda: run.hooks.stops
+        run.loader.stop = stop
+        if run.validator is not None:
+            run.validator.watch(stop)
+        self._saved_step = run.progress.step
         save_failed = (lambda: False) if checkpoints is None else checkpoints.has_failed
         self._agreement = Agreement(
             stop,
@@ -148,8 +154,8 @@ class Trainer:
         run.meter.start_interval()
         with _collecting_garbage_by_hand() as collect:
             while not (finished or agreement.stopped):
-                with run.meter.waiting_for_data():
-                    microbatches = next(run.loader)
+                if (microbatches := self._next_microbatches()) is None:
+                    break
                 progress.step += 1
                 figures = self._train_step(microbatches)
                 progress.tokens_seen += run.tokens_per_step
@@ -184,6 +190,24 @@ class Trainer:
         run.hooks.end(reason)
         return reason
 
+    def _next_microbatches(self) -> list[Samples] | None:
+        """Return the samples of the next step; None: the run was asked to stop before they came,
+        and the step before is saved.
+
+        Raises:
+            StoppedError: There is none.
+        """
+        try:
+            with self.run.meter.waiting_for_data():
+                return next(self.run.loader)
+        except WaitInterrupted as stopped:
+            step, self._agreement.stopped = self.run.progress.step, str(stopped)
+            if step == 0:
+                raise StoppedError(f"stopped by {stopped} before the first step") from None
+            if self._saved_step != step:
+                self._save(last=False)
+            return None
+
     def _is_validation_due(self, *, last: bool) -> bool:
         validator = self.run.validator
         if validator is None or self._agreement.stopped:  # a run that must end saves at once
@@ -201,7 +225,8 @@ class Trainer:
             return False
         with self.run.meter.paused(), self._doing("saving"):
             path = self.run.checkpoints.save(last=last, validation_loss=self._validation_loss())
-        self.run.hooks.checkpoint(self.run.progress.step, path)
+        self._saved_step = self.run.progress.step
+        self.run.hooks.checkpoint(self._saved_step, path)
         return True
 
     def _validation_loss(self) -> float | None:
@@ -270,8 +295,11 @@ class Trainer:
         )
         if validates and run.validator is not None:
             with run.meter.paused(), self._doing("validating"):
-                self.last_row |= run.validator.measure(step)
-                self.last_row |= run.hooks.validation(step, self.last_row)
+                try:
+                    self.last_row |= run.validator.measure(step)
+                    self.last_row |= run.hooks.validation(step, self.last_row)
+                except WaitInterrupted as stopped:
+                    self._agreement.stopped = str(stopped)
         for sink in run.sinks:
             sink.write(dict(self.last_row))
 

@@ -20,6 +20,7 @@ from torchtitan.base.errors import DataError, NonFiniteError
 from torchtitan.data.loader import Loader
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.process_group import gather, set_timeout, tighten_timeout
+from torchtitan.mesh.stop import StopRequest
 from torchtitan.metrics.rows import Row
 from torchtitan.models.parts import ModelParts
 from torchtitan.optim.loss import count_valid
@@ -75,6 +76,7 @@ class Validator:
         """Return the validation's figures after `step`, on all ranks alike.
 
         Raises:
+            WaitInterrupted: The only rank was asked to stop while it waited for data.
             DataError: The data cannot be read, or have no labels.
             NonFiniteError: The loss is not finite.
         """
@@ -110,6 +112,10 @@ class Validator:
         for [samples] in self._loader:
             yield self._shard.take(samples).to(self._device)
         self._loader.close()
+
+    def watch(self, stop: StopRequest) -> None:
+        """Let waits for data end by `stop`."""
+        self._loader.stop = stop
 
     def close(self) -> None:
         """End the loader's workers."""

@@ -13,6 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from scripts.s3_server import SECRET, S3Server, environ_of
 from scripts.s3_server import s3_server as running
+from torchtitan.base import urls
 
 __all__ = ["SECRET", "FaultyStore", "S3Server", "environ_of", "faulty_store", "s3_server"]
 
@@ -97,7 +98,9 @@ def faulty_store() -> Iterator[type[FaultyStore]]:
     fsspec.register_implementation("faulty", FaultyStore, clobber=True)
     FaultyStore.heal()
     try:
-        yield FaultyStore
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(urls.STORES, "faulty", None)
+            yield FaultyStore
     finally:
         FaultyStore.heal()
 

@@ -6,6 +6,7 @@ The oracle is a run of the same job that saves to a folder: every state must be 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from tests.checkpoint import stores
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import objects
 from torchtitan.checkpoint.commits import OWNER, Commits
 from torchtitan.checkpoint.commits import find_steps as find_stored
@@ -301,6 +303,40 @@ def order_of_writes(job: list[str]) -> tuple[list[str], str]:
         store.before = staticmethod(refuse)
         message = jobs.failure([*job, "--checkpoint.upload_timeout_seconds=1"])
         return order, message
+
+
+def refused_apart(store: str, job: list[str]) -> str:
+    """Start a job on a rank with disks of its own; `store` is a folder on one of them."""
+    rank = dist.get_rank()
+    words = [f"--checkpoint.folder=file://{store}-{rank}"] if store else []
+    return jobs.refusal([*job, *words, f"--job.dump_folder={_folder_of(job)}-{rank}"])
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_ranks_that_do_not_share_a_place_are_refused(
+    has_store: bool, ranks: RankPool, tmp_path: Path
+) -> None:
+    store, job = str(tmp_path / "store") if has_store else "", jobs.write_job(tmp_path)
+    for message in ranks.run(refused_apart, store, job, world=2):
+        assert "checkpoint.folder" in message
+        assert str(tmp_path) in message
+
+
+def test_what_is_not_there_is_not_committed() -> None:
+    manifest = json.dumps({"files": {"a": {"size": 3, "xxh3_128": "0" * 32}}}).encode()
+    with stores.faulty_store():
+        store = open_store(ALONE)
+        commits = Commits(store)
+        commits.take()
+        for content in (None, b"ab", b"abc"):
+            if content is not None:
+                store.write("step-1/a", content)
+            if content != b"abc":
+                with pytest.raises(CheckpointError, match=r"step-1.*a is missing or has another"):
+                    commits.commit("step-1", manifest)
+                assert find_stored(store) == []
+        commits.commit("step-1", manifest)
+        assert find_stored(store) == [1]
 
 
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/run", "s3://bucket/run?token=secret"])

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from torchtitan.base.errors import ConfigError, StalledError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.folders import find_steps
 from torchtitan.mesh.faults import PeerError, Pulse, exit_code_of, stacks_of_stalls
@@ -156,6 +157,9 @@ def test_the_stacks_of_a_rank_that_hangs_are_in_its_log(tmp_path: Path) -> None:
         (RuntimeError("a worker timed out"), {"WORLD_SIZE": "2"}, 1),
         (TimeoutError("timed out waiting"), {"WORLD_SIZE": "2"}, 1),
         (RuntimeError("timed out waiting"), {}, 1),
+        (StalledError("no data"), {}, 4),
+        (StalledError("no data"), {"TORCHELASTIC_RUN_ID": "a"}, 5),
+        (ConfigError("no data"), {"TORCHELASTIC_RUN_ID": "a"}, 2),
     ],
 )
 def test_what_a_rank_leaves_with(error: Exception, environ: dict[str, str], code: int) -> None:

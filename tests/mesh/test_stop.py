@@ -42,6 +42,22 @@ def test_later_it_is_a_vote_and_the_second_ends_the_process(number: signal.Signa
     assert process.codes == [128 + number]
 
 
+def test_a_wait_for_data_ends_soon_after_a_signal() -> None:
+    process = Process()
+    process.request.defer()
+    process.request.look_from_aside()  # nobody waits
+    with process.request.waiting(1000, describe=lambda: "my_data.py"):
+        process.request.look_from_aside()
+        process.request.on_signal(signal.SIGTERM)
+        process.request.look_from_aside()
+        assert process.codes == []
+        process.now += 11
+        process.request.look_from_aside()
+    assert process.codes == [4]
+    process.request.look_from_aside()
+    assert process.codes == [4]
+
+
 def test_the_deadline_counts_from_the_start() -> None:
     process = Process()
     process.request.end_after(10)

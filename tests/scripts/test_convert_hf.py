@@ -153,5 +153,8 @@ def test_to_a_url(script: ModuleType, trained, tmp_path, capsys, monkeypatch) ->
         assert sorted(written) == sorted(path.name for path in out.iterdir())
         assert script.main(["to-hf", run, url]) == 2
         assert "is there already" in capsys.readouterr().err
+    for other in ("S3://bucket/model", "memory://model"):
+        assert script.main(["to-hf", run, other]) == 2
+        assert other in capsys.readouterr().err
     assert script.main(["to-hf", run, "s3://user:secret@bucket/model"]) == 2
     assert "secret" not in capsys.readouterr().err

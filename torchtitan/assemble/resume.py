@@ -24,6 +24,7 @@ from torchtitan.assemble.record import write_config
 from torchtitan.assemble.trained import check_scale, warn_of_random_base
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.base.urls import is_url
 from torchtitan.checkpoint.disks import find_disks
 from torchtitan.checkpoint.files import Content
 from torchtitan.checkpoint.folders import find_steps, step_of
@@ -52,7 +53,6 @@ from torchtitan.checkpoint.start import (
 from torchtitan.checkpoint.state import VOCABULARY, RunState
 from torchtitan.checkpoint.steps import find_step
 from torchtitan.config.toml_files import to_toml
-from torchtitan.config.types import is_url
 from torchtitan.data.loader import Numbered
 from torchtitan.hf.beside import warn_of_other_tokenizer
 from torchtitan.hf.file import open_file
@@ -313,11 +313,21 @@ def open_saving(config: Config) -> Saving:
     """
     settings = config.checkpoint
     group = build_group() if settings.enable else None
-    ledger = Ledger(Path(config.job.dump_folder)) if dist.get_rank() == 0 else None
-    if group is None or not is_url(settings.folder):
+    root = Path(config.job.dump_folder)
+    ledger = Ledger(root) if dist.get_rank() == 0 else None
+    if group is None:
+        return Saving(group, ledger)
+    if not is_url(settings.folder):
+        if find_disks(root, group=group, timeout=SAVE_TIMEOUT) is not None:
+            raise ConfigError.at(
+                ("job.dump_folder", "checkpoint.folder"),
+                f"must be one folder for all ranks, and some do not see what others write to "
+                f"{root.absolute()}; name one on storage that all machines share, or write a URL "
+                f"of an object store as checkpoint.folder",
+            )
         return Saving(group, ledger)
     store = _open_url(settings.folder, key="checkpoint.folder", settings=settings)
-    folder = Path(config.job.dump_folder) / settings.staging_folder
+    folder = root / settings.staging_folder
     disk = find_disks(folder, group=group, timeout=SAVE_TIMEOUT)
     if disk is not None and settings.last_save_in_hf:
         raise ConfigError.at(

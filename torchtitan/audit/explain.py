@@ -22,6 +22,7 @@ from torchtitan.audit.replay import replay, replay_lines
 from torchtitan.base.errors import ConfigError, DataError, printable
 from torchtitan.base.log import amount
 from torchtitan.base.own import add_trust_code, trusting_stored
+from torchtitan.base.urls import local_path
 from torchtitan.data.dataset import Dataset
 
 SHOWN_CHARS = 60
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--replay", action="store_true", help="train the step again and look into it"
     )
-    parser.add_argument("--out", type=Path, help="keep what --replay writes in this folder")
+    parser.add_argument("--out", type=local_path, help="keep what --replay writes in this folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_trust_code(parser)
     arguments, options = parser.parse_known_args(argv)

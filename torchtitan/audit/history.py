@@ -14,11 +14,11 @@ from functools import cached_property
 from pathlib import Path
 
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError
+from torchtitan.base.urls import is_url
 from torchtitan.checkpoint.files import check_counts, checked_kinds, read_json
 from torchtitan.checkpoint.folders import MANIFEST, find_steps
 from torchtitan.checkpoint.start import stored_layout
 from torchtitan.checkpoint.storage import STATE
-from torchtitan.config.types import is_url
 from torchtitan.data.gaps import Gaps
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.data.settings import DEFAULT_CACHE

@@ -24,9 +24,9 @@ from typing import Any
 from torchtitan.audit.rerun import checked_start
 from torchtitan.base.errors import ConfigError, DataError, printable
 from torchtitan.base.own import add_trust_code, check_trusted, trusting_stored
+from torchtitan.base.urls import is_url, local_path
 from torchtitan.config.layers import flatten
 from torchtitan.config.toml_files import parse, to_toml
-from torchtitan.config.types import is_url
 from torchtitan.job import Config
 from torchtitan.metrics.ledger import LEDGER, read_ledger
 from torchtitan.metrics.rows import Row
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, help="the job.dump_folder of the run")
-    parser.add_argument("--out", type=Path, required=True, help="a new folder for the commands")
+    parser.add_argument("--out", type=local_path, required=True, help="a new folder for them")
     add_trust_code(parser)
     arguments = parser.parse_args(argv)
     out: Path = arguments.out

@@ -144,6 +144,12 @@ class NonFiniteError(UserError):
     exit_code = 3
 
 
+class StalledError(UserError):
+    """A rank's data do not come; a launcher may start it again (`mesh/faults.py`)."""
+
+    exit_code = 4
+
+
 class StoppedError(UserError):
     """The run was asked to end before its last step; started again, it goes on."""
 

@@ -25,6 +25,7 @@ from torchtitan.assemble.model import resolve_model
 from torchtitan.base.device import device_type, local_device
 from torchtitan.base.errors import UserError
 from torchtitan.base.log import amount
+from torchtitan.base.urls import local_path
 from torchtitan.check.disks import check_checkpoints, check_data
 from torchtitan.check.machines import check_alike, check_clocks, check_memory
 from torchtitan.check.ranks import Checked, Ranks, find_ranks
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.check", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--json", type=local_path, metavar="FILE", help="write all figures")
     arguments, settings = parser.parse_known_args(argv)
     launch = read_launch(os.environ)
     if launch.rank != 0:

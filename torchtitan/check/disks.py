@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torchtitan.assemble.validation import describe_source
 from torchtitan.base.device import GIB
 from torchtitan.base.log import amount
+from torchtitan.base.urls import is_url
 from torchtitan.check.ranks import Checked, Failed, Finding, Ranks, attempt, usual
-from torchtitan.config.types import is_url
 from torchtitan.data.files import find_files
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.job import Config

@@ -20,7 +20,7 @@ from torchtitan.checkpoint.files import FileRecord, is_sealed, parse_json
 from torchtitan.checkpoint.folders import MANIFEST, STEP_NAME
 from torchtitan.checkpoint.objects import ObjectStore, in_parallel
 from torchtitan.checkpoint.retention import Retention
-from torchtitan.checkpoint.verify import records
+from torchtitan.checkpoint.verify import records, summary
 
 logger = logging.getLogger(__name__)
 LATEST, OWNER, ASIDE = "latest", ".owner", f"{MANIFEST}.aside"
@@ -38,16 +38,17 @@ class Commits:
         """Where they are."""
         return self._store.url
 
-    def take(self) -> None:
-        """Make this process the one that may commit, which also shows that the store takes
-        writes."""
-        who = f"process {os.getpid()} on host {platform.node()}"
-        self._store.write(OWNER, f"{self._token} {who}".encode())
+    def take(self) -> bytes:
+        """Make this process the one that may commit, which also shows that the store takes writes;
+        return what all ranks of the run must then read of `OWNER`."""
+        who = f"{self._token} process {os.getpid()} on host {platform.node()}".encode()
+        self._store.write(OWNER, who)
         try:
             if count := self._store.forget_parts():
                 logger.info("%s: removed what %d uploads left that did not end", self.url, count)
         except CheckpointError as error:  # not every user may, nor every store can
             logger.warning("%s; what uploads leave that do not end is not removed", error)
+        return who
 
     def check_owner(self) -> None:
         """Raise CheckpointError if another process has taken the store over."""
@@ -60,8 +61,28 @@ class Commits:
             )
 
     def commit(self, name: str, manifest: bytes) -> None:
-        """Make what lies under `name` a checkpoint."""
+        """Make what lies under `name` a checkpoint.
+
+        Raises:
+            CheckpointError: Files are not there, or have other sizes; or another process commits.
+        """
         self.check_owner()
+        there = self._store.list_sizes(name)
+
+        def is_there(file: str) -> bool:
+            path, size = f"{name}/{file}", files[file].size
+            # a listing may be late
+            return there.get(path) == size or self._store.size(path) == size
+
+        files = listed(manifest)
+        found = in_parallel(is_there, files)
+        if missing := [file for file, is_found in zip(files, found, strict=True) if not is_found]:
+            mistakes = [f"{file} is missing or has another size" for file in missing]
+            raise CheckpointError(
+                f"{self.url}/{name} must hold all {len(files)} files of its {MANIFEST} before it "
+                f"is committed, as process {os.getpid()} on host {platform.node()} sees it: "
+                f"{summary(mistakes)}; all ranks must see one store"
+            )
         self._store.write(f"{name}/{MANIFEST}", manifest)
         if STEP_NAME.fullmatch(name):
             self._store.write(LATEST, name.encode())

@@ -37,7 +37,7 @@ import fsspec
 import xxhash
 
 from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.base.urls import missing_package, without_secrets
+from torchtitan.base.urls import missing_package, url_problem, without_secrets
 from torchtitan.checkpoint.files import FileRecord, HashingFile, hash_file
 from torchtitan.checkpoint.ranks import reason
 
@@ -60,11 +60,13 @@ class ObjectStore:
     """The objects whose names begin with `url`.
 
     Raises:
-        ConfigError: `url`, the value of the setting `key`, is of a kind that fsspec does not know,
-            or of one whose package is not installed.
+        ConfigError: The scheme of `url`, the value of the setting `key`, is not supported, or its
+            package is not installed.
     """
 
     def __init__(self, url: str, *, key: str, patience_seconds: float, check: Check) -> None:
+        if problem := url_problem(url):
+            raise ConfigError.at(key, problem)
         self.url = url.rstrip("/")
         self._patience, self._check = patience_seconds, check
         protocol = url.partition("://")[0]
@@ -74,10 +76,6 @@ class ObjectStore:
             self._fs, root = fsspec.core.url_to_fs(url, **how, **_OPTIONS.get(protocol, {}))
         except ImportError as error:
             raise ConfigError.at(key, missing_package(url, error)) from None
-        except ValueError as error:
-            raise ConfigError.at(
-                key, f"must be a folder or a URL that fsspec knows, got {url!r}: {shown(error)}"
-            ) from None
         self._root = root.rstrip("/")
 
     def _path(self, name: str) -> str:
@@ -233,6 +231,17 @@ class ObjectStore:
         content = self._persist(f"read {name}", read)
         assert content is not None
         return content
+
+    def list_sizes(self, under: str) -> dict[str, int]:
+        """Return the bytes of each object below, by its name, as a listing shows them."""
+        path = self._path(under)
+
+        def look() -> dict[str, Any]:
+            self._fs.invalidate_cache()
+            return dict(self._fs.find(path, detail=True))
+
+        found = self._persist(f"list {under}", look, may_miss=True) or {}
+        return {name.removeprefix(f"{self._root}/"): info["size"] for name, info in found.items()}
 
     def list_names(self, under: str = "", *, deep: bool = False) -> list[str]:
         """Return the names that a listing shows: those of one level, or of all objects below."""

@@ -39,7 +39,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.commits import Commits, find_steps, listed
+from torchtitan.checkpoint.commits import OWNER, Commits, find_steps, listed
 from torchtitan.checkpoint.disks import on_each_disk
 from torchtitan.checkpoint.files import FileRecord, HashingFile, hash_file, is_sealed
 from torchtitan.checkpoint.folders import (
@@ -94,9 +94,17 @@ class RemoteSteps:
         newest there.
 
         Raises:
-            CheckpointError: There are steps, and none is whole; or the store cannot be used.
+            CheckpointError: There are steps, and none is whole; or the store cannot be used, or is
+                not the same for all ranks.
         """
-        on_first_rank(self._commits.take, group=self._group)
+        owner = on_first_rank(self._commits.take, group=self._group)
+        seen = on_every_rank(lambda: self._store.read(OWNER) == owner, group=self._group)
+        if apart := [str(rank) for rank, is_one in enumerate(seen) if not is_one]:
+            raise CheckpointError(
+                f"checkpoint.folder {self.url} must be one store for all ranks, and what rank 0 "
+                f"has written there is not seen by ranks {', '.join(apart)}: is it a disk of each "
+                f"machine's own? Name a store that all machines reach"
+            )
         on_each_disk(lambda: finish_commits(self._folder), group=self._group, disk=self.disk)
         stored = on_first_rank(lambda: find_steps(self._store), group=self._group)
         here = on_first_rank(lambda: list_steps(self._folder), group=self._group)

@@ -10,15 +10,14 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.base.errors import Violation
+from torchtitan.base.urls import is_plain_url, is_url
 from torchtitan.config.needs import GIVEN, Needs
 from torchtitan.config.types import (
     STRICT,
     FolderOrURL,
     InnerFolder,
+    PathOrURL,
     Strings,
-    Text,
-    is_plain_url,
-    is_url,
 )
 
 WEIGHT_FILES = (".pt", ".pth")
@@ -85,7 +84,7 @@ class CheckpointConfig:
     """recover: the same run, everything, and no setting that shapes the training may differ.
     continue: weights, optimizer and data position under other settings. finetune: the weights of
     initial_load_path, at step 0. A checkpoint that this very job saved is always recovered."""
-    initial_load_path: Annotated[Text | None, SAVES] = None
+    initial_load_path: Annotated[PathOrURL | None, SAVES] = None
     """Where to start from while the run's own folder holds no checkpoint: a step's folder, a folder
     of checkpoints (the newest), or a run's folder; or the URL of one of the first two. Or a single
     file of weights (.pt, .pth), by this library's names or those of Hugging Face."""

@@ -87,6 +87,8 @@ def write(
                 written = _save_tensors(component.tensors, draft_of(target) / name, group=group)
                 records |= {f"{name}/{file}": record for file, record in written.items()}
         everyone = on_every_rank(lambda: records, group=group)
+        if disk is None:
+            on_first_rank(partial(_check_written, draft_of(target), everyone), group=group)
         finish = partial(complete, target, components, manifest, everyone)
         on_each_disk(finish, group=group, disk=disk)
     except (CheckpointError, CheckpointException) as error:
@@ -110,6 +112,14 @@ def _save_tensors(
     planner = SmallOnFirstRank()
     dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
     return files.records
+
+
+def _check_written(draft: Path, everyone: list[dict[str, FileRecord]]) -> None:
+    """Refuse to commit files that this rank does not see as others wrote them."""
+    for rank, written in enumerate(everyone):
+        for name, record in written.items():
+            if not (draft / name).is_file() or (draft / name).stat().st_size != record.size:
+                raise CheckpointError(f"{draft / name}, written by rank {rank}, is not seen there")
 
 
 def complete(

@@ -9,13 +9,12 @@ The alternative, validating the merged nested tables, would only know that some 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 
+from torchtitan.base.urls import hide_credentials
+
 Path = tuple[str, ...]
-_CREDENTIALS = re.compile(r"://(?:[^/\s]*@\S*|\S*[?]\S*)")
-"""A URL that may hold some, which no message repeats."""
 
 COMMAND_LINE = "command line"
 PYTHON = "load_config(...)"
@@ -41,7 +40,7 @@ class Setting:
     def where(self) -> str:
         """Say place, key and value, as every message about it begins."""
         given = self.given.replace("\n", "\\n")  # a message is one line
-        given = _CREDENTIALS.sub("://***", given)
+        given = hide_credentials(given)
         shown = given if len(given) <= NUM_SHOWN else given[:NUM_SHOWN] + " ..."
         joint = " " if self.origin == COMMAND_LINE else " = "
         return f"{self.origin}: {spell(self.written, origin=self.origin)}{joint}{shown}".rstrip()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -18,8 +17,8 @@ from pydantic_core import CoreSchema, core_schema
 
 from torchtitan.base.errors import did_you_mean
 from torchtitan.base.own import is_import_path
+from torchtitan.base.urls import is_url, url_problem
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
 
 
@@ -80,6 +79,7 @@ def named_or_number(*names: str) -> AfterValidator:
 
 def _inside(what: str) -> Callable[[str], str]:
     def check(value: str) -> str:
+        _path(value)
         parts = os.path.normpath(value).split(os.sep)
         if os.path.isabs(value) or parts[0] == ".." or (what == "file" and parts == ["."]):
             raise ValueError(
@@ -91,18 +91,20 @@ def _inside(what: str) -> Callable[[str], str]:
     return check
 
 
-def is_url(value: str) -> bool:
-    """Tell whether a text names a place by a URL, not by a path."""
-    return _URL.match(value) is not None
+def _path(value: str) -> str:
+    if is_url(value):
+        raise ValueError("must be a path, not a URL")
+    return value
 
 
-def is_plain_url(value: str) -> bool:
-    """Tell whether a URL names a folder and nothing else: no credentials, no options."""
-    return not re.search(r"[@?#]", value) and bool(_URL.sub("", value).strip("/"))
+def _path_or_url(value: str) -> str:
+    if is_url(value) and (problem := url_problem(value)):
+        raise ValueError(problem)
+    return value
 
 
 def _folder_or_url(value: str) -> str:
-    return value if is_url(value) else _inside("folder")(value)
+    return _path_or_url(value) if is_url(value) else _inside("folder")(value)
 
 
 def _minus_one_or_more(value: int) -> int:
@@ -138,6 +140,8 @@ class Own:
 Text = Annotated[str, Field(min_length=1)]
 NumberOrText = Annotated[Text, BeforeValidator(_number_as_text)]
 InnerFolder = Annotated[Text, AfterValidator(_inside("folder"))]
+LocalPath = Annotated[Text, AfterValidator(_path)]
+PathOrURL = Annotated[Text, AfterValidator(_path_or_url)]
 FolderOrURL = Annotated[Text, AfterValidator(_folder_or_url)]
 InnerFile = Annotated[Text, AfterValidator(_inside("file"))]
 Degree = Annotated[int, Field(ge=1)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
-from torchtitan.config.types import is_url
+from torchtitan.base.urls import is_url
 from torchtitan.data.formats import PACKED, READ, STORES, format_of, suffix_of
 from torchtitan.data.settings import DEFAULT_CACHE
 from torchtitan.data.urls import SAVED, fetch_files, local_cache
@@ -66,7 +66,7 @@ def find_files(
     A token store appears once, as its `.idx` file. Empty files that a glob finds are left out.
     Raises DataError if there is no file, or one that is not read, or an empty one by its name.
     """
-    if pattern.startswith("hf://"):
+    if pattern.lower().startswith("hf://"):
         raise DataError.at(key, f"{pattern!r} names data on the Hugging Face Hub; {HUB}")
     if is_url(pattern):
         place = user_path(local_cache(cache), key="dataset_cache")

@@ -18,13 +18,16 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -32,6 +35,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.data.gaps import Gaps
+from torchtitan.mesh.faults import PART_OF_TIMEOUT
+from torchtitan.mesh.process_group import seconds_to_wait
+from torchtitan.mesh.stop import StopRequest
 
 if TYPE_CHECKING:
     from torchtitan.data.settings import DataLoaderConfig
@@ -148,6 +154,8 @@ class Loader:
         self._global_batch = local_batch_size * accumulation * dp_degree
         self._position, self._gaps, self._on_sample = position, gaps or Gaps(), on_sample
         self._batches: Iterator[Samples] | None = None
+        self.stop: StopRequest | None = None
+        """Ends waits for data."""
 
     @property
     def position(self) -> int:
@@ -164,10 +172,10 @@ class Loader:
         return self
 
     def __next__(self) -> list[Samples]:
-        if self._batches is None:
-            self._batches = iter(self._start())
+        step: list[Samples] = []
         try:
-            step = list(islice(self._batches, self._accumulation))
+            while len(step) < self._accumulation and (batch := self._next_batch()) is not None:
+                step.append(batch)
         except DataError as error:
             # from a worker it comes with a traceback that ends in the message
             raise DataError(str(error).rpartition("DataError: ")[2].strip()) from error
@@ -180,6 +188,33 @@ class Loader:
                 self._on_sample(number, tokens)
         self._position = self._end_of_step()
         return step
+
+    def _next_batch(self) -> Samples | None:
+        """Return the next microbatch; None: there is none."""
+        limit = PART_OF_TIMEOUT * seconds_to_wait() if self.stop else 0.0
+        with self.stop.waiting(limit, describe=self._describe) if self.stop else nullcontext():
+            if self._batches is None:
+                self._batches = batches = iter(self._start())
+                if self._settings.num_workers:
+                    # not by its setting, which would limit the start of a worker too
+                    batches._timeout = SECONDS_BETWEEN_LOOKS
+            while True:
+                try:
+                    return next(self._batches, None)
+                except RuntimeError as error:
+                    # torchdata 0.11 has no class for it; asked again, it waits on
+                    if not str(error).startswith("DataLoader timed out"):
+                        raise
+                if self.stop:
+                    self.stop.look()
+
+    def _describe(self) -> str:
+        """Say who owes the data that are waited for."""
+        if self._settings.num_workers:
+            workers = ", ".join(str(each.pid) for each in multiprocessing.active_children())
+            return f"its data workers (processes {workers}) give none"
+        at = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])[-1]
+        return f"the dataset is still in {at.name}, {at.filename}:{at.lineno}"
 
     def _end_of_step(self) -> int:
         """Return the number behind the last sample of the next step."""
@@ -310,9 +345,10 @@ def _is_asked_to_end(*, by: int) -> bool:
 def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{process}/stat")  # of Linux: Z is one that ended and nobody waited for
+        return not stat.exists() or stat.read_text().rpartition(") ")[2][0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
         return False
-    return True
 
 
 def _short(value: str | None) -> str:

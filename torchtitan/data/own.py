@@ -18,9 +18,11 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import get_worker_info
 
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.base.own import check_methods, describe_error, load_object, make
@@ -191,14 +193,24 @@ class SampleReader:
 
     def get(self, data: Any, number: int) -> Samples:
         """Return a sample by its number in data of the user's."""
-        try:
+        with self.running(number):
             raw = data[number]
-        except Exception as error:  # whatever the user's code raises
-            raise self.raised(error, number=number) from error
         return self.read(raw, number=number)
 
-    def raised(self, error: Exception, *, number: int) -> DataError:
-        """Say what the user's code has raised."""
+    @contextmanager
+    def running(self, number: int) -> Iterator[None]:
+        """Turn whatever the user's code raises inside into a DataError: SystemExit too, which would
+        end a data worker, or the run, without a word."""
+        try:
+            yield
+        except KeyboardInterrupt as error:  # of a session's signal, which workers do not get
+            if get_worker_info() is None:
+                raise
+            raise self._raised(error, number=number) from error
+        except BaseException as error:
+            raise self._raised(error, number=number) from error
+
+    def _raised(self, error: BaseException, *, number: int) -> DataError:
         said = describe_error(error)
         return DataError(f"'{self.path}' raised an error at sample {number}; mend it:\n{said}")
 
@@ -261,11 +273,9 @@ class Stream:
     def state_at(self, position: int) -> dict[str, Any]:
         """Return the stream's state before sample `position`, which is none of the past ones."""
         self._skip_to(position)
-        try:
+        with self._reader.running(position):  # or the state is not JSON
             state = self._data.state_dict()
             found: dict[str, Any] = json.loads(json.dumps(state))
-        except Exception as error:  # whatever the user's code raises, or is not JSON
-            raise self._reader.raised(error, number=position) from error
         if found != state:
             rule = (
                 f"the state of '{self.path}' must come back from JSON as it is, got {state!r:.80}"
@@ -275,10 +285,8 @@ class Stream:
 
     def load_state(self, state: dict[str, Any], *, position: int) -> None:
         """Go on at sample `position`, with the stream's state before it."""
-        try:
+        with self._reader.running(position):
             self._data.load_state_dict(state)
-        except Exception as error:  # whatever the user's code raises
-            raise self._reader.raised(error, number=position) from error
         self._iterator, self._next = None, position
 
     def _skip_to(self, k: int) -> None:
@@ -287,15 +295,13 @@ class Stream:
             self._read()
 
     def _read(self) -> Any:
-        try:
+        with self._reader.running(self._next):
             if self._iterator is None:
                 self._iterator = iter(self._data)
             raw = next(self._iterator, None)
             if raw is None:
                 self._iterator = iter(self._data)
                 raw = next(self._iterator, None)
-        except Exception as error:  # whatever the user's code raises
-            raise self._reader.raised(error, number=self._next) from error
         if raw is None:
             raise DataError(f"'{self._reader.path}' must yield samples, got none; add data")
         self._next += 1

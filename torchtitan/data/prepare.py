@@ -35,7 +35,7 @@ from filelock import FileLock, Timeout
 from torchtitan.base.cores import num_cores
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
-from torchtitan.config.types import is_url
+from torchtitan.base.urls import is_url
 from torchtitan.data.files import Once, alone, user_path
 from torchtitan.data.parts import Advance
 from torchtitan.data.source import Corpus, Piece

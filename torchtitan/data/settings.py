@@ -16,8 +16,10 @@ from torchtitan.config.types import (
     STRICT,
     FinitePositive,
     ImportPaths,
+    LocalPath,
     MinusOneOrMore,
     Own,
+    PathOrURL,
     Ranges,
     Share,
     Strings,
@@ -126,7 +128,7 @@ class TrainingConfig:
     dataset_text_template: Annotated[Text | None, Needs("dataset", "files")] = None
     """Text made of several keys, as "{title}\\n{body}", instead of dataset_text_key; a brace is
     written twice."""
-    chat_template: Annotated[Text | None, OF_EXAMPLES] = None
+    chat_template: Annotated[LocalPath | None, OF_EXAMPLES] = None
     """Jinja file that makes text of the messages of examples; if not given, the template that came
     with the tokenizer."""
     packing: Annotated[
@@ -138,7 +140,7 @@ class TrainingConfig:
     document_attention."""
     long_examples: Annotated[Literal["truncate", "skip"], OF_EXAMPLES] = "truncate"
     """What becomes of an example longer than seq_len: its beginning is kept, or it is left out."""
-    dataset_cache: Text = DEFAULT_CACHE
+    dataset_cache: PathOrURL = DEFAULT_CACHE
     """Folder for tokenised data, kept under a fingerprint of the files and the tokenizer; or a URL,
     for machines to share it by."""
     skip_samples: Ranges = ()

@@ -28,8 +28,7 @@ from filelock import FileLock
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
-from torchtitan.base.urls import missing_package, without_secrets
-from torchtitan.config.types import is_url
+from torchtitan.base.urls import READ_ONLY, is_url, missing_package, url_problem, without_secrets
 from torchtitan.data.formats import STORES
 from torchtitan.data.settings import DEFAULT_CACHE
 
@@ -97,8 +96,10 @@ def open_url(url: str, *, key: str) -> tuple[Any, str]:
     """Return the store of a URL, the value of the setting `key`, and the path in it.
 
     Raises:
-        DataError: Its package is missing, or it holds credentials.
+        DataError: Its scheme is not supported, its package is missing, or it holds credentials.
     """
+    if problem := url_problem(url, also=READ_ONLY):
+        raise DataError.at(key, problem)
     if re.match(r"[^/]*@", url.partition("://")[2]) or re.search(SIGNED, url):
         rule = "must not hold credentials; give them to the store's client, as its own variables do"
         raise DataError.at(key, rule)
@@ -106,8 +107,6 @@ def open_url(url: str, *, key: str) -> tuple[Any, str]:
         store, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
         raise DataError.at(key, f"{url!r} {missing_package(url, error)}") from None
-    except ValueError as error:
-        raise DataError.at(key, f"{url!r} is of no kind that fsspec knows: {error}") from None
     return store, path
 
 

@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -31,8 +32,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtitan.base.errors import NonFiniteError
+from torchtitan.base.errors import ConfigError, NonFiniteError, StalledError, UserError
 from torchtitan.mesh.verdict import HUNG, STOPPED
 
 logger = logging.getLogger(__name__)
@@ -132,16 +134,46 @@ class Pulse:
 
 
 def exit_code_of(error: BaseException, environ: Mapping[str, str]) -> int:
-    """Return what a rank leaves with on a fault: 1, or where it has waited too long for another one
-    what its launcher, if it has one, starts again by."""
+    """Return what a rank leaves with: an error's own code, or 1; where it has waited too long for
+    another one, or for data, what its launcher, if it has one, starts again by."""
+    if isinstance(error, UserError) and not isinstance(error, StalledError):
+        return error.exit_code
     # torch has no class for it: the words of gloo, NCCL's watchdog and the store
     words = "timed out waiting|collective operation timeout|wait timeout"
-    is_hang = isinstance(error, PeerError) or (
+    is_peer = isinstance(error, PeerError) or (
         isinstance(error, RuntimeError) and re.search(words, str(error), re.IGNORECASE) is not None
     )
-    if not is_hang or environ.get("WORLD_SIZE", "1") == "1":
+    is_hang = isinstance(error, StalledError) or (is_peer and environ.get("WORLD_SIZE", "1") != "1")
+    if not is_hang:
         return 1
     return HUNG if "TORCHELASTIC_RUN_ID" in environ else STOPPED
+
+
+@contextmanager
+def refuse_exits() -> Iterator[None]:
+    """Turn what is no `Exception`, as SystemExit in code of the user's own, into an error: it would
+    end the process without a word, and with the exit code of a run that is done.
+
+    KeyboardInterrupt passes, since a session's signals raise it.
+
+    Raises:
+        ConfigError: Names the line that raised it.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException, KeyboardInterrupt):  # DCP's is no Exception
+        raise
+    except BaseException as error:
+        raise refused_exit(error) from error
+
+
+def refused_exit(error: BaseException) -> ConfigError:
+    """Return the error of code that may not end the process."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return ConfigError(
+        f"your own code must not end the process, but {error!r:.80} was raised in {at.name}, "
+        f"{at.filename}:{at.lineno}; raise an Exception, or ask for the end by a callback"
+    )
 
 
 def raise_if_nonfinite(norm: float, *, loss: Tensor, step: int) -> None:

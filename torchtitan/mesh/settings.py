@@ -15,9 +15,9 @@ from torchtitan.config.types import (
     Changing,
     Degree,
     ListsOfNames,
+    LocalPath,
     MinusOneOrMore,
     NumberOrText,
-    Text,
     named_or_number,
 )
 
@@ -196,7 +196,7 @@ class CommConfig:
     trace_buf_size: NonNegativeInt = 20000
     """Collectives remembered by torch's flight recorder, written to save_traces_folder when one
     takes too long; 0: off."""
-    save_traces_folder: Text = "comm_traces"
+    save_traces_folder: LocalPath = "comm_traces"
     """Folder of the flight recorder's files, inside dump_folder."""
     save_traces_file_prefix: str = "rank_"
     """Beginning of the flight recorder's file names."""

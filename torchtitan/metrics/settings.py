@@ -8,7 +8,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.base.errors import Violation
-from torchtitan.config.types import STRICT, ImportPaths, Text
+from torchtitan.config.types import STRICT, ImportPaths, LocalPath
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -19,7 +19,7 @@ class MetricsConfig:
     """Report every this many steps; the first and the last step are always reported."""
     enable_tensorboard: bool = False
     """Write TensorBoard event files to save_tb_folder."""
-    save_tb_folder: Text = "tb"
+    save_tb_folder: LocalPath = "tb"
     """Folder of the TensorBoard files, inside dump_folder."""
     sinks: ImportPaths = ()
     """Classes of your own that receive the figures: see torchtitan.metrics.sinks.Sink."""
@@ -39,7 +39,7 @@ class ProfilingConfig:
 
     enable_profiling: bool = False
     """Write a trace of every rank now and then; it slows the recorded steps, and changes none."""
-    save_traces_folder: Text = "profile_traces"
+    save_traces_folder: LocalPath = "profile_traces"
     """Folder of the traces, inside dump_folder: step-N/rank_R.json, for chrome://tracing."""
     profile_freq: PositiveInt = 10
     """Steps from one trace to the next."""

@@ -22,6 +22,7 @@ from torchtitan.config.types import (
     AtLeastOne,
     Converters,
     FinitePositive,
+    LocalPath,
     Own,
     Text,
 )
@@ -80,7 +81,7 @@ class ModelConfig:
     """Size within the family, e.g. debugmodel, small, 1B, 3B, 8B, 70B, 405B; or "hf": family, sizes
     and tokenizer are those of the Hugging Face folder in checkpoint.initial_load_path, which is
     also meant if initial_load_in_hf is true and no flavor is given."""
-    tokenizer_path: Text = "bpe_2048"
+    tokenizer_path: LocalPath = "bpe_2048"
     """Built-in name (bpe_2048, byte), tiktoken file (Llama 3's tokenizer.model), or tokenizer.json
     or its folder."""
     converters: Annotated[

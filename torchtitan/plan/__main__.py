@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 from torchtitan.base.errors import UserError, printable
+from torchtitan.base.urls import local_path
 from torchtitan.plan.devices import DEVICES, find_device
 from torchtitan.plan.explain import add_explain, explain
 from torchtitan.plan.job import Planned, plan_job
@@ -88,12 +88,14 @@ def _parser() -> argparse.ArgumentParser:
                 "--global_batch", type=int, metavar="N", help="samples of a step (as the job has)"
             )
             command.add_argument(
-                "--write", type=Path, metavar="FILE", help="write the best as TOML"
+                "--write", type=local_path, metavar="FILE", help="write the best as TOML"
             )
         if name == "traffic":
             command.add_argument("--by_module", action="store_true", help="a row for each module")
         if name == "memory":
-            command.add_argument("--out", type=Path, metavar="FILE", help="write an .svg or .png")
+            command.add_argument(
+                "--out", type=local_path, metavar="FILE", help="draw an .svg or .png"
+            )
             command.add_argument(
                 "--classic_allocator",
                 action="store_true",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
+from torchtitan.base.urls import local_path
 from torchtitan.parallel.pipeline.schedule_csv import read_csv
 from torchtitan.parallel.pipeline.schedules import SCHEDULES, Table, compute_table
 from torchtitan.plan.draw import LEGEND, as_text, save_picture
@@ -47,7 +48,7 @@ def add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     schedule.add_argument("--stages", type=int, help="stages in all, over all ranks")
     schedule.add_argument("--microbatches", type=int, help="microbatches of a step")
     schedule.add_argument("--csv", type=Path, metavar="FILE", help="read the schedule from a file")
-    schedule.add_argument("--out", type=Path, metavar="FILE", help="also write an .svg or .png")
+    schedule.add_argument("--out", type=local_path, metavar="FILE", help="write an .svg or .png")
     for name in COSTS:
         schedule.add_argument(f"--{name}", type=float, help="its relative cost (1)")
     schedule.add_argument("--transfer", type=float, help="cost of going to another rank (0)")

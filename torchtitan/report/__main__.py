@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torchtitan.base.errors import ConfigError, UserError, printable
 from torchtitan.base.own import add_trust_code, trusting_stored
+from torchtitan.base.urls import local_path
 from torchtitan.report.page import build_page
 from torchtitan.report.read import name_runs, read_run
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", type=Path, default=Path("report.html"), help="file to write")
+    parser.add_argument("--out", type=local_path, default=Path("report.html"), help="file to write")
     add_trust_code(parser)
     arguments = parser.parse_args(argv)
     out: Path = arguments.out
