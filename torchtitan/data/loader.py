@@ -202,8 +202,7 @@ class Loader:
                 if self.stop:
                     self.stop.look()
 
-    def _describe(self) -> str:
-        """Say who owes the data."""
+    def _describe(self) -> str:  # who owes the data
         if self._settings.num_workers:
             workers = ", ".join(str(each.pid) for each in multiprocessing.active_children())
             return f"its data workers (processes {workers}) give none"
