@@ -154,8 +154,7 @@ class Loader:
         self._global_batch = local_batch_size * accumulation * dp_degree
         self._position, self._gaps, self._on_sample = position, gaps or Gaps(), on_sample
         self._batches: Iterator[Samples] | None = None
-        self.stop: StopRequest | None = None
-        """Ends waits for data."""
+        self.stop: StopRequest | None = None  # ends waits for data
 
     @property
     def position(self) -> int:
@@ -208,12 +207,13 @@ class Loader:
                 if self.stop:
                     self.stop.look()
 
-    def _describe(self) -> str:
-        """Say who owes the data that are waited for."""
+    def _describe(self) -> str:  # who owes the data
         if self._settings.num_workers:
             workers = ", ".join(str(each.pid) for each in multiprocessing.active_children())
             return f"its data workers (processes {workers}) give none"
-        at = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])[-1]
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+        own = [f for f in stack if not f.filename.startswith((sys.prefix, sys.base_prefix))]
+        at = (own or stack)[-1]
         return f"the dataset is still in {at.name}, {at.filename}:{at.lineno}"
 
     def _end_of_step(self) -> int:
