@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from scripts import goldens
 from scripts.golden.jobs import JOBS
@@ -25,8 +27,13 @@ def run_check(names: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(900)
 def test_this_code_computes_what_was_recorded() -> None:
-    """All but the runs of the first house, which tests/checkpoint/test_first_house.py resumes."""
-    done = run_check([name for name, job in JOBS.items() if not job.fixture])
+    """All but the runs of the first house, which tests/checkpoint/test_first_house.py resumes.
+
+    Not bfloat16 from torch 2.15 on, whose FSDP no longer rounds the gradients of norms: see
+    tests/parallel/test_precision.py.
+    """
+    other = {"bfloat16"} if TorchVersion(torch.__version__) >= (2, 15) else set()
+    done = run_check([name for name, job in JOBS.items() if not job.fixture and name not in other])
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -69,6 +69,9 @@ def test_real_metadata_are_read_as_dcp_reads_them(ranks: RankPool, tmp_path: Pat
     ours = read_metadata(tmp_path / "step-1" / "model")
     theirs = dcp.FileSystemReader(tmp_path / "step-1" / "model").read_metadata()
     assert len(ours.state_dict_metadata) == len(DTYPES) + 6
+    for entry in theirs.state_dict_metadata.values():
+        if hasattr(entry.properties, "strides"):  # torch 2.15; left out here
+            entry.properties.strides = None
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
     assert ours.planner_data == theirs.planner_data

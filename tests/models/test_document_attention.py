@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.parallel.test_context_attention import Watch, error, in_float64, results
 from torchtitan.models import document_attention
@@ -103,7 +104,9 @@ def test_torch_takes_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         document_attention, "to_device", lambda values, device: torch.tensor(values, device=device)
     )
-    with FakeTensorMode(), torch.no_grad():
+    # torch 2.15 would ask the device, which is none, whether it can do cuDNN's
+    flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+    with flash, FakeTensorMode(), torch.no_grad():
         given = [torch.empty(3, n, 30, 16, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2)]
         out = causal_attention(*given, Documents(LENGTHS))
     assert (out.device.type, out.shape, out.dtype) == ("cuda", given[0].shape, torch.bfloat16)

@@ -287,8 +287,10 @@ def _adopt_library_loggers() -> None:
     """
     for logger in _known_loggers():
         for handler in list(logger.handlers):
-            # exactly this class: a subclass (a file, a trace) does something of its own
-            if type(handler) is logging.StreamHandler and handler.stream in _standard_streams():
+            # by exact name: another subclass (a file, a trace) does something of its own.
+            # _StderrHandler is torch's from 2.15 on
+            is_for_console = type(handler).__name__ in ("StreamHandler", "_StderrHandler")
+            if is_for_console and getattr(handler, "stream", None) in _standard_streams():
                 logger.removeHandler(handler)
                 logger.propagate = True
 

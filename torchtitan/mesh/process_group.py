@@ -146,8 +146,10 @@ def tighten_timeout(seconds: int, *, groups: Iterable[dist.ProcessGroup]) -> Non
 
 def set_timeout(seconds: int, *, groups: Iterable[dist.ProcessGroup]) -> None:
     """Give the default group and `groups` a timeout; a new group has its backend's own."""
+    # public from torch 2.14 on, which warns where the private one is called
+    set_group_timeout = getattr(dist, "set_timeout", _set_pg_timeout)
     for group in (None, *groups):
-        _set_pg_timeout(timedelta(seconds=seconds), group)
+        set_group_timeout(timedelta(seconds=seconds), group)
 
 
 def seconds_to_wait() -> float:

@@ -86,6 +86,7 @@ def all_at_once(
     longest = max(max(row) for row in documents.lengths)
     before = -1 if window is None else window - 1
     q_THD, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSD))
+    # the same `begins` twice: torch 2.15 takes cuDNN's kernel only where it can see they are equal
     out_THD: Tensor = varlen_attn(
         q_THD, k, v, begins, begins, longest, longest, window_size=(before, 0), **grouped
     )

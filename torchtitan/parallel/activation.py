@@ -44,7 +44,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -203,7 +203,10 @@ class _Policy:
         if name in PRODUCTS:
             number = self._number("product", again)
             if not again:
-                self._note_product(number, context.op_output)
+                if hasattr(context, "op_output"):
+                    self._note_product(number, context.op_output)
+                else:  # torch 2.11
+                    self._note_product(number, _stand_for_output(*args[-2:]))
             keeps = self._keeps_product(number)
         elif name in SUMS:
             keeps = self._number("sum", again) % 2 == 1
@@ -235,6 +238,19 @@ class _Policy:
         if keeps and self._last_term is not None and self._last_term[1] == size:
             self.stand_ins[self._last_term[0]] = self._last_term[2]
         self._last_term = None
+
+
+def _stand_for_output(left: Tensor, right: Tensor) -> Tensor:
+    """Return what is laid out as the product of two factors, written to by nothing."""
+    if not isinstance(left, DTensor) or not isinstance(right, DTensor):
+        return left
+    pairs = zip(left.placements, right.placements, strict=True)
+    placements = [
+        Partial() if a.is_shard(1) or b.is_shard(0) else b if b.is_shard(1) else a for a, b in pairs
+    ]
+    shape = left.to_local().shape[0], right.to_local().shape[1]
+    local = left.to_local().new_empty(shape)
+    return DTensor.from_local(local, left.device_mesh, placements, run_check=False)
 
 
 def _stand_in(left: DTensor, *, shape: torch.Size, placements: Sequence[Placement]) -> DTensor:

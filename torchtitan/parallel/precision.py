@@ -8,7 +8,8 @@ product is computed from the same bfloat16 numbers as under FSDP2.
 
 Two weights are never cast as a whole. The embedding's rows are cast after they are looked up, and
 the head's loss takes the float32 weight and leaves a float32 gradient (`optim/loss.py`). FSDP2
-would round both gradients to bfloat16; here they stay exact.
+rounds the gradient of the embedding to bfloat16, and up to torch 2.14 that of the head; here both
+stay exact. Gradients of norms are rounded here, as FSDP2 does up to torch 2.14.
 
 The alternative is autocast, but it has rules of its own (norms and the residual stream become
 float32): another model than the one that many ranks train.

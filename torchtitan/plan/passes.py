@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 WRAPPERS = (DTensor, AsyncCollectiveTensor)
 """Tensors that hold others, and no memory."""
-COPIES = ("fsdp::split_with_sizes_copy", "fsdp::chunk_cat")
-"""What FSDP copies between its buffers and the tensors of a block, in one operator each."""
+COPIES = ("fsdp::split_with_sizes_copy", "fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype")
+"""What FSDP copies between its buffers and the tensors of a block, in one operator each; the last
+is torch 2.15's."""
 OVERWRITES = ("copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_")
 """Operators that do not read what they write."""
 FOR_A_SCALER = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")

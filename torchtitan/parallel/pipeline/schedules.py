@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _Action,
@@ -301,7 +302,7 @@ class Runtime:
         run(inputs, target=target, return_outputs=False)
         if not self._trains:
             for stage in self._schedule._stages:
-                stage.fwd_cache.clear()  # no backward comes for it
+                stage.clear_runtime_states()  # no backward comes for what is kept
 
 
 def forward_table(ranks: Sequence[int], *, num_microbatches: int) -> Table:
@@ -337,7 +338,12 @@ def lower(table: Table) -> dict[int, list[_Action]]:
         num_stages = len({action.stage for action in row})
         gathering = _add_unshard_reshard([*map(_as_torch, row)], max_active_stages=num_stages)
         actions[rank] = _add_reduce_grad(gathering, num_microbatches)
-    return _add_send_recv(actions, stage_to_rank=lambda stage: ranks[stage], num_stages=len(ranks))
+    lowered: dict[int, list[_Action]] = _add_send_recv(
+        actions, stage_to_rank=lambda stage: ranks[stage], num_stages=len(ranks)
+    )
+    # the runtime of torch 2.15 waits for each send where the table says so; before, at the end
+    add_wait_send = getattr(torch_schedules, "_add_wait_send", None)
+    return add_wait_send(lowered) if add_wait_send else lowered
 
 
 def _as_torch(action: Action) -> _Action:
