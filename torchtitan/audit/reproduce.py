@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.audit.rerun import checked_start
 from torchtitan.base.errors import ConfigError, DataError, printable
 from torchtitan.base.own import add_trust_code, check_trusted, trusting_stored
 from torchtitan.base.urls import is_url, local_path
@@ -116,7 +115,6 @@ def find_stretches(run: Path) -> list[Stretch]:
     end = 0
     for row in rows:
         if row["event"] == "start":
-            row = checked_start(row, run=run)
             end = row["step"]
             while starts and starts[-1]["step"] >= end:
                 starts.pop()
