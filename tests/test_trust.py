@@ -369,3 +369,18 @@ def test_no_tokenised_data_are_uploaded_where_settings_say(
     audit.main(["explain", str(RUN), "--step=2"])
     assert any((tmp_path / "home").rglob("*.bin"))
     assert not Path("uploaded").exists()
+
+
+def test_a_run_goes_on_without_the_code_that_it_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {
+        "job.dump_folder": "outputs/own",
+        "model": {"flavor": "tiny", "tokenizer_path": "byte"},
+        "training": {"dataset": "synthetic", "steps": 1, "seq_len": 64, "local_batch_size": 1},
+        "checkpoint": {"enable": True, "mode": "continue"},
+    }
+    own_decay = {"lr_scheduler.decay_type": "examples.own_hooks:quadratic"}
+    first = {**settings, **own_decay, "checkpoint": {"enable": True}}
+    torchtitan.train(torchtitan.load_config(**first))
+    monkeypatch.setattr(own, "_named", set())
+    settings["training"]["steps"] = 2
+    assert torchtitan.train(torchtitan.load_config(**settings)).step == 2
