@@ -338,6 +338,14 @@ def test_a_ledger_that_is_none(key: str, capsys: pytest.CaptureFixture[str]) -> 
     assert key in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("tool", ["report", "audit reproduce"])
+def test_half_a_character_is_damage(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
+    store(RUN, {}, layout="\ud800")
+    main, words, _ = TOOLS[tool]
+    assert main(words) == 2
+    assert LEDGER in capsys.readouterr().err
+
+
 def test_stored_text_steers_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     (RUN / "logs").mkdir(exist_ok=True)
     (RUN / "logs" / "rank_1.log").write_text(ESCAPE)
@@ -347,7 +355,7 @@ def test_stored_text_steers_no_terminal(capfd: pytest.CaptureFixture[str]) -> No
         "process_group": ["0", ESCAPE],
         "input_sizes": [[1]],
         "collective_seq_id": 1,
-        "profiling_name": ESCAPE,
+        "profiling_name": f"{ESCAPE}\ud800",
         "time_created_ns": 0,
     }
     record = {"pg_config": {"0": group}, "entries": [entry]}
