@@ -368,6 +368,28 @@ def test_stored_text_steers_no_terminal(capfd: pytest.CaptureFixture[str]) -> No
     assert ESCAPE not in said.out + said.err
 
 
+@pytest.mark.parametrize("tool", ["audit replay", "audit verify", "audit reproduce"])
+def test_no_traces_are_written_where_settings_say(
+    tool: str, starts: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    place = str(tmp_path / "elsewhere")
+    keys = ("comm.save_traces_folder", "comm.save_traces_file_prefix", "metrics.save_tb_folder")
+    store(RUN, dict.fromkeys((*keys, "profiling.save_traces_folder"), place))
+    files = dict[str, str]()
+    main, words, _ = TOOLS[tool]
+    write = Path.write_text
+
+    def keep(path: Path, text: str, **how: Any) -> int:
+        files[path.name] = text
+        return write(path, text, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "write_text", keep)
+        main(words)
+    [job] = [text for name, text in files.items() if name.endswith(".toml")]
+    assert place not in job
+
+
 def test_no_tokenised_data_are_uploaded_where_settings_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
