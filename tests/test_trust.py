@@ -21,6 +21,7 @@ import torchtitan
 from scripts import convert_hf, generate
 from torchtitan import average, hang
 from torchtitan.audit import __main__ as audit
+from torchtitan.audit import compare_layouts
 from torchtitan.audit.layouts import launch
 from torchtitan.base import own
 from torchtitan.base.errors import UserError
@@ -31,6 +32,7 @@ from torchtitan.config.toml_files import to_toml
 from torchtitan.evaluate import __main__ as evaluate
 from torchtitan.job import Config
 from torchtitan.metrics.ledger import LEDGER, hash_manifest
+from torchtitan.models.decoder import Decoder
 from torchtitan.plan import __main__ as plan
 from torchtitan.report import __main__ as report
 from torchtitan.trajectory import CONFIG_FILE, Job
@@ -414,3 +416,19 @@ def test_a_run_goes_on_without_the_code_that_it_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(own, "_named", set())
     settings["training"]["steps"] = 2
     assert torchtitan.train(torchtitan.load_config(**settings)).step == 2
+
+
+@pytest.mark.parametrize("tool", ["generate", "evaluate"])
+def test_code_that_exits_is_no_success(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decoder, "forward", lambda *args, **kwargs: sys.exit(0))
+    main, words, _ = TOOLS[tool]
+    assert main(words) == 2
+
+
+def test_a_tools_output_is_no_url() -> None:
+    main, words, _ = TOOLS["evaluate"]
+    tools = ((main, words, "--output"), (compare_layouts.main, ["job.toml", "dp2"], "--out"))
+    for tool, given, option in tools:
+        with pytest.raises(SystemExit) as ended:
+            tool([*given, f"{option}=s3://bucket/x"])
+        assert ended.value.code == 2
