@@ -419,10 +419,14 @@ def test_a_run_goes_on_without_the_code_that_it_named(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("tool", ["generate", "evaluate"])
-def test_code_that_exits_is_no_success(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Decoder, "forward", lambda *args, **kwargs: sys.exit(0))
+def test_code_that_exits_is_no_success(
+    tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave = functools.wraps(Decoder.forward)(lambda *args, **kwargs: sys.exit(0))
+    monkeypatch.setattr(Decoder, "forward", leave)
     main, words, _ = TOOLS[tool]
     assert main(words) == 2
+    assert "SystemExit(0)" in capsys.readouterr().err
 
 
 def test_a_tools_output_is_no_url() -> None:
