@@ -36,6 +36,7 @@ from scripts.benchmarks import (
     upload,
 )
 from torchtitan.base.errors import UserError
+from torchtitan.base.urls import local_path
 
 COMMANDS = {
     "train": train,
@@ -87,9 +88,11 @@ def _parser() -> argparse.ArgumentParser:
         )
         module.add_options(command)
         command.add_argument("--pairs", type=_count, default=5, metavar="N", help="A B repeated")
-        command.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
         command.add_argument(
-            "--plot", type=Path, metavar="FILE", help="draw the ratios of all pairs"
+            "--out", type=local_path, metavar="FILE", help="write the figures as JSON"
+        )
+        command.add_argument(
+            "--plot", type=local_path, metavar="FILE", help="draw the ratios of all pairs"
         )
     return parser
 

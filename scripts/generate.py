@@ -43,6 +43,7 @@ from torchtitan.generate.chat import Chat, talk
 from torchtitan.generate.generator import DTYPES
 from torchtitan.generate.sampling import Sampling
 from torchtitan.generate.text import BATCH_SIZE, answer, complete
+from torchtitan.mesh.faults import refuse_exits
 from torchtitan.mesh.process_group import await_reports, is_first_to_report, leave, read_launch
 
 MOST_TOKENS = 10**6
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s")  # names the damaged steps
     try:
-        with trusting_stored(args.trust_code):
+        with trusting_stored(args.trust_code), refuse_exits():
             texts = write(args)
     except (UserError, OSError) as error:
         if not dist.is_initialized() or is_first_to_report():

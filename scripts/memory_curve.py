@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
+from torchtitan.base.urls import local_path
 from torchtitan.metrics.rows import read_rows
 
 ROOT = Path(__file__).parents[1]
@@ -49,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine")
     parser.add_argument("--seq_lens", type=int, nargs="+", default=[16384, 32768], metavar="S")
     parser.add_argument("--steps", type=int, default=1, help="steps of each job")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them")
+    parser.add_argument("--out", type=local_path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("--plot", type=local_path, metavar="FILE", help="draw them")
     options, overrides = parser.parse_known_args(argv)
     settings = [f"--training.steps={options.steps}", *overrides]
     try:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 
 from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.base.log import amount
+from torchtitan.base.urls import local_path
 from torchtitan.metrics.rows import Row, figure_of, read_rows
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", type=Path, default=Path("metrics.png"), help="picture to write")
+    parser.add_argument(
+        "--out", type=local_path, default=Path("metrics.png"), help="picture to write"
+    )
     parser.add_argument(
         "--smooth", type=_weight, default=0.0, metavar="W", help="0 (as it is) to below 1"
     )

@@ -284,6 +284,16 @@ def test_what_is_no_section(code: str, said: str, folder: Path) -> None:
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize("error", ["SystemExit(0)", "ValueError(1)"])
+def test_a_section_that_checks_itself(error: str, folder: Path) -> None:
+    check = f"@dataclass\nclass M:\n    def __post_init__(self):\n        raise {error}\n"
+    module = SECTIONED.replace("{frozen}", "") + check + "SECTIONS = {'m': M}"
+    (folder / "my_hooks.py").write_text(module)
+    with pytest.raises(ConfigError, match=r"callbacks.*my_hooks:Hooks") as raised:
+        load_config([HOOKED])
+    assert error in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("options", "key", "said"),
     [

@@ -21,6 +21,7 @@ import torchtitan
 from scripts import convert_hf, generate
 from torchtitan import average, hang
 from torchtitan.audit import __main__ as audit
+from torchtitan.audit import compare_layouts
 from torchtitan.audit.layouts import launch
 from torchtitan.base import own
 from torchtitan.base.errors import UserError
@@ -31,6 +32,7 @@ from torchtitan.config.toml_files import to_toml
 from torchtitan.evaluate import __main__ as evaluate
 from torchtitan.job import Config
 from torchtitan.metrics.ledger import LEDGER, hash_manifest
+from torchtitan.models.decoder import Decoder
 from torchtitan.plan import __main__ as plan
 from torchtitan.report import __main__ as report
 from torchtitan.trajectory import CONFIG_FILE, Job
@@ -338,6 +340,14 @@ def test_a_ledger_that_is_none(key: str, capsys: pytest.CaptureFixture[str]) -> 
     assert key in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("tool", ["report", "audit reproduce"])
+def test_half_a_character_is_damage(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
+    store(RUN, {}, layout="\ud800")
+    main, words, _ = TOOLS[tool]
+    assert main(words) == 2
+    assert LEDGER in capsys.readouterr().err
+
+
 def test_stored_text_steers_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     (RUN / "logs").mkdir(exist_ok=True)
     (RUN / "logs" / "rank_1.log").write_text(ESCAPE)
@@ -347,7 +357,7 @@ def test_stored_text_steers_no_terminal(capfd: pytest.CaptureFixture[str]) -> No
         "process_group": ["0", ESCAPE],
         "input_sizes": [[1]],
         "collective_seq_id": 1,
-        "profiling_name": ESCAPE,
+        "profiling_name": f"{ESCAPE}\ud800",
         "time_created_ns": 0,
     }
     record = {"pg_config": {"0": group}, "entries": [entry]}
@@ -360,6 +370,28 @@ def test_stored_text_steers_no_terminal(capfd: pytest.CaptureFixture[str]) -> No
     assert ESCAPE not in said.out + said.err
 
 
+@pytest.mark.parametrize("tool", ["audit replay", "audit verify", "audit reproduce"])
+def test_no_traces_are_written_where_settings_say(
+    tool: str, starts: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    place = str(tmp_path / "elsewhere")
+    keys = ("comm.save_traces_folder", "comm.save_traces_file_prefix", "metrics.save_tb_folder")
+    store(RUN, dict.fromkeys((*keys, "profiling.save_traces_folder"), place))
+    files = dict[str, str]()
+    main, words, _ = TOOLS[tool]
+    write = Path.write_text
+
+    def keep(path: Path, text: str, **how: Any) -> int:
+        files[path.name] = text
+        return write(path, text, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "write_text", keep)
+        main(words)
+    [job] = [text for name, text in files.items() if name.endswith(".toml")]
+    assert place not in job
+
+
 def test_no_tokenised_data_are_uploaded_where_settings_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,3 +401,38 @@ def test_no_tokenised_data_are_uploaded_where_settings_say(
     audit.main(["explain", str(RUN), "--step=2"])
     assert any((tmp_path / "home").rglob("*.bin"))
     assert not Path("uploaded").exists()
+
+
+def test_a_run_goes_on_without_the_code_that_it_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {
+        "job.dump_folder": "outputs/own",
+        "model": {"flavor": "tiny", "tokenizer_path": "byte"},
+        "training": {"dataset": "synthetic", "steps": 1, "seq_len": 64, "local_batch_size": 1},
+        "checkpoint": {"enable": True, "mode": "continue"},
+    }
+    own_decay = {"lr_scheduler.decay_type": "examples.own_hooks:quadratic"}
+    first = {**settings, **own_decay, "checkpoint": {"enable": True}}
+    torchtitan.train(torchtitan.load_config(**first))
+    monkeypatch.setattr(own, "_named", set())
+    settings["training"]["steps"] = 2
+    assert torchtitan.train(torchtitan.load_config(**settings)).step == 2
+
+
+@pytest.mark.parametrize("tool", ["generate", "evaluate"])
+def test_code_that_exits_is_no_success(
+    tool: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave = functools.wraps(Decoder.forward)(lambda *args, **kwargs: sys.exit(0))
+    monkeypatch.setattr(Decoder, "forward", leave)
+    main, words, _ = TOOLS[tool]
+    assert main(words) == 2
+    assert "SystemExit(0)" in capsys.readouterr().err
+
+
+def test_a_tools_output_is_no_url() -> None:
+    main, words, _ = TOOLS["evaluate"]
+    tools = ((main, words, "--output"), (compare_layouts.main, ["job.toml", "dp2"], "--out"))
+    for tool, given, option in tools:
+        with pytest.raises(SystemExit) as ended:
+            tool([*given, f"{option}=s3://bucket/x"])
+        assert ended.value.code == 2

@@ -7,6 +7,7 @@ bring sections, by a dictionary `SECTIONS` from a name to a dataclass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from torchtitan.base.errors import ConfigError
@@ -17,6 +18,7 @@ from torchtitan.base.own import (
     load_object,
     note_stored,
     trust,
+    within,
 )
 from torchtitan.config.fields import fields, section_fields, values_of
 from torchtitan.config.layers import Layer, Path
@@ -86,7 +88,7 @@ def _with(tree: type[T], named: Iterable[tuple[Path, str]]) -> type[T]:
                 rule = f"'{text}' brings a section [{name}], and there is another; rename one"
                 raise ConfigError.at(key, rule)
             try:
-                added[name] = strict_section(section)
+                added[name] = strict_section(section, running=partial(within, text, key=key))
             except (TypeError, NameError) as error:
                 rule = f"'{text}' brings a section [{name}] that cannot be one: {error}; mend it"
                 raise ConfigError.at(key, rule) from error

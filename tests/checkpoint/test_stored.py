@@ -6,6 +6,7 @@ The oracle is torch.load itself, of the same bytes.
 from __future__ import annotations
 
 import io
+import struct
 import sys
 import tracemalloc
 import zipfile
@@ -197,6 +198,38 @@ def test_compressed_records_are_refused(
     """A few of their bytes may unpack to gigabytes."""
     with pytest.raises(CheckpointError, match=r"archive/data/0.*compressed"):
         opened(zipped_anew(saved(tensor), method=zipfile.ZIP_DEFLATED))
+
+
+def _with_odd_extra(content: bytes) -> bytes:
+    """Let the first entry of the directory have a field of its own that is too short."""
+    at, end = content.find(b"PK\1\2"), content.rfind(b"PK\5\6")
+    name, extra = struct.unpack_from("<HH", content, at + 28)
+    changed = bytearray(content)
+    struct.pack_into("<I", changed, end + 12, struct.unpack_from("<I", content, end + 12)[0] + 4)
+    struct.pack_into("<H", changed, at + 30, extra + 4)
+    changed[at + 46 + name + extra : at + 46 + name + extra] = struct.pack("<HH", 0x9999, 100)
+    return bytes(changed)
+
+
+def _with_a_second_directory(content: bytes) -> bytes:
+    """Put a directory without compression behind the one that the offset at the end means."""
+    end = content.rfind(b"PK\5\6")
+    size, begin = struct.unpack_from("<II", content, end + 12)
+    directory, at = bytearray(content[begin : begin + size]), 0
+    while at < size:
+        struct.pack_into("<H", directory, at + 10, zipfile.ZIP_STORED)
+        at += 46 + sum(struct.unpack_from("<HHH", directory, at + 28))
+    return content[:end] + directory + content[end:]
+
+
+@pytest.mark.parametrize("change", [_with_odd_extra, _with_a_second_directory])
+def test_archives_that_torch_reads_otherwise_are_refused(
+    change: Callable[[bytes], bytes], opened: Callable[[bytes], StoredPiece]
+) -> None:
+    content = change(zipped_anew(saved(NOISE[0, 0].clone()), method=zipfile.ZIP_DEFLATED))
+    assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), NOISE[0, 0])
+    with pytest.raises(CheckpointError, match="damaged"):
+        opened(content)
 
 
 def test_elements_that_are_not_there_are_not_made_up(

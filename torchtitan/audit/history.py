@@ -24,7 +24,9 @@ from torchtitan.data.loader import accumulation_steps
 from torchtitan.data.settings import DEFAULT_CACHE
 from torchtitan.job import Config
 from torchtitan.mesh.dims import ParallelDims, resolve_dims
+from torchtitan.mesh.settings import CommConfig
 from torchtitan.metrics.hardware import read_hardware
+from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
 from torchtitan.trajectory import CONFIG_FILE, Job
 
 
@@ -110,11 +112,23 @@ def read_history(run: Path, *, world_size: int | None = None) -> list[Stretch]:
         step, position = saved, end
     if step < config.training.steps:
         stretches.append(_after(run, config, step, position, world_size=world_size))
-    return [replace(one, config=_with_local_cache(one.config)) for one in stretches]
+    return [replace(one, config=without_places(one.config)) for one in stretches]
 
 
-def _with_local_cache(config: Config) -> Config:
-    """Return settings by which no tokenised data are uploaded to where a stored file says."""
+def without_places(config: Config) -> Config:
+    """Return stored settings with the default folders of traces and TensorBoard, and no URL as
+    cache: a stranger may have chosen places outside of the run's folder."""
+    comm, tb, traces = CommConfig(), MetricsConfig().save_tb_folder, ProfilingConfig()
+    config = replace(
+        config,
+        comm=replace(
+            config.comm,
+            save_traces_folder=comm.save_traces_folder,
+            save_traces_file_prefix=comm.save_traces_file_prefix,
+        ),
+        metrics=replace(config.metrics, save_tb_folder=tb),
+        profiling=replace(config.profiling, save_traces_folder=traces.save_traces_folder),
+    )
     if not is_url(config.training.dataset_cache):
         return config
     return replace(config, training=replace(config.training, dataset_cache=DEFAULT_CACHE))

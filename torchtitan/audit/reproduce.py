@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan.audit.history import without_places
 from torchtitan.base.errors import ConfigError, DataError, printable
 from torchtitan.base.own import add_trust_code, check_trusted, trusting_stored
 from torchtitan.base.urls import is_url, local_path
@@ -85,7 +86,7 @@ def _job_of(stretch: Stretch, *, run: Path) -> Config:
     config = Job.stored(stretch.start["config"], file=run / LEDGER).config
     for path, text in find_own(config):
         check_trusted(text, key=".".join(path))
-    return config
+    return without_places(config)
 
 
 def describe(stretch: Stretch) -> str:

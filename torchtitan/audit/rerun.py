@@ -23,7 +23,6 @@ from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.config.toml_files import to_toml
 from torchtitan.data.settings import ValidationConfig
 from torchtitan.job import Config, load_config
-from torchtitan.mesh.settings import CommConfig
 from torchtitan.metrics.ledger import read_ledger
 from torchtitan.metrics.rows import RECORD, Row, read_rows
 from torchtitan.metrics.settings import MetricsConfig, ProfilingConfig
@@ -148,8 +147,6 @@ def _settings(
         job=replace(config.job, dump_folder=str((out / "run").resolve()), save_config_file=None),
         metrics=MetricsConfig(log_freq=1),
         profiling=ProfilingConfig(),
-        # a place outside of dump_folder may be a stranger's choice
-        comm=replace(config.comm, save_traces_folder=CommConfig().save_traces_folder),
         validation=ValidationConfig(split=config.validation.split),
         checkpoint=start,
         lr_scheduler=replace(config.lr_scheduler, total_steps=total),

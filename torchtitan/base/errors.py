@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-_CONTROL = re.compile(r"[^\n\t -~\u00a0-\U0010ffff]")
+_CONTROL = re.compile(r"[^\n\t -~\u00a0-\ud7ff\ue000-\U0010ffff]")
+"""Control characters, and surrogates, which JSON may hold and no text file."""
 E = TypeVar("E", bound="UserError")
 T = TypeVar("T")
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def check_is_file(path: Path) -> None:
@@ -18,3 +21,16 @@ def read_text(path: Path, *, errors: str = "strict") -> str:
     """Return the UTF-8 text of a file; raise OSError as `check_is_file` does."""
     check_is_file(path)
     return path.read_text(encoding="utf-8", errors=errors)
+
+
+def load_json(text: str, *, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: It is no JSON, or has a lone surrogate, which no text file can hold.
+        RecursionError: It is nested too deeply.
+    """
+    found = json.loads(text, object_hook=object_hook)
+    if "\\ud" in text.lower():
+        json.dumps(found, ensure_ascii=False).encode()
+    return found

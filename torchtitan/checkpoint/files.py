@@ -26,7 +26,7 @@ import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.base.files import check_is_file
+from torchtitan.base.files import check_is_file, load_json
 
 _CHUNK = 1 << 20  # what was read is hashed before it leaves the processor's cache
 _SEALED = re.compile(rb'(\{.*,\n) "checksum": "([0-9a-f]{32})"\n\}\n', re.DOTALL)
@@ -188,7 +188,7 @@ def read_json(path: Path) -> Content:
 def parse_json(data: bytes, *, path: Path) -> Content:
     """Return the object that `data`, read from `path`, holds; raise as `read_json` does."""
     try:
-        content = json.loads(data)
+        content = load_json(data.decode())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):

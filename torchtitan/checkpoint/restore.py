@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.base.log import amount
+from torchtitan.base.own import is_import_path, is_trusted
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.files import check_counts
 from torchtitan.checkpoint.folders import MANIFEST
@@ -181,14 +182,16 @@ def report_schedule(state: RunState, *, start: Start) -> None:
     is_planned = False
     if "lr_scheduler" not in start.exclude:
         old = source.state("lr_scheduler", kinds={"training_steps": int})
-        rates = []
-        if start.intention == "continue" and old != new:
+        rates, decay = [], old.get("decay_type")
+        # of the user's own, and this job names another
+        is_known = not is_import_path(decay) or is_trusted(decay)
+        if start.intention == "continue" and old != new and is_known:
             rates = _compare_schedules(source.path, old, new, step=step)
         if rates:
             rows = [f"{at:>10} {before:>12.6g} {now:>12.6g}" for at, before, now in rates]
             head = f"{'step':>10} {'old lr':>12} {'new lr':>12}"
             logger.info("The learning rate is planned anew:\n%s", "\n".join([head, *rows]))
-        is_planned = not rates and new["training_steps"] <= old["training_steps"]
+        is_planned = is_known and not rates and new["training_steps"] <= old["training_steps"]
     if not is_planned and (warning := describe_low_rate(new, step=step)):
         logger.warning(warning)
 

@@ -99,13 +99,19 @@ def read_records(file: IO[bytes]) -> list[ZipInfo]:
     """Return the records of an archive that torch.save wrote; none if the file is no archive.
 
     Raises:
-        CheckpointError: A record is compressed.
+        CheckpointError: A record is compressed, or the archive is damaged.
     """
+    file.seek(0)
+    if file.read(4) != b"PK\3\4":  # by which torch.load tells
+        return []
     try:
         with ZipFile(file) as archive:
             records = archive.infolist()
-    except BadZipFile:  # torch.load reads it, or says what is wrong with it
-        return []
+            if archive.comment or min((one.header_offset for one in records), default=0):
+                raise BadZipFile("something lies beside its records")
+    except (BadZipFile, NotImplementedError) as error:
+        # torch's own reader is less strict: it might find other records, and unpack them
+        raise CheckpointError(f"its archive is damaged: {error}") from error
     packed = [record.filename for record in records if record.compress_type != ZIP_STORED]
     if packed:
         raise CheckpointError(

@@ -11,7 +11,8 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, PositiveInt
@@ -79,8 +80,9 @@ def with_sections(tree: type[S], sections: Mapping[str, type]) -> type[S]:
     return typing.cast(type[S], made)
 
 
-def strict_section(section: Any) -> type:
-    """Return a plain dataclass as a section: with strict types, and its docstrings as help.
+def strict_section(section: Any, *, running: Callable[[], AbstractContextManager[None]]) -> type:
+    """Return a plain dataclass as a section: with strict types, and its docstrings as help. Its
+    `__post_init__` runs inside of `running()`.
 
     Raises:
         TypeError: It is no dataclass, a field has no default, or a type that no setting can have.
@@ -112,6 +114,12 @@ def strict_section(section: Any) -> type:
             if name in defaults
         }
         namespace["__doc__"], namespace["__module__"] = section.__doc__, section.__module__
+        if hasattr(section, "__post_init__"):
+            namespace["__post_init__"] = post_init
+
+    def post_init(self: Any) -> None:
+        with running():
+            section.__post_init__(self)  # type: ignore[attr-defined]
 
     plain = types.new_class(section.__name__, (section,), {}, fill)
     is_frozen = section.__dataclass_params__.frozen  # type: ignore[attr-defined]

@@ -27,12 +27,14 @@ from torchtitan import __version__
 from torchtitan.assemble.generator import join_ranks
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
 from torchtitan.base.own import add_trust_code, trusting_stored
+from torchtitan.base.urls import local_path
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.evaluate.perplexity import measure, open_domain, parse_domains
 from torchtitan.evaluate.report import is_first_rank, show
 from torchtitan.evaluate.subject import Subject, open_subject
 from torchtitan.generate.generator import DTYPES
 from torchtitan.hf.names import CONFIG
+from torchtitan.mesh.faults import refuse_exits
 from torchtitan.mesh.process_group import await_reports, is_first_to_report, leave
 
 OF_TASKS = ("num_fewshot", "limit", "include_path", "apply_chat_template", "chat_template")
@@ -46,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
-        with trusting_stored(args.trust_code):
+        with trusting_stored(args.trust_code), refuse_exits():
             report = evaluate(args)
     except (UserError, OSError) as error:
         if not dist.is_initialized() or is_first_to_report():
@@ -247,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, help="to compute in; as the weights are stored if not given")
     add("--skip_verify", action="store_true", help="do not verify checksums")
     add_trust_code(parser)
-    add("--output", type=Path, metavar="FILE", help="write all figures as JSON")
+    add("--output", type=local_path, metavar="FILE", help="write all figures as JSON")
     return parser
 
 

@@ -6,14 +6,13 @@ is missing or of another type is an error that names the line.
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import DataError
-from torchtitan.base.files import read_text
+from torchtitan.base.files import load_json, read_text
 
 Row = dict[str, Any]
 RECORD = "metrics"
@@ -59,7 +58,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def _parse(line: str, *, place: str) -> Row | None:
     try:
-        row = json.loads(line, object_hook=partial(StoredRow, place=place))
+        row = load_json(line, object_hook=partial(StoredRow, place=place))
     except (ValueError, RecursionError):  # numbers of > 4300 digits; endless brackets
         return None
     step = row.get("step") if isinstance(row, StoredRow) else None

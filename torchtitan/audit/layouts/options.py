@@ -10,6 +10,7 @@ from torchtitan.audit.layouts.flips import MARGIN_TOLERANCE
 from torchtitan.audit.layouts.gaps import GRADIENTS_TOLERANCE, TOLERANCES, WEIGHTS_TOLERANCE
 from torchtitan.audit.layouts.words import option_key
 from torchtitan.base.errors import ConfigError
+from torchtitan.base.urls import local_path
 
 GRADIENT_STEPS = 3
 ROUTINGS = ("replayed", "free")
@@ -40,8 +41,8 @@ def build_parser(text: str, *, prog: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--steps", type=int, default=10, metavar="N", help="of each training (default 10)")
     add("--timeout", type=float, default=600, metavar="S", help="seconds a layout may take (600)")
-    add("--out", type=Path, metavar="DIR", help="keep the runs here; else they are deleted")
-    add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("--out", type=local_path, metavar="DIR", help="keep the runs here; else they are deleted")
+    add("--json", type=local_path, metavar="FILE", help="write all figures")
     add("--verbose", action="store_true", help="show every step")
     add(
         "--both_clippings",
