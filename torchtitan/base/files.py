@@ -14,7 +14,7 @@ def check_is_file(path: Path) -> None:
     """Raise OSError where a path is no file: to open a pipe waits, and a device never ends."""
     if not path.is_file():
         code = errno.EINVAL if path.exists() else errno.ENOENT
-        raise OSError(code, "it is no file" if path.exists() else os.strerror(code), str(path))
+        raise OSError(code, "not a regular file" if path.exists() else os.strerror(code), str(path))
 
 
 def read_text(path: Path, *, errors: str = "strict") -> str:

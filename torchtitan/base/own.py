@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 from torchtitan.base.errors import ConfigError, UserError, did_you_mean
 
@@ -36,7 +36,7 @@ _stored_in: dict[str, str] = {}
 _trusts_stored: ContextVar[bool] = ContextVar("trusts_stored", default=False)
 
 
-def is_import_path(text: object) -> bool:
+def is_import_path(text: object) -> TypeGuard[str]:
     """Tell whether a value has the form package.module:NAME."""
     return isinstance(text, str) and _PATH.fullmatch(text) is not None
 
@@ -80,8 +80,8 @@ def check_trusted(path: str, *, key: str) -> None:
     if not is_trusted(path):
         raise ConfigError.at(
             key,
-            f"'{path}' is code that {_stored_in.get(path, 'another')} names and this command does "
-            f"not; pass --trust_code (in Python: trust_code=True) if you trust it",
+            f"{_stored_in.get(path, 'a stored file')} names '{path}', which would run its code; pass "
+            f"--trust_code (in Python: trust_code=True) to import it",
         )
 
 

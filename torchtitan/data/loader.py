@@ -210,7 +210,7 @@ class Loader:
     def _describe(self) -> str:  # who owes the data
         if self._settings.num_workers:
             workers = ", ".join(str(each.pid) for each in multiprocessing.active_children())
-            return f"its data workers (processes {workers}) give none"
+            return f"no data from its data workers (processes {workers})"
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
         own = [f for f in stack if not f.filename.startswith((sys.prefix, sys.base_prefix))]
         at = (own or stack)[-1]
