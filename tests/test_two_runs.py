@@ -192,7 +192,7 @@ def test_a_run_folder_that_somebody_has_edited_ends_in_code_2(
         ),
         ("b", lambda d, s: harm_json(s / "train_state/state.json", {"step": 2**70}), "fit into 64"),
         ("c", lambda d, s: harm_json(s / "dataloader/state.json", {"position": -5}), "'position'"),
-        ("d", lambda d, s: reseal(s, {"components": [[], {}]}), "it holds [], {} alone"),
+        ("d", lambda d, s: reseal(s, {"components": [[], {}]}), "components"),
         ("e", lambda d, s: reseal(s, {"config": "= ="}), "manifest.json, or use the version that"),
         ("f", lambda d, s: make_folder(d / "metrics.jsonl"), "metrics.jsonl must be a file of"),
         ("g", lambda d, s: make_folder(d / "config.toml"), "or job.dump_folder"),

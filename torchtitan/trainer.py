@@ -106,9 +106,9 @@ class Trainer:
         """`doing`, while it is open, shows what is done instead of training."""
         self.run = run
         self.last_row: Row | None = None
-        checkpoints, dims = run.checkpoints, run.mesh.dims
+        checkpoints, dims, hooks = run.checkpoints, run.mesh.dims, run.hooks
         stop = stop or StopRequest()
-        stop.is_asked = lambda: run.hooks.stops
+        stop.is_asked = lambda: hooks.stops  # not `run`, whose loader holds `stop`
         run.loader.stop = stop
         if run.validator is not None:
             run.validator.watch(stop)

@@ -80,8 +80,8 @@ def check_trusted(path: str, *, key: str) -> None:
     if not is_trusted(path):
         raise ConfigError.at(
             key,
-            f"{_stored_in.get(path, 'a stored file')} names '{path}', which would run its code; pass "
-            f"--trust_code (in Python: trust_code=True) to import it",
+            f"{_stored_in.get(path, 'a stored file')} names '{path}', code that would run; pass "
+            "--trust_code (in Python: trust_code=True) to import it",
         )
 
 
