@@ -129,7 +129,7 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-MAX_LINES_OF_THE_TOUR = 3000
+MAX_LINES_OF_THE_TOUR = 3100
 
 
 def lines_to_read(file: Path, names: list[str]) -> int:
