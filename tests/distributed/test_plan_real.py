@@ -182,7 +182,10 @@ def record(job: list[str], *, validates: bool = False) -> Record:
     # gloo makes copies in waiting; neighbouring stages greet each other before the first step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tape, "__torch_dispatch__", on_copies)
-        for owner, name in ((dist.Work, "wait"), (schedules._Schedule, "_warmup_p2p")):
+        greeting = "_initialize_pipeline_distributed_state"  # before torch 2.15 `_warmup_p2p`
+        if not hasattr(schedules._Schedule, greeting):
+            greeting = "_warmup_p2p"
+        for owner, name in ((dist.Work, "wait"), (schedules._Schedule, greeting)):
             patch.setattr(owner, name, unseen(getattr(owner, name)))
         return record_step(config, layout=layout, mesh=mesh, fakes=None, validates=validates)
 
