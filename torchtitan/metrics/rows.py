@@ -21,7 +21,7 @@ RECORD = "metrics"
 class StoredRow(Row):
     """An object in a line of a file, which names the line when a key is not there."""
 
-    def __init__(self, content: Row, *, place: str) -> None:
+    def __init__(self, content: Row, *, place: str = "a row") -> None:  # asdict() names no place
         super().__init__(content)
         self.place = place
 
