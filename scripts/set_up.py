@@ -93,13 +93,15 @@ def read_pip_options() -> list[tuple[str, str]]:
     ]
 
 
-def uv_arguments(options: Sequence[tuple[str, str]], environ: Mapping[str, str]) -> list[str]:
+def uv_arguments(
+    options: Sequence[tuple[str, str]], environ: Mapping[str, str], *, has_torch: bool
+) -> list[str]:
     """Return the arguments by which uv finds packages where pip would, and a fitting PyTorch."""
     arguments = [word for option in options for word in option]
     if any(option in ("--index", "--default-index") for option, _ in options):
         # as pip: the best version of all indexes, not the first index that has the package
         arguments += ["--index-strategy", "unsafe-best-match"]
-    elif "UV_TORCH_BACKEND" not in environ and not any(name in environ for name in UV_SOURCES):
+    elif not has_torch and not any(name in environ for name in ("UV_TORCH_BACKEND", *UV_SOURCES)):
         arguments += ["--torch-backend", "auto"]
     return arguments
 
@@ -127,14 +129,19 @@ def install(extra: str) -> int:
     command = [*uv, "pip", "install", "--python", sys.executable]
     options = read_pip_options()
     folders = [word for option in options if option[0] == "--find-links" for word in option]
-    if folders and importlib.util.find_spec("torch") is None:
+    if folders and not has_torch():
         [torch] = [line for line in read_requirements("") if line.startswith("torch>")]
-        # where the folder has none that fits this Python, the indexes below have one
+        # if the folder has none that fits this Python, the next command finds one in the indexes
         alone = [*command, "--quiet", "--no-deps", "--no-index", *folders, torch]
         subprocess.run(alone, stderr=subprocess.DEVNULL, check=False)
-    return subprocess.run(
-        [*command, *uv_arguments(options, os.environ), *packages], check=False
-    ).returncode
+    found = uv_arguments(options, os.environ, has_torch=has_torch())
+    return subprocess.run([*command, *found, *packages], check=False).returncode
+
+
+def has_torch() -> bool:
+    """Return whether this environment has a PyTorch."""
+    importlib.invalidate_caches()  # it may have been installed since this process started
+    return importlib.util.find_spec("torch") is not None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -55,7 +55,7 @@ def test_sources_of_packages_are_those_that_pip_knows(
     assert ("--find-links", "/wheels") in options
     assert ("--index", "https://a.test/simple") in options
     assert ("--index", "https://b.test/simple") in options
-    assert "--torch-backend" not in set_up.uv_arguments(options, {})
+    assert "--torch-backend" not in set_up.uv_arguments(options, {}, has_torch=False)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,8 @@ def test_a_fitting_pytorch_is_chosen_unless_the_user_chooses(
 ) -> None:
     """With folders of wheels too, which are looked into first."""
     for options in ([], [("--find-links", "/wheels")]):
-        assert ("auto" in set_up.uv_arguments(options, environ)) == is_chosen
+        assert ("auto" in set_up.uv_arguments(options, environ, has_torch=False)) == is_chosen
+        assert "auto" not in set_up.uv_arguments(options, environ, has_torch=True)
 
 
 @pytest.fixture
