@@ -171,11 +171,11 @@ def test_results_come_in_order_from_a_process_that_is_kept() -> None:
         ("os.abort()", "SIGABRT"),
         ("os._exit(0)", "exit code 0"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
-        ("sum(range(10**12))", "more than 1 s"),
+        ("sum(range(10**12))", "more than 5 s"),
     ],
 )
 def test_a_process_that_ends_is_replaced(item: str, said: str) -> None:
-    program = probe(seconds=1)
+    program = probe()
     with pytest.raises(ForeignError, match=said) as caught:
         program.run(["1", item, "2"])
     assert caught.value.index == 1
