@@ -2,7 +2,7 @@
 
     python scripts/compare_layouts.py train_configs/compare_layouts.toml single fsdp2 hsdp2x2
 
-The same as `python -m torchtitan.audit compare layouts`; --help says all of it.
+The same as `python -m torchtitan.tools.audit compare layouts`; --help says all of it.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
-from torchtitan.audit.compare_layouts import end_ranks_on_signals, main
+from torchtitan.tools.compare.compare_layouts import end_ranks_on_signals, main
 
 if __name__ == "__main__":
     end_ranks_on_signals()

@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 
 from torchtitan.assemble.generator import find_run_step, read_settings
 from torchtitan.assemble.hf import describe_export
-from torchtitan.assemble.model import describe
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError, UserError
 from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.base.urls import is_plain_url, is_url, local_path
@@ -40,6 +39,7 @@ from torchtitan.config.layers import literal
 from torchtitan.generate.generator import DTYPES
 from torchtitan.hf.convert import to_dcp
 from torchtitan.hf.write import export
+from torchtitan.layout import describe
 from torchtitan.models.families import MODELS
 from torchtitan.models.settings import ModelSection
 

@@ -32,8 +32,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # works without being installed
 
 from scripts.ports import hold_port
-from torchtitan.checkpoint.folders import find_steps
-from torchtitan.checkpoint.verify import summary, verify
+from torchtitan.checkpoint.checksums import summarize, verify
+from torchtitan.checkpoint.storage import find_steps
 
 TINY = """
 [model]
@@ -123,7 +123,7 @@ class Run:
         here = find_steps(checkpoints)
         for step in here:
             if mistakes := verify(checkpoints / f"step-{step}", group=None):
-                raise CampaignError(f"step {step} is not whole: {summary(mistakes)}")
+                raise CampaignError(f"step {step} is not whole: {summarize(mistakes)}")
         life = self.log[len(log_before) :]
         resumed = [int(step) for step in RESUMED.findall(life)]
         newest = max(self.reported, default=0)

@@ -26,12 +26,12 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # works without being installed
 
-from torchtitan.audit import compare_layouts
-from torchtitan.models.contract import LanguageModel
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import Init, Normal
+from torchtitan.models.interface import LanguageModel
 from torchtitan.models.sizes import DecoderConfig, MoEConfig
 from torchtitan.models.spec import ModelSpec
+from torchtitan.tools.compare import compare_layouts
 
 TOML = ROOT / "train_configs" / "compare_layouts.toml"
 SCHEDULES = (

@@ -44,7 +44,7 @@ from torchtitan.generate.generator import DTYPES
 from torchtitan.generate.sampling import Sampling
 from torchtitan.generate.text import BATCH_SIZE, answer, complete
 from torchtitan.mesh.faults import refuse_exits
-from torchtitan.mesh.process_group import await_reports, is_first_to_report, leave, read_launch
+from torchtitan.mesh.ranks import leave, let_rank_0_report, read_rank_info
 
 MOST_TOKENS = 10**6
 
@@ -57,9 +57,8 @@ def main(argv: Sequence[str]) -> int:
         with trusting_stored(args.trust_code), refuse_exits():
             texts = write(args)
     except (UserError, OSError) as error:
-        if not dist.is_initialized() or is_first_to_report():
-            sys.stderr.write(f"error: {error}\n")
-        await_reports()
+        let_rank_0_report()
+        sys.stderr.write(f"error: {error}\n")
         return UserError.exit_code
     if not dist.is_initialized() or dist.get_rank() == 0:
         for number, text in enumerate(texts, start=1):
@@ -86,7 +85,7 @@ def write(args: argparse.Namespace) -> list[str]:
     for number, text in enumerate([*prompts, args.system or ""], start=1):
         where = f"prompt {number}" if number <= len(prompts) else "--system"
         check_characters(text, where=where)
-    world_size = read_launch(os.environ).world_size
+    world_size = read_rank_info(os.environ).world_size
     if is_talk and world_size > 1:
         raise ConfigError(
             f"a chat in the terminal runs on one rank, got {world_size}; give --prompt, or start "

@@ -15,8 +15,8 @@ x86-64 machines share. With another version of torch or of libc, or on another p
 bits may be right too: then figures are compared to a relative 1e-5, hashes are not compared, and
 the first line says so.
 
-`tests/fixtures/first_house` holds runs of three steps, written by the code before its redesign and
-resumed by the jobs `first_house_*`. `make` writes such a folder only where there is none: they
+`tests/fixtures` holds runs of three steps, written by earlier code and resumed by the jobs
+`first_house_*` and `second_house_*`. `make` writes such a folder only where there is none: they
 stand for the checkpoints that users have.
 
 Exit code 0 the same numbers, 1 others or a job that fails, 2 a mistake in the options.
@@ -67,7 +67,7 @@ def make(names: Sequence[str], *, folder: Path) -> bool:
 
 
 def make_fixture(name: str, *, folder: Path) -> None:
-    """Write a run of the first house, where there is none."""
+    """Write a run that later code resumes, where there is none."""
     target = ROOT / FIXTURES / name / "run"
     if target.exists():
         return

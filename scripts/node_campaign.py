@@ -1,16 +1,15 @@
 """Take a node from a running job and give it back, and prove that no sample was lost or read twice.
 
-    python scripts/node_campaign.py --nodes 4 --ranks 1
-    python scripts/node_campaign.py --case spare
+    python scripts/node_campaign.py --nodes 2 --fewest 1
+    python scripts/node_campaign.py --case crash
 
-Every node is a `python -m torchtitan.launch --nnodes 2:4` of its own on this machine, with its
+Every node is a `python -m torchtitan.launch --nnodes 1:2` of its own on this machine, with its
 ranks on gloo. One of them is killed with its ranks by SIGKILL while the run trains, and started
 again after the others have gone on without it. At the end the samples that ranks have read, by
 step, number and hash, must be those of a run on one process that nobody disturbed, and the losses
 must agree to 1e-5. Exit code 0 if all of that holds, 1 if not.
 
-Other cases (`--case`): a layout that three of four nodes cannot fill, so that one stands by and
-takes the place of a second that is lost; with `--max_restarts 1`, a rank that crashes, or hangs.
+Other cases (`--case`): a rank that crashes, or hangs.
 
 The store where nodes meet is held by this script, so that any node may be killed.
 """
@@ -20,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +41,8 @@ from scripts.crash_campaign import RESUMED, STEP, TINY, CampaignError
 TOLERANCE = 1e-5
 RENDEZVOUS = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=8,last_call_timeout=3"
 """So short for one machine; torch's own are 5 s, 3 attempts and 30 s."""
+MEETING = re.compile(r"(\d+) x .*, layout: ")
+"""Of the log: the ranks that a start has."""
 
 
 class Pace:
@@ -68,7 +70,7 @@ class Job:
     seconds: float
     """The longest that any of it may take."""
     overrides: tuple[str, ...] = ()
-    max_restarts: int = 0
+    max_restarts: int = 9
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
     """Nodes that were killed and are not back."""
@@ -184,6 +186,10 @@ class Job:
         if any(code for number, code in enumerate(codes) if number not in self.lost):
             raise CampaignError(f"the nodes must end with 0, got {codes}\n{self.output()}")
 
+    def starts(self) -> list[int]:
+        """Return the number of ranks of each start so far."""
+        return [int(number) for number in MEETING.findall(self.log())]
+
     def output(self) -> str:
         """Return what the nodes have said."""
         texts = sorted(self.folder.glob("node_*.txt"))
@@ -245,20 +251,19 @@ def lose_and_return(job: Job, *, victim: int) -> tuple[float, float]:
     next step, and from its new start to the next step with it."""
     for number in range(job.most):
         job.start_node(number)
-    full = f"{job.most} of {job.most} nodes are here: {job.most} train"
-    fewer = f"{job.most - 1} of {job.most} nodes are here: {job.most - 1} train"
-    job.wait_until(lambda: full in job.output(), what="meeting of all nodes")
+    full, fewer = job.most * job.ranks, (job.most - 1) * job.ranks
+    job.wait_until(lambda: job.starts() == [full], what="start of all nodes")
     before = len(job.log())
     job.wait_until(lambda: len(STEP.findall(job.log()[before:])) >= 8, what="8 steps")
     before, at = len(job.log()), time.monotonic()
     job.kill_node(victim)
     job.wait_for_step(after=before)
     lost = time.monotonic() - at
-    job.wait_until(lambda: fewer in job.output(), what="meeting without the node")
+    assert job.starts()[-1] == fewer
     job.wait_for_step(after=before, more=3)
     before, at = len(job.log()), time.monotonic()
     job.start_node(victim)
-    job.wait_until(lambda: job.output().count(full) == 2, what="second meeting of all nodes")
+    job.wait_until(lambda: job.starts()[-1] == full, what="second start of all nodes")
     job.wait_for_step(after=before)
     returned = time.monotonic() - at
     job.wait_for_step(after=before, more=3)
@@ -266,29 +271,8 @@ def lose_and_return(job: Job, *, victim: int) -> tuple[float, float]:
     return lost, returned
 
 
-def take_spare(job: Job) -> float:
-    """Lose one node of four, so that one of three stands by, then another; return the seconds from
-    its death to the next step."""
-    job.overrides += (f"--training.global_batch_size={8 * job.ranks}",)
-    for number in range(4):
-        job.start_node(number)
-    job.wait_for_step(after=0, more=8)
-    before = len(job.log())
-    job.kill_node(3)
-    job.wait_until(lambda: "3 of 4 nodes are here: 2 train" in job.output(), what="spare node")
-    job.wait_for_step(after=before, more=3)
-    before, at = len(job.log()), time.monotonic()
-    job.kill_node(0)
-    job.wait_for_step(after=before)
-    seconds = time.monotonic() - at
-    job.wait_until(lambda: "2 of 4 nodes are here: 2 train" in job.output(), what="change")
-    job.finish()
-    return seconds
-
-
 def restart(job: Job, how: signal.Signals) -> float:
     """Let one rank crash or hang; return the seconds from then to the next step."""
-    job.max_restarts = 1
     job.overrides += ("--comm.train_timeout_seconds=10",)
     for number in range(job.most):
         job.start_node(number)
@@ -302,7 +286,6 @@ def restart(job: Job, how: signal.Signals) -> float:
 
 
 CASES: dict[str, Callable[[Job], float]] = {
-    "spare": take_spare,
     "crash": lambda job: restart(job, signal.SIGKILL),
     "hang": lambda job: restart(job, signal.SIGSTOP),
 }

@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 
 from torchtitan.base.errors import DataError, UserError
 from torchtitan.base.urls import is_url
+from torchtitan.data.corpus import FileCorpus
 from torchtitan.data.files import divide, find_files
-from torchtitan.data.formats import STORES
 from torchtitan.data.prepare_files import prepare_files
+from torchtitan.data.readers import STORE_SUFFIXES
 from torchtitan.data.settings import template_parts, template_rule
-from torchtitan.data.source import FileCorpus
 
 
 def find_corpus(patterns: Sequence[str], *, text_key: str, template: str | None) -> FileCorpus:
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     prefix = os.path.expanduser(args.prefix)  # as of the files
     is_folder = prefix.endswith("/") or Path(prefix).is_dir()
-    if is_url(prefix) or Path(prefix).suffix in STORES or is_folder:
+    if is_url(prefix) or Path(prefix).suffix in STORE_SUFFIXES or is_folder:
         parser.error(
             f"prefix must be a path without .bin and .idx, and no folder, got {prefix!r}; write "
             f"one such as data/corpus"

@@ -49,8 +49,7 @@ from scripts.crash_campaign import (
 )
 from scripts.ports import hold_port
 from scripts.s3_server import BUCKET, Store
-from torchtitan.checkpoint.folders import MANIFEST
-from torchtitan.checkpoint.verify import summary, verify
+from torchtitan.checkpoint.checksums import MANIFEST, summarize, verify
 
 KEEP, RANKS = 3, 2
 FAULTS = ("one rank", "all ranks", "all ranks and the disk", "the wire", "the server")
@@ -167,7 +166,7 @@ class Run:
             here = fetch(self.store, Path(folder))
             for step in here:
                 if mistakes := verify(Path(folder) / f"run/step-{step}", group=None):
-                    raise CampaignError(f"step {step} of the store: {summary(mistakes)}")
+                    raise CampaignError(f"step {step} of the store: {summarize(mistakes)}")
                 manifest = Path(folder) / f"run/step-{step}/{MANIFEST}"
                 if json.loads(manifest.read_text())["step"] != step:
                     raise CampaignError(f"step {step} of the store is another")

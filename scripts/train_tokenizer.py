@@ -3,7 +3,7 @@
     python scripts/train_tokenizer.py my.tiktoken --vocab_size 32000 'corpus/**/*.txt'
 
 Without files it learns from the Python standard library: so the built-in `bpe_2048` was made. Two
-ids of the vocabulary go to the begin and end tokens that `tokenizer_tiktoken.py` adds to any such
+ids of the vocabulary go to the begin and end tokens that `TiktokenTokenizer` adds to any such
 file. Training is the `tokenizers` library's (the `hf` extra), with Llama 3's split pattern.
 """
 
@@ -20,10 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being ins
 
 from torchtitan.base.errors import DataError, UserError
 from torchtitan.base.urls import local_path
-from torchtitan.data.builtin import StdlibCorpus
+from torchtitan.data.corpus import Corpus, FileCorpus, StdlibCorpus
 from torchtitan.data.files import divide, find_files
-from torchtitan.data.source import Corpus, FileCorpus
-from torchtitan.data.tokenizer_tiktoken import LLAMA3_PATTERN
+from torchtitan.data.tokenizer import LLAMA3_PATTERN
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 
 
@@ -60,3 +61,11 @@ class ExitingSink:
 
     def close(self) -> None:
         """Close nothing."""
+
+
+class SleepsAfterStep3:
+    """A callback that takes very long."""
+
+    def on_step(self, step: int, row: Mapping[str, object] | None) -> None:
+        if step == 3:
+            time.sleep(600)

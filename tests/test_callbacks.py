@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.callbacks import HOOKS, Hooks, build_callbacks
+from torchtitan.callbacks import HOOKS, CallbackRunner, build_callbacks
 
 pytestmark = pytest.mark.usefixtures("trusted_code")
 
@@ -43,7 +43,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("alone")
 def test_each_hook_is_called_and_its_draws_are_given_back() -> None:
     noting = Noting()
-    hooks = Hooks([noting], device=CPU)
+    hooks = CallbackRunner([noting], device=CPU)
     before = torch.get_rng_state()
     hooks.start("run")
     hooks.step(1, None)
@@ -80,7 +80,7 @@ class Answers:
 
 @pytest.mark.parametrize("answer", [3, True, {}, 0])
 def test_a_step_answers_with_a_text_or_nothing(answer: object) -> None:
-    hooks = Hooks([Answers(answer)], device=CPU)
+    hooks = CallbackRunner([Answers(answer)], device=CPU)
     hooks.step(1, None)
     assert hooks.has_failed()
     assert not hooks.stops
@@ -94,15 +94,15 @@ def test_what_is_no_exception_is_an_error_too_but_an_interrupt_is_none() -> None
         def on_checkpoint(self, step: int, path: Path) -> None:
             raise self.error
 
-    hooks = Hooks([Raises(CheckpointException("x", {}))], device=CPU)
+    hooks = CallbackRunner([Raises(CheckpointException("x", {}))], device=CPU)
     hooks.checkpoint(1, Path())
     assert hooks.has_failed()
     with pytest.raises(KeyboardInterrupt):
-        Hooks([Raises(KeyboardInterrupt())], device=CPU).checkpoint(1, Path())
+        CallbackRunner([Raises(KeyboardInterrupt())], device=CPU).checkpoint(1, Path())
 
 
 def test_a_text_asks_for_the_end() -> None:
-    hooks = Hooks([Answers(None), Answers("enough")], device=CPU)
+    hooks = CallbackRunner([Answers(None), Answers("enough")], device=CPU)
     hooks.step(1, None)
     assert hooks.stops
     assert not hooks.has_failed()
@@ -110,7 +110,7 @@ def test_a_text_asks_for_the_end() -> None:
 
 def test_figures_of_a_validation_are_numbers_with_new_names() -> None:
     row = {"loss": 2.0}
-    assert Hooks([Answers({"a": 1, "b": None})], device=CPU).validation(1, row) == {
+    assert CallbackRunner([Answers({"a": 1, "b": None})], device=CPU).validation(1, row) == {
         "a": 1,
         "b": None,
     }
@@ -123,10 +123,10 @@ def test_figures_of_a_validation_are_numbers_with_new_names() -> None:
         3,
         {"": 1},
     ):
-        hooks = Hooks([Answers(answer)], device=CPU)
+        hooks = CallbackRunner([Answers(answer)], device=CPU)
         assert hooks.validation(1, row) == {}
         assert hooks.has_failed(), answer
-    both = Hooks([Answers({"a": 1}), Answers({"a": 2})], device=CPU)
+    both = CallbackRunner([Answers({"a": 1}), Answers({"a": 2})], device=CPU)
     assert both.validation(1, row) == {"a": 1}
     assert both.has_failed()
 
@@ -138,12 +138,12 @@ def test_the_first_error_is_kept_and_told_with_its_lines() -> None:
             super().note(*call)
             raise ZeroDivisionError(call[0])
 
-    leaving = Hooks([Leaves()], device=CPU)
+    leaving = CallbackRunner([Leaves()], device=CPU)
     leaving.start("run")
     with pytest.raises(ConfigError, match="SystemExit: 3"):
         leaving.end(None)
     raising = Raises()
-    hooks = Hooks([raising], device=CPU)
+    hooks = CallbackRunner([raising], device=CPU)
     with pytest.raises(ConfigError):
         hooks.start("run")
     hooks.step(1, None)  # called on, as on ranks that have not failed: hooks may meet in it

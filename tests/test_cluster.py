@@ -25,7 +25,7 @@ from torchtitan.job import load_job
 
 ROOT = Path(__file__).parent.parent
 CLUSTER = ROOT / "cluster"
-SECONDS = 120
+SECONDS = 300
 
 
 def documents(name: str) -> list[dict[str, Any]]:

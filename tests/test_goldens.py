@@ -27,7 +27,7 @@ def run_check(names: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(900)
 def test_this_code_computes_what_was_recorded() -> None:
-    """All but the runs of the first house, which tests/checkpoint/test_first_house.py resumes.
+    """All but the runs of earlier code, which tests/checkpoint/test_*_house.py resume.
 
     Not bfloat16 from torch 2.15 on, whose FSDP no longer rounds the gradients of norms: see
     tests/parallel/test_precision.py.
@@ -48,6 +48,10 @@ def test_every_job_is_recorded() -> None:
         ("first_house_single", "smallest_single"),
         ("first_house_fsdp2", "smallest_fsdp2"),
         ("first_house_lora", "smallest_lora"),
+        ("second_house_dense", "whole_dense"),
+        ("second_house_fsdp2", "whole_fsdp2"),
+        ("second_house_lora", "whole_lora"),
+        ("second_house_experts", "whole_experts"),
     ],
 )
 def test_the_record_of_a_resume_is_that_of_the_whole_run(resumed: str, whole: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.distributed.jobs import write_job
 from torchtitan.base.errors import DataError
-from torchtitan.hang import Call, Group, describe, find_blocked, read_calls
+from torchtitan.tools.hang import Call, Group, describe, find_blocked, read_calls
 
 ROOT = Path(__file__).parent.parent
 WORLD, LEFT, RIGHT = ("default_pg", (0, 1, 2, 3)), ("mesh_tp", (0, 1)), ("mesh_tp", (2, 3))
@@ -55,7 +55,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
 
 
 def hang(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torchtitan.hang", str(folder)]
+    command = [sys.executable, "-m", "torchtitan.tools.hang", str(folder)]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )

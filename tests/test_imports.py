@@ -30,8 +30,10 @@ UNUSED = {
 }
 RUN = """
 import sys
+from contextlib import ExitStack
 from torchtitan.train import main
-exit_code = main(sys.argv[1:])
+with ExitStack() as undo:
+    exit_code = main(sys.argv[1:], undo=undo)
 print(exit_code, *sys.modules)
 """
 
@@ -53,6 +55,15 @@ def imported(folder: Path, *options: str) -> set[str]:
     exit_code, *modules = done.stdout.split()
     assert exit_code == "0", done.stderr
     return set(modules)
+
+
+@pytest.mark.parametrize(
+    "module", ["data.prepare_files", "data.holdout", "tools.config", "tools.hang"]
+)
+def test_what_needs_no_torch_imports_none(module: str) -> None:
+    """A second of start for each process that prepares data, and for each look at a setting."""
+    script = f"import sys, torchtitan.{module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_plain_run_imports_what_it_uses(tmp_path: Path) -> None:
@@ -81,7 +92,7 @@ def test_garbage_is_looked_for_again_once_all_is_imported(monkeypatch: pytest.Mo
     assert gc.isenabled()  # to import the module has no effect, to run it does
     gc.disable()
     try:
-        train.train_and_leave([])
+        train.main_and_exit([])
     finally:
         gc.enable()
         gc.unfreeze()

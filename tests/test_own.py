@@ -9,18 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.assemble.find import find_layout
-from torchtitan.assemble.model import find_model
 from torchtitan.assemble.resume import warn_of_other_code
 from torchtitan.base.errors import ConfigError
+from torchtitan.base.files import StoredJSON
 from torchtitan.base.own import is_import_path, load_object, trust
 from torchtitan.callbacks import build_callbacks
-from torchtitan.checkpoint.files import Content
 from torchtitan.config.fields import fields
 from torchtitan.config.toml_files import to_toml
-from torchtitan.job import Config, load_config
-from torchtitan.own import own_sections
-from torchtitan.trajectory import Job, shaping_code, trajectory_differences
+from torchtitan.job import Config, load_config, own_sections
+from torchtitan.layout import find_layout, find_model
+from torchtitan.resume_rules import Job, shaping_code, trajectory_differences
 
 MODULE = """
 from dataclasses import dataclass, replace
@@ -133,7 +131,7 @@ def test_a_resume_under_changed_code_says_so(
         (folder / "my_model.py").write_text(text)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            warn_of_other_code(Content(folder / "manifest.json", stored), now=config)
+            warn_of_other_code(StoredJSON(folder / "manifest.json", stored), now=config)
         assert ("my_model:SPEC" in caplog.text) == is_warned
 
 
@@ -157,7 +155,7 @@ def test_what_a_model_raises_while_it_is_built_is_told_in_its_own_lines(folder: 
         find_layout(load_config(own("my_model")), world_size=1)
     plan = "SPEC = replace(SPEC, tensor_plan={'layers.*.norm': 'replicate'})\n"
     (folder / "my_plan.py").write_text(MODULE + plan)
-    with pytest.raises(ConfigError, match="got replicate"):
+    with pytest.raises(ConfigError, match=r"got \['replicate'\]"):
         find_layout(load_config(own("my_plan")), world_size=1)
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -166,11 +166,12 @@ def test_mistakes_are_told_together(path: str | None, overrides: Any, said: list
 def test_a_run_is_that_of_the_command_line(tmp_path: Path) -> None:
     """Bit for bit, its result is what it has written, and nothing stays in the process."""
     command = [*write_job(tmp_path, name="command"), "--training.steps=12"]
-    train_command([*command, "--debug.deterministic"], stop=StopRequest())
-    before = process_state() | {"excepthook": sys.excepthook}
+    with ExitStack() as undo:
+        train_command([*command, "--debug.deterministic"], stop=StopRequest(), undo=undo)
+    before = process_state()
     config = job(tmp_path, **{"training.steps": 12, "debug.deterministic": True})
     result = train(config)
-    assert process_state() | {"excepthook": sys.excepthook} == before
+    assert process_state() == before
     rows = read_rows(tmp_path / "run")
     assert result.rows == rows
     assert [row["loss"] for row in rows] == [row["loss"] for row in read_rows(tmp_path / "command")]
@@ -210,7 +211,7 @@ def test_ctrl_c_ends_the_run_and_not_the_process(tmp_path: Path) -> None:
     result = train(config)
     thread.join()
     assert result.reason is not None
-    assert "by a signal (to 1 rank); it is saved" in result.reason
+    assert "by a signal (to 1 rank); checkpoint saved" in result.reason
     assert 3 <= result.step < 10**6
     assert [path.name for path in (tmp_path / "run" / "checkpoint").glob("step-*")] == [
         f"step-{result.step}"
@@ -423,11 +424,11 @@ def test_tokenizers(trained: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda folder: load_model(folder), ["the folder of a step", "holds no whole checkpoint"]),
+        (lambda folder: load_model(folder), ["the folder of a step", "has no valid checkpoint"]),
         (lambda folder: load_model(folder / "no"), ["the folder of a step", "does not exist"]),
         (lambda folder: load_model(folder, dtype="int8"), ["the folder of a step"]),
         (lambda folder: load_tokenizer(folder), ["the folder of a step"]),
-        (lambda folder: load_tokenizer("bpe"), ["found nothing at 'bpe'"]),
+        (lambda folder: load_tokenizer("bpe"), ["'bpe' does not exist"]),
         (lambda folder: generate(folder, ["a"]), ["the folder of a step"]),
         (lambda folder: generate(folder, "a"), ["a list of texts", "[text]"]),
     ],

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs import TINY, read_rows, write_job
-from torchtitan.checkpoint.folders import find_steps
+from tests.distributed.jobs import TINY, places_of_ranks, read_rows, write_job
+from torchtitan.checkpoint.storage import find_steps
 
 ROOT = Path(__file__).parent.parent
 LONG = TINY.replace("steps = 20", "steps = 1000000") + "async_mode = '{mode}'\n"
-STEP, SECONDS = "step:      3", 100
+STEP, SECONDS = "step:      3", 300
 
 
 class Job:
@@ -57,17 +57,23 @@ class Job:
         deadline = time.monotonic() + SECONDS
         while not condition():
             assert self.process.poll() is None, self.process.communicate()[1]
-            assert time.monotonic() < deadline, self.log()
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(self.log())
             time.sleep(0.01)
 
     def end(self) -> tuple[int, str]:
         try:
             _, errors = self.process.communicate(timeout=SECONDS)
         finally:
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
+            self.kill()
         assert "Traceback" not in errors, errors
         return self.process.returncode, errors
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            for pid in [*self.rank_pids(), self.process.pid]:  # ranks outlive their launcher
+                os.kill(pid, signal.SIGKILL)
 
     def rank_pids(self) -> list[int]:
         parents = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
@@ -92,7 +98,7 @@ def test_one_process_saves_and_the_next_start_goes_on(
     assert code == 4, errors
     step = saved_step(job)
     assert f"stopped after step {step} of 1000000 by a signal" in errors
-    assert "start the same command again" in errors
+    assert "run the same command to resume" in errors
     if number is signal.SIGTERM:
         again = Job(tmp_path, "--checkpoint.save_before_seconds=1", python=warm_python)
         code, errors = again.end()
@@ -144,25 +150,65 @@ def test_a_signal_during_set_up(ranks: int, tmp_path: Path) -> None:
     assert not find_steps(job.folder / "checkpoint") or "Saved" in job.log()
 
 
-def test_a_second_signal_ends_a_rank_that_hangs(tmp_path: Path) -> None:
-    """Rank 0 waits in a collective for rank 1, which is stopped by SIGSTOP."""
-    job = Job(tmp_path, ranks=2)
+def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
+    """Without saving, though a step goes on and on."""
+    job = Job(tmp_path, "--training.callbacks=tests.own_faults:SleepsAfterStep3")
     job.wait_for(STEP)
-    first, second = job.rank_pids()
-    os.kill(second, signal.SIGSTOP)
-    try:
-        os.kill(first, signal.SIGTERM)
-        job.wait_for("stopping after this step")
-        time.sleep(1.1)  # one request is what comes within a second
-        assert job.process.poll() is None
-        os.kill(first, signal.SIGTERM)
-        job.wait_until(lambda: first not in job.rank_pids())
-    finally:
-        os.kill(second, signal.SIGKILL)
-    _, errors = job.process.communicate(timeout=SECONDS)
-    assert job.process.returncode == 128 + signal.SIGTERM
+    job.process.send_signal(signal.SIGTERM)
+    job.wait_for("stopping after this step")
+    time.sleep(1.1)  # one request is what comes within a second
+    assert job.process.poll() is None
+    job.process.send_signal(signal.SIGTERM)
+    code, errors = job.end()
+    assert code == 128 + signal.SIGTERM
     assert "SIGTERM again: quitting" in errors
     assert "\x1b" not in errors  # no terminal
+
+
+def test_signals_to_launcher_and_ranks_are_one_request(tmp_path: Path) -> None:
+    """As Slurm sends them, to every process of a step at once."""
+    job = Job(tmp_path, "--checkpoint.interval=1000000", ranks=2)
+    job.wait_for(STEP, rank=1)
+    for pid in [*job.rank_pids(), job.process.pid]:
+        os.kill(pid, signal.SIGTERM)
+    code, errors = job.end()
+    assert code == 4, errors
+    assert errors.count(f"stopped after step {saved_step(job)} of 1000000") == 1
+
+
+def test_ranks_without_a_launcher_save_too(tmp_path: Path) -> None:
+    """As srun starts them: each a task, each signalled."""
+    job = [*write_job(tmp_path, LONG.format(mode="disabled")), "--checkpoint.interval=1000000"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torchtitan.train", *job],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **place},
+            stderr=subprocess.DEVNULL,
+        )
+        for place in places_of_ranks(2)
+    ]
+    log = tmp_path / "run" / "logs" / "rank_1.log"
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not (log.is_file() and STEP in log.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for rank in ranks:
+            rank.send_signal(signal.SIGTERM)
+        assert [rank.wait(SECONDS) for rank in ranks] == [4, 4]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert len(find_steps(tmp_path / "run" / "checkpoint")) == 1
+
+
+def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
+    job = Job(tmp_path, ranks=2)
+    job.wait_for(STEP)
+    os.kill(job.rank_pids()[1], signal.SIGKILL)
+    _, errors = job.process.communicate(timeout=SECONDS)
+    assert job.process.returncode == 1
+    assert "rank 1: -9" in errors
 
 
 def test_a_job_whose_rank_hangs_ends_as_one_to_start_again(tmp_path: Path) -> None:
@@ -176,7 +222,7 @@ def test_a_job_whose_rank_hangs_ends_as_one_to_start_again(tmp_path: Path) -> No
         os.kill(second, signal.SIGKILL)
     _, errors = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 4
-    assert "a rank hangs" in errors
+    assert "Timed out" in errors
 
 
 @pytest.mark.parametrize(
@@ -197,15 +243,19 @@ def test_data_that_never_come_end_the_run_with_who_owes_them(
 def test_validation_data_that_never_come_end_the_run(tmp_path: Path) -> None:
     name = "tests.own_faults:HangsHeldOut"
     data = [f"--training.dataset={name}", f"--validation.dataset={name}", "--validation.enable"]
-    soon = ["--comm.init_timeout_seconds=5", "--comm.train_timeout_seconds=5"]
+    soon = ["--comm.init_timeout_seconds=20", "--comm.train_timeout_seconds=20"]
     job = Job(tmp_path, *data, *soon, "--validation.dataloader.num_workers=1")
     code, errors = job.end()
     assert code == 4, errors
     assert "data workers (processes " in errors
 
 
-def test_a_signal_while_data_do_not_come_saves_the_step_before(tmp_path: Path) -> None:
-    data = ["--training.dataset=tests.own_faults:Hangs", "--training.dataloader.num_workers=1"]
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_signal_while_data_do_not_come_saves_the_step_before(
+    workers: int, tmp_path: Path
+) -> None:
+    data = ["--training.dataset=tests.own_faults:Hangs"]
+    data += [f"--training.dataloader.num_workers={workers}"]
     job = Job(tmp_path, *data, "--checkpoint.interval=1000000")
     job.wait_for("step:      8")  # the last for which there are data
     job.process.send_signal(signal.SIGTERM)
@@ -223,4 +273,4 @@ def test_nothing_is_saved_where_checkpoints_are_off_and_it_says_so(
     job.process.send_signal(signal.SIGTERM)
     code, errors = job.end()
     assert code == 4, errors
-    assert re.search(r"nothing is saved, since checkpoint.enable is off", errors)
+    assert re.search(r"no checkpoint saved, because checkpoint.enable is off", errors)

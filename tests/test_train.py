@@ -201,10 +201,6 @@ def test_a_console_that_is_closed_is_no_fault(slow_torch: dict[str, str]) -> Non
 def test_an_error_of_another_rank_does_not_leave_the_bar(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train_module.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(train_module, "is_first_to_report", lambda: True)
-    monkeypatch.setattr(train_module, "await_reports", lambda: None)
-    monkeypatch.setattr(train_module, "_await_plan", lambda: None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     train_module._report(StoppedError("stopped after step 3"))
@@ -267,38 +263,28 @@ if sys.argv[1] == "hang":
     train.Trainer.train = hang_and_fail
 else:
     train.Trainer.train, train.Trainer.close = meet_nan, fail_to_save
-train.train_and_leave(sys.argv[2:])
+train.main_and_exit(sys.argv[2:])
 """
 
 
 MANY_STEPS = ("--training.steps=1000000", "--lr_scheduler.total_steps=1000000")
-LATE = """
-import os, sys, time
-from importlib import import_module
-train = import_module("torchtitan.train")
-if os.environ["RANK"] == "1":  # by now rank 0 has left, and with it the store
-    is_first = train.is_first_to_report
-    train.is_first_to_report = lambda: time.sleep(4) or is_first()
-train.train_and_leave(sys.argv[1:])
-"""
 
 
 @pytest.mark.parametrize(
-    ("argument", "code", "message", "late"),
+    ("argument", "code", "message", "times"),
     [
-        ("--training.global_batch_size=6", 2, "must be a multiple of local_batch_size", True),
-        ("--optimizer.lr=1e30", 3, "must have a finite loss and gradient norm", True),
-        ("--checkpoint.save_before_seconds=1", 4, "by its deadline", True),
-        ("--checkpoint.save_before_seconds=1", 4, "by its deadline", False),
+        ("--training.global_batch_size=6", 2, "must be a multiple of local_batch_size", 2),
+        ("--optimizer.lr=1e30", 3, "must have a finite loss and gradient norm", 1),
+        ("--checkpoint.save_before_seconds=1", 4, "by its deadline", 1),
     ],
 )
 def test_ranks_without_a_launcher_end_with_one_code(
-    argument: str, code: int, message: str, late: bool, tmp_path: Path
+    argument: str, code: int, message: str, times: int, tmp_path: Path
 ) -> None:
-    entry = ["-c", LATE] if late else ["-m", "torchtitan.train"]
+    """No launcher ends the other rank: it reports a mistake of its own."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, *entry, *write_job(tmp_path), *MANY_STEPS, argument],
+            [sys.executable, "-m", "torchtitan.train", *write_job(tmp_path), *MANY_STEPS, argument],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **place},
             stderr=subprocess.PIPE,
             text=True,
@@ -308,8 +294,7 @@ def test_ranks_without_a_launcher_end_with_one_code(
     said = [rank.communicate(timeout=150)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [code, code], said
     assert "Traceback" not in "".join(said)
-    # late it is said twice: better than never
-    assert [message in text for text in said].count(True) == 1 + late
+    assert [message in text for text in said].count(True) == times
 
 
 def test_help_is_no_fault() -> None:

@@ -19,23 +19,23 @@ import pytest
 
 import torchtitan
 from scripts import convert_hf, generate
-from torchtitan import average, hang
-from torchtitan.audit import __main__ as audit
-from torchtitan.audit import compare_layouts
-from torchtitan.audit.layouts import launch
 from torchtitan.base import own
 from torchtitan.base.errors import UserError
-from torchtitan.checkpoint.files import read_json, write_sealed_json
-from torchtitan.checkpoint.folders import MANIFEST
+from torchtitan.base.files import read_json
+from torchtitan.checkpoint.checksums import MANIFEST, write_sealed_json
 from torchtitan.config.fields import fields, value_at
 from torchtitan.config.toml_files import to_toml
-from torchtitan.evaluate import __main__ as evaluate
 from torchtitan.job import Config
 from torchtitan.metrics.ledger import LEDGER, hash_manifest
 from torchtitan.models.decoder import Decoder
-from torchtitan.plan import __main__ as plan
-from torchtitan.report import __main__ as report
-from torchtitan.trajectory import CONFIG_FILE, Job
+from torchtitan.resume_rules import CONFIG_FILE, Job
+from torchtitan.tools import average, hang
+from torchtitan.tools.audit import __main__ as audit
+from torchtitan.tools.compare import compare_layouts
+from torchtitan.tools.compare.layouts import launch
+from torchtitan.tools.evaluate import __main__ as evaluate
+from torchtitan.tools.plan import __main__ as plan
+from torchtitan.tools.report import __main__ as report
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

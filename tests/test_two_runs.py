@@ -13,6 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.jobs import places_of_ranks, read_rows, write_job
+from tests.distributed.jobs import read_rows, write_job
 from torchtitan.base.errors import CheckpointError, ConfigError, NonFiniteError
-from torchtitan.checkpoint.files import write_sealed_json
+from torchtitan.checkpoint.checksums import write_sealed_json
 from torchtitan.mesh.stop import StopRequest
 from torchtitan.train import main, train
 
@@ -36,7 +37,6 @@ def process_state() -> dict[str, Any]:
         "signals": [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)],
         "handlers": list(logging.getLogger().handlers),
         "level": logging.getLogger("torchtitan").level,
-        "torch's handlers": list(logging.getLogger("torch").handlers),
         "warnings": (list(warnings.filters), warnings.showwarning),
         "gc": (gc.isenabled(), gc.get_freeze_count()),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -51,6 +51,16 @@ def process_state() -> dict[str, Any]:
             if Path(f"/proc/self/fd/{n}").exists()
         ),
     }
+
+
+def run(argv: list[str]) -> None:
+    with ExitStack() as undo:
+        train(argv, stop=StopRequest(), undo=undo)
+
+
+def code_of(argv: list[str]) -> int:
+    with ExitStack() as undo:
+        return main(argv, undo=undo)
 
 
 def losses(folder: Path) -> list[float]:
@@ -68,27 +78,27 @@ def test_runs_follow_one_another_also_after_one_that_failed(tmp_path: Path) -> N
     )
     untouched = process_state()
     warm_up = [*write_job(tmp_path, name="warm_up", cache=cache), "--training.steps=1"]
-    train([*warm_up, DETERMINISTIC], stop=StopRequest())
+    run([*warm_up, DETERMINISTIC])
     before = process_state()
     for once in ("threads", "files"):  # torch starts pools and opens libraries at first use
         untouched[once] = before[once]
     assert before == untouched
-    train(first, stop=StopRequest())
+    run(first)
     assert process_state() == before
     with pytest.raises(NonFiniteError, match="step 2"):
-        train([*failed, "--optimizer.lr=1e30"], stop=StopRequest())
+        run([*failed, "--optimizer.lr=1e30"])
     assert process_state() == before
     with pytest.raises(ConfigError):
-        train([*failed, "--training.stepz=1"], stop=StopRequest())
+        run([*failed, "--training.stepz=1"])
     assert process_state() == before
-    assert main(third) == 0
+    assert code_of(third) == 0
     assert process_state() == before
     assert losses(tmp_path / "third") == losses(tmp_path / "first")
     assert len(losses(tmp_path / "third")) == 3
 
 
 def test_the_folder_is_free_for_others_when_the_run_is_over(tmp_path: Path) -> None:
-    train([*write_job(tmp_path), "--training.steps=1"], stop=StopRequest())
+    run([*write_job(tmp_path), "--training.steps=1"])
     take = "import sys, pathlib; from torchtitan.checkpoint import lock; lock.SECONDS_TO_END = 0\n"
     command = [sys.executable, "-c", take + "lock.hold(pathlib.Path(sys.argv[1]))"]
     subprocess.run([*command, str(tmp_path / "run")], check=True, cwd=ROOT)
@@ -109,7 +119,7 @@ def test_another_failure_while_closing_does_not_hide_the_first(
     monkeypatch.setattr(CheckpointManager, "close", fail)
     monkeypatch.setattr(Loader, "__next__", lose)
     with pytest.raises(OSError, match="no data any more"):
-        train(write_job(tmp_path), stop=StopRequest())
+        run(write_job(tmp_path))
     assert "closing the run failed too: CheckpointError: the disk is gone" in (
         capsys.readouterr().err
     )
@@ -117,42 +127,29 @@ def test_another_failure_while_closing_does_not_hide_the_first(
 
 TWICE = """
 import sys
-from pathlib import Path
-from tests.distributed.jobs import read_rows, write_job
-from torchtitan.base.errors import NonFiniteError
-from torchtitan.checkpoint.files import write_sealed_json
-from torchtitan.mesh.stop import StopRequest
-from torchtitan.train import train
+from torchtitan import UserError, load_config, train
 
-folder = Path(sys.argv[1])
-for name, lr in (("first", "1e-3"), ("failed", "1e30"), ("third", "1e-3")):
-    job = write_job(folder, name=name, cache=folder / "cache")
-    try:
-        train([*job, "--training.steps=3", f"--optimizer.lr={lr}"], stop=StopRequest())
-    except NonFiniteError:
-        assert name == "failed"
+config = load_config(sys.argv[1], **{"job.dump_folder": sys.argv[2], "training.steps": 1})
+train(config)
+try:
+    train(config)
+except UserError as error:
+    assert "several ranks" in str(error)
+else:
+    raise AssertionError("it trained again")
 """
 
 
-@pytest.mark.parametrize("launcher", [True, False])
-def test_two_ranks_train_again(launcher: bool, tmp_path: Path) -> None:
-    """Under the launcher's store, and under one that rank 0 holds."""
+def test_several_ranks_train_once_per_process(tmp_path: Path) -> None:
+    write_job(tmp_path)
     (tmp_path / "twice.py").write_text(TWICE)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    program = [str(tmp_path / "twice.py"), str(tmp_path)]
-    if launcher:
-        command = ["-m", "torchtitan.launch", "--standalone", "--nproc_per_node=2", *program]
-        places: list[dict[str, str]] = [{}]
-    else:
-        command, places = program, places_of_ranks(2)
-    ranks = [subprocess.Popen([sys.executable, *command], env={**environ, **p}) for p in places]
-    try:
-        assert [rank.wait(150) for rank in ranks] == [0] * len(ranks)
-    finally:
-        for rank in ranks:
-            rank.terminate()  # a launcher ends its ranks
-    assert len(losses(tmp_path / "third")) == 3
-    assert losses(tmp_path / "third") == losses(tmp_path / "first")
+    program = [str(tmp_path / "twice.py"), str(tmp_path / "run.toml"), str(tmp_path / "run")]
+    subprocess.run(
+        [sys.executable, "-m", "torchtitan.launch", "--standalone", "--nproc_per_node=2", *program],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout=150,
+        check=True,
+    )
 
 
 def harm_json(file: Path, change: dict[str, Any]) -> None:
@@ -183,7 +180,7 @@ def test_a_run_folder_that_somebody_has_edited_ends_in_code_2(
             *options,
         ]
 
-    assert main(job(tmp_path / "whole", "--training.steps=1")) == 0
+    assert code_of(job(tmp_path / "whole", "--training.steps=1")) == 0
     harms: list[tuple[str, Callable[[Path, Path], object], str]] = [
         (
             "a",
@@ -202,11 +199,11 @@ def test_a_run_folder_that_somebody_has_edited_ends_in_code_2(
         shutil.copytree(tmp_path / "whole", folder)
         harm(folder, folder / "checkpoint" / "step-1")
         capsys.readouterr()
-        assert main(job(folder, "--training.steps=2")) == 2, said
+        assert code_of(job(folder, "--training.steps=2")) == 2, said
         assert said in capsys.readouterr().err
     folder = tmp_path / "no_text"
     shutil.copytree(tmp_path / "whole", folder)
     shutil.rmtree(folder / "checkpoint")
     (folder / "config.toml").write_bytes(b"\xff\xfe")
-    assert main(job(folder, "--training.steps=2")) == 2
+    assert code_of(job(folder, "--training.steps=2")) == 2
     assert "config.toml must hold the settings of a run" in capsys.readouterr().err

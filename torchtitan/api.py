@@ -37,20 +37,17 @@ from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.base.log import note_in_file
 from torchtitan.base.own import trust, trusting_stored
 from torchtitan.callbacks import check_callback
-from torchtitan.checkpoint.ranks import on_first_rank
-from torchtitan.config.fields import file_key
-from torchtitan.config.layers import PYTHON, Layer, Setting, flatten, literal
+from torchtitan.config.layers import CONFIG_FILE, PYTHON, Layer, Setting, flatten, literal
 from torchtitan.config.load import violations
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.generate.generator import DTYPES, Generator, read_model
 from torchtitan.generate.text import answer, complete
 from torchtitan.hf.names import CONFIG
-from torchtitan.job import Config, load_job
-from torchtitan.mesh.process_group import read_launch
-from torchtitan.mesh.stop import watch_session
+from torchtitan.job import Config, find_own, load_job
+from torchtitan.mesh.ranks import on_first_rank, read_rank_info
+from torchtitan.mesh.stop import interrupt, watch_signals
 from torchtitan.metrics.rows import RECORD, Row, read_rows
 from torchtitan.optim.loss import build_loss
-from torchtitan.own import find_own
 from torchtitan.train import prepare_process, train_job
 
 __all__ = [
@@ -101,9 +98,8 @@ def load_config(path: str | os.PathLike[str] | None = None, **overrides: object)
     """
     layer: Layer = {}
     if path is not None:
-        file, key = os.fspath(path), file_key(Config)
-        assert key is not None
-        layer[key] = Setting(file, PYTHON, ("path",), literal(file))
+        file = os.fspath(path)
+        layer[CONFIG_FILE] = Setting(file, PYTHON, ("path",), literal(file))
     for name, value in overrides.items():
         *section, last = name.split(".")
         given = flatten({last: _as_toml(value)}, origin=PYTHON, prefix=tuple(section))
@@ -132,10 +128,10 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
     `callbacks` follow the run, after those of the settings: objects with any of the methods of
     `torchtitan.callbacks.Callbacks`, the same on every rank.
 
-    Alone it is one rank; under torchrun each rank calls it. Ctrl-C (SIGINT), SIGTERM and SIGUSR1
-    stop the run after the step and save it; a second one, or one before the first step, raises
-    KeyboardInterrupt. Only the main thread gets signals. Another call with the same `config` goes
-    on where the run was stopped.
+    Alone it is one rank; under torchrun each rank calls it, once. Ctrl-C (SIGINT), SIGTERM and
+    SIGUSR1 stop the run after the step and save it; a second one, or one before the first step,
+    raises KeyboardInterrupt. Only the main thread gets signals. Another call with the same `config`
+    goes on where the run was stopped.
 
     Raises:
         UserError: A setting, a file or a checkpoint has to be mended, or the loss is not finite.
@@ -145,7 +141,7 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
     callbacks = list(callbacks)
     for number, callback in enumerate(callbacks):
         check_callback(callback, path=f"callbacks[{number}]")
-    with _alone(), watch_session() as stop, ExitStack() as undo, torch.enable_grad():
+    with _alone(), watch_signals(leave=interrupt) as stop, ExitStack() as undo, torch.enable_grad():
         launch = prepare_process(undo)
         try:
             trainer, stopped = train_job(
@@ -181,16 +177,18 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Let one thread train at a time: ranks have one group per process."""
+    """Let one thread train at a time, and several ranks once per process: their second process
+    group would find the addresses of the first one in the launcher's store."""
     if not _TRAINING.acquire(blocking=False):
         raise ConfigError(
-            "train runs in another thread of this process already; wait for it, or train in "
-            "another process"
+            "train runs in another thread of this process, or has run in it with several ranks; "
+            "wait for the thread, or train in another process"
         )
     try:
         yield
     finally:
-        _TRAINING.release()
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            _TRAINING.release()
 
 
 def _check(config: Config) -> None:
@@ -340,7 +338,9 @@ def _folder(path: str | os.PathLike[str]) -> Path:
 
 def _device(device: torch.device | str | None) -> torch.device:
     return (
-        local_device(read_launch(os.environ).local_rank) if device is None else torch.device(device)
+        local_device(read_rank_info(os.environ).local_rank)
+        if device is None
+        else torch.device(device)
     )
 
 

@@ -1,12 +1,12 @@
-"""Code of the user's own that follows a run.
+"""Callbacks: custom code that follows a run.
 
-The loop is one for all ranks: if one rank left it, or did something more or less, the others would
-wait for it in their next collective. So a hook is called on every rank, at the same steps, and
-nothing that it does on one of them alone can part the ranks. An error is kept, travels with the
-reduction of the next step, and ends the run on all ranks with the same message. A request to stop
-travels in the same way. Figures go into this rank's row and nowhere else. What a hook draws from
-torch's random generators is given back. Hooks are called on after an error, so that a collective in
-one finds all ranks there.
+All ranks run the same loop: if one rank left it, or did more or less than the other ranks, they
+would wait for it in their next collective. So each hook is called on every rank at the same steps,
+and nothing that it does on a single rank can make the ranks diverge. An error is stored, travels
+with the reduction of the next step, and ends the run on all ranks with the same message; so does a
+request to stop. Figures are added to this rank's row only. The state of torch's random generators
+is restored after a hook. Hooks are still called after an error, so that a collective in one of them
+finds all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEY = "training.callbacks"
 
 
 class Callbacks(Protocol):
-    """What follows a run: a class with any of these methods, each called on every rank."""
+    """Protocol of a callback: a class with any of these methods, each called on every rank."""
 
     def on_start(self, run: Any) -> None:
         """Look at what is about to be trained, before the first step: a torchtitan.trainer.Run."""
@@ -46,7 +46,7 @@ class Callbacks(Protocol):
         """Follow each validation; what is returned joins the row's figures."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """Follow each save; one in the background has only begun."""
+        """Called after each save; a background save has only started."""
 
     def on_end(self, reason: str | None) -> None:
         """Follow the end of the run, or its stop for a `reason`; not one that failed."""
@@ -55,7 +55,7 @@ class Callbacks(Protocol):
 HOOKS = tuple(name for name in vars(Callbacks) if name.startswith("on_"))
 
 
-class Hooks:
+class CallbackRunner:
     """Calls the hooks of all callbacks, and keeps what they ask for and what fails."""
 
     def __init__(self, callbacks: Sequence[object], *, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class Hooks:
         """Whether one has asked for the end."""
 
     def has_failed(self) -> bool:
-        """Tell whether one has raised an error."""
+        """Return whether a callback has raised an error."""
         return bool(self._error)
 
     def start(self, run: object) -> None:
@@ -107,7 +107,7 @@ class Hooks:
         return figures
 
     def checkpoint(self, step: int, path: Path) -> None:
-        """After a save, or when one has begun."""
+        """Call `on_checkpoint` after a save, or when a background save has started."""
         self._call("on_checkpoint", step, path)
 
     def end(self, reason: str | None) -> None:
@@ -142,7 +142,7 @@ class Hooks:
             with torch.random.fork_rng(devices):
                 try:
                     found.append(getattr(callback, hook)(*arguments))
-                except KeyboardInterrupt:  # of a signal, which nobody waits for
+                except KeyboardInterrupt:  # of a signal
                     raise
                 except BaseException as error:  # noqa: BLE001 - all ranks will raise it
                     self._fail(describe_error(error))
@@ -153,10 +153,10 @@ class Hooks:
 
 
 def build_callbacks(paths: Sequence[str], *, offered: Mapping[str, object]) -> list[object]:
-    """Build the callbacks that the settings name, with what they ask for of what is `offered`.
+    """Build the callbacks of the settings; each is called with the arguments that it names.
 
     Raises:
-        ConfigError: One is not there, asks for something else, or has a hook that is none of ours.
+        ConfigError: A callback does not exist, needs another argument or has an unknown hook.
     """
     made = []
     for path in paths:

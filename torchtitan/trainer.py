@@ -8,7 +8,7 @@ It receives finished parts (`assemble/`) and builds nothing. One optimizer step:
 
 Sums over ranks, never means, so that every split of the batch trains the same model. What ranks
 tell each other on the way (failed saves, requests to stop, norms that are not finite) is the
-business of `mesh/agreement.py`.
+business of `mesh/sync.py`.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ import torch
 from torch import Tensor
 
 from torchtitan.base.errors import StoppedError
-from torchtitan.callbacks import Hooks
+from torchtitan.callbacks import CallbackRunner
 from torchtitan.checkpoint.manager import CheckpointManager
 from torchtitan.checkpoint.state import Progress
-from torchtitan.data.loader import Loader, Samples
+from torchtitan.data.loader import Loader, Samples, StreamSamples
 from torchtitan.data.settings import TrainingConfig
-from torchtitan.mesh.agreement import Agreement
 from torchtitan.mesh.dims import Mesh
-from torchtitan.mesh.process_group import gather, tighten_timeout
-from torchtitan.mesh.stop import StopRequest, WaitInterrupted
+from torchtitan.mesh.ranks import gather, tighten_timeout
+from torchtitan.mesh.stop import StopRequest, WaitInterrupted, describe
+from torchtitan.mesh.sync import StepSync
 from torchtitan.metrics.ledger import Ledger
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.rows import Row
 from torchtitan.metrics.sinks import Sink
 from torchtitan.metrics.trace import Profiler
-from torchtitan.models.parts import ModelParts
+from torchtitan.models.interface import ModelParts
 from torchtitan.optim.balance import Balance
 from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
-from torchtitan.optim.optimizer import skips_by_itself, take_step
+from torchtitan.optim.optimizer import optimizer_step, supports_found_inf
 from torchtitan.optim.schedule import Schedule, set_lr
-from torchtitan.optim.spikes import Spikes
+from torchtitan.optim.spikes import SpikeDetector
 from torchtitan.parallel.context.layout import SequenceShard
 from torchtitan.parallel.execution import Execution
 from torchtitan.validate import Validator
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything the loop holds."""
+    """The parts of a run, built."""
 
     device: torch.device
     mesh: Mesh
@@ -62,9 +62,9 @@ class Run:
     sequence_shard: SequenceShard
     optimizer: torch.optim.Optimizer
     balance: Balance | None
-    """Of experts; None where there are none."""
+    """Balance of the experts. None for a model without experts."""
     schedule: Schedule
-    spikes: Spikes | None
+    spikes: SpikeDetector | None
     loader: Loader
     progress: Progress
     checkpoints: CheckpointManager | None
@@ -72,9 +72,9 @@ class Run:
     meter: Meter
     sinks: Sequence[Sink]
     profiler: Profiler | None
-    hooks: Hooks
+    hooks: CallbackRunner
     ledger: Ledger | None
-    """On rank 0 alone."""
+    """Rank 0 only."""
     training: TrainingConfig
     tokens_per_step: int
     log_freq: int
@@ -83,7 +83,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """What a step leaves, still on the device."""
+    """Results of a step, on the device."""
 
     loss_sum: Tensor
     """Summed loss of this rank's valid tokens."""
@@ -94,7 +94,7 @@ class StepFigures:
 
 
 class Trainer:
-    """Takes a run from where it is to its last step."""
+    """Runs the training loop."""
 
     def __init__(
         self,
@@ -107,14 +107,14 @@ class Trainer:
         self.run = run
         self.last_row: Row | None = None
         checkpoints, dims, hooks = run.checkpoints, run.mesh.dims, run.hooks
-        stop = stop or StopRequest()
+        self._stop = stop = stop or StopRequest()
         stop.is_asked = lambda: hooks.stops  # not `run`, whose loader holds `stop`
-        run.loader.stop = stop
+        run.loader.waiting = stop.waiting_for_data
         if run.validator is not None:
-            run.validator.watch(stop)
+            run.validator.limit_waits(stop.waiting_for_data)
         self._saved_step = run.progress.step
         save_failed = (lambda: False) if checkpoints is None else checkpoints.has_failed
-        self._agreement = Agreement(
+        self._agreement = StepSync(
             stop,
             failures=[save_failed, run.hooks.has_failed],
             equal_ranks=dims.pp * dims.tp,  # along these two all hold the same tokens
@@ -168,6 +168,7 @@ class Trainer:
                     run.hooks.raise_failure()
                 if progress.step == first_step:
                     tighten_timeout(run.train_timeout_seconds, groups=run.mesh.groups())
+                    self._stop.data_timeout_seconds = run.train_timeout_seconds
                 validates = self._is_validation_due(last=finished)
                 logged = progress.step % run.log_freq == 0 or progress.step == 1 or finished
                 logged = logged or validates
@@ -176,7 +177,7 @@ class Trainer:
                 if logged:
                     self._report(figures, validates=validates)
                 if self._save(last=finished) and not finished:
-                    agreement.vote_again()  # a signal during the save need not wait for a step
+                    agreement.sync_stop_flags()  # a signal during the save need not wait for a step
                 run.hooks.step(progress.step, self.last_row if logged else None)
                 on_step(progress.step)
                 if run.profiler is not None:
@@ -185,7 +186,7 @@ class Trainer:
                     collect()
             agreement.check_pending_norm()
             if run.spikes is not None:
-                run.spikes.tell()
+                run.spikes.log_pending()
         reason = None if finished else agreement.stopped
         run.hooks.end(reason)
         return reason
@@ -200,10 +201,16 @@ class Trainer:
         try:
             with self.run.meter.waiting_for_data():
                 return next(self.run.loader)
-        except WaitInterrupted as stopped:
-            step, self._agreement.stopped = self.run.progress.step, str(stopped)
+        except WaitInterrupted:
+            step, self._agreement.stopped = self.run.progress.step, describe(self._stop.votes())
             if step == 0:
-                raise StoppedError(f"stopped by {stopped} before the first step") from None
+                raise StoppedError("stopped by a signal before the first step") from None
+            if isinstance(self.run.loader.dataset, StreamSamples):
+                # its state holds where its generator stands, and that was interrupted
+                raise StoppedError(
+                    f"stopped after step {step} by a signal while a stream gave no data; nothing "
+                    f"was saved since the last checkpoint, run the same command to resume from it"
+                ) from None
             if self._saved_step != step:
                 self._save(last=False)
             return None
@@ -230,7 +237,7 @@ class Trainer:
         return True
 
     def _validation_loss(self) -> float | None:
-        """Return the validation loss of the present weights, if it was measured."""
+        """Return the validation loss of the current weights, if it was measured."""
         row = self.last_row
         is_present = row is not None and row["step"] == self.run.progress.step
         return row.get("validation_loss") if row is not None and is_present else None
@@ -246,24 +253,24 @@ class Trainer:
         divisor = agreement.sum_valid(num_valid).clamp(min=1)
 
         if run.balance is not None:
-            run.balance.begin(divisor, padding=[batch.is_padding for batch in batches])
+            run.balance.begin(divisor, is_text=[batch.is_text() for batch in batches])
         loss_sum = run.execution.forward_backward(batches, divisor=divisor)
         agreement.check_pending_norm()  # of the step before, while the device works on this one
         grad_norm = global_norm(self._parameters, loss=loss_sum)
-        agreement.add_norm(grad_norm, loss=loss_sum, step=step)
+        agreement.defer_norm_check(grad_norm, loss=loss_sum, step=step)
         # this condition must come out alike on every rank, also on one that trains nothing: the
         # check may raise
         offloads = run.training.enable_cpu_offload
-        if offloads or not skips_by_itself(run.optimizer, device=run.device):
+        if offloads or not supports_found_inf(run.optimizer, device=run.device):
             agreement.check_pending_norm()  # of this step
         norm, max_norm = grad_norm, run.training.max_norm
         if run.spikes is not None:
-            norm, max_norm = run.spikes.judge(
+            norm, max_norm = run.spikes.check(
                 step, loss_sum=loss_sum, divisor=divisor, norm=norm, max_norm=max_norm
             )
         with run.meter.updating():
             clip_gradients(self._parameters, norm=grad_norm, max_norm=max_norm)
-            take_step(run.optimizer, norm=norm)
+            optimizer_step(run.optimizer, norm=norm)
         if run.balance is not None:
             run.balance.update(norm=norm)
         run.execution.after_update()
@@ -275,7 +282,7 @@ class Trainer:
         run, step = self.run, self.run.progress.step
         counted = figures.num_valid if run.execution.owns_loss else figures.num_valid * 0
         local = torch.stack([figures.loss_sum, counted.double(), *run.meter.own_times()])
-        # all ranks learn the loss, wherever the last pipeline stage is
+        # the last pipeline stage has the loss; all ranks receive it
         loss_sums, num_valid, *own_times = gather(local).unbind(1)
         self.last_row = run.meter.report(
             step,
@@ -298,8 +305,8 @@ class Trainer:
                 try:
                     self.last_row |= run.validator.measure(step)
                     self.last_row |= run.hooks.validation(step, self.last_row)
-                except WaitInterrupted as stopped:
-                    self._agreement.stopped = str(stopped)
+                except WaitInterrupted:
+                    self._agreement.stopped = describe(self._stop.votes())
         for sink in run.sinks:
             sink.write(dict(self.last_row))
 
@@ -319,7 +326,7 @@ class Trainer:
 
 @contextmanager
 def _collecting_garbage_by_hand() -> Iterator[Callable[[], int]]:
-    # a rank that collects by itself makes all others wait at the next collective
+    # a rank that collects on its own delays all ranks at the next collective
     was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()  # what exists now stays: scanning all modules takes a tenth of a second

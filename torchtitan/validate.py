@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -19,14 +19,12 @@ from torch import Tensor
 from torchtitan.base.errors import DataError, NonFiniteError
 from torchtitan.data.loader import Loader
 from torchtitan.mesh.dims import Mesh
-from torchtitan.mesh.process_group import gather, set_timeout, tighten_timeout
-from torchtitan.mesh.stop import StopRequest
+from torchtitan.mesh.ranks import gather, set_timeout, tighten_timeout
 from torchtitan.metrics.rows import Row
-from torchtitan.models.parts import ModelParts
+from torchtitan.models.interface import ModelParts
 from torchtitan.optim.loss import count_valid
-from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.context.layout import SequenceShard
-from torchtitan.parallel.execution import Execution
+from torchtitan.parallel.execution import Batch, Execution
 from torchtitan.parallel.fsdp import free_gathered
 
 LARGEST_EXPONENT = 700.0  # exp of more overflows a float
@@ -69,7 +67,7 @@ class Validator:
         self._has_run, self._tells_perplexity = False, tells_perplexity
 
     def is_due(self, step: int, *, last: bool, saves: bool) -> bool:
-        """Tell whether to validate after a step, which is the `last` one, or is saved."""
+        """Return whether to validate after a step that is the `last` one or is saved."""
         return last or step == 1 or step % self._freq == 0 or (saves and self._before_saves)
 
     def measure(self, step: int) -> Row:
@@ -113,9 +111,9 @@ class Validator:
             yield self._shard.take(samples).to(self._device)
         self._loader.close()
 
-    def watch(self, stop: StopRequest) -> None:
-        """Let waits for data end by `stop`."""
-        self._loader.stop = stop
+    def limit_waits(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        """Limit waits for data by `waiting`, see `Loader`."""
+        self._loader.waiting = waiting
 
     def close(self) -> None:
         """End the loader's workers."""

@@ -30,7 +30,7 @@ from scripts.benchmarks.pairs import (
 from scripts.benchmarks.ranks import run_ranks
 from torchtitan.base.device import device_name, local_device
 from torchtitan.base.errors import ConfigError
-from torchtitan.mesh.process_group import Launch
+from torchtitan.mesh.ranks import RankInfo
 from torchtitan.parallel.context.attention import Method, Ranks, build_attention
 from torchtitan.parallel.context.layout import SequenceLayout
 
@@ -86,7 +86,7 @@ def measure(args: argparse.Namespace) -> Report:
     )
 
 
-def compare_methods(launch: Launch, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def compare_methods(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Time every method beside the whole sequence; rank 0's times are those of the slowest."""
     device = local_device(launch.local_rank)
     dtype, seq_len = getattr(torch, settings["dtype"]), settings["seq_len"]

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from torchtitan.base.device import device_name
 from torchtitan.base.errors import ConfigError
-from torchtitan.plan.devices import DEVICES, Constants, Device, Share, device_named
+from torchtitan.tools.plan.devices import DEVICES, Constants, Device, Share, device_named
 
 SHAPES = ((8192, 2048, 8192), (8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096))
 """Rows, input and output width."""

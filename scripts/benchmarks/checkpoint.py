@@ -37,12 +37,11 @@ from scripts.benchmarks.pairs import (
     timed,
 )
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.folders import find_steps
+from torchtitan.checkpoint.checksums import verify
 from torchtitan.checkpoint.manager import CheckpointManager, build_group
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.state import Progress, RunState
-from torchtitan.checkpoint.verify import verify
-from torchtitan.mesh.faults import Pulse
+from torchtitan.checkpoint.storage import find_steps
 
 SUMMARY = "save, load, and time the loop is blocked"
 TARGET = "at most 1.10"
@@ -160,8 +159,7 @@ def _measure_blocked(
         settings=settings,
         folder=folder,
         manifest={},
-        group=build_group(),
-        pulse=Pulse(None, rank=0, world_size=1, limit_seconds=100),
+        group=build_group(3600),
     )
 
     def run() -> float:

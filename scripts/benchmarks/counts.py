@@ -1,6 +1,6 @@
 """What a step of FSDP does, counted: the same on every machine.
 
-    ours           the trainer's own step, rehearsed by `torchtitan.plan`
+    ours           the trainer's own step, rehearsed by `torchtitan.tools.plan`
     transformers   its model, loss and checkpointing with FSDP2 on each block and on the whole, a
                    clipped norm and fused AdamW, recorded by the same tape
     least          by formula: what no program can do without that shards in this way
@@ -34,15 +34,15 @@ from scripts.benchmarks.ranks import run_ranks
 from scripts.benchmarks.rehearsed import rehearse_theirs
 from scripts.benchmarks.turns import OURS, THEIRS
 from scripts.benchmarks.waits import SETTINGS, count_waits
-from torchtitan.assemble import find_model
 from torchtitan.base.device import GIB
+from torchtitan.layout import find_model
 from torchtitan.models.settings import ModelConfig
 from torchtitan.models.sizes import DecoderConfig
-from torchtitan.plan.account import classify, replay
-from torchtitan.plan.devices import find_device
-from torchtitan.plan.job import plan_job
-from torchtitan.plan.records import rehearse_rank
-from torchtitan.plan.tape import Record
+from torchtitan.tools.plan.account import classify, replay
+from torchtitan.tools.plan.devices import find_device
+from torchtitan.tools.plan.job import plan_job
+from torchtitan.tools.plan.records import rehearse_rank
+from torchtitan.tools.plan.tape import Record
 
 SUMMARY = "what a step moves, keeps and launches, beside transformers and the least possible"
 LEAST = "least"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torchtitan.parallel.batch import Batch
+from torchtitan.parallel.execution import Batch
 
 MAX_NORM = 1.0
 # a rate at which the largest of the models here does not amplify the rounding of its first steps

@@ -2,8 +2,8 @@
 
     measured   ranks that run the library's runtime; a stage sleeps for as long as its work is said
                to take: --sleep_ms forward, as much for each half of backward
-    promised   the same table played through on paper (torchtitan.plan.schedule), with the mean of
-               the naps that the stages took in that very pass
+    promised   the same table played through on paper (torchtitan.tools.plan.schedule), with the
+               mean of the naps that the stages took in that very pass
 
 Stages that sleep take equal times and no processor, so that several ranks on few cores measure the
 schedule and not each other; what is left over the promise is what the runtime and the messages
@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from scripts.benchmarks.pairs import Comparison, Report, check_close
 from scripts.benchmarks.ranks import run_ranks
-from torchtitan.mesh.process_group import Launch
-from torchtitan.parallel.batch import Batch
+from torchtitan.mesh.ranks import RankInfo
+from torchtitan.parallel.execution import Batch
 from torchtitan.parallel.pipeline.schedules import (
     SCHEDULES,
     Runtime,
@@ -38,7 +38,7 @@ from torchtitan.parallel.pipeline.schedules import (
     compute_table,
     ranks_of,
 )
-from torchtitan.plan.schedule import Costs, Timeline, simulate
+from torchtitan.tools.plan.schedule import Costs, Timeline, simulate
 
 SUMMARY = "idle time of the schedules, against what their tables promise"
 TARGET = "at most 1.15"
@@ -174,7 +174,7 @@ class SleepingStage(nn.Module):
         return out.sum() if self._last else out
 
 
-def run_schedules(launch: Launch, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def run_schedules(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Run each schedule for some steps; return the seconds of each, and what came out."""
     return {name: _run(name, launch.rank, settings) for name in settings["schedules"]}
 

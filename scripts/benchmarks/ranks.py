@@ -20,10 +20,10 @@ from scripts.benchmarks.pairs import DisagreementError
 from scripts.ports import hold_port
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import ConfigError, UserError
-from torchtitan.mesh.process_group import Launch, init_process_group, leave
+from torchtitan.mesh.ranks import RankInfo, init_process_group, leave
 from torchtitan.mesh.settings import CommConfig
 
-Measurement = Callable[[Launch, Path, dict[str, Any]], dict[str, Any]]
+Measurement = Callable[[RankInfo, Path, dict[str, Any]], dict[str, Any]]
 """From this rank's place, a folder that goes again and settings, to figures."""
 
 
@@ -63,7 +63,7 @@ def _work(
     folder: str,
 ) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    launch = Launch(rank=rank, local_rank=rank, world_size=ranks)
+    launch = RankInfo(rank=rank, local_rank=rank, world_size=ranks)
     place = Path(folder)
     init_process_group(
         launch, device_type=device_type(), settings=CommConfig(), dump_folder=place / "run"

@@ -15,6 +15,7 @@ allocator has handed out, on a CPU the resident set, less what it was before the
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,15 @@ from scripts.benchmarks.pairs import (
 )
 from scripts.benchmarks.ranks import run_ranks
 from scripts.benchmarks.turns import TOLERANCES, peak_gib
-from torchtitan.assemble import assemble, find_model
 from torchtitan.base.device import device_name
+from torchtitan.build import assemble
 from torchtitan.job import load_config
-from torchtitan.mesh.process_group import Launch
+from torchtitan.layout import find_model
+from torchtitan.mesh.ranks import RankInfo
 from torchtitan.models.settings import ModelConfig
 from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
-from torchtitan.optim.optimizer import take_step
+from torchtitan.optim.optimizer import optimizer_step
 
 SUMMARY = "activation checkpointing: time and memory of each policy"
 NONE = "none"
@@ -144,23 +146,23 @@ class _Policy:
     """A model under one policy, and its optimizer step without the trainer around it."""
 
     def __init__(
-        self, name: str, settings: dict[str, Any], *, launch: Launch, folder: Path
+        self, name: str, settings: dict[str, Any], *, launch: RankInfo, folder: Path
     ) -> None:
         job = _describe_job(settings, policy=name, folder=folder)
-        self.run = run = assemble(load_config(job), launch=launch, color=False)
+        self.run = run = assemble(load_config(job), launch=launch, color=False, undo=ExitStack())
         [samples, *_] = next(run.loader)
         self._batch = run.sequence_shard.take(samples).to(run.device)
         self._divisor = count_valid(self._batch.labels)
         self._parameters = list(run.model.parameters())
         self._losses: list[torch.Tensor] = []
 
-    def take_steps(self, num_steps: int) -> None:
+    def optimizer_steps(self, num_steps: int) -> None:
         """Train on the one batch."""
         for _ in range(num_steps):
             loss = self.run.execution.forward_backward([self._batch], divisor=self._divisor)
             norm = global_norm(self._parameters, loss=loss)
             clip_gradients(self._parameters, norm=norm, max_norm=1.0)
-            take_step(self.run.optimizer, norm=norm)
+            optimizer_step(self.run.optimizer, norm=norm)
             self._losses.append(loss / self._divisor)
 
     def losses(self) -> list[float]:
@@ -168,7 +170,7 @@ class _Policy:
         return [float(loss) for loss in self._losses]
 
 
-def take_turns(launch: Launch, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def take_turns(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Let each policy take its steps, again and again."""
     policies = {
         name: _Policy(name, settings, launch=launch, folder=folder) for name in settings["policies"]
@@ -177,7 +179,7 @@ def take_turns(launch: Launch, folder: Path, settings: dict[str, Any]) -> dict[s
     for _ in range(settings["pairs"] + 1):
         for name, policy in policies.items():
             before = read_clocks()
-            policy.take_steps(settings["steps"])
+            policy.optimizer_steps(settings["steps"])
             spent[name].append(spent_since(before))
     device = policies[NONE].run.device
     return {
@@ -188,8 +190,10 @@ def take_turns(launch: Launch, folder: Path, settings: dict[str, Any]) -> dict[s
     }
 
 
-def measure_peak(launch: Launch, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def measure_peak(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Take a few steps under one policy, and return the peak of memory."""
     start = peak_gib()
-    _Policy(settings["policy"], settings, launch=launch, folder=folder).take_steps(STEPS_FOR_MEMORY)
+    _Policy(settings["policy"], settings, launch=launch, folder=folder).optimizer_steps(
+        STEPS_FOR_MEMORY
+    )
     return {"above_start_gib": peak_gib() - start}

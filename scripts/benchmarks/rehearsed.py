@@ -1,4 +1,4 @@
-"""One step of transformers' model under FSDP2, rehearsed as `torchtitan.plan` rehearses ours.
+"""One step of transformers' model under FSDP2, rehearsed as `torchtitan.tools.plan` rehearses ours.
 
 The model runs on fake tensors, as one rank of a world that does not exist, and the planner's tape
 records it. Around the model is what its users write: `fully_shard` on each block and on the whole,
@@ -26,10 +26,10 @@ from torchtitan.hf.config import new_config
 from torchtitan.models.init import local_part
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
-from torchtitan.optim.state import create_state
-from torchtitan.plan.rehearse import FakeTensors, fake_tensors
-from torchtitan.plan.tape import WORLD, Record, Tape
-from torchtitan.plan.world import fake_world, stand_ins
+from torchtitan.optim.optimizer import create_state
+from torchtitan.tools.plan.rehearse import FakeTensors, fake_tensors
+from torchtitan.tools.plan.tape import WORLD, Record, Tape
+from torchtitan.tools.plan.world import fake_world, stand_ins
 
 CARRIED = {"max_position_embeddings": 131_072}
 """Llama 3.1's; nothing is as long as that."""

@@ -43,9 +43,9 @@ from scripts.benchmarks.turns import (
     take_all,
     take_turns,
 )
-from torchtitan.assemble import find_model
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
+from torchtitan.layout import find_model
 from torchtitan.models.families import MODELS
 from torchtitan.models.settings import ModelConfig
 

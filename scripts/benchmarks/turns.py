@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import resource
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,23 +29,23 @@ from scripts.benchmarks.loops import (
 )
 from scripts.benchmarks.pairs import Spent, check_close, read_clocks, spent_since
 from scripts.benchmarks.theirs import build_theirs
-from torchtitan.assemble import assemble, find_model
 from torchtitan.assemble.data import build_loader, build_training_samples
-from torchtitan.assemble.find import find_layout
-from torchtitan.base.device import device_name, local_device, peak_flops, timed_peak
+from torchtitan.base.device import PeakFlops, device_name, local_device, peak_flops
+from torchtitan.build import assemble
 from torchtitan.checkpoint.state import Progress
 from torchtitan.job import load_config
+from torchtitan.layout import find_layout, find_model
 from torchtitan.mesh.dims import build_mesh
-from torchtitan.mesh.once import OncePerMachine
-from torchtitan.mesh.process_group import Launch
+from torchtitan.mesh.ranks import OncePerMachine, RankInfo
 from torchtitan.metrics.rows import Row
-from torchtitan.models.contract import count
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import initialize
+from torchtitan.models.interface import count
 from torchtitan.models.settings import ModelConfig
 from torchtitan.parallel.activation import apply_activation_checkpointing
-from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.context.build import build_shard
+from torchtitan.parallel.execution import Batch
+from torchtitan.tools.check.speed import multiply
 from torchtitan.trainer import Run, Trainer
 
 OURS, BARE, THEIRS, TRAINER = "ours", "bare loop", "transformers", "Trainer"
@@ -102,9 +103,14 @@ class _Record:
         """Do nothing."""
 
 
-def assemble_ours(settings: dict[str, Any], *, launch: Launch, folder: Path) -> Run:
+def assemble_ours(settings: dict[str, Any], *, launch: RankInfo, folder: Path) -> Run:
     """Build the library's run as a job is built."""
-    return assemble(load_config(describe_job(settings, folder=folder)), launch=launch, color=False)
+    return assemble(
+        load_config(describe_job(settings, folder=folder)),
+        launch=launch,
+        color=False,
+        undo=ExitStack(),
+    )
 
 
 def load_batches(settings: dict[str, Any], *, device: torch.device, folder: Path) -> list[Batch]:
@@ -158,7 +164,7 @@ def _their_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return logits_BSV
 
 
-def take_turns(launch: Launch, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def take_turns(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Train in turns, the others whenever the library's loop has taken its steps.
 
     The library's loop is never left: the others have their turns where it tells of a step done.
@@ -197,7 +203,7 @@ def take_turns(launch: Launch, folder: Path, settings: dict[str, Any]) -> dict[s
     }
 
 
-def take_all(launch: Launch, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def take_all(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Train in one loop alone; tell its times, losses, and the peak of this rank's memory."""
     name, num_steps = settings["loop"], settings["steps"]
     device = local_device(launch.local_rank)
@@ -254,7 +260,9 @@ def _about(settings: dict[str, Any], *, device: torch.device) -> dict[str, Any]:
     spec, architecture = find_model(_named(settings))
     counts = count(spec.build_meta(architecture))
     dtype = getattr(torch, settings["dtype"])
-    peak = peak_flops(device, dtype=dtype) or timed_peak(device, dtype=dtype)
+    peak = peak_flops(device, dtype=dtype) or PeakFlops(
+        value=multiply(device, dtype=dtype, seconds=0.5), source="a timed matrix product"
+    )
     return {
         "device": device_name(device),
         "device_type": device.type,

@@ -25,7 +25,7 @@ import torch
 
 from scripts import s3_server
 from scripts.benchmarks.pairs import Comparison, DisagreementError, Report, alternate, timed
-from torchtitan.checkpoint.files import FileRecord, hash_file
+from torchtitan.checkpoint.checksums import FileRecord, hash_file
 from torchtitan.checkpoint.objects import ObjectStore
 
 SUMMARY = "uploads and downloads beside the store's own client"

@@ -6,7 +6,7 @@ be done, and the device idles until the host has launched more. It does not depe
 few steps on this machine's CPU tell; only what is done with batches before they are on the device
 is left out of the count.
 
-A copy that is asked for and read later (`torchtitan.base.transfer`) does not stop the device; it is
+A copy that is asked for and read later (`torchtitan.base.device`) does not stop the device; it is
 counted apart.
 """
 
@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from scripts.benchmarks.turns import OURS, assemble_ours, build_other, load_batches
-from torchtitan.base.device import local_device
-from torchtitan.base.dispatch import DispatchMode
-from torchtitan.base.transfer import HostCopy
+from torchtitan.base.device import HostCopy, local_device
 from torchtitan.data.loader import Loader
-from torchtitan.mesh.process_group import Launch
+from torchtitan.mesh.ranks import RankInfo
+from torchtitan.tools.plan.tape import DispatchMode
 from torchtitan.trainer import Trainer
 
 ASKS = frozenset(
@@ -119,7 +118,7 @@ def _by_mask(indices: Any) -> bool:
     return any(index is not None and index.dtype == torch.bool for index in indices)
 
 
-def count_waits(launch: Launch, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def count_waits(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Count in steps of the loop `settings["loop"]`: in one, and in one that is reported."""
     waits, seen = Waits(), [(0, 0)]
 

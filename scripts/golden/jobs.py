@@ -35,7 +35,7 @@ log_freq = 1
 enable = true
 interval = 100
 """
-FIXTURES = Path("tests/fixtures/first_house")
+FIXTURES = Path("tests/fixtures")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,24 @@ WITHIN = "training.document_attention=within"
 FILES = "training.dataset=files training.dataset_path=documents.jsonl"
 LORA = "lora.rank=4 lora.alpha=8.0 optimizer.lr=0.02"
 SMALLEST = "model.flavor=smallest"
+SIZES = (
+    "model.dim=8 model.num_heads=2 model.num_kv_heads=1 model.hidden_dim=16 model.vocab_size=258 "
+    "model.num_layers={}"
+)
+DENSE = (
+    f"{SIZES.format(1)} {FILES} "
+    "validation.enable=true validation.split=0.2 validation.freq=3 validation.steps=2"
+)
+NOISY = "training.loss=tests.fixtures.second_house.own_loss:noisy"
+SHARDED = SIZES.format(1)
+ADAPTERS = f"{SIZES.format(1)} {LORA} {WITHIN} training.packing=packed"
+EXPERTS = (
+    "model.name=deepseek_v3 model.dim=4 model.num_heads=2 model.num_kv_heads=2 "
+    "model.q_lora_rank=8 model.kv_lora_rank=8 model.hidden_dim=8 model.expert_hidden_dim=4 "
+    "model.vocab_size=258 model.num_layers=2 "
+    "router.bias_update_rate=0.01 router.sequence_loss_weight=0.01 "
+    f"{FILES} {WITHIN} training.document_positions=restart"
+)
 THREE, SIX = "training.steps=3", "training.steps=6"
 
 JOBS: Mapping[str, Job] = {
@@ -113,17 +131,30 @@ JOBS: Mapping[str, Job] = {
     "smallest_single": _job(f"{SMALLEST} {SIX}"),
     "smallest_fsdp2": _job(f"{SMALLEST} {SIX}", ranks=2),
     "smallest_lora": _job(f"{SMALLEST} {LORA} {SIX}"),
-    "first_house_single": Job((_run(f"{SMALLEST} {SIX}"),), fixture="single"),
-    "first_house_fsdp2": Job((_run(f"{SMALLEST} {SIX}", ranks=2),), fixture="fsdp2"),
-    "first_house_fsdp2_as_single": Job((_run(f"{SMALLEST} {SIX}"),), fixture="fsdp2"),
-    "first_house_lora": Job((_run(f"{SMALLEST} {LORA} {SIX}"),), fixture="lora"),
+    "first_house_single": Job((_run(f"{SMALLEST} {SIX}"),), fixture="first_house/single"),
+    "first_house_fsdp2": Job((_run(f"{SMALLEST} {SIX}", ranks=2),), fixture="first_house/fsdp2"),
+    "first_house_fsdp2_as_single": Job((_run(f"{SMALLEST} {SIX}"),), fixture="first_house/fsdp2"),
+    "first_house_lora": Job((_run(f"{SMALLEST} {LORA} {SIX}"),), fixture="first_house/lora"),
+    "whole_dense": _job(f"{DENSE} {NOISY} {SIX}"),
+    "whole_fsdp2": _job(f"{SHARDED} {SIX}", ranks=2),
+    "whole_lora": _job(f"{ADAPTERS} {SIX}"),
+    "whole_experts": _job(f"{EXPERTS} {SIX}"),
+    "second_house_dense": Job((_run(f"{DENSE} {NOISY} {SIX}"),), fixture="second_house/dense"),
+    "second_house_fsdp2": Job((_run(f"{SHARDED} {SIX}", ranks=2),), fixture="second_house/fsdp2"),
+    "second_house_fsdp2_as_single": Job((_run(f"{SHARDED} {SIX}"),), fixture="second_house/fsdp2"),
+    "second_house_lora": Job((_run(f"{ADAPTERS} {SIX}"),), fixture="second_house/lora"),
+    "second_house_experts": Job((_run(f"{EXPERTS} {SIX}"),), fixture="second_house/experts"),
 }
 FIXTURE_JOBS: Mapping[str, Job] = {
-    "single": _job(f"{SMALLEST} {THREE}"),
-    "fsdp2": _job(f"{SMALLEST} {THREE}", ranks=2),
-    "lora": _job(f"{SMALLEST} {LORA} {THREE}"),
+    "first_house/single": _job(f"{SMALLEST} {THREE}"),
+    "first_house/fsdp2": _job(f"{SMALLEST} {THREE}", ranks=2),
+    "first_house/lora": _job(f"{SMALLEST} {LORA} {THREE}"),
+    "second_house/dense": _job(f"{DENSE} {NOISY} {THREE}"),
+    "second_house/fsdp2": _job(f"{SHARDED} {THREE}", ranks=2),
+    "second_house/lora": _job(f"{ADAPTERS} {THREE}"),
+    "second_house/experts": _job(f"{EXPERTS} {THREE}"),
 }
-"""What wrote the folders in FIXTURES."""
+"""What wrote the folders in FIXTURES; README.md there says with which commit."""
 
 WORDS = ("red", "blue", "stone", "river", "nine", "bird", "over", "slow")
 

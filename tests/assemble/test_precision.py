@@ -6,11 +6,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.models.fake_group import fake_group
-from torchtitan.assemble import precision
-from torchtitan.assemble.precision import resolve_precision
+from torchtitan import build as precision
+from torchtitan.build import resolve_precision
 from torchtitan.config.toml_files import to_toml
 from torchtitan.job import load_config
-from torchtitan.trajectory import Job, trajectory_differences
+from torchtitan.resume_rules import Job, trajectory_differences
 
 
 def settled(

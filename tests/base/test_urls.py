@@ -22,11 +22,12 @@ UNSUPPORTED = (
     "ftp://host/Z",
     " s3://bucket/Z",
 )
-OF_STORES = ("checkpoint.folder", "checkpoint.initial_load_path", "training.dataset_cache")
+OF_STORES = ("checkpoint.folder", "checkpoint.initial_load_path")
 OF_PATHS = (
     "job.dump_folder",
     "job.save_config_file",
     "model.tokenizer_path",
+    "training.dataset_cache",
     "checkpoint.staging_folder",
     "metrics.save_tb_folder",
     "profiling.save_traces_folder",

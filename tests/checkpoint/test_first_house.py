@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from torchtitan.generate.sampling import generate
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 
-RUNS = goldens.ROOT / FIXTURES
+RUNS = goldens.ROOT / FIXTURES / "first_house"
 RUN = RUNS / "single" / "run"
 
 
@@ -37,11 +37,45 @@ def smallest() -> Iterator[None]:
 @pytest.mark.timeout(600)
 def test_they_are_resumed_bit_for_bit() -> None:
     """On one rank, on two, with adapters, and two as one; what is recorded is the whole run's."""
-    names = [name for name, job in JOBS.items() if job.fixture]
-    assert len(names) == 4
+    check_resumed("first_house", num_jobs=4)
+
+
+def check_resumed(house: str, *, num_jobs: int) -> None:
+    names = [name for name, job in JOBS.items() if job.fixture.startswith(f"{house}/")]
+    assert len(names) == num_jobs
     command = [sys.executable, goldens.__file__, "check", *names]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check_start(
+    run: Path,
+    settings: str,
+    ranks: RankPool,
+    folder: Path,
+    *,
+    world: int,
+    data: str = "examples.jsonl",
+    train: Callable[[list[str]], jobs.Result] = jobs.train,
+) -> None:
+    """Train a step from the weights of a stored run, and compare what it began with."""
+    write_data(folder)
+    step = run / "run" / "checkpoint" / "step-3"
+    job = [
+        f"--job.config_file={folder / 'base.toml'}",
+        f"--job.dump_folder={folder / 'run'}",
+        *(f"--{word}" for word in settings.split()),
+        f"--training.dataset_path={folder / data}",
+        f"--training.dataset_cache={folder / 'cache'}",
+        "--training.steps=1",
+        f"--checkpoint.initial_load_path={step}",
+    ]
+    result = ranks.run(train, job, world=world)[0]
+    stored = read_tensors(step / "model")
+    assert result.initial.keys() == stored.keys()
+    for name, weight in stored.items():
+        assert torch.equal(result.initial[name], weight), name
+    assert [row["step"] for row in result.rows] == [1]
 
 
 def train_smallest(job: list[str]) -> jobs.Result:
@@ -53,23 +87,7 @@ def train_smallest(job: list[str]) -> jobs.Result:
 def test_a_run_starts_from_their_weights(
     run: str, world: int, ranks: RankPool, tmp_path: Path
 ) -> None:
-    write_data(tmp_path)
-    step = RUNS / run / "run" / "checkpoint" / "step-3"
-    job = [
-        f"--job.config_file={tmp_path / 'base.toml'}",
-        f"--job.dump_folder={tmp_path / 'run'}",
-        f"--training.dataset_path={tmp_path / 'examples.jsonl'}",
-        f"--training.dataset_cache={tmp_path / 'cache'}",
-        *(f"--{word}" for word in SMALLEST.split()),
-        "--training.steps=1",
-        f"--checkpoint.initial_load_path={step}",
-    ]
-    result = ranks.run(train_smallest, job, world=world)[0]
-    stored = read_tensors(step / "model")
-    assert result.initial.keys() == stored.keys()
-    for name, weight in stored.items():
-        assert torch.equal(result.initial[name], weight), name
-    assert [row["step"] for row in result.rows] == [1]
+    check_start(RUNS / run, SMALLEST, ranks, tmp_path, world=world, train=train_smallest)
 
 
 def test_text_is_generated_from_their_weights(

@@ -54,10 +54,10 @@ def test_a_folder_has_one_holder_until_that_one_is_killed(
     monkeypatch.setattr(lock, "SECONDS_TO_END", 0.2)
     folder = tmp_path / "runs" / "one"
     with holder(folder) as process:
-        with pytest.raises(CheckpointError, match="must belong to one run at a time") as caught:
+        with pytest.raises(CheckpointError, match=r"job\.dump_folder") as caught:
             lock.hold(folder)
         said = str(caught.value)
-        assert f"writing to {folder} now: " in said
+        assert f"writing to {folder}: " in said
         assert f"process {process.pid} on host {platform.node()}; wait for its end" in said
         assert "choose another --job.dump_folder" in said
         lock.hold(tmp_path / "runs" / "two")
@@ -81,10 +81,8 @@ def test_a_file_system_without_locks_is_warned_of(
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     lock.hold(tmp_path)
-    assert [r.getMessage() for r in caplog.records] == [
-        f"{tmp_path} cannot be locked (No locks available): nothing keeps two runs from writing to "
-        f"it at once"
-    ]
+    [said] = [record.getMessage() for record in caplog.records]
+    assert f"{tmp_path} cannot be locked (No locks available)" in said
 
 
 def test_a_second_run_is_refused_on_all_ranks_before_it_writes(
@@ -95,7 +93,7 @@ def test_a_second_run_is_refused_on_all_ranks_before_it_writes(
     draft.mkdir(parents=True)
     with holder(tmp_path / "run"):
         for message in ranks.run(jobs.refusal, job, world=2):
-            assert f"another one is writing to {tmp_path / 'run'} now: process " in message
+            assert f"is writing to {tmp_path / 'run'}: process " in message
         assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", "checkpoint"]
         assert draft.is_dir()
     assert ranks.run(jobs.refusal, job, world=2) == ["no error"] * 2

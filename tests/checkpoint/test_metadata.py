@@ -33,7 +33,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.metadata import find_misses, read_metadata
+from torchtitan.checkpoint.reader import find_misses, read_metadata
 from torchtitan.checkpoint.storage import Component, read_tensors, write
 
 Kind = _MEM_FORMAT_ENCODING
@@ -74,8 +74,6 @@ def test_real_metadata_are_read_as_dcp_reads_them(ranks: RankPool, tmp_path: Pat
             entry.properties.strides = None
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
-    assert ours.planner_data == theirs.planner_data
-    assert ours.version == theirs.version
 
 
 @pytest.fixture
@@ -147,7 +145,7 @@ def test_the_attacks_are_real(attack: Callable[[Metadata], None], folder: Path) 
 
 def test_a_pickle_of_something_else_is_refused(folder: Path) -> None:
     rewrite(folder, lambda metadata: {"a": 1})
-    with pytest.raises(CheckpointError, match="it holds a dict, not DCP's metadata"):
+    with pytest.raises(CheckpointError, match="a dict, not a Metadata"):
         read(folder)
 
 
@@ -192,7 +190,7 @@ def test_a_pickle_changes_nothing_that_outlives_it(what: str, folder: Path) -> N
     before = [dict(vars(one)) for one in lasting]
     (folder / ".metadata").write_bytes(b"\x80\x04" + LASTING[what] + b".")
     try:
-        with pytest.raises(CheckpointError, match=r"is refused.* it (tries to change|puts)"):
+        with pytest.raises(CheckpointError, match=r"model/\.metadata"):
             read_metadata(folder)
         assert [dict(vars(one)) for one in lasting] == before
     finally:
@@ -214,20 +212,16 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
 
 # [None, None], then 40 times the pair of the value before with itself: to hash it takes an hour
 NESTED = b"NN\x86" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(40))
-SIZE = named("torch", "Size")
 BOMBS = {
-    "a memo of two thousand million": (b"Nr\xff\xff\xff\x7f.", "it holds a NoneType"),
-    "a length of many gigabytes": (b"\x8d" + b"\xff" * 5 + b"\0\0\0a.", "instruction 0x8d"),
+    "a memo of two thousand million": (b"Nr\xff\xff\xff\x7f.", "it has a NoneType"),
+    "a length of many gigabytes": (b"\x8d" + b"\xff" * 5 + b"\0\0\0a.", "instruction 141"),
+    "an array of a terabyte": (b"\x96" + b"\0" * 5 + b"\1\0\0.", "instruction 150"),
+    "a reference to an object of the process": (b"Pone\n.", "instruction 80"),
+    "lists in lists, a million": (b"]" * 1_000_000 + b"a" * 999_999 + b".", "it has a list"),
     "a text that is not there": (b"X\xff\xff\xff\x7fa.", "cannot be read"),
-    "a key with 2^40 parts": (b"}" + NESTED + b"Ns.", "by odd keys"),
-    "a size with 2^40 parts": (SIZE + NESTED + b"\x85R.", "a size that is not of up to 64 whole"),
-    "a size of 65 numbers": (SIZE + b"(" + b"K\x01" * 65 + b"t\x85R.", "not of up to 64 whole"),
-    "a set": (b"\x8f(K\x01\x90.", "it holds the instruction 0x8f"),
-    "an extension": (b"\x82\x01.", "it holds the instruction 0x82"),
-    "a layout with 2^40 parts": (
-        named("torch.serialization", "_get_layout") + NESTED + b"\x85R.",
-        "a layout that is not torch.strided",
-    ),
+    "a key with 2^40 parts": (b"}" + NESTED + b"Ns.", "keys of a wrong type"),
+    "a set": (b"\x8f(K\x01\x90.", "instruction 143"),
+    "an extension": (b"\x82\x01.", "instruction 130"),
 }
 
 
@@ -236,6 +230,23 @@ def test_work_and_memory_are_bounded_by_the_file(bomb: str, folder: Path) -> Non
     program, said = BOMBS[bomb]
     (folder / ".metadata").write_bytes(b"\x80\x04" + program)
     with memory_limit(1 << 30), pytest.raises(CheckpointError, match=said):
+        read_metadata(folder)
+
+
+def nested() -> Any:
+    value: Any = (1, 1)
+    for _ in range(40):
+        value = (value, value)
+    return value
+
+
+@pytest.mark.parametrize("dims", [nested(), (1,) * 65, ("4",), [4], 4], ids=lambda _: None)
+def test_a_size_is_of_a_few_whole_numbers(dims: Any, folder: Path) -> None:
+    def change(metadata: Metadata) -> None:
+        metadata.state_dict_metadata["a"].size = Call(torch.Size, dims)
+
+    rewrite(folder, change)
+    with memory_limit(1 << 30), pytest.raises(CheckpointError, match="a size that is not"):
         read_metadata(folder)
 
 
@@ -248,17 +259,26 @@ def test_pieces_that_many_tensors_share_are_not_counted_for_each(folder: Path) -
         metadata.state_dict_metadata |= {f"a{i}": entry for i in range(1000)}
 
     rewrite(folder, share)
-    with pytest.raises(CheckpointError, match="more pieces than there are places"):
+    with pytest.raises(CheckpointError, match="more pieces than"):
         read_metadata(folder)
 
 
-@pytest.mark.parametrize("file", ["../secret", "/etc/hostname", "..", "x/y", 7])
+@pytest.mark.parametrize("file", ["../secret", "/etc/hostname", "..", "x/y"])
 def test_a_file_elsewhere_is_refused(file: Any, folder: Path) -> None:
     def point_elsewhere(metadata: Metadata) -> None:
         metadata.storage_data[MetadataIndex("a", (0,))].relative_path = file
 
     rewrite(folder, point_elsewhere)
-    with pytest.raises(CheckpointError, match=r"'a' lies in .* no file beside it"):
+    with pytest.raises(CheckpointError, match=r"'a' is in .* not a file"):
+        read(folder)
+
+
+def test_a_file_without_a_name_is_refused(folder: Path) -> None:
+    def number(metadata: Metadata) -> None:
+        metadata.storage_data[MetadataIndex("a", (0,))].relative_path = 7
+
+    rewrite(folder, number)
+    with pytest.raises(CheckpointError, match="a location that is not a file name"):
         read(folder)
 
 
@@ -287,6 +307,11 @@ def with_pieces(*pieces: tuple[list[int], list[int]], shape: tuple[int, ...] = (
     return change
 
 
+def place_elsewhere(metadata: Metadata) -> None:
+    places = metadata.storage_data
+    places[MetadataIndex("a", (1,))] = places.pop(MetadataIndex("a", (0,)))
+
+
 BRICKS = [([0, 0], [1, 3]), ([0, 3], [1, 1]), ([1, 0], [1, 1]), ([1, 1], [1, 3])]
 
 
@@ -298,12 +323,12 @@ BRICKS = [([0, 0], [1, 3]), ([0, 3], [1, 1]), ([1, 0], [1, 1]), ([1, 1], [1, 3])
         (with_pieces(), r"'a' has 0 of 4 elements \(0\.0%\)"),
         (with_pieces(([0], [3]), ([2], [2])), "'a' has pieces that overlap"),
         (with_pieces(([0], [2]), ([1], [2])), "'a' has pieces that overlap"),
-        (with_pieces(([0], [4]), ([0], [4])), "more pieces than there are places"),
+        (with_pieces(([0], [4]), ([0], [4])), "more pieces than"),
         (with_pieces(*BRICKS[:3], shape=(2, 4)), r"'a' has 5 of 8 elements"),
         (with_pieces(*BRICKS[:3], ([1, 0], [1, 3]), shape=(2, 4)), "'a' has pieces that overlap"),
         (with_pieces(([2], [4])), r"'a' has a piece of \[4\] at \[2\], outside of its shape \[4\]"),
         (with_pieces(([0, 0], [4, 1])), "outside of its shape"),
-        (lambda metadata: metadata.storage_data.pop(MetadataIndex("a", (0,))), "lies nowhere"),
+        (place_elsewhere, "a piece without a file"),
     ],
 )
 def test_a_tensor_is_stored_whole_or_refused(change: Any, said: str, folder: Path) -> None:
@@ -312,7 +337,7 @@ def test_a_tensor_is_stored_whole_or_refused(change: Any, said: str, folder: Pat
     with pytest.raises(CheckpointError, match=said) as caught:
         read(folder)
     if " elements (" in str(caught.value):
-        assert "saved its own part alone" in str(caught.value)
+        assert "no_dist" in str(caught.value)
         assert "save it again from all ranks" in str(caught.value)
 
 
@@ -371,10 +396,10 @@ def test_keys_of_one_hash_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("there", "said"),
     [
-        (torch.ones(4, dtype=torch.float64), r"'a' is torch.float64 \[4\] there; .metadata says"),
-        (torch.ones(5), r"'a' is torch.float32 \[5\] there"),
-        (torch.ones(4).to_sparse(), "'a' is no plain tensor there"),
-        ([1.0] * 4, "'a' is no plain tensor there"),
+        (torch.ones(4, dtype=torch.float64), r"'a' is torch.float64 \[4\]; .metadata"),
+        (torch.ones(5), r"'a' is torch.float32 \[5\]"),
+        (torch.ones(4).to_sparse(), "'a' is not a plain tensor"),
+        ([1.0] * 4, "'a' is not a plain tensor"),
     ],
 )
 def test_what_a_file_holds_is_what_the_metadata_say(there: Any, said: str, folder: Path) -> None:
@@ -402,7 +427,7 @@ def save_own_part(folder: Path) -> None:
 def test_a_folder_of_one_rank_of_several_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_own_part, tmp_path / "model", world=2)
     into = {"a": torch.zeros(5, 3), "b": torch.zeros(2)}
-    with pytest.raises(CheckpointError, match=r"got 1 tensor .*\n.*'a' has 9 of 15 elements"):
+    with pytest.raises(CheckpointError, match=r"1 tensor .*\n.*'a' has 9 of 15 elements"):
         read_tensors(tmp_path, "model", into=into, group=None)
     read_tensors(tmp_path, "model", into={"b": into["b"]}, group=None)  # what is whole is read
     assert torch.equal(into["b"], torch.ones(2))
@@ -487,5 +512,5 @@ def test_members_of_enumerations_are_read_whatever_python_wrote_them(folder: Pat
 )
 def test_no_other_attribute_is_handed_out(of: Any, name: str, folder: Path) -> None:
     rewrite(folder, lambda metadata: Call(getattr, of, name))
-    with pytest.raises(CheckpointError, match="which no checkpoint needs"):
+    with pytest.raises(CheckpointError, match="a getattr"):
         read_metadata(folder)

@@ -5,7 +5,6 @@ The oracle is a run of the same job that saves to a folder: every state must be 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -21,10 +20,9 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import objects
-from torchtitan.checkpoint.commits import OWNER, Commits
-from torchtitan.checkpoint.commits import find_steps as find_stored
-from torchtitan.checkpoint.folders import find_steps
-from torchtitan.checkpoint.remote import RemoteSteps
+from torchtitan.checkpoint.remote import RemoteCheckpoints
+from torchtitan.checkpoint.remote import find_steps as find_stored
+from torchtitan.checkpoint.storage import find_steps
 from torchtitan.trainer import Trainer
 
 URL = "s3://bucket/run"
@@ -113,7 +111,7 @@ def test_a_run_resumes_from_the_store_alone(
     )
     store = open_store()
     assert find_stored(store) == [4, 5]
-    assert not store.list_names("step-2", deep=True)
+    assert not store.list_sizes("step-2")
     names = [f"run-{rank}" for rank in range(world)] if own_disks else ["run"]
     folders = [tmp_path / name for name in names]
     for folder in folders:
@@ -157,19 +155,6 @@ def test_read_back_reads_what_was_written(runs: Runs, ranks: RankPool) -> None:
     assert reads("read_back") > 3
 
 
-def test_a_store_that_lists_no_unended_uploads_is_as_good(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_store()
-
-    def refuse(*args: Any, **how: Any) -> None:
-        raise OSError(errno.ENOSYS, "A parameter you provided implies functionality")
-
-    monkeypatch.setattr(store._fs, "call_s3", refuse)
-    Commits(store).take()
-    assert store.read(OWNER)
-
-
 def test_a_restart_on_the_same_disk_fetches_nothing(runs: Runs) -> None:
     runs.run(steps=4)
     _, lines = runs.run(steps=6)
@@ -186,17 +171,18 @@ def test_what_a_disk_lost_is_fetched(runs: Runs, tmp_path: Path) -> None:
     assert state == runs.undisturbed(steps=6)
 
 
-def test_an_upload_that_did_not_end_is_ended(runs: Runs) -> None:
-    runs.run(steps=4)
+@pytest.mark.parametrize(("world", "own_disks"), [(1, False), (2, True)])
+def test_an_upload_that_did_not_end_is_ended(world: int, own_disks: bool, runs: Runs) -> None:
+    runs.run(steps=4, world=world, own_disks=own_disks)
     store = open_store()
     store.remove(["step-4/manifest.json", "step-4/model/__0_0.distcp", "latest"])
     assert find_stored(store) == [2]
-    state, lines = runs.run(steps=6)
-    assert any(line.endswith("was not uploaded to the end, which comes first") for line in lines)
+    state, lines = runs.run(steps=6, world=world, own_disks=own_disks)
+    assert any("step-4 was not uploaded by the run" in line for line in lines)
     [line] = [line for line in lines if line.startswith(f"Uploaded {URL}/step-4")]
-    assert ": 1 of 10 files" in line
+    assert ": 1 of " in line
     assert find_stored(store) == [2, 4, 6]
-    assert state == runs.undisturbed(steps=6)
+    assert state == runs.undisturbed(steps=6, world=world)
 
 
 def test_an_upload_that_nobody_can_end_is_removed(runs: Runs, tmp_path: Path) -> None:
@@ -206,7 +192,7 @@ def test_an_upload_that_nobody_can_end_is_removed(runs: Runs, tmp_path: Path) ->
     shutil.rmtree(tmp_path / "run")
     state, lines = runs.run("interval=3", steps=6)
     assert any(line.startswith(f"Fetching {URL}/step-2") for line in lines)
-    assert store.list_names("step-4", deep=True) == []
+    assert store.list_sizes("step-4") == {}
     assert find_stored(store) == [2, 3, 6]
     assert state == runs.undisturbed(steps=6)
 
@@ -240,21 +226,21 @@ def test_a_run_starts_from_another_in_a_store(runs: Runs, ranks: RankPool, tmp_p
 def test_two_runs_do_not_share_a_store(runs: Runs, ranks: RankPool) -> None:
     job = runs.job(4, f"folder={URL}")
     [(message, _)] = ranks.run(with_environ, runs.environ, False, taken_over, job, world=1)
-    assert "must belong to one run at a time, and another one took it over: process 7" in message
+    assert "took it over: process 7" in message
 
 
 def taken_over(job: list[str]) -> str:
     """Run a job whose store another process takes after its first save."""
-    send, sent = RemoteSteps.send, []
+    push, sent = RemoteCheckpoints.push, []
 
-    def send_and_lose(self: RemoteSteps, name: str) -> None:
-        send(self, name)
+    def push_and_lose(self: RemoteCheckpoints, name: str) -> None:
+        push(self, name)
         if not sent:
             open_store().write(".owner", b"abc process 7 on host elsewhere")
         sent.append(name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RemoteSteps, "send", send_and_lose)
+        patch.setattr(RemoteCheckpoints, "push", push_and_lose)
         return jobs.failure(job)
 
 
@@ -322,21 +308,29 @@ def test_ranks_that_do_not_share_a_place_are_refused(
         assert str(tmp_path) in message
 
 
-def test_what_is_not_there_is_not_committed() -> None:
+def commit_as_files_come(folder: Path) -> list[list[int]]:
+    """Commit a step without its file, with a part of it, and with all of it; return the steps that
+    the store then has."""
     manifest = json.dumps({"files": {"a": {"size": 3, "xxh3_128": "0" * 32}}}).encode()
+    found = []
     with stores.faulty_store():
-        store = open_store(ALONE)
-        commits = Commits(store)
-        commits.take()
+        store, group = open_store(ALONE), dist.group.WORLD
+        remote = RemoteCheckpoints(store, folder=folder, group=group, disk=None, verifies=True)
+        remote.pull_newest()
         for content in (None, b"ab", b"abc"):
             if content is not None:
                 store.write("step-1/a", content)
-            if content != b"abc":
+            if content == b"abc":
+                remote._commit("step-1", manifest)
+            else:
                 with pytest.raises(CheckpointError, match=r"step-1.*a is missing or has another"):
-                    commits.commit("step-1", manifest)
-                assert find_stored(store) == []
-        commits.commit("step-1", manifest)
-        assert find_stored(store) == [1]
+                    remote._commit("step-1", manifest)
+            found.append(find_stored(store))
+    return found
+
+
+def test_what_is_not_there_is_not_committed(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(commit_as_files_come, tmp_path, world=1) == [[[], [], [1]]]
 
 
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/run", "s3://bucket/run?token=secret"])

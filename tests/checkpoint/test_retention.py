@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from torchtitan.checkpoint.files import write_sealed_json
-from torchtitan.checkpoint.retention import describe_score, rank_steps, steps_to_delete
+from torchtitan.checkpoint.checksums import write_sealed_json
+from torchtitan.checkpoint.retention import Retention, describe_score, rank_steps
+from torchtitan.checkpoint.storage import read_manifest
 
 ABOUT = {"components": [], "layout": {}, "config": ""}
 
@@ -38,10 +39,14 @@ def test_the_lowest_loss_comes_first_on_these_data_alone(
     (tmp_path / "step-8").mkdir()
     (tmp_path / "step-8" / "manifest.json").write_text("no JSON")
     with caplog.at_level(logging.WARNING):
-        ranked = rank_steps(tmp_path, [*scores, 8], data="a")
-    assert [(scored.step, scored.loss) for scored in ranked] == [(6, 1.5), (2, 1.5), (1, 2.0)]
+        ranked = rank_steps(
+            [*scores, 8],
+            data="a",
+            manifest_of=lambda step: read_manifest(tmp_path / f"step-{step}"),
+        )
+    assert ranked == [(6, 1.5), (2, 1.5), (1, 2.0)]
     [warning] = caplog.messages
-    assert warning.startswith("step 8 in ")
+    assert "step-8" in warning
 
 
 @pytest.mark.parametrize(
@@ -49,4 +54,8 @@ def test_the_lowest_loss_comes_first_on_these_data_alone(
     [(2, [], [1, 2, 3]), (2, [2], [1, 3]), (2, [5, 1], [2, 3]), (0, [2], []), (9, [], [])],
 )
 def test_latest_and_best_stay(keep_latest: int, best: list[int], expected: list[int]) -> None:
-    assert steps_to_delete([1, 2, 3, 4, 5], keep_latest=keep_latest, best=best) == expected
+    def manifest_of(step: int) -> dict[str, Any]:
+        return describe_score(float(best.index(step)), data="a") if step in best else {}
+
+    retention = Retention(keep_latest=keep_latest, keep_best=len(best), data="a")
+    assert retention.steps_to_delete([1, 2, 3, 4, 5], manifest_of=manifest_of) == expected

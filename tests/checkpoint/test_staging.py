@@ -10,10 +10,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError
-from torchtitan.checkpoint import staging
-from torchtitan.checkpoint.manager import check_staging
+from torchtitan.checkpoint import manager
+from torchtitan.checkpoint.manager import Staging, check_staging
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.checkpoint.staging import Staging
 from torchtitan.checkpoint.storage import Component
 
 
@@ -78,11 +77,11 @@ def test_copies_from_a_gpu_are_finished_once_and_before_training_goes_on(
             buffer.as_subclass(torch.Tensor).copy_(source.as_subclass(torch.Tensor))
         begun.clear()
 
-    monkeypatch.setattr(staging, "_is_on_gpu", lambda t: isinstance(t, Remote))
+    monkeypatch.setattr(manager, "_is_on_gpu", lambda t: isinstance(t, Remote))
     monkeypatch.setattr(
-        staging, "_pinned_like", lambda t: torch.full_like(t, -1.0).as_subclass(Buffer)
+        manager, "_pinned_like", lambda t: torch.full_like(t, -1.0).as_subclass(Buffer)
     )
-    monkeypatch.setattr(staging, "_finish_copies", finish)
+    monkeypatch.setattr(manager, "_finish_copies", finish)
     tensors = {name: torch.rand(3).as_subclass(Remote) for name in "ab"}
     tensors["on the host"] = torch.rand(2)
     stage = Staging(pinned=True)

@@ -10,22 +10,22 @@ import pytest
 import torch
 
 from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.checkpoint.source import Selection
-from torchtitan.checkpoint.start import COMES_TO, Intention, Whose
-from torchtitan.checkpoint.steps import find_step
+from torchtitan.checkpoint.source import ParameterFilter
+from torchtitan.checkpoint.start import EFFECTIVE_MODE, LoadMode, SourceKind
+from torchtitan.checkpoint.steps import resolve_step
 from torchtitan.config.toml_files import to_toml
 from torchtitan.job import load_config
-from torchtitan.trajectory import Job
+from torchtitan.resume_rules import Job
 
 
 def test_every_case_is_decided() -> None:
-    assert set(COMES_TO) == set(product(get_args(Whose), get_args(Intention)))
-    assert {COMES_TO["same job", asked] for asked in get_args(Intention)} == {"recover"}
+    assert set(EFFECTIVE_MODE) == set(product(get_args(SourceKind), get_args(LoadMode)))
+    assert {EFFECTIVE_MODE["same job", asked] for asked in get_args(LoadMode)} == {"recover"}
 
 
-def test_a_selection_leaves_out_patterns_and_what_the_source_has_none_of() -> None:
+def test_a_filter_excludes_patterns_and_what_the_source_has_none_of() -> None:
     into = {name: torch.zeros(1) for name in ("a.weight", "a.lora_a", "b.weight", "b.lora_a")}
-    adapter = Selection(exclude=("b.*",), optional=lambda name: name.endswith("lora_a"))
+    adapter = ParameterFilter(exclude=("b.*",), optional=lambda name: name.endswith("lora_a"))
     assert list(adapter.wanted(into, names=lambda: ["a.weight"])) == ["a.weight"]
     some = adapter.wanted(into, names=lambda: ["a.weight", "b.lora_a"])
     assert list(some) == ["a.weight", "a.lora_a"]
@@ -35,7 +35,7 @@ def test_a_selection_leaves_out_patterns_and_what_the_source_has_none_of() -> No
     ("path", "found"),
     [
         (".", "holds runs; name one of them: "),
-        ("run", "holds no whole checkpoint"),
+        ("run", "has no valid checkpoint"),
         ("run/file", "is a file: name its folder"),
         ("nowhere", "does not exist"),
     ],
@@ -44,9 +44,11 @@ def test_what_is_found_instead_of_a_step_is_said(path: str, found: str, tmp_path
     (tmp_path / "run" / "checkpoint").mkdir(parents=True)
     (tmp_path / "run" / "file").touch()
     with pytest.raises(CheckpointError, match=found):
-        find_step(tmp_path / path, subfolder="checkpoint", verifies=True, group=None)
-    with pytest.raises(CheckpointError, match="load_step 3 is not in"):
-        find_step(tmp_path / path, subfolder="checkpoint", load_step=3, verifies=True, group=None)
+        resolve_step(tmp_path / path, subfolder="checkpoint", verifies=True, group=None)
+    with pytest.raises(CheckpointError, match="load_step 3 "):
+        resolve_step(
+            tmp_path / path, subfolder="checkpoint", load_step=3, verifies=True, group=None
+        )
 
 
 def test_settings_that_were_stored_with_load_only_still_load() -> None:

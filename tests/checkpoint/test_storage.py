@@ -21,10 +21,16 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.files import write_sealed_json
-from torchtitan.checkpoint.folders import delete, find_steps
-from torchtitan.checkpoint.storage import Component, read_manifest, read_state, read_tensors, write
-from torchtitan.checkpoint.verify import verify
+from torchtitan.checkpoint.checksums import verify, write_sealed_json
+from torchtitan.checkpoint.storage import (
+    Component,
+    delete,
+    find_steps,
+    read_manifest,
+    read_state,
+    read_tensors,
+    write,
+)
 
 
 def components(value: float = 1.0) -> dict[str, Component]:
@@ -108,8 +114,8 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     answers = ranks.run(save_on_a_full_disk, tmp_path / "step-6", full_rank, world=2)
     for message in answers:
-        assert "step-6 could not be written, the checkpoints before it are untouched" in message
-        assert "GiB are free there" in message
+        assert "step-6 could not be written" in message
+        assert "GiB free" in message
         assert f"rank {full_rank}: " in message
     assert find_steps(tmp_path) == [3]
     after = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
@@ -245,8 +251,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.folders import find_steps
-from torchtitan.checkpoint.verify import verify
+from torchtitan.checkpoint.storage import find_steps
+from torchtitan.checkpoint.checksums import verify
 from torchtitan.checkpoint.storage import Component, write
 
 folder = Path(sys.argv[1])
@@ -266,6 +272,7 @@ save(3, 1000)
 save(6, 4 << 20)
 subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
 save(9, 1000)
+dist.destroy_process_group()  # with it PyTorch 2.15 aborts at the end now and then
 """
 
 
@@ -290,10 +297,10 @@ def test_a_disk_that_is_full_or_read_only(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     full, read_only = done.stdout.splitlines()
     assert full.startswith("6 ")
-    assert "step-6 could not be written, the checkpoints before it are untouched" in full
+    assert "step-6 could not be written" in full
     assert "No space left on device" in full
     assert read_only.startswith("9 ")
-    assert "step-9 could not be written, the checkpoints before it are untouched" in read_only
+    assert "step-9 could not be written" in read_only
     assert "Read-only file system" in read_only
 
 

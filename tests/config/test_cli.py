@@ -214,7 +214,7 @@ def test_help_describes_every_key(
         option = re.escape(f"--{'.'.join(path)} ") + r"(\S+|\[\S+ \.\.\.\]) "
         assert re.search(option + re.escape(facts.text), flat), path
     assert "A TOML file holds them as [section] key = value" in flat
-    assert "--training.seq_len INT Tokens of a sample. (int > 0; default: 2048)" in flat
+    assert "--training.seq_len INT Tokens per sample. (int > 0; default: 2048)" in flat
     assert '| SGD | package.module:NAME; default: "AdamW")' in flat
     assert "one table for each group. (list of tables; default: []) params: Parameter names" in flat
     assert "(table of any keys; default: {})" in flat

@@ -12,10 +12,10 @@ from pydantic.dataclasses import dataclass
 
 from tests.config.jobs import Jobs, mistakes_of
 from torchtitan.base.errors import Violation
-from torchtitan.config.fields import fields, file_key, sections
+from torchtitan.config.fields import fields, sections
 from torchtitan.config.foreign import Foreign, read_foreign
 from torchtitan.config.load import Loaded, load
-from torchtitan.config.needs import GIVEN, AtLeast, InsteadOf, JobFile, Needs
+from torchtitan.config.needs import GIVEN, AtLeast, InsteadOf, Needs
 from torchtitan.config.toml_files import to_toml
 from torchtitan.config.types import STRICT, Strings
 
@@ -41,8 +41,6 @@ class Oven:
 class Cake:
     """What is baked."""
 
-    recipe: Annotated[str | None, JobFile()] = None
-    """File to read."""
     minutes: PositiveInt = 60
     """Time."""
     hours: Annotated[float | None, InsteadOf("minutes")] = None
@@ -54,9 +52,18 @@ class Cake:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class Job:
+    """What to do."""
+
+    config_file: str | None = None
+    """File to read."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Kitchen:
     """All."""
 
+    job: Job = Field(default_factory=Job)
     cake: Cake = Field(default_factory=Cake)
 
     def violations(self) -> Iterator[Violation]:
@@ -87,12 +94,11 @@ def theirs(tmp_path: Path) -> Foreign:
 
 
 def baked(jobs: Jobs, theirs: Foreign, text: str, *options: str) -> Loaded[Kitchen]:
-    return load(Kitchen, ["--cake.recipe", jobs.write(text), *options], foreign=theirs)
+    return load(Kitchen, ["--job.config_file", jobs.write(text), *options], foreign=theirs)
 
 
 def test_any_tree_is_laid_out() -> None:
-    assert list(sections(Kitchen)) == [("cake",), ("cake", "oven")]
-    assert file_key(Kitchen) == ("cake", "recipe")
+    assert list(sections(Kitchen)) == [("job",), ("cake",), ("cake", "oven")]
     steam = fields(Kitchen)["cake", "oven", "steam"]
     text = "Litres. (float; default: not set; needs cake.fillings; needs fan = false)"
     assert (steam.kind, steam.optional, steam.text) == (float, True, text)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -136,15 +138,15 @@ def test_a_later_choice_of_files_replaces_an_earlier_one(
 @pytest.mark.parametrize(
     ("text", "options", "wanted"),
     [
-        ("[optimizer.options]\nb = 3", [], {"a": 1, "b": 3}),
-        ("[optimizer]\noptions = {}", [], {"a": 1, "b": 2}),
-        ("[optimizer.options]\nb = 3", ["--optimizer.options.c", "4"], {"a": 1, "b": 3, "c": 4}),
+        ("[optimizer.options]\nb = 3", [], {"b": 3}),
+        ("[optimizer]\noptions = {}", [], {}),
+        ("[optimizer.options]\nb = 3", ["--optimizer.options.c", "4"], {"b": 3, "c": 4}),
         ("", ["--optimizer.options.b", "none"], {"a": 1}),
         ("", ["--optimizer.options", "{c = 4}"], {"c": 4}),
         ("", ["--optimizer.options", "none"], {}),
     ],
 )
-def test_the_keys_of_options_merge(
+def test_a_table_of_options_replaces_the_one_below_and_keys_of_the_command_line_are_added(
     text: str, options: list[str], wanted: dict[str, object]
 ) -> None:
     job = loaded(text, *options, base=OPTIONS)
@@ -243,6 +245,16 @@ def test_malformed_toml_names_the_line(jobs: Jobs, text: str, line: int, shown: 
     assert mistake.endswith(shown)
 
 
+@pytest.fixture
+def usual_recursion_limit() -> Iterator[None]:
+    """Some libraries raise it when they are imported."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(limit)
+
+
+@pytest.mark.usefixtures("usual_recursion_limit")
 def test_endless_numbers_and_brackets_are_malformed(jobs: Jobs) -> None:
     [mistake] = jobs.mistakes("[training]\nsteps = " + "9" * 5000)
     assert mistake.startswith("job.toml, line 2: not valid TOML")
@@ -351,6 +363,8 @@ def random_config(seed: int) -> Config:
         (*scaling, "original_max_position"): 8192,
         (*scaling, "low_freq_factor"): None,
         (*scaling, "high_freq_factor"): None,
+        (*scaling, "beta_fast"): rng.uniform(2.0, 64.0),
+        (*scaling, "beta_slow"): rng.choice([None, rng.uniform(0.1, 2.0)]),
         ("training", "dataset"): "files" if paths else "synthetic",
         ("training", "dataset_text_template"): None,
         ("training", "dataset_mixture"): {},

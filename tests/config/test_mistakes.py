@@ -83,7 +83,7 @@ def test_empty_known_tables_load(text: str) -> None:
         ("training", "local_batch_size = 2.5", "must be an integer"),
         ("training", "num_epochs = 0", "must be greater than 0"),
         ("training", "max_norm = nan", "must be greater than 0"),
-        ("training", "dataset_path = 3", "must be a list"),
+        ("training", "dataset_path = 3", 'item 1 must be a string, got 3; write "3" in quotes'),
         (
             "training",
             'dataset_path = ["a", 3]',

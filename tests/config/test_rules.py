@@ -106,12 +106,12 @@ BROKEN = [
             remedy,
         )
         for template, remedy in (
-            ("no key", "no key in braces; mend it"),
+            ("no key", "no key in braces"),
             ("{a} {", "must hold keys in braces"),
-            ("{a:>9}", "braces must hold a key alone; mend it"),
-            ("{a!r}", "braces must hold a key alone"),
-            ("{}", "braces must hold a key alone"),
-            ('{a}"\ndataset_text_key = "b', "another way to say dataset_text_key; remove one"),
+            ("{a:>9}", "braces must hold only a key"),
+            ("{a!r}", "braces must hold only a key"),
+            ("{}", "braces must hold only a key"),
+            ('{a}"\ndataset_text_key = "b', "replaces dataset_text_key"),
         )
     ),
     *(
@@ -463,8 +463,6 @@ def test_a_rule_is_silent_while_one_of_its_keys_is_wrong(jobs: Jobs) -> None:
     assert "did you mean 'files'?" in mistake
     [mistake] = jobs.mistakes('[training]\ndataset = "c4"\ndataset_path = "x"')
     assert "is not downloaded here" in mistake
-    [mistake] = jobs.mistakes('[training]\ndatset = "files"\ndataset_path = "x"')
-    assert "did you mean [training] dataset?" in mistake
     [mistake] = jobs.mistakes('[training]\ndataset_path = "x"', "--training.dataset")
     assert "needs a value" in mistake
 

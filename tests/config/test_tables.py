@@ -8,7 +8,7 @@ from tests.config.jobs import Jobs, loaded
 from torchtitan.config.toml_files import to_toml
 from torchtitan.job import Config
 from torchtitan.optim.settings import GroupConfig
-from torchtitan.trajectory import Job, trajectory_differences
+from torchtitan.resume_rules import Job, trajectory_differences
 
 GROUPS = """
 [[optimizer.groups]]

@@ -9,7 +9,7 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.config.fields import fields, sections
 from torchtitan.config.toml_files import to_toml
 from torchtitan.job import Config
-from torchtitan.trajectory import COUNTS, IGNORED, Job, trajectory_differences
+from torchtitan.resume_rules import COUNTS, IGNORED, Job, trajectory_differences
 
 BEFORE = """
 [training]

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from torchtitan.data.dataset import Dataset, build_dataset
-from torchtitan.data.gaps import Gaps
 from torchtitan.data.loader import Loader
+from torchtitan.data.sampler import SkippedSamples
 from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
 from torchtitan.data.tokenizer import ByteTokenizer
 
@@ -48,7 +48,7 @@ def loader_of(
     rank: int = 0,
     degree: int = 1,
     position: int = 0,
-    gaps: Gaps | None = None,
+    skipped: SkippedSamples | None = None,
     **settings: object,
 ) -> Loader:
     return Loader(
@@ -59,7 +59,7 @@ def loader_of(
         dp_degree=degree,
         settings=DataLoaderConfig(**settings),  # type: ignore[arg-type]
         position=position,
-        gaps=gaps,
+        skipped=skipped,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.data.helpers import dataset_of, loader_of, rows
 from torchtitan.base.errors import ConfigError
-from torchtitan.data.gaps import Gaps
+from torchtitan.data.sampler import SkippedSamples
 from torchtitan.job import load_config
 
 
@@ -20,10 +20,12 @@ def test_places_and_numbers_are_those_of_a_list() -> None:
         ranges = list(zip(cuts[::2], cuts[1::2], strict=True))
         left_out = {k for first, last in ranges for k in range(first, last + 1)}
         kept = [k for k in range(80) if k not in left_out]
-        gaps = Gaps(ranges)
-        assert [gaps.number(place) for place in range(len(kept))] == kept
-        assert [gaps.place(k) for k in range(80)] == [sum(i < k for i in kept) for k in range(80)]
-        assert {k for k in range(80) if gaps.holds(k)} == left_out
+        skipped = SkippedSamples(ranges)
+        assert [skipped.number(place) for place in range(len(kept))] == kept
+        assert [skipped.place(k) for k in range(80)] == [
+            sum(i < k for i in kept) for k in range(80)
+        ]
+        assert {k for k in range(80) if skipped.holds(k)} == left_out
 
 
 @pytest.mark.parametrize(("degree", "batch", "accumulation"), [(1, 8, 1), (2, 2, 2), (4, 1, 2)])
@@ -38,8 +40,8 @@ def test_the_others_keep_their_order(
     state = first[0].state_dict()
     assert state["position"] == 16
     # ranges before the position, over it, and behind it: what is past is not read again
-    gaps = Gaps([(2, 3), (15, 18), (30, 40)])
-    then = [loader_of(dataset, rank=rank, gaps=gaps, **asked) for rank in range(degree)]  # type: ignore[arg-type]
+    skipped = SkippedSamples([(2, 3), (15, 18), (30, 40)])
+    then = [loader_of(dataset, rank=rank, skipped=skipped, **asked) for rank in range(degree)]  # type: ignore[arg-type]
     for loader in then:
         loader.load_state_dict(state)
     again = {row for loader in then for _ in range(3) for row in rows(next(loader))}
@@ -51,8 +53,8 @@ def test_the_others_keep_their_order(
 def test_the_end_is_the_same_on_all_ranks(tmp_path: Path) -> None:
     dataset = dataset_of(tmp_path, num_epochs=1)
     assert dataset.num_samples is not None
-    gaps = Gaps([(10, dataset.num_samples - 3)])
-    loaders = [loader_of(dataset, rank=rank, degree=2, gaps=gaps) for rank in range(2)]
+    skipped = SkippedSamples([(10, dataset.num_samples - 3)])
+    loaders = [loader_of(dataset, rank=rank, degree=2, skipped=skipped) for rank in range(2)]
     assert [len(list(loader)) for loader in loaders] == [12 // 4] * 2
     assert all(loader.exhausted for loader in loaders)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ import torch
 
 from tests.data.helpers import SEQ_LEN, loader_of, rows, training
 from torchtitan.base.errors import DataError
-from torchtitan.data.loader import Loader, Numbered
-from torchtitan.data.own import build_own
+from torchtitan.data.custom import CustomStream, build_custom, check_resume
+from torchtitan.data.loader import Loader, MapSamples
 from torchtitan.data.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("trusted_code")
@@ -67,8 +69,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("my_data", None)
 
 
-def build(name: str, tmp_path: Path, *, held_out: bool = False, **settings: Any) -> Numbered:
-    return build_own(
+def build(name: str, tmp_path: Path, *, held_out: bool = False, **settings: Any) -> MapSamples:
+    return build_custom(
         training(tmp_path / "cache", dataset=f"my_data:{name}", **settings),
         tokenizer=ByteTokenizer(),
         seed=3,
@@ -220,9 +222,11 @@ def test_a_stream_that_yields_nothing_or_no_json(tmp_path: Path, module: Path) -
         "class Odd(Stream):\n    def state_dict(self): return {1: object()}\n"
     )
     with pytest.raises(DataError, match="must yield samples"):
-        build("Empty", tmp_path)
+        build("Empty", tmp_path)[0]
+    odd = loader_of(build("Odd", tmp_path))
+    next(odd)
     with pytest.raises(DataError, match="not JSON serializable"):
-        build("Odd", tmp_path)
+        odd.state_dict()
 
 
 TORCHS = """
@@ -247,8 +251,12 @@ def test_torchs_iterable_dataset_is_a_stream(tmp_path: Path, module: Path) -> No
 
 def test_a_state_that_json_changes_is_refused(tmp_path: Path, module: Path) -> None:
     module.write_text(MODULE + TORCHS)
+    keyed = loader_of(build("Keyed", tmp_path))
+    next(keyed)
     with pytest.raises(DataError, match="must come back from JSON as it is"):
-        build("Keyed", tmp_path)
+        keyed.state_dict()
+    with pytest.raises(DataError, match="must come back from JSON as it is"):
+        check_resume(import_module("my_data").Keyed)
 
 
 def test_memory_that_is_filled_again_makes_other_samples(tmp_path: Path, module: Path) -> None:
@@ -264,11 +272,65 @@ class Late(Stream):
             yield sample(i)
             self.next = i + 1
         self.begin = 0
+class Stuck(Stream):
+    resumed = False
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.state, self.resumed = state, True
+    def state_dict(self):
+        return self.state if self.resumed else super().state_dict()
 """
 
 
 def test_a_stream_that_would_repeat_a_sample_after_a_resume(tmp_path: Path, module: Path) -> None:
-    """It counts after its yield, where its state is asked for before."""
+    """It counts after its yield, where its state is asked for before; its state stands still."""
     module.write_text(MODULE + LATE)
-    with pytest.raises(DataError, match="count before each yield"):
-        build("Late", tmp_path)
+    made = import_module("my_data")
+    check_resume(made.Stream)
+    for stream, number in ((made.Late, 1), (made.Stuck, 2)):
+        with pytest.raises(DataError, match=f"does not after {number}"):
+            check_resume(stream)
+
+
+class CountsToThree:
+    """A stream of three samples that keeps its place."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.count < 3:
+            self.count += 1
+            yield self.count - 1
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+class Raw:
+    """Reads a sample as it is."""
+
+    path = "S"
+
+    def as_data_error(self, number: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def read(self, raw: int, *, number: int) -> int:
+        return raw
+
+
+@pytest.mark.parametrize("position", range(8))
+def test_a_stream_resumes_anywhere_also_at_the_end_of_a_pass(position: int) -> None:
+    def stream() -> CustomStream:
+        return CustomStream(CountsToThree(), Raw(), {})  # type: ignore[arg-type]
+
+    through, saved, resumed = stream(), stream(), stream()
+    samples = [through[k] for k in range(12)]
+    assert samples == [0, 1, 2] * 4
+    before = [saved[k] for k in range(position)]
+    resumed.load_state(saved.state_at(position), position=position)
+    assert [*before, *(resumed[k] for k in range(position, 12))] == samples

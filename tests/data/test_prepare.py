@@ -19,12 +19,11 @@ import pytest
 
 from torchtitan.base.errors import DataError
 from torchtitan.data import prepare
-from torchtitan.data.builtin import SyntheticCorpus
+from torchtitan.data.corpus import FileCorpus, SyntheticCorpus
+from torchtitan.data.files import file_identity
 from torchtitan.data.prepare import cached_store
-from torchtitan.data.source import FileCorpus, file_identity
 from torchtitan.data.store import TokenStore
-from torchtitan.data.text import Ids
-from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer
+from torchtitan.data.tokenizer import ByteTokenizer, Ids, build_tokenizer
 
 
 def corpus_of(folder: Path, texts: Sequence[str]) -> FileCorpus:
@@ -172,7 +171,7 @@ def test_a_full_disk_is_said_and_cleared(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys\n"
         "from torchtitan.data.prepare import cached_store\n"
-        "from torchtitan.data.builtin import SyntheticCorpus\n"
+        "from torchtitan.data.corpus import SyntheticCorpus\n"
         "from torchtitan.data.tokenizer import ByteTokenizer\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
@@ -181,8 +180,8 @@ def test_a_full_disk_is_said_and_cleared(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(tmp_path)]
     root = Path(__file__).parents[2]
     run = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True)
-    assert "dataset_cache: cannot write tokenised data" in run.stderr
-    assert "make room" in run.stderr
+    assert "dataset_cache: cannot write tokenized data" in run.stderr
+    assert "free space" in run.stderr
     assert entries(tmp_path) == []
 
 
@@ -225,7 +224,7 @@ def test_log_lines_off_a_terminal(
     caplog.set_level(logging.INFO)
     corpus = corpus_of(tmp_path / "texts", ["a" * 100, "b" * 300])
     cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(tmp_path / "cache"))
-    for line in ("tokenising 2 files", ": 25 % read", ": 100 % read", "2 documents, 402 tokens"):
+    for line in ("tokenizing 2 files", ": 25 % read", ": 100 % read", "2 documents, 402 tokens"):
         assert line in caplog.text
 
 
@@ -236,7 +235,7 @@ def test_bar_on_a_terminal(
     monkeypatch.setenv("FORCE_COLOR", "1")
     corpus = corpus_of(tmp_path / "texts", ["a" * 100])
     cached_store(corpus, tokenizer=ByteTokenizer(), cache=str(tmp_path / "cache"))
-    assert "tokenising" in capsys.readouterr().err
+    assert "tokenizing" in capsys.readouterr().err
 
 
 def test_about_tells_where_tokens_come_from(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,9 @@ from filelock import FileLock
 from tests.data.helpers import write_texts
 from torchtitan.base.errors import DataError
 from torchtitan.data import prepare_files as prepare_files_module
+from torchtitan.data.corpus import FileCorpus
 from torchtitan.data.prepare import tokenize
 from torchtitan.data.prepare_files import Summary, prepare_files
-from torchtitan.data.source import FileCorpus
 from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import build_tokenizer
 
@@ -77,7 +78,7 @@ def test_small_files_are_done_together(
     monkeypatch.setattr(prepare_files_module, "MAX_JOB_BYTES", 100)
     monkeypatch.setattr(prepare_files_module, "NUM_JOBS", 1)
     prepare(corpus, tmp_path / "together", 1)
-    assert caplog.text.count("tokenising 3 files") == 1
+    assert caplog.text.count("tokenizing 3 files") == 1
     assert bytes_of(tmp_path / "together") == bytes_of(tmp_path / "each")
 
 
@@ -87,7 +88,7 @@ def test_what_was_done_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     corpus.files[2].write_text(good + "{")
     with pytest.raises(DataError, match=r"2\.jsonl line 4 must be one JSON object"):
         prepare(corpus, prefix, 2)
-    assert f"what is done is kept in {prefix}.parts: start again" in caplog.text
+    assert f"kept in {prefix}.parts" in caplog.text
     assert not Path(f"{prefix}.bin").exists()
     done = {path: path.stat().st_ino for path in Path(f"{prefix}.parts").glob("*/tokens.bin")}
     assert done
@@ -95,7 +96,7 @@ def test_what_was_done_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     caplog.clear()
     caplog.set_level(logging.INFO)
     prepare(corpus, prefix, 1)
-    assert caplog.text.count("tokenising ") == len(corpus.files) - len(done)
+    assert caplog.text.count("tokenizing ") == len(corpus.files) - len(done)
 
 
 def test_a_first_file_that_is_wrong_leaves_nothing(tmp_path: Path) -> None:
@@ -110,10 +111,10 @@ def test_many_parts_are_not_open_at_once(tmp_path: Path) -> None:
     texts = {f"{i}.txt": f"text {i}" for i in range(30)}
     corpus = FileCorpus(tuple(map(Path, write_texts(tmp_path / "texts", texts))), "text")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.open("/", os.O_RDONLY)
-    os.close(lowest)
-    # a limit is on the number of a descriptor, so leave 40 above the lowest that is free
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 40, limits[1]))
+    # the limit is on the number of a descriptor: leave 40 free ones below it
+    used = {int(name) for name in os.listdir("/dev/fd")}
+    free = (number for number in count() if number not in used)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(islice(free, 40, None)), limits[1]))
     try:
         assert prepare(corpus, tmp_path / "store", 1).num_documents == 30
     finally:
@@ -140,7 +141,7 @@ def test_what_waits_is_not_begun_when_stopped(
     with pytest.raises(stop):
         prepare(corpus, tmp_path / "store", 2)
     assert 0 < len([*(tmp_path / "store.parts").glob("*/about.json")]) < 30
-    assert "start again to go on from there" in caplog.text
+    assert "run again to resume" in caplog.text
 
 
 def test_processes_end_with_their_parent(tmp_path: Path) -> None:

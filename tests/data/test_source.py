@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import hashlib
+import io
 import json
+import lzma
 import math
 import random
 import tracemalloc
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -17,9 +21,8 @@ import pytest
 import zstandard
 
 from torchtitan.base.errors import DataError
-from torchtitan.data import parts, source
-from torchtitan.data.builtin import StdlibCorpus, SyntheticCorpus
-from torchtitan.data.source import Corpus, FileCorpus
+from torchtitan.data import readers
+from torchtitan.data.corpus import Corpus, FileCorpus, StdlibCorpus, SyntheticCorpus
 
 
 def documents(corpus: Corpus) -> list[str]:
@@ -37,17 +40,18 @@ def documents_of(*files: Path, key: str = "text") -> list[str]:
     return documents(FileCorpus(files, key))
 
 
-def zst_frames(data: bytes) -> bytes:
-    """Compress in two frames, as tools that append or work in parallel do."""
+def in_halves(data: bytes, pack: Callable[[bytes], bytes]) -> bytes:
+    """Compress in two streams, as tools that append or work in parallel do."""
     half = len(data) // 2
-    frames = data[:half], data[half:]
-    return b"".join(zstandard.ZstdCompressor().compress(frame) for frame in frames)
+    return pack(data[:half]) + pack(data[half:])
 
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": gzip.compress,
-    ".zst": zst_frames,
+    ".bz2": lambda data: in_halves(data, bz2.compress),
+    ".xz": lambda data: in_halves(data, lzma.compress),
+    ".zst": lambda data: in_halves(data, zstandard.compress),
 }
 TEXTS = ["first\nline\r\n", "zwölf \U0001f600\n\n", " "]
 
@@ -73,8 +77,8 @@ def test_each_format_gives_the_same_documents(tmp_path: Path, suffix: str) -> No
 def test_block_borders_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr(parts, "BLOCK_BYTES", block * 8)
-    monkeypatch.setattr(source, "PIECE_CHARS", block)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", block * 8)
+    monkeypatch.setattr(readers, "PIECE_CHARS", block)
     text = "".join(random.Random(block).choices("aé中\U0001f600 \n", k=300))
     lines = tmp_path / "a.jsonl"
     lines.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n" + '{"text": "b"}')
@@ -104,7 +108,7 @@ def test_text_that_is_no_utf8(tmp_path: Path, suffix: str, place: int, bad: byte
             documents_of(file)
         assert str(file) in str(caught.value)
         assert f"0x{bad[0]:02x} at byte offset {place}" in str(caught.value)
-        assert ("unpacked" in str(caught.value)) == bool(suffix)
+        assert ("decompressed" in str(caught.value)) == bool(suffix)
 
 
 @pytest.mark.parametrize("suffix", PACKERS)
@@ -121,26 +125,26 @@ def test_json_lines_that_are_no_utf8(tmp_path: Path, suffix: str) -> None:
     [
         ("{", "line 2 must be one JSON object"),
         ('{"text": "a"} x', "line 2 must be one JSON object"),
-        ("[1]", r"line 2 .* is an array; .*jq -c '\.\[\]'"),
-        ("[", r"line 2 .* ends after '\['; .*jq -c '\.\[\]'"),
-        ("{\n", r"line 2 .* ends after '\{'; .*jq -c \."),
+        ("[1]", "line 2 must be one JSON object, got an array"),
+        ("[", "line 2 must be one JSON object"),
+        ("{\n", "line 2 must be one JSON object"),
         ('"text"', "line 2 must be a JSON object, got text, 'text'"),
         (
             '{"body": "a", "id": 1}',
-            "^dataset_text_key: .* line 2 .* got keys 'body', 'id'; .* name the key",
+            "^dataset_text_key: .* line 2 .* got keys 'body', 'id'",
         ),
-        ("{}", "^dataset_text_key: .* line 2 .* got no keys; .* name the key"),
+        ("{}", "^dataset_text_key: .* line 2 .* got keys none"),
         ('{"text": null}', "line 2 must have text under the key 'text', got null"),
-        ('{"text": 5}', "line 2 must have text under the key 'text', got a number, 5;"),
-        ('{"text": true}', "line 2 .* got true or false, True;"),
-        ('{"text": ["a"]}', "line 2 .* got an array;"),
+        ('{"text": 5}', "line 2 must have text under the key 'text', got a number, 5"),
+        ('{"text": true}', "line 2 .* got true or false, True"),
+        ('{"text": ["a"]}', "line 2 .* got an array"),
         ("[" * 100_000, "line 2 must be one JSON object"),
         ('{"messages": [], "id": 1}', r'got keys .*dataset = "examples"'),
         ('{"prompt": "a", "completion": "b"}', r'got keys .*dataset = "examples"'),
         ('{"text": "a", "text": "b"}', "line 2 .* key 'text' more than once"),
         ('{"text": "a", "more": {"x": 1, "x": 1}}', "line 2 .* key 'x' more than once"),
-        ('{"text": "a", "id": ' + "9" * 5000 + "}", "line 2 .*4300 digits.*has 5000 digits$"),
-        ('{"text": "a"}\r{"text": "b"}', r"line 2 .* end in \\n, not \\r: tr "),
+        ('{"text": "a", "id": ' + "9" * 5000 + "}", "line 2 .*4300 digits.*has 5000 digits"),
+        ('{"text": "a"}\r{"text": "b"}', r"line 2 must be one JSON object: .*\\n"),
         (r'{"text": "ab\ud800"}', "line 2 .* character 2 .* surrogate"),
     ],
 )
@@ -152,8 +156,8 @@ def test_bad_json_lines(tmp_path: Path, line: str, said: str) -> None:
     assert str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_damaged_archives(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_damaged_packed_files(tmp_path: Path, suffix: str) -> None:
     noise = random.Random(0).choices("abcdefgh", k=5000)
     packed = PACKERS[suffix]("".join(noise).encode())
     file = tmp_path / f"a.txt{suffix}"
@@ -205,15 +209,20 @@ def zst_bomb(num_blocks: int) -> bytes:
     return b"\x28\xb5\x2f\xfd\x00\x58" + block * (num_blocks - 1) + last
 
 
-@pytest.mark.parametrize("name", ["a.txt.zst", "a.jsonl.zst", "a.txt.gz", "a.jsonl.GZ"])
+@pytest.mark.parametrize(
+    "name", ["a.txt.zst", "a.jsonl.zst", "a.txt.gz", "a.jsonl.GZ", "a.txt.bz2", "a.txt.xz"]
+)
 def test_packed_files_that_grow_as_no_text_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(parts, "FREE_BYTES", 1 << 22)
+    monkeypatch.setattr(readers, "FREE_BYTES", 1 << 22)
     file = tmp_path / name
-    file.write_bytes(zst_bomb(8000) if "zst" in name else gzip.compress(b"a" * (16 << 20)))
+    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    num = 32 << 20
+    packed = zst_bomb(8000) if "zst" in name else pack[file.suffix.lower()](b"a" * num)
+    file.write_bytes(packed)
     tracemalloc.start()
-    with pytest.raises(DataError, match=r"over 400 times its size.*; look at what") as caught:
+    with pytest.raises(DataError, match=r"over 400 times its size.*") as caught:
         documents_of(file)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -231,13 +240,13 @@ def test_the_bomb_is_one_that_zstd_reads(tmp_path: Path) -> None:
     ("line", "said"),
     [
         (b'{"text": "aaaa', '\'{"text": "aaaa.*; cut it into documents'),
-        (b"  [{", "give an array the suffix"),
+        (b"  [{", "cut it into documents"),
     ],
 )
 def test_lines_that_cannot_be_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, said: str
 ) -> None:
-    monkeypatch.setattr(parts, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1 << 20)
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "b"}\n' + line + b"a" * (3 << 20))
     with pytest.raises(DataError, match=f"a line of {file} is longer than 1 MiB.*{said}"):
@@ -298,3 +307,22 @@ def test_synthetic_text_is_the_same_everywhere() -> None:
     # pinned: it must be the same on every machine, Python version and release of ours
     digest = hashlib.sha256("".join(texts).encode()).hexdigest()
     assert digest == "25fecdaa2d056294f7359064220eb495bec58d1508e137dee9a39b28b57a2386"
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress)])
+def test_zeros_after_a_stream_are_padding_in_gzip_and_damage_elsewhere(
+    suffix: str, pack: Callable[[bytes], bytes]
+) -> None:
+    text = b"text\n" * 99
+
+    def read(content: bytes) -> bytes:
+        return b"".join(readers.DECOMPRESSORS[suffix](io.BytesIO(content)))
+
+    padded = pack(text) + b"\0" * 2048
+    if suffix == ".gz":
+        assert read(padded) == text
+    else:
+        with pytest.raises(OSError, match="Invalid data stream"):
+            read(padded)
+    with pytest.raises((OSError, zlib.error)):
+        read(b"\0" * 16 + pack(text))

@@ -17,19 +17,19 @@ import torch
 
 from tests.data.helpers import loader_of, training, write_texts
 from tests.data.test_store import write_by_hand
-from tests.sft.chats import write_lines
+from tests.finetune.chats import write_lines
 from torchtitan.base.errors import DataError
-from torchtitan.data import split
+from torchtitan.data import holdout as split
 from torchtitan.data.dataset import Dataset, build_dataset
+from torchtitan.data.holdout import Holdout, HoldoutView
 from torchtitan.data.settings import TrainingConfig
-from torchtitan.data.split import Side, View
 from torchtitan.data.store import TokenStore, open_writer
 from torchtitan.data.tokenizer import ByteTokenizer
-from torchtitan.sft.finetune import build_examples
+from torchtitan.finetune.data import build_examples
 
 END = 257
 FRACTION = 0.3
-TRAINED, HELD_OUT = Side(FRACTION, held_out=False), Side(FRACTION, held_out=True)
+TRAINED, HELD_OUT = Holdout(FRACTION, held_out=False), Holdout(FRACTION, held_out=True)
 BOTH = pytest.mark.parametrize("side", [TRAINED, HELD_OUT], ids=["trained", "held out"])
 TEXTS = [f"[{i}]" + "so, " * (i * i % 9) for i in range(150)]
 
@@ -51,8 +51,8 @@ def job_of(cache: Path, paths: list[str], **settings: Any) -> TrainingConfig:
     return training(cache, dataset="files", dataset_path=paths, **settings)
 
 
-def build(job: TrainingConfig, side: Side | None = None) -> Dataset:
-    return build_dataset(job, tokenizer=ByteTokenizer(), seed=0, side=side)
+def build(job: TrainingConfig, side: Holdout | None = None) -> Dataset:
+    return build_dataset(job, tokenizer=ByteTokenizer(), seed=0, holdout=side)
 
 
 def documents_of(dataset: Dataset) -> list[str]:
@@ -85,11 +85,11 @@ def assert_same_samples(ours: Any, theirs: Any) -> None:
 @BOTH
 @pytest.mark.parametrize("fraction", [0.02, 0.3, 0.9])
 def test_the_samples_are_those_of_the_documents_alone(
-    tmp_path: Path, side: Side, fraction: float
+    tmp_path: Path, side: Holdout, fraction: float
 ) -> None:
     """Tokens, labels, lengths and order: as of a file that holds these documents and no others."""
     texts = [TEXTS[7] * 40, *TEXTS, "odd" * 90, *(text + "!" for text in TEXTS)]
-    side = Side(fraction, held_out=side.held_out)
+    side = Holdout(fraction, held_out=side.held_out)
     ours = [text for text in texts if is_held_out(text, fraction) == side.held_out]
     assert 0 < len(ours) < len(texts)
     dataset = build(job_of(tmp_path / "cache", [write(tmp_path / "all.jsonl", texts)]), side)
@@ -99,7 +99,7 @@ def test_the_samples_are_those_of_the_documents_alone(
 
 
 @BOTH
-def test_of_several_stores_and_kinds(tmp_path: Path, side: Side) -> None:
+def test_of_several_stores_and_kinds(tmp_path: Path, side: Holdout) -> None:
     """Text, stores of several types, long documents cut into sequences, empty ones, none of ours:
     one row of documents, whatever they come from."""
     paths = [write(tmp_path / "text.jsonl", TEXTS[:40])]
@@ -155,7 +155,8 @@ def test_added_documents_move_none(tmp_path: Path) -> None:
 def test_a_larger_fraction_holds_out_the_same_and_more(tmp_path: Path) -> None:
     job = job_of(tmp_path / "cache", [write(tmp_path / "a.jsonl", TEXTS)])
     found = [
-        set(documents_of(build(job, Side(fraction, held_out=True)))) for fraction in (0.1, 0.2, 0.7)
+        set(documents_of(build(job, Holdout(fraction, held_out=True))))
+        for fraction in (0.1, 0.2, 0.7)
     ]
     assert found[0] < found[1] < found[2]
     assert [round(len(held_out) / len(TEXTS), 1) for held_out in found] == [0.1, 0.2, 0.7]
@@ -212,7 +213,7 @@ def test_divided_once_and_again_after_a_change(
 
 
 @BOTH
-def test_too_few_documents(tmp_path: Path, side: Side) -> None:
+def test_too_few_documents(tmp_path: Path, side: Holdout) -> None:
     """One document is on one side, so that the other has none."""
     text = next(text for text in TEXTS if len(text) > 20 and is_held_out(text) != side.held_out)
     paths = write_texts(tmp_path, {"book.txt": text})
@@ -220,11 +221,11 @@ def test_too_few_documents(tmp_path: Path, side: Side) -> None:
     with pytest.raises(
         DataError,
         match=rf"^split: must .* at least seq_len \+ 1 = 17 tokens of .*book\.txt, 0\.3 gives "
-        rf"0 in 0 of 1 documents; {change} it, or add documents",
+        rf"0 in 0 of 1 documents; {change} it, add documents",
     ):
         build(job_of(tmp_path / "cache", paths), side)
     lines = write_lines(tmp_path / "one.jsonl", [{"prompt": "ab", "completion": "c"}])
-    sides = [Side(fraction, held_out=side.held_out) for fraction in (1e-9, 1 - 1e-9)]
+    sides = [Holdout(fraction, held_out=side.held_out) for fraction in (1e-9, 1 - 1e-9)]
     with pytest.raises(
         DataError, match=rf"^split: .* at least one example, .* gives none of 1; {change} it"
     ):
@@ -236,7 +237,7 @@ def test_another_split_or_other_data_are_other_data(tmp_path: Path) -> None:
     job = job_of(tmp_path / "cache", [write(tmp_path / "a.jsonl", TEXTS)])
     state = loader_of(build(job, TRAINED)).state_dict()
     loader_of(build(job, TRAINED)).load_state_dict(state)
-    for side, now in ((Side(0.2, held_out=False), "0.2"), (None, "none")):
+    for side, now in ((Holdout(0.2, held_out=False), "0.2"), (None, "none")):
         with pytest.raises(
             DataError, match=rf"but this differs: validation\.split: was 0\.3, is {now}; restore"
         ):
@@ -257,7 +258,7 @@ def test_what_is_mapped_and_how_much(tmp_path: Path) -> None:
     job = job_of(tmp_path / "cache", [write(tmp_path / "a.jsonl", TEXTS)])
     [source] = build(job, TRAINED).sources
     [view] = source.stores
-    assert isinstance(view, View)
+    assert isinstance(view, HoldoutView)
     for mapped in (*view._firsts, *view._places):
         assert isinstance(mapped.base.base, np.memmap)
     num_runs = len([1 for held_out, _ in groupby(TEXTS, is_held_out) if not held_out])
@@ -278,16 +279,18 @@ def test_the_generated_data_are_divided(tmp_path: Path) -> None:
 
 
 def examples_of(
-    cache: Path, paths: list[str], *, side: Side | None = None, **settings: Any
+    cache: Path, paths: list[str], *, side: Holdout | None = None, **settings: Any
 ) -> Dataset:
     settings = {"num_epochs": 1, "seq_len": 40, **settings}
     job = training(cache, dataset="examples", dataset_path=paths, **settings)
-    return build_examples(job, tokenizer=ByteTokenizer(), tokenizer_path="byte", seed=0, side=side)
+    return build_examples(
+        job, tokenizer=ByteTokenizer(), tokenizer_path="byte", seed=0, holdout=side
+    )
 
 
 @BOTH
 @pytest.mark.parametrize("packing", ["padded", "packed"])
-def test_examples_are_divided(tmp_path: Path, side: Side, packing: str) -> None:
+def test_examples_are_divided(tmp_path: Path, side: Holdout, packing: str) -> None:
     values = [{"prompt": f"{i}", "completion": "ab"[i % 2] * (i % 20)} for i in range(99)] * 2
     how = {"packing": packing, "document_attention": "within"}
 
@@ -327,9 +330,9 @@ def example_is_held_out(value: dict[str, str]) -> bool:
 
 
 @BOTH
-def test_the_generated_examples_are_divided(tmp_path: Path, side: Side) -> None:
+def test_the_generated_examples_are_divided(tmp_path: Path, side: Holdout) -> None:
     job = training(tmp_path / "cache", dataset="synthetic_examples", seq_len=256, num_epochs=1)
     tokenizer = ByteTokenizer()
-    dataset = build_examples(job, tokenizer=tokenizer, tokenizer_path="byte", seed=0, side=side)
+    dataset = build_examples(job, tokenizer=tokenizer, tokenizer_path="byte", seed=0, holdout=side)
     share = FRACTION if side.held_out else 1 - FRACTION
     assert dataset.num_samples == pytest.approx(1000 * share, rel=0.1)

@@ -18,11 +18,12 @@ from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.data.text import cut_point, split_text
 from torchtitan.data.tokenizer import (
     BUILT_IN,
+    LLAMA3_PATTERN,
+    MAX_CHARS,
     ByteTokenizer,
     build_tokenizer,
     check_vocabulary,
 )
-from torchtitan.data.tokenizer_tiktoken import LLAMA3_PATTERN, MAX_CHARS
 
 SAMPLES = [
     "",
@@ -127,7 +128,7 @@ def test_damaged_tiktoken_file(tmp_path: Path, damage, said: str) -> None:  # ty
 
 def test_missing_file_names_the_built_ins() -> None:
     for path in ("no/such/file", "meta-llama/Llama-3.1-8B"):
-        with pytest.raises(DataError, match=r"byte, bpe_2048; found .* nothing is downloaded"):
+        with pytest.raises(DataError, match=r"byte, bpe_2048; .* does not exist"):
             build_tokenizer(path)
 
 
@@ -271,6 +272,25 @@ def test_hugging_face_damaged(tmp_path: Path, content: bytes) -> None:
         build_tokenizer(str(tmp_path))
 
 
+def test_hugging_face_whose_library_panics(hf_folder: Path) -> None:
+    """A charsmap of one number that points nowhere: the library panics, which is no Exception."""
+    file = hf_folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    charsmap = base64.b64encode(b"\xff\xff\xff\x7f" * 4).decode()
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
+        build_tokenizer(str(file)).encode("a")
+
+
+@pytest.mark.parametrize("name", ["a.tiktoken", "tokenizer.json"])
+def test_a_file_that_is_too_large(tmp_path: Path, name: str) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate((1 << 28) + 1)
+    with pytest.raises(DataError, match=f"at most 256 MiB.*{name}"):
+        build_tokenizer(str(tmp_path / name))
+
+
 def test_hugging_face_without_the_library(hf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match=r"pip install -e '\.\[hf\]'"):
@@ -279,7 +299,7 @@ def test_hugging_face_without_the_library(hf_folder: Path, monkeypatch: pytest.M
 
 def test_tokenising_needs_no_torch() -> None:
     code = (
-        "import sys, torchtitan.data.prepare, torchtitan.data.builtin\n"
+        "import sys, torchtitan.data.prepare, torchtitan.data.corpus\n"
         "from torchtitan.data.tokenizer import build_tokenizer\n"
         "build_tokenizer('bpe_2048').encode('text')\n"
         "sys.exit('torch' in sys.modules)"

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.data.helpers import dataset_of, loader_of
-from torchtitan.data.builtin import SyntheticCorpus
-from torchtitan.data.validation import WholeBatches
+from torchtitan.data.corpus import SyntheticCorpus
+from torchtitan.data.dataset import PadToBatch
 
 
 @pytest.mark.parametrize(("degree", "batch"), [(1, 4), (3, 2), (2, 5), (7, 90)])
@@ -20,7 +20,7 @@ def test_every_sample_once_on_any_ranks(degree: int, batch: int, tmp_path: Path)
     total = dataset.num_samples
     assert total is not None
     assert total % (degree * batch)
-    whole = WholeBatches(dataset, batch=degree * batch, num_batches=None)
+    whole = PadToBatch(dataset, batch=degree * batch, num_batches=None)
     seen: Counter[bytes] = Counter()
     num_batches = []
     for rank in range(degree):
@@ -44,10 +44,10 @@ def test_every_sample_once_on_any_ranks(degree: int, batch: int, tmp_path: Path)
 def test_the_first_batches(tmp_path: Path) -> None:
     dataset = dataset_of(tmp_path, num_epochs=1)
     assert dataset.num_samples is not None
-    some = WholeBatches(dataset, batch=6, num_batches=2)
+    some = PadToBatch(dataset, batch=6, num_batches=2)
     assert (some.num_drawn, some.num_batches, some.num_samples) == (12, 2, 12)
     assert all(torch.equal(some[k]["labels"], dataset[k]["labels"]) for k in range(12))
-    more = WholeBatches(dataset, batch=6, num_batches=10**6)
+    more = PadToBatch(dataset, batch=6, num_batches=10**6)
     assert more.num_drawn == dataset.num_samples
 
 

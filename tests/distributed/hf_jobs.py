@@ -77,7 +77,7 @@ def start_again(job: list[str]) -> int:
     """Start a finished job; return its step."""
     run = jobs.start(job)
     assert run.checkpoints is not None
-    run.checkpoints.complete()
+    run.checkpoints.export_missing()
     run.checkpoints.close()
     return run.progress.step
 

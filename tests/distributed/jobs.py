@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from scripts.crash_campaign import TINY
 from scripts.ports import hold_port
-from torchtitan.assemble import assemble
-from torchtitan.assemble import run as assembling
+from torchtitan import build as assembling
 from torchtitan.base.errors import UserError
+from torchtitan.build import assemble
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.job import load_config
-from torchtitan.mesh.process_group import Launch
-from torchtitan.models.decoder import HeadLoss
+from torchtitan.mesh.ranks import RankInfo
 from torchtitan.models.families import MODELS
+from torchtitan.models.interface import HeadLoss
 from torchtitan.trainer import Run, Trainer
 
 FSDP: tuple[str, ...] = ()
@@ -115,10 +115,10 @@ def other_loss(change: Callable[[HeadLoss], HeadLoss]) -> Iterator[None]:
 
 def start(arguments: list[str]) -> Run:
     """Assemble a job on this rank."""
-    launch = Launch(
+    launch = RankInfo(
         rank=dist.get_rank(), local_rank=dist.get_rank(), world_size=dist.get_world_size()
     )
-    return assemble(load_config(arguments), launch=launch, color=False)
+    return assemble(load_config(arguments), launch=launch, color=False, undo=ExitStack())
 
 
 def train(arguments: list[str]) -> Result:

@@ -18,7 +18,7 @@ from torchtitan.models import llama3
 from torchtitan.models.init import Init, Normal
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.optim import loss
-from torchtitan.parallel.batch import Batch
+from torchtitan.parallel.execution import Batch
 from torchtitan.trainer import Run, Trainer
 
 T = TypeVar("T")

@@ -7,11 +7,10 @@ every parameter to rounding, in the first step and in one whose losses go by cou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,13 +28,12 @@ from tests.distributed.test_matrix import COPIED, HOW, TP2, cp
 from tests.distributed.test_resume import exact
 from torchtitan.base.errors import NonFiniteError
 from torchtitan.models import qwen3_moe
-from torchtitan.models.decoder import HeadLoss
 from torchtitan.models.init import Init, Normal
+from torchtitan.models.interface import HeadLoss
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.optim import balance as module
 from torchtitan.optim.balance import Balance
-from torchtitan.parallel import activation
-from torchtitan.parallel.batch import Batch
+from torchtitan.parallel.execution import Batch
 from torchtitan.trainer import Run, Trainer
 
 STEPS = 4
@@ -51,7 +49,6 @@ BALANCED = (
 )
 PADDED = ("--training.dataset=synthetic_examples", "--training.seq_len=180")
 LOSSES = tuple(f"router/{name}" for name in module.LOSSES)
-Plant = Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
@@ -81,8 +78,8 @@ class Balanced:
     last_counts: Tensor
 
 
-def train(job: list[str], plant: Plant = nullcontext) -> Balanced:
-    with strong_routers(), plant(), jobs.changed_flavor(job, "tiny8", pj.FOUR_LAYERS):
+def train(job: list[str]) -> Balanced:
+    with strong_routers(), jobs.changed_flavor(job, "tiny8", pj.FOUR_LAYERS):
         run = jobs.start(job)
         gradients = _keep_gradients(run)
         trainer = Trainer(run)
@@ -220,109 +217,25 @@ def test_the_reference_is_balanced(on_one_device: OneDevice) -> None:
 
 def test_what_only_fills_samples_up_is_not_counted(on_one_device: OneDevice) -> None:
     found = reference_of(on_one_device, PADDED)
-    data: list[Tensor] = on_one_device(padding, *BALANCED, *PADDED, toml=MOE)
-    num_text = [int((~is_padding).sum()) for is_padding in data]
+    data: list[Tensor] = on_one_device(lengths, *BALANCED, *PADDED, toml=MOE)
+    num_text = [int(of_step.sum()) for of_step in data]
     assert all(0 < number < 0.9 * 8 * 180 for number in num_text)
     counted = [{sum(counts) for counts in row.values()} for row in counts_of(found.rows)]
     assert counted == [{2 * number} for number in num_text]
 
 
-def padding(job: list[str]) -> list[Tensor]:
+def lengths(job: list[str]) -> list[Tensor]:
     run = jobs.start([*job, "--training.local_batch_size=8"])
-    found = [torch.cat([one["is_padding"] for one in next(run.loader)]) for _ in range(STEPS)]
+    found = [torch.cat([one["length"] for one in next(run.loader)]) for _ in range(STEPS)]
     Trainer(run).close()
     return found
-
-
-# --- planted bugs
-
-
-@contextmanager
-def replaced(owner: Any, name: str, planted: Any) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, planted)
-        yield
-
-
-def own_counts() -> AbstractContextManager[None]:
-    """Ranks sum nothing."""
-    return replaced(module, "dist", SimpleNamespace(all_reduce=lambda tensor, group=None: None))
-
-
-def chosen_again() -> AbstractContextManager[None]:
-    """A block that is recomputed chooses, and counts, a second time."""
-    return replaced(activation, "_choose_once", lambda choose, *given: choose(*given))
-
-
-def own_sequences() -> AbstractContextManager[None]:
-    """A rank's part of a sequence counts as all of it."""
-    correct = Balance._counts_of_sequences
-
-    def counts(self: Balance, *choices: Tensor, num: int) -> Tensor:
-        groups, self._groups = self._groups, []
-        found = correct(self, *choices, num=num)
-        self._groups = groups
-        return found
-
-    return replaced(Balance, "_counts_of_sequences", counts)
-
-
-def counts_of_this_step() -> AbstractContextManager[None]:
-    """The global loss goes by what the rank counted so far in this step."""
-    correct = Balance._loss
-
-    def loss(self: Balance, row: int, *args: Tensor) -> Tensor:
-        before, self._last_LE = self._last_LE, self._counts_LE
-        found = correct(self, row, *args)
-        self._last_LE = before
-        return found
-
-    return replaced(Balance, "_loss", loss)
-
-
-def of_the_microbatch() -> AbstractContextManager[None]:
-    correct = Balance._loss
-
-    def loss(self: Balance, row: int, logits: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
-        divisor, self._divisor = self._divisor, torch.tensor(float(ids[..., 0].numel()))
-        found = correct(self, row, logits, scores, ids)
-        self._divisor = divisor
-        return found
-
-    return replaced(Balance, "_loss", loss)
-
-
-@pytest.mark.parametrize(
-    ("layout", "plant", "seen"),
-    [
-        ("fsdp 2, by operator", own_counts, {"biases", "counts", "last counts"}),
-        ("one device, recomputed", chosen_again, {"counts", "last counts", "router/z_loss"}),
-        ("cp 2, ring, recomputed", own_sequences, {"gradient 1", "router/sequence_loss"}),
-        ("tp 2", own_sequences, {"gradient 1", "router/sequence_loss"}),
-        ("one device, accumulating", counts_of_this_step, {"gradient 3", "router/global_loss"}),
-        ("one device, accumulating", of_the_microbatch, {"gradient 1", "router/z_loss"}),
-    ],
-)
-def test_a_planted_bug_is_seen(
-    layout: str,
-    plant: Plant,
-    seen: set[str],
-    ranks: RankPool,
-    tmp_path: Path,
-    cache: Path,
-    on_one_device: OneDevice,
-) -> None:
-    world, size, what, how = LAYOUTS[layout]
-    job = [*jobs.write_job(tmp_path, MOE, cache=cache), *BALANCED, *what, *how, jobs.UNSAVED]
-    results = ranks.run(train, [*job, f"--training.local_batch_size={size}"], plant, world=world)
-    assert seen <= find_differences(results, reference_of(on_one_device, what))
 
 
 # --- resuming
 
 
-def train_strongly(job: list[str], plant: Plant = nullcontext) -> tuple[jobs.Result, Tensor]:
-    with strong_routers(), plant(), jobs.changed_flavor(job, "tiny8", pj.FOUR_LAYERS):
+def train_strongly(job: list[str]) -> tuple[jobs.Result, Tensor]:
+    with strong_routers(), jobs.changed_flavor(job, "tiny8", pj.FOUR_LAYERS):
         run = jobs.start(job)
         trainer = Trainer(run)
         trainer.train()
@@ -331,10 +244,6 @@ def train_strongly(job: list[str], plant: Plant = nullcontext) -> tuple[jobs.Res
         final = {name: jobs.full(p) for name, p in run.model.named_parameters()}
         result = jobs.Result(_rows(job), {}, final, jobs.hash_state(run))
         return result, run.balance.state()["router.last_counts"]
-
-
-def no_state() -> AbstractContextManager[None]:
-    return replaced(Balance, "state", lambda self: {})
 
 
 RESUMED: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -378,8 +287,10 @@ def test_counts_that_are_not_saved_are_missed(ranks: RankPool, tmp_path: Path, c
 
 def train_and_forget(job: list[str]) -> None:
     """As a version that saves no counts."""
-    with strong_routers(), no_state(), jobs.changed_flavor(job, "tiny8", pj.FOUR_LAYERS):
-        jobs.train(job)
+    with pytest.MonkeyPatch.context() as patch, strong_routers():
+        patch.setattr(Balance, "state", lambda self: {})
+        with jobs.changed_flavor(job, "tiny8", pj.FOUR_LAYERS):
+            jobs.train(job)
 
 
 def begin(job: list[str]) -> tuple[dict[str, Tensor], Tensor]:

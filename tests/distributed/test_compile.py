@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from tests.distributed import jobs, pipeline_jobs
 from tests.distributed.conftest import OneDevice
@@ -170,6 +171,7 @@ def train_without_waiting(job: list[str]) -> Compiled:
         compiling._arrived = correct
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reason="it waits by itself")
 def test_an_embedding_without_its_gradient_is_seen(
     ranks: RankPool, job: list[str], plain: Trained
 ) -> None:

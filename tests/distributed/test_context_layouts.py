@@ -1,19 +1,16 @@
 """Jobs whose ranks share each sequence: what they must not get wrong, and what they repeat.
 
 That they train the model of one device is in test_matrix.py; here are ranks without a label,
-planted bugs, the hops of a ring, checkpoints of other degrees. float32, two layers, strong
-attention, 40 tokens to a sequence, and a random number of valid labels a sample, so that ranks hold
-different numbers of them.
+the hops of a ring, checkpoints of other degrees. float32, two layers, strong attention, 40 tokens
+to a sequence, and a random number of valid labels a sample, so that ranks hold different numbers of
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from tests.distributed import jobs
@@ -25,9 +22,7 @@ from tests.distributed.test_layouts import assert_same_training
 from torchtitan.data.loader import Loader, Samples
 from torchtitan.models.decoder import Block
 from torchtitan.optim.loss import IGNORE_INDEX
-from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.context import attention as context_attention
-from torchtitan.parallel.context.layout import SequenceLayout, SequenceShard
 
 BASE = (
     "--model.flavor=tiny8",
@@ -83,68 +78,6 @@ def test_a_rank_whose_labels_are_all_masked(
     result = ranks.run(train_on_the_second_half, [*job, *how, jobs.UNSAVED], world=2)[0]
     assert reference.rows[0]["valid_token_fraction"] < 0.5
     assert_same_training(result, reference)
-
-
-# --- planted bugs
-
-
-def with_local_positions(job: list[str]) -> jobs.Result:
-    correct = SequenceShard.take
-
-    def take(self: SequenceShard, samples: Samples) -> Batch:
-        part = correct(self, samples)
-        return replace(part, positions=torch.arange(len(part.positions)))
-
-    SequenceShard.take = take  # type: ignore[method-assign,assignment]
-    try:
-        return train(job)
-    finally:
-        SequenceShard.take = correct  # type: ignore[method-assign]
-
-
-def with_whole_labels_on_each(job: list[str]) -> jobs.Result:
-    """Cut the labels as if the layout were the other one."""
-    correct = SequenceShard.take
-
-    def take(self: SequenceShard, samples: Samples) -> Batch:
-        part = correct(self, samples)
-        other = SequenceShard(SequenceLayout(degree=2, balancer="none"), rank=self._rank)
-        return replace(part, labels=correct(other, samples).labels)
-
-    SequenceShard.take = take  # type: ignore[method-assign,assignment]
-    try:
-        return train(job)
-    finally:
-        SequenceShard.take = correct  # type: ignore[method-assign]
-
-
-def with_attention_of_its_own(job: list[str]) -> jobs.Result:
-    """Forget the other ranks' keys."""
-    correct = context_attention.Ranks.blocks
-
-    def blocks(self: context_attention.Ranks, source: int, **given: object) -> list[object]:
-        return correct(self, source, **given) if source == self.rank else []  # type: ignore
-
-    context_attention.Ranks.blocks = blocks  # type: ignore[method-assign,assignment]
-    try:
-        return train(job)
-    finally:
-        context_attention.Ranks.blocks = correct  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize(
-    "bug", [with_local_positions, with_whole_labels_on_each, with_attention_of_its_own]
-)
-def test_a_planted_bug_is_seen(
-    bug: Callable[[list[str]], jobs.Result],
-    ranks: RankPool,
-    job: list[str],
-    on_one_device: OneDevice,
-) -> None:
-    result = ranks.run(bug, [*job, CP2, RING, "--training.steps=2", jobs.UNSAVED], world=2)[0]
-    correct_rows = on_one_device(train, *BASE).rows
-    for ours, correct in zip(result.rows, correct_rows[:2], strict=True):
-        assert ours["grad_norm"] != pytest.approx(correct["grad_norm"], rel=1e-3)
 
 
 # --- recomputation

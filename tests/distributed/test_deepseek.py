@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate
 
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
@@ -26,8 +22,6 @@ from tests.distributed.test_matrix import COPIED, HOW, TP2, cp
 from torchtitan.models import deepseek_v3
 from torchtitan.models.init import Init, Normal
 from torchtitan.models.sizes import DecoderConfig
-from torchtitan.parallel import tensor
-from torchtitan.parallel.copies import Copied, Shared, wrapped
 
 DEEPSEEK = TINY8.replace("[model]", '[model]\nname = "deepseek_v3"')
 
@@ -90,50 +84,6 @@ def test_the_same_model(
     pj.assert_same_training(results, reference)
     if evaluating:
         pj.assert_same_evaluation(results, reference, cp=2 if "cp 2" in layout else 1)
-
-
-class OfOwnHeads(Shared):
-    """Each rank keeps the gradient that its own heads have."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        whole = partial(wrapped, mesh=device_mesh, placement=self.stream)
-        module.register_forward_hook(
-            lambda _, inputs, x: whole(x).redistribute(placements=[Replicate()]).to_local()
-        )
-        return module
-
-
-class OfOwnTokens(Copied):
-    """Each rank takes its own tokens' gradient for that of all."""
-
-    def __init__(self, stream: Placement) -> None:
-        super().__init__(stream)
-        self.tokens = Replicate()
-
-
-def train_with(job: list[str], *, name: str, planted: type) -> pj.Trained:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor, name, planted)
-        return train(job)
-
-
-@pytest.mark.parametrize(("name", "planted"), [("Shared", OfOwnHeads), ("Copied", OfOwnTokens)])
-def test_a_gradient_that_lacks_the_other_ranks_is_seen(
-    name: str,
-    planted: type,
-    ranks: RankPool,
-    tmp_path: Path,
-    cache: Path,
-    on_one_device: OneDevice,
-) -> None:
-    reference = on_one_device(train, *SHORT, toml=DEEPSEEK, evaluating=True)
-    job = [*jobs.write_job(tmp_path, DEEPSEEK, cache=cache), *SHORT, TP2, jobs.UNSAVED]
-    job += ["--training.local_batch_size=8"]
-    results = ranks.run(train_with, job, name=name, planted=planted, world=2)
-    wanted = reference.gradients["layers.1.attention.wkv_a.weight"]
-    found = results[0].gradients["layers.1.attention.wkv_a.weight"]
-    assert (found - wanted).norm() > 0.05 * wanted.norm()
-    assert results[0].rows[0]["loss"] == pytest.approx(reference.rows[0]["loss"], rel=1e-6)
 
 
 def test_every_part_is_trained(on_one_device: OneDevice) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -15,15 +15,11 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
-from tests.distributed.conftest import OneDevice
-from tests.distributed.pipeline_jobs import TINY8, Trained, pipeline
+from tests.distributed.pipeline_jobs import TINY8, pipeline
 from tests.distributed.rank_pool import RankPool
-from torchtitan.data.dataset import TextSource
-from torchtitan.models.documents import Documents
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.optim.loss import IGNORE_INDEX
-from torchtitan.parallel.batch import Batch
 from torchtitan.parallel.context.build import build_layout
 from torchtitan.parallel.context.layout import SequenceShard
 
@@ -171,7 +167,7 @@ def test_as_if_each_document_were_alone(
     assert 0 in losses["restart"]
 
 
-# --- planted bugs; what whole jobs train without them is in test_matrix.py
+# --- what the settings mean; what whole jobs train with them is in test_matrix.py
 
 
 @pytest.fixture
@@ -184,80 +180,6 @@ def arguments(texts: Path) -> list[str]:
         "--training.document_positions=restart",
         jobs.UNSAVED,
     ]
-
-
-def with_documents_of_the_first_microbatch(job: list[str]) -> Trained:
-    correct = Batch._rows
-
-    def rows(self: Batch, rows: slice) -> Batch:
-        assert self.documents is not None
-        size = rows.stop - rows.start
-        return replace(correct(self, rows), documents=self.documents[:size])
-
-    return _with(Batch, "_rows", rows, job)
-
-
-def with_labels_across(job: list[str]) -> Trained:
-    correct = TextSource.__getitem__
-
-    def item(self: TextSource, k: int) -> dict[str, Tensor]:
-        splits, self._splits_labels = self._splits_labels, False
-        try:
-            return correct(self, k)
-        finally:
-            self._splits_labels = splits
-
-    return _with(TextSource, "__getitem__", item, job)
-
-
-def with_boundaries_one_too_late(job: list[str]) -> Trained:
-    correct = Documents.from_flat
-
-    def from_flat(lengths: Tensor, *, seq_len: int) -> Documents:
-        rows = [list(row) for row in correct(lengths, seq_len=seq_len).lengths]
-        for row in rows:
-            if len(row) > 1 and row[-1] > 1:
-                row[0], row[-1] = row[0] + 1, row[-1] - 1
-        return Documents(tuple(map(tuple, rows)))
-
-    return _with(Documents, "from_flat", from_flat, job)
-
-
-def _with(owner: type, name: str, bug: Callable[..., object], job: list[str]) -> Trained:
-    correct = owner.__dict__[name]
-    setattr(owner, name, bug)
-    try:
-        return pj.train(job)
-    finally:
-        setattr(owner, name, correct)
-
-
-@pytest.mark.parametrize(
-    "bug",
-    [
-        with_documents_of_the_first_microbatch,
-        with_labels_across,
-        with_boundaries_one_too_late,
-    ],
-)
-def test_a_planted_bug_is_seen(
-    bug: Callable[[list[str]], Trained],
-    ranks: RankPool,
-    tmp_path: Path,
-    cache: Path,
-    arguments: list[str],
-    on_one_device: OneDevice,
-) -> None:
-    one_step = [*arguments, "--training.steps=1"]
-    reference = on_one_device(pj.train, *one_step)
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *one_step, *PP2]
-    results = ranks.run(bug, job, world=2)
-    assert results[0].rows[0]["grad_norm"] != pytest.approx(
-        reference.rows[0]["grad_norm"], rel=1e-3
-    )
-
-
-# --- what the settings mean
 
 
 def first_steps(arguments: list[list[str]]) -> list[dict[str, float]]:

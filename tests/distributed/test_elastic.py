@@ -11,7 +11,7 @@ import pytest
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import CONTINUE
-from tests.sft.chats import write_lines
+from tests.finetune.chats import write_lines
 
 BATCH = ("--training.local_batch_size=1", "--training.global_batch_size=12")
 LOGGED = "--debug.log_sample_hashes=true"

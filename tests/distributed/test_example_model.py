@@ -10,9 +10,9 @@ from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
 from tests.distributed.pipeline_jobs import TINY8, assert_same_training, pipeline
 from tests.distributed.rank_pool import RankPool
-from torchtitan.assemble.find import find_layout
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
+from torchtitan.layout import find_layout
 
 NAME = "examples.parallel_block:SPEC"
 TOML = TINY8.replace('"tiny8"', '"tiny"').replace("[model]", f'[model]\nname = "{NAME}"')

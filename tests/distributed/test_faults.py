@@ -14,13 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from torchtitan.base.device import HostCopy
 from torchtitan.base.errors import NonFiniteError
-from torchtitan.base.transfer import HostCopy
-from torchtitan.checkpoint.folders import find_steps
-from torchtitan.checkpoint.storage import read_state
-from torchtitan.mesh import agreement
+from torchtitan.checkpoint.storage import find_steps, read_state
+from torchtitan.mesh import sync as agreement
 from torchtitan.mesh.stop import StopRequest
-from torchtitan.models.decoder import HeadLoss
+from torchtitan.models.interface import HeadLoss
 from torchtitan.trainer import Run, Trainer
 
 

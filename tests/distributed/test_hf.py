@@ -17,7 +17,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.hf.test_deepseek import float8_folder
 from tests.hf.test_folders import imported
 from tests.models.reference import LATENT, new_decoder, random_decoder, reference_of
-from torchtitan.checkpoint.verify import verify
+from torchtitan.checkpoint.checksums import verify
 from torchtitan.models import llama3
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS

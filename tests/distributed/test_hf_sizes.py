@@ -97,7 +97,7 @@ def train(job: list[str]) -> None:
     trainer.train()
     assert run.checkpoints is not None
     if trainer.last_row is None:
-        run.checkpoints.complete()
+        run.checkpoints.export_missing()
     trainer.close()
 
 

@@ -116,12 +116,12 @@ def test_the_weights_of_another_writer_are_a_beginning(
         assert all(torch.equal(model[name], expected[name]) for name in expected)
     lines = ranks.run(jobs.logged, job, world=world)[0]
     assert lines.count(f"{source} cannot be verified: it has no checksums") == 1
-    beside = [line for line in lines if line.startswith("Not read, as no parameters:")]
+    beside = [line for line in lines if "entries that are not parameters" in line]
     if content is weights:
         assert beside == []
     else:
         # one for each parameter's state, its group's lr, and the four of the others
-        assert beside[0].startswith(f"Not read, as no parameters: {len(expected) + 5} entries: ")
+        assert f" {len(expected) + 5} entries " in beside[0]
         assert "dataloader.dp_rank_0" in beside[0]
 
 
@@ -172,7 +172,7 @@ def test_more_than_weights_is_refused_with_what_to_do(
     source = write(tmp_path / "step-7", everything())
     options = [f"--checkpoint.mode={mode}", "--checkpoint.initial_load_model_only=false"]
     for message in ranks.run(jobs.refusal, job_from(tmp_path, source, *options), world=2):
-        assert f"{source} has no manifest.json: another trainer wrote it" in message
+        assert f"{source} has no manifest.json" in message
         assert "write checkpoint.initial_load_model_only = true" in message
 
 
@@ -192,7 +192,7 @@ def test_the_model_folder_of_an_own_step(ranks: RankPool, tmp_path: Path) -> Non
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     [message] = ranks.run(jobs.refusal, job_from(tmp_path, inside), world=1)
-    assert "step-1, asked for by name, is damaged" in message
+    assert "step-1 is damaged" in message
 
 
 @pytest.mark.parametrize("folder", ["", "checkpoint"])
@@ -231,7 +231,7 @@ def test_the_order_is_said_and_can_be_set(ranks: RankPool, tmp_path: Path) -> No
     source = write(tmp_path / "step-7", theirs)
     job = job_from(tmp_path, source, toml=QWEN3)
     [line] = [line for line in ranks.run(jobs.logged, job, world=1)[0] if "wq and wk" in line]
-    assert "as torchtitan 0.2 writes qwen3, in halves" in line
+    assert "torchtitan 0.2 wrote qwen3 in half-split" in line
     assert "set checkpoint.initial_load_rope" in line
     ours = "--checkpoint.initial_load_rope=interleaved"
     [(loaded, _)] = ranks.run(begin, [*job, ours], world=1)
@@ -241,12 +241,12 @@ def test_the_order_is_said_and_can_be_set(ranks: RankPool, tmp_path: Path) -> No
     [(loaded, _)] = ranks.run(begin, job, world=1)
     assert all(torch.equal(loaded[name], theirs[name]) for name in loaded)
     [message] = ranks.run(jobs.refusal, [*job, "--checkpoint.initial_load_rope=halves"], world=1)
-    assert 'initial_load_rope = "halves" is not what' in message
+    assert 'initial_load_rope = "halves"' in message
     (source / "state.json").write_text('{"rope": "sideways"}')
-    assert "must say rope as interleaved or halves" in ranks.run(jobs.refusal, job, world=1)[0]
+    assert "rope must be interleaved or halves" in ranks.run(jobs.refusal, job, world=1)[0]
     llama = write(tmp_path / "llama", weights())
     lines = ranks.run(jobs.logged, job_from(tmp_path / "another", llama), world=1)[0]
-    assert any("as torchtitan 0.2 writes llama3, interleaved" in line for line in lines)
+    assert any("torchtitan 0.2 wrote llama3 in interleaved" in line for line in lines)
 
 
 def test_an_own_step_says_the_order_itself(ranks: RankPool, tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_tied_head_that_was_saved_twice(
     theirs["output.weight"][-1, -1] += 1e-3
     again = write(tmp_path / "again", theirs)
     for message in ranks.run(jobs.refusal, job_from(tmp_path, again, *layout, toml=toml), world=2):
-        assert "must hold the same in output.weight as in tok_embeddings.weight" in message
+        assert "ties output.weight to tok_embeddings.weight" in message
         assert 'exclude_from_loading = ["output.weight"]' in message
     pattern = '--checkpoint.exclude_from_loading=["output.weight"]'
     if not layout:

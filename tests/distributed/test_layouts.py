@@ -14,13 +14,13 @@ import pytest
 from tests.distributed import jobs
 from tests.distributed.conftest import OneDevice
 from tests.distributed.rank_pool import RankPool
-from torchtitan.audit.layouts.gaps import (
+from torchtitan.tools.compare.layouts.gaps import (
     WEIGHTS_TOLERANCE,
     compare_rows,
     compare_weights,
     first_unequal,
 )
-from torchtitan.audit.layouts.words import parse_layout
+from torchtitan.tools.compare.layouts.words import parse_layout
 
 LAYOUTS = {
     "fsdp 2": "fsdp2",

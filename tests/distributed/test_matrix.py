@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,21 @@ class What:
     """What is trained: the reference trains it too."""
 
     arguments: tuple[str, ...] = ()
-    sizes: Mapping[str, Any] | None = None
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    reads_texts: bool = False
+    """Else its samples are synthetic, with masked labels."""
+
+    def options(self, texts: Path) -> tuple[str, ...]:
+        """Two steps: the second one begins with the first one's weights and moments."""
+        data: tuple[str, ...] = ("--training.seq_len=40",)
+        if self.reads_texts:
+            files = ("--training.dataset=files", f"--training.dataset_path={texts}")
+            data = (*files, "--training.seq_len=64")
+        return (*data, TWO_STEPS, *self.arguments)
+
+    @property
+    def all_sizes(self) -> dict[str, Any]:
+        return {**SIZES, **self.sizes}
 
 
 @dataclass(frozen=True)
@@ -75,12 +89,18 @@ class Where:
         size = 4 if "pp" in self.degrees else 8 // self.degrees.get("dp", 1)
         return size // 2 if "accumulating" in how else size
 
+    def options(self, how: str) -> list[str]:
+        words = [word for name in how.split(", ") if name for word in HOW[name]]
+        size = f"--training.local_batch_size={self.local_batch_size(how)}"
+        return [*self.arguments, jobs.UNSAVED, size, *words]
+
 
 WHAT = {
     "all": What(),
     "tied": What(sizes={"tie_embeddings": True}),
     "documents": What(
-        ("--training.document_attention=within", "--training.document_positions=restart")
+        ("--training.document_attention=within", "--training.document_positions=restart"),
+        reads_texts=True,
     ),
     # all of the first stage among others
     "few": What(
@@ -208,18 +228,6 @@ def test_every_pair_has_its_row() -> None:
     ] == []
 
 
-def options(what: str, texts: Path) -> tuple[str, ...]:
-    """Two steps: the second one begins with the first one's weights and moments."""
-    files = ("--training.dataset=files", f"--training.dataset_path={texts}", TWO_STEPS)
-    if what == "documents":
-        return (*files, "--training.seq_len=64", *WHAT[what].arguments)
-    return ("--training.seq_len=40", TWO_STEPS, *WHAT[what].arguments)
-
-
-def sizes_of(what: str) -> dict[str, Any]:
-    return {**SIZES, **(WHAT[what].sizes or {})}
-
-
 @pytest.mark.parametrize("row", TABLE, ids="; ".join)
 def test_the_same_model(
     row: tuple[str, str, str],
@@ -230,11 +238,9 @@ def test_the_same_model(
     on_one_device: OneDevice,
 ) -> None:
     layout, what, how = row
-    where, sizes = WHERE[layout], sizes_of(what)
-    reference = on_one_device(pj.train, *options(what, texts), evaluating=True, sizes=sizes)
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options(what, texts), *where.arguments]
-    job += [jobs.UNSAVED, f"--training.local_batch_size={where.local_batch_size(how)}"]
-    job += [word for name in how.split(", ") if name for word in HOW[name]]
+    where, options, sizes = WHERE[layout], WHAT[what].options(texts), WHAT[what].all_sizes
+    reference = on_one_device(pj.train, *options, evaluating=True, sizes=sizes)
+    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), *options, *where.options(how)]
     evaluating = "compiled" not in how  # that would compile once more
     results = ranks.run(pj.train, job, evaluating=evaluating, sizes=sizes, world=where.world)
     if what == "bfloat16":
@@ -252,7 +258,8 @@ def test_the_same_model(
 def test_what_is_frozen_stays_and_all_else_moves(
     what: str, count: int, texts: Path, on_one_device: OneDevice
 ) -> None:
-    result = on_one_device(pj.train, *options(what, texts), evaluating=True, sizes=sizes_of(what))
+    options, sizes = WHAT[what].options(texts), WHAT[what].all_sizes
+    result = on_one_device(pj.train, *options, evaluating=True, sizes=sizes)
     for name, weights in result.final.items():
         assert torch.equal(weights, result.initial[name]) != (name in result.trained), name
     assert len(result.trained) == count
@@ -264,7 +271,7 @@ def test_bfloat16_is_near_float32(texts: Path, on_one_device: OneDevice) -> None
         what: [
             row["loss"]
             for row in on_one_device(
-                pj.train, *options(what, texts), evaluating=True, sizes=SIZES
+                pj.train, *WHAT[what].options(texts), evaluating=True, sizes=SIZES
             ).rows
         ]
         for what in ("all", "bfloat16")

@@ -52,7 +52,7 @@ def job(saved: Path, tmp_path: Path) -> list[str]:
     [
         (
             {"num_layers": 3},
-            ["model wants 30 tensors", "9 missing: 'layers.2.attention.wk.weight'; ", " ..."],
+            ["30 tensors", "9 missing: 'layers.2.attention.wk.weight'; ", " ..."],
         ),
         ({"num_layers": 1}, ["9 unexpected: 'layers.1.attention.wk.weight'; "]),
         (
@@ -100,8 +100,8 @@ def test_a_new_head_by_pattern(saved: Path, job: list[str], ranks: RankPool) -> 
             replaced = name in ("output.weight", "tok_embeddings.weight")
             assert value.equal((fresh if replaced else old).model[name]), name
     [lines] = ranks.run(resized, logged, sizes, by_pattern, world=1)
-    assert "Not loaded, as 'output.*' asks: 1 parameter: output.weight" in lines
-    assert "Not loaded, as 'tok_*' asks: 1 parameter: tok_embeddings.weight" in lines
+    assert any("'output.*'" in line and "1 parameter: output.weight" in line for line in lines)
+    assert any("'tok_*'" in line and "1 parameter: tok_embeddings.weight" in line for line in lines)
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])
@@ -134,5 +134,5 @@ def test_a_pattern_leaves_out_the_optimizer_state_too(
 
 def test_a_pattern_that_stands_for_nothing(job: list[str], ranks: RankPool) -> None:
     for message in ranks.run(refusal, [*job, excluding("outptu.*", "norm.*")], world=2):
-        assert "exclude_from_loading 'outptu.*' is neither a component (model, optimizer" in message
-        assert "nor does it match a parameter" in message
+        assert "checkpoint.exclude_from_loading: 'outptu.*'" in message
+        assert "(model, optimizer" in message

@@ -9,12 +9,9 @@ one is wrong. What is lost in a step shows in the first two.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.distributed import jobs
 from tests.distributed import pipeline_jobs as pj
@@ -22,15 +19,10 @@ from tests.distributed.conftest import OneDevice
 from tests.distributed.pipeline_jobs import (
     SCHEDULES,
     TINY8,
-    Trained,
     assert_same_training,
     pipeline,
 )
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_planted import gradients_are_averaged
-from torchtitan.parallel.pipeline import layout as pipeline_layout
-from torchtitan.parallel.pipeline import schedules
-from torchtitan.parallel.pipeline.tied import TiedEmbedding
 
 WHOLE_BACKWARD = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
 # the modules of two stages, cut where no cost would
@@ -140,69 +132,6 @@ def test_a_schedule_file_of_two_stages_with_halved_backwards(
     results = ranks.run(pj.train, job, evaluating=True, world=2 * fsdp)
     assert_same_training(results, on_one_device(pj.train, evaluating=True, sizes=pj.FOUR_LAYERS))
     assert [result.owns_loss for result in results] == [True] * fsdp + [False] * fsdp
-
-
-def train_with(bug: str, job: list[str]) -> Trained:
-    """Train with a planted bug."""
-    with pytest.MonkeyPatch.context() as patch:
-        if bug == "averaged":
-            with gradients_are_averaged():
-                return pj.train(job)
-        if bug == "scaled":
-            build = schedules._Schedule
-
-            def scaling(*arguments: Any, **settings: Any) -> Any:
-                return build(*arguments, **{**settings, "scale_grads": True})
-
-            patch.setattr(schedules, "_Schedule", scaling)
-        elif bug == "tied gradient lost":
-            patch.setattr(TiedEmbedding, "add_gradient", lambda self: None)
-        elif bug == "not reduced":
-            # torch 2.15 reduces FSDP's gradients in a method of its own
-            after = hasattr(schedules._Stage, "start_gradient_reduction")
-            name = "start_gradient_reduction" if after else "perform_reduce_grad"
-            patch.setattr(schedules._Stage, name, reduce_without_copies(name))
-        elif bug == "weights freed":
-            patch.setattr(pipeline_layout, "check_halves", lambda *a, **k: None)
-        return pj.train_tied(job) if bug.startswith("tied") else pj.train(job)
-
-
-def reduce_without_copies(name: str) -> Callable[..., None]:
-    """Sum gradients across shards, but not across copies."""
-
-    def reduce(stage: Any, *arguments: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_reduce", lambda *arguments, **settings: None)
-            getattr(super(schedules._Stage, stage), name)(*arguments)
-
-    return reduce
-
-
-@pytest.mark.parametrize(
-    ("bug", "world", "arguments"),
-    [
-        ("averaged", 4, pipeline("1F1B")),
-        ("scaled", 2, pipeline("1F1B")),
-        ("not reduced", 4, (*pipeline("ZBVZeroBubble"), *jobs.DDP)),
-        ("tied gradient lost", 2, pipeline("1F1B")),
-        ("weights freed", 4, pipeline("ZBVZeroBubble", fsdp_reshard_after_forward="always")),
-    ],
-)
-def test_a_planted_bug_is_seen(
-    bug: str,
-    world: int,
-    arguments: tuple[str, ...],
-    ranks: RankPool,
-    tmp_path: Path,
-    cache: Path,
-    on_one_device: OneDevice,
-) -> None:
-    job = [*jobs.write_job(tmp_path, TINY8, cache=cache), jobs.UNSAVED, *arguments]
-    results = ranks.run(train_with, bug, job, world=world)
-    sizes = pj.TIED if bug.startswith("tied") else pj.FOUR_LAYERS
-    reference = on_one_device(pj.train, evaluating=True, sizes=sizes)
-    with pytest.raises(AssertionError):
-        assert_same_training(results, reference)
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])

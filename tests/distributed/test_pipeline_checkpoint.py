@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_one_message_on_every_rank(
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), FINETUNE, elsewhere(saved)]
     sizes = {"vocab_size": 300, "num_layers": 9}
     [alone] = ranks.run(resized, refusal, sizes, job, "tiny8", world=1)
-    assert "wants 84 tensors" in alone
+    assert "84 tensors" in alone
     assert "9 missing: 'layers.8.attention.wk.weight'" in alone
     assert "unexpected" not in alone
     assert "2 of another shape: 'output.weight'" in alone
@@ -124,7 +124,7 @@ def test_a_pattern_counts_where_another_rank_holds_what_it_stands_for(
     job = [*jobs.write_job(tmp_path, TINY8, cache=cache), elsewhere(saved), *pipeline("1F1B")]
     part = [*job, CONTINUE, EVERYTHING, excluding("output.*", "layers.0.*")]
     for lines in ranks.run(logged, part, world=2):
-        assert "Not loaded, as 'output.*' asks: 1 parameter: output.weight" in lines
-        assert any("Not loaded, as 'layers.0.*' asks: 9 parameters" in line for line in lines)
+        assert any("1 parameter: output.weight" in line for line in lines)
+        assert any("'layers.0.*': 9 parameters" in line for line in lines)
     for message in ranks.run(refusal, [*job, FINETUNE, excluding("outptu.*")], world=2):
-        assert "exclude_from_loading 'outptu.*' is neither a component" in message
+        assert "exclude_from_loading: 'outptu.*'" in message

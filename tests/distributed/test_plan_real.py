@@ -31,22 +31,21 @@ from tests.distributed import jobs
 from tests.distributed.jobs import write_job
 from tests.distributed.pipeline_jobs import pipeline
 from tests.distributed.rank_pool import RankPool
-from torchtitan.assemble.find import find_layout
-from torchtitan.assemble.model import resolve_model
 from torchtitan.job import Config, load_config
+from torchtitan.layout import find_layout, resolve_model
 from torchtitan.mesh.dims import build_mesh
 from torchtitan.models.init import local_part
-from torchtitan.models.routing import ChoosesExperts
+from torchtitan.models.interface import RouterModule
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline import schedules
-from torchtitan.plan import rehearse as rehearsing
-from torchtitan.plan.devices import DEVICES
-from torchtitan.plan.job import plan_job
-from torchtitan.plan.memory import staged
-from torchtitan.plan.records import rehearse_rank
-from torchtitan.plan.rehearse import record_step, rehearse
-from torchtitan.plan.tape import MESSAGES, Entry, Record, Tape
-from torchtitan.plan.world import load_evenly
+from torchtitan.tools.plan import rehearse as rehearsing
+from torchtitan.tools.plan.devices import DEVICES
+from torchtitan.tools.plan.job import plan_job
+from torchtitan.tools.plan.memory import staged
+from torchtitan.tools.plan.records import rehearse_rank
+from torchtitan.tools.plan.rehearse import record_step, rehearse
+from torchtitan.tools.plan.tape import MESSAGES, Entry, Record, Tape
+from torchtitan.tools.plan.world import load_evenly
 from torchtitan.trainer import Trainer
 
 TOML = jobs.TINY.replace("global_batch_size = 8", "").replace("size = 2", "size = 4")
@@ -298,7 +297,7 @@ def test_a_copy_to_save_is_as_planned(name: str, ranks: RankPool, tmp_path: Path
         assert staged(plan, rehearse_rank(plan, rank)) == real[rank] > 0
 
 
-def in_turn(module: ChoosesExperts, scores_BSE: Tensor, *_: Any) -> Tensor:
+def in_turn(module: RouterModule, scores_BSE: Tensor, *_: Any) -> Tensor:
     """Choose experts so that each gets as many tokens as any other, and from any part of them."""
     *tokens, num_experts = scores_BSE.shape
     ids = torch.arange(math.prod(tokens) * NUM_CHOSEN) % num_experts
@@ -307,7 +306,7 @@ def in_turn(module: ChoosesExperts, scores_BSE: Tensor, *_: Any) -> Tensor:
 
 def route_in_turn(model: nn.Module, **_: Any) -> None:
     for module in model.modules():
-        if isinstance(module, ChoosesExperts):
+        if isinstance(module, RouterModule):
             module.choose = partial(in_turn, module)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from torchtitan.checkpoint import restore
-from torchtitan.models.decoder import HeadLoss
+from torchtitan.models.interface import HeadLoss
 
 EXACT = ("step", "loss", "max_loss", "grad_norm", "lr", "num_tokens", "valid_token_fraction")
 
@@ -156,7 +156,7 @@ def test_a_checkpoint_without_the_generators_of_a_gpu_is_resumed(
     for rank, (taken, lines) in enumerate(ranks.run(resume_with_another_generator, job, world=2)):
         assert list(taken) == [f"rank_{rank}.cpu"]
         kind = f"rank_{rank}.cuda"
-        said = f"The checkpoint holds no random generators {kind}: they start from debug.seed"
+        said = f"The checkpoint lacks the random generators {kind}: they start from debug.seed"
         assert said in lines
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: every gradient, planted bugs, checkpoints.
+"""Tensor parallelism: every gradient, checkpoints.
 
 What it trains together with other features is in test_matrix.py. float32, samples with a random
 number of labels masked. The sizes divide by 2 and 4 as tensor parallelism needs them to, and what
@@ -7,10 +7,7 @@ it leaves of them by hardly anything: key weights of 4 rows on 3 ranks, embeddin
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -27,20 +24,17 @@ from tests.distributed.jobs import refusal
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_intentions import Beginning, begin
 from tests.distributed.test_parts import resized
-from torchtitan.assemble import run
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
-from torchtitan.optim import clip, loss
 from torchtitan.optim.loss import count_valid
 from torchtitan.parallel import tensor
 
 SIZES = {"dim": 16, "num_heads": 8, "num_kv_heads": 4, "hidden_dim": 40, "vocab_size": 268}
 TIED = {**SIZES, "tie_embeddings": True}
 QWEN3 = {**SIZES, "head_dim": 6}
-STEPS = "--training.steps=4"
 TP2 = "--parallelism.tensor_parallel_degree=2"
 TP4 = "--parallelism.tensor_parallel_degree=4"
 COPIED_STREAM = "--parallelism.enable_sequence_parallel=false"
@@ -49,19 +43,12 @@ BATCH_12 = ("--training.local_batch_size=1", "--training.global_batch_size=12")
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp 2": (2, (TP2,)),
-    "tp 2, stream copied": (2, (TP2, COPIED_STREAM)),
     "tp 4": (4, (TP4,)),
     "tp 4, stream copied, logits gathered": (4, (TP4, COPIED_STREAM, WHOLE_LOGITS)),
-    "fsdp 2, tp 2": (4, (TP2,)),
     "fsdp 2, tp 2, accumulating": (4, (TP2, "--training.local_batch_size=1")),
     "hsdp 2x2, tp 2": (8, (TP2, *jobs.HSDP)),
     "fsdp 3, tp 2": (6, (TP2, *BATCH_12)),
 }
-Bug = tuple[Any, str, Any]
-
-
-def train(job: list[str], *, sizes: dict[str, int]) -> jobs.Result:
-    return resized(jobs.train, sizes, job)
 
 
 def gradients(job: list[str]) -> dict[str, Tensor]:
@@ -166,76 +153,6 @@ def test_any_embedding_may_be_split(kind: type[nn.Embedding], ranks: RankPool) -
     for (found, found_gradient), part in zip(results, rows.chunk(4, dim=1), strict=True):
         assert torch.equal(found, part)
         torch.testing.assert_close(found_gradient, gradient)
-
-
-def the_largest_logit_is_not_shared() -> Bug:
-    planted = SimpleNamespace(**vars(dist))
-
-    def all_reduce(value: Tensor, op: object = dist.ReduceOp.SUM, **arguments: Any) -> None:
-        if op != dist.ReduceOp.MAX:
-            dist.all_reduce(value, op, **arguments)
-
-    planted.all_reduce = all_reduce
-    return loss, "dist", planted
-
-
-def each_rank_counts_the_loss() -> Bug:
-    correct = loss.build_loss
-
-    def build_loss(*args: Any, **settings: Any) -> Callable[..., Tensor]:
-        return lambda *inputs: correct(*args, **settings)(*inputs) * 2
-
-    return run, "build_loss", build_loss
-
-
-def copies_count_as_often_as_they_are_held() -> Bug:
-    return clip, "num_copies", lambda grad: 1
-
-
-def gathered_inputs_keep_their_own_ranks_gradient() -> Bug:
-    correct = tensor.wrapped
-
-    def wrapped(local: Tensor, mesh: Any, placement: Any) -> Any:
-        if placement.is_shard():
-            return correct(local, mesh, placement)
-        return correct(local.detach() + (local - local.detach()) / 2, mesh, placement)
-
-    return tensor, "wrapped", wrapped
-
-
-BUGS = {
-    the_largest_logit_is_not_shared: "tp 2",
-    each_rank_counts_the_loss: "tp 2",
-    copies_count_as_often_as_they_are_held: "fsdp 2, tp 2",
-    gathered_inputs_keep_their_own_ranks_gradient: "tp 2, stream copied",
-}
-
-
-def train_with(bug: Callable[[], Bug], job: list[str]) -> jobs.Result:
-    """Train while a bug stands in the place of the correct code."""
-    module, name, planted = bug()
-    correct = getattr(module, name)
-    setattr(module, name, planted)
-    try:
-        return resized(jobs.train, SIZES, job)
-    finally:
-        setattr(module, name, correct)
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_a_planted_bug_is_seen(
-    bug: Callable[[], Bug],
-    ranks: RankPool,
-    tmp_path: Path,
-    cache: Path,
-    on_one_device: OneDevice,
-) -> None:
-    world, overrides = LAYOUTS[BUGS[bug]]
-    job = [*jobs.write_job(tmp_path, cache=cache), "--training.steps=1", jobs.UNSAVED, *overrides]
-    result = ranks.run(train_with, bug, job, world=world)[0]
-    reference = on_one_device(train, STEPS, toml=jobs.TINY, sizes=SIZES)
-    first, correct = result.rows[0], reference.rows[0]
-    assert first["grad_norm"] != pytest.approx(correct["grad_norm"], rel=1e-3)
 
 
 RESHARDING: dict[str, tuple[int, tuple[str, ...]]] = {

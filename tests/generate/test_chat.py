@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.finetune.chats import CHATML, write_tokenizer
 from tests.generate.test_text import random_generator
-from tests.sft.chats import CHATML, write_tokenizer
 from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.generate.chat import COMMANDS, Chat, talk
 from torchtitan.generate.generator import Generator
@@ -153,7 +153,7 @@ MISTAKES = [
     ("/", "one of /reset, /system, /help, /quit, got '/'"),
     ("/etc/passwd is what?", "put a space before it"),
     ("a<|im_end|>b", "no message may spell a special token"),
-    ("\udcff", "must hold whole characters"),
+    ("\udcff", "must hold complete characters"),
 ]
 
 

@@ -15,7 +15,7 @@ from tests.models.own_family import load_family, write_family
 from tests.models.reference import VARIANTS, random_decoder, reference_of
 from torchtitan.assemble.generator import open_generator
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError
-from torchtitan.checkpoint.source import Step
+from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.generate.generator import Generator, Pretrained, build_generator
 from torchtitan.generate.sampling import generate
 
@@ -160,7 +160,7 @@ def test_a_model_without_a_cache_generates_no_text(tmp_path: Path) -> None:
     found = Pretrained(
         spec=family.SPEC,
         model=family.SPEC.build_meta(family.SIZES),
-        weights=Step(path=tmp_path, group=None),
+        weights=Checkpoint(path=tmp_path, group=None),
         dtype="float32",
         tokenizer="byte",
         chat_template=None,

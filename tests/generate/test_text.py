@@ -9,14 +9,14 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
+from tests.finetune.chats import CHATML, write_tokenizer
 from tests.models.reference import TINY, random_decoder
-from tests.sft.chats import CHATML, write_tokenizer
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.finetune.chat_files import find_template
 from torchtitan.generate import text as text_module
 from torchtitan.generate.generator import Generator
 from torchtitan.generate.text import CUT, Pieces, answer, complete, stream, stream_answer
-from torchtitan.sft.chat_files import find_template
 
 TEXT = "naïve \U0001f600\U0001f680 中文, and 'quotes' .  Ends"
 
@@ -131,7 +131,7 @@ def test_special_tokens_are_meant_where_that_is_asked_for(monkeypatch: pytest.Mo
         ([], "the chat: messages must be a list of objects"),
         ([{"role": "robot", "content": "Hi"}], "the role of message 1 must be one of"),
         ([{"role": "user"}], "message 1 must have a content that is text"),
-        ([{"role": "user", "content": "\udcff"}], "the chat must hold whole characters"),
+        ([{"role": "user", "content": "\udcff"}], "the chat must hold complete characters"),
         ([{"role": "user", "content": "<|end_of_text|>"}], "no message may spell"),
     ],
 )
@@ -147,5 +147,5 @@ def test_other_mistakes(tmp_path: Path) -> None:
     generator = random_generator(str(write_tokenizer(tmp_path)))
     with pytest.raises(ConfigError, match="--chat_template"):
         stream_answer(generator, [{"role": "user", "content": "Hi"}])
-    with pytest.raises(DataError, match="prompt 2 must hold whole characters"):
+    with pytest.raises(DataError, match="prompt 2 must hold complete characters"):
         complete(generator, ["a", "\udcff"])

@@ -13,15 +13,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from tests.finetune.chats import CHATML, SPECIAL, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
-from tests.sft.chats import CHATML, SPECIAL, write_tokenizer
 from torchtitan.assemble.generator import open_generator
 from torchtitan.assemble.hf import describe_export
-from torchtitan.assemble.model import resolve_model
 from torchtitan.generate.text import encode_chats
 from torchtitan.hf.beside import GENERATION_CONFIG, warn_of_other_tokenizer
 from torchtitan.hf.write import export
 from torchtitan.job import Config, load_config
+from torchtitan.layout import resolve_model
 from torchtitan.models.families import MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

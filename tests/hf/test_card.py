@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,23 +11,19 @@ import yaml
 from huggingface_hub import ModelCard
 
 from scripts.convert_hf import main as convert
-from scripts.convert_hf import to_hf
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.finetune.chats import CHATML, SPECIAL, write_lines, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
-from tests.sft.chats import CHATML, SPECIAL, write_lines, write_tokenizer
 from torchtitan.assemble.generator import read_settings
 from torchtitan.assemble.hf import describe_export
 from torchtitan.hf.card import (
     CARD,
-    base_name,
     find_hub_id,
     find_license,
     shown,
-    without_folders,
 )
 from torchtitan.hf.write import export
-from torchtitan.metrics.rows import read_rows
 from torchtitan.models.families import MODELS
 
 HEAD = "---\nlicense: llama3.2\nlicense_name: 'x'\nlanguage: [en]\n---\n# Theirs\n"
@@ -88,101 +83,35 @@ def test_it_says_what_the_run_was(tuned: Path, base: Path) -> None:
         "base_model": "some-org/Base-1B",
         "license": "llama3.2",
         "license_name": "x",
-        "tags": ["torchtitan", "lora"],
+        "tags": ["torchtitan"],
     }
-    last = read_rows(tuned / "metrics.jsonl")[-1]
     state = json.loads((tuned / "checkpoint" / "step-2" / "train_state" / "state.json").read_text())
     text = card.content
     for line in (
         "# run, step 2",
-        "trained from the weights of `some-org/Base-1B`, with a LoRA adapter (rank 12, alpha 16) "
-        "merged into them.",
-        "| data | `mine/chats.jsonl` |",
+        "| base | some-org/Base-1B |",
+        "| LoRA | rank 12, alpha 16 |",
+        "| data | `chats.jsonl` |",
         "| sequence length | 64 |",
         f"| tokens | {state['tokens_seen']} |",
-        f"| loss at step 2 | {last['loss']:.5f} |",
-        f"| validation loss at step 2 | {last['validation_loss']:.5f} |",
-        "rank = 12",  # of the settings
-        'dataset_path = [\n    "chats.jsonl",\n]',
-        'AutoTokenizer.from_pretrained("FOLDER")',
         "\nName a purpose before you publish it.\n",
-        "vllm serve FOLDER",
     ):
         assert line in text, line
     assert str(tuned.parent) not in text
     assert str(base) not in text
     assert "Theirs" not in text
-    assert "~" not in text
     assert "default job" not in text
-    assert "decay_type" not in text  # a default
     assert (base / CARD).read_text() == HEAD
 
 
-def test_an_adapter_is_loaded_upon_its_base(tuned: Path, tmp_path: Path) -> None:
+def test_an_adapter_says_so(tuned: Path, tmp_path: Path) -> None:
     assert convert(["to-hf", str(tuned), str(tmp_path / "out"), "--lora", "adapter"]) == 0
-    text = (tmp_path / "out" / CARD).read_text()
     head = head_of(tmp_path / "out" / CARD)
     assert (head["library_name"], head["base_model"]) == ("peft", "some-org/Base-1B")
-    assert "A LoRA adapter (rank 12, alpha 16) trained from the weights of" in text
-    assert "--max-lora-rank 16 --lora-modules run=FOLDER" in text
-    assert "PeftModel.from_pretrained" in text
     merged = tuned / "checkpoint" / "export" / "step-2"
     for folder in (tmp_path / "out", merged):
         ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
         assert ends[:2] == [SPECIAL.index("<|im_end|>"), SPECIAL.index("<|end|>")]
-    assert 'base.generation_config = GenerationConfig.from_pretrained("FOLDER")' in text
-    assert "=FOLDER --generation-config FOLDER\n" in text
-    assert "apply_chat_template" in text
-    compile(text.partition("```python\n")[2].partition("```")[0], "the card", "exec")
-    assert "merged" not in text.partition("<details>")[0]
-
-
-def test_the_chat_that_it_shows_runs(tuned: Path, capsys) -> None:
-    folder = tuned / "checkpoint" / "export" / "step-2"
-    code = (folder / CARD).read_text().partition("```python\n")[2].partition("```")[0]
-    exec(code.replace("FOLDER", str(folder)), said := {})
-    assert said["asked"]["input_ids"].shape[1] > 10
-    assert capsys.readouterr().out.endswith("\n")
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("outputs/base/checkpoint/export/step-2", "base, step 2"),
-        ("/home/me/outputs/tiny/weights/here/step-40", "tiny, step 40"),
-        ("/home/me/models/mine", "mine"),
-        ("/home/me/hub/models--a--b-c/snapshots/step-3", "a/b-c"),
-    ],
-)
-def test_a_base_that_is_a_step_is_named_by_its_run(path: str, expected: str) -> None:
-    assert base_name(Path(path), checkpoint_folder="weights/here") == expected
-
-
-def test_figures_that_are_not_there_are_left_out(tuned: Path, tmp_path: Path) -> None:
-    """A step that was copied has its own state alone, whatever lies two folders above it."""
-    shutil.copytree(tuned / "checkpoint" / "step-2", tmp_path / "else" / "step-2")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "loss": 7.0}\n')
-    to_hf(tmp_path / "else" / "step-2", tmp_path / "out")
-    text = (tmp_path / "out" / CARD).read_text()
-    assert "| tokens |" in text
-    assert "loss at step" not in text
-
-
-def test_figures_are_those_of_the_step(tuned: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(tuned, tmp_path / "run")
-    more = [{"step": 1, "loss": 1.5}, {"step": 2, "loss": 2.5}, {"step": 3, "loss": 3.5}]
-    with (run / "metrics.jsonl").open("a") as file:  # step 2 once more, and one after it
-        file.writelines(json.dumps(row) + "\n" for row in more)
-    to_hf(run, tmp_path / "out")
-    assert "| loss at step 2 | 2.50000 |" in (tmp_path / "out" / CARD).read_text()
-
-
-def test_a_damaged_record_is_an_error(tuned: Path, tmp_path: Path, capsys) -> None:
-    run = shutil.copytree(tuned, tmp_path / "run")
-    (run / "metrics.jsonl").write_text("nothing\n{}\n")
-    assert convert(["to-hf", str(run), str(tmp_path / "out")]) == 2
-    assert "metrics.jsonl must be a JSON object" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_card_that_is_there_is_kept(tuned: Path, tmp_path: Path) -> None:
@@ -200,12 +129,9 @@ def test_a_run_from_nothing_names_no_base(ranks: RankPool, tmp_path: Path) -> No
     ranks.run(jobs.train, [*job, "--job.description=To try: it"], world=1)
     card = ModelCard.load(tmp_path / "run" / "checkpoint" / "export" / "step-1" / CARD)
     assert set(card.data.to_dict()) == {"library_name", "pipeline_tag", "tags"}
-    assert "A model trained by a run that names no weights to begin from." in card.content
-    assert "No license is known: name a license and a purpose before" in card.content
-    assert "apply_chat_template" not in card.content
+    assert "| base | none |" in card.content
+    assert "Name a license and a purpose before" in card.content
     assert "\nTo try: it\n" in card.content
-    assert "The folder has no tokenizer: that of the training, `byte`, is not in" in card.content
-    assert "AutoTokenizer" not in card.content
 
 
 @pytest.mark.parametrize(
@@ -251,35 +177,9 @@ def test_the_hubs_name_is_known_in_its_cache_alone(path: str, expected: str | No
         ("chats/*.jsonl", "chats/*.jsonl"),
         ("/home/me/chats.jsonl", "chats.jsonl"),
         ("~/models/mine/", "mine"),
-        ("/home/me/chats/*.jsonl", "chats/*.jsonl"),
         ("bpe_2048", "bpe_2048"),
-        ("/data/chats/**/*", "chats/**/*"),
-        ("/home/me/*", "~/*"),
+        ("https://me:secret@a.b/c", "https://***"),
     ],
 )
 def test_no_home_is_told(path: str, expected: str) -> None:
     assert shown(path) == expected
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("/data/one/train.jsonl", "one/train.jsonl"),
-        ("/data/one/*", "one/*"),
-        ("/home/me/chats.jsonl", "~/chats.jsonl"),
-        ("~/chats/mine.jsonl", "chats/mine.jsonl"),
-        ("/x.jsonl", "x.jsonl"),
-        ("outputs/chats/a.jsonl", "outputs/chats/a.jsonl"),
-    ],
-)
-def test_data_are_named_with_their_folder(path: str, expected: str) -> None:
-    assert shown(path, num_names=2) == expected
-
-
-def test_absolute_paths_lose_their_folders() -> None:
-    assert without_folders('a = ["/a/b/*"]') == 'a = ["b/*"]'
-    assert without_folders('a = ["web=/home/me/x.txt", "b"]') == 'a = ["web=x.txt", "b"]'
-    assert without_folders('a = "https://a.b/c"') == 'a = "https://a.b/c"'
-    toml = 'a = "/home/me/x.txt"\nb = ["~/y/z", "../k/l", "/m/"]\n"/p/q \\" r/s" = 1\nc = "s/t"\n'
-    short = 'a = "x.txt"\nb = ["z", "../k/l", "/m/"]\n"s" = 1\nc = "s/t"\n'
-    assert without_folders(toml) == short

@@ -25,13 +25,13 @@ from tests.hf.test_folders import (
     theirs,
 )
 from tests.models.reference import LATENT, VARIANTS, random_decoder
-from torchtitan.assemble.find import find_layout
 from torchtitan.base.errors import CheckpointError, ConfigError
-from torchtitan.checkpoint.source import Selection
+from torchtitan.checkpoint.source import ParameterFilter
 from torchtitan.hf.config import architecture_of, read_config, sizes_of
 from torchtitan.hf.folder import open_folder
 from torchtitan.hf.read import HFWeights
 from torchtitan.job import load_config
+from torchtitan.layout import find_layout
 from torchtitan.models.families import MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -251,7 +251,7 @@ def test_layers_that_the_job_lacks_are_no_layers_behind_the_last(tmp_path: Path)
             folder,
             spec=MODELS["deepseek_v3"],
             architecture=fewer,
-            selection=Selection(exclude=("output.weight",)),
+            filter=ParameterFilter(exclude=("output.weight",)),
             group=None,
         )
 

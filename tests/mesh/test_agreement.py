@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.mesh import agreement
-from torchtitan.mesh.agreement import Agreement
+from torchtitan.mesh import sync as agreement
 from torchtitan.mesh.stop import StopRequest
+from torchtitan.mesh.sync import StepSync
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def test_flags_are_those_of_the_start_of_the_step(monkeypatch: pytest.MonkeyPatc
     collectives: list[list[int]] = []
     monkeypatch.setattr(dist, "all_reduce", lambda sums: collectives.append(sums.tolist()))
     failed, stop = [False], Late()
-    found = Agreement(stop, failures=[lambda: failed[0]], equal_ranks=2, device=CPU)
+    found = StepSync(stop, failures=[lambda: failed[0]], equal_ranks=2, device=CPU)
     assert found.sum_valid(torch.tensor(10)).item() == 5
     stop.is_late = failed[0] = True
     assert found.read_flags() == [False]
@@ -35,7 +35,7 @@ def test_flags_are_those_of_the_start_of_the_step(monkeypatch: pytest.MonkeyPatc
     assert found.sum_valid(torch.tensor(4)).item() == 2
     assert found.read_flags() == [True]
     assert found.stopped is not None
-    found.vote_again()  # known already
+    found.sync_stop_flags()  # known already
     assert collectives == [[10, 0, 0, 0, 0], [4, 1, 0, 1, 0]]
 
 
@@ -43,11 +43,11 @@ def test_a_vote_after_a_save_counts_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     collectives: list[list[int]] = []
     monkeypatch.setattr(dist, "all_reduce", lambda sums: collectives.append(sums.tolist()))
     stop = Late()
-    found = Agreement(stop, failures=[], equal_ranks=1, device=CPU)
-    found.vote_again()
+    found = StepSync(stop, failures=[], equal_ranks=1, device=CPU)
+    found.sync_stop_flags()
     assert found.stopped is None
     stop.is_late = True
-    found.vote_again()
+    found.sync_stop_flags()
     assert found.stopped is not None
     assert collectives == [[0, 0, 0], [0, 1, 0]]
 
@@ -59,9 +59,9 @@ def test_a_norm_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         checked.append((norm, step))
 
     monkeypatch.setattr(agreement, "raise_if_nonfinite", note)
-    found = Agreement(StopRequest(), failures=[], equal_ranks=1, device=CPU)
+    found = StepSync(StopRequest(), failures=[], equal_ranks=1, device=CPU)
     found.check_pending_norm()
-    found.add_norm(torch.tensor(2.0), loss=torch.tensor(1.0), step=7)
+    found.defer_norm_check(torch.tensor(2.0), loss=torch.tensor(1.0), step=7)
     found.check_pending_norm()
     found.check_pending_norm()
     assert checked == [(2.0, 7)]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import DataError, Violation
-from torchtitan.mesh.once import OncePerMachine
+from torchtitan.mesh.ranks import OncePerMachine
 
 
 def two_calls(machines: list[str], folder: Path) -> tuple[list[str], list[str]]:

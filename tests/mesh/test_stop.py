@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
-from torchtitan.mesh.stop import SIGNALS, StopRequest, describe, watch_session, watch_signals
+from torchtitan.base.errors import StalledError
+from torchtitan.mesh import stop
+from torchtitan.mesh.stop import (
+    SIGNALS,
+    StopRequest,
+    WaitInterrupted,
+    describe,
+    interrupt,
+    watch_signals,
+)
+
+HANDLED = (*SIGNALS, signal.SIGALRM)
 
 
 class Process:
@@ -42,22 +54,6 @@ def test_later_it_is_a_vote_and_the_second_ends_the_process(number: signal.Signa
     assert process.codes == [128 + number]
 
 
-def test_a_wait_for_data_ends_soon_after_a_signal() -> None:
-    process = Process()
-    process.request.defer()
-    process.request.look_from_aside()  # nobody waits
-    with process.request.waiting(1000, describe=lambda: "my_data.py"):
-        process.request.look_from_aside()
-        process.request.on_signal(signal.SIGTERM)
-        process.request.look_from_aside()
-        assert process.codes == []
-        process.now += 11
-        process.request.look_from_aside()
-    assert process.codes == [4]
-    process.request.look_from_aside()
-    assert process.codes == [4]
-
-
 def test_the_deadline_counts_from_the_start() -> None:
     process = Process()
     process.request.end_after(10)
@@ -77,24 +73,40 @@ def test_reasons() -> None:
     assert describe([0, 0, 1]) == "a callback (on 1 rank)"
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = [signal.getsignal(n) for n in HANDLED]
+    yield
+    assert [signal.getsignal(n) for n in HANDLED] == before
+
+
 @pytest.mark.parametrize("number", SIGNALS)
-def test_signals_of_the_process_are_taken_inside_alone(number: signal.Signals) -> None:
-    before = [signal.getsignal(n) for n in SIGNALS]
+def test_signals_are_handled_inside_only(number: signal.Signals, handlers: None) -> None:
     with watch_signals() as request:
         request.defer()
-        os.kill(os.getpid(), number)
-        while not request.is_signalled:
-            time.sleep(0.001)
-    assert [signal.getsignal(n) for n in SIGNALS] == before
-    assert signal.set_wakeup_fd(-1) == -1
+        signal.raise_signal(number)
+        assert request.is_signalled
+
+
+def test_several_ranks_handle_no_signal_before_the_first_step(
+    handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for each other in C++, where a handler of Python would never run."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    before = signal.getsignal(signal.SIGTERM)
+    with watch_signals() as request:
+        assert signal.getsignal(signal.SIGTERM) == before
+        request.defer()
+        assert signal.getsignal(signal.SIGTERM) == request.on_signal
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_session_is_interrupted_where_a_process_would_end(number: signal.Signals) -> None:
-    before = [signal.getsignal(n) for n in SIGNALS]
-    with pytest.raises(KeyboardInterrupt), watch_session():
+def test_a_session_is_interrupted_where_a_process_would_end(
+    number: signal.Signals, handlers: None
+) -> None:
+    with pytest.raises(KeyboardInterrupt), watch_signals(leave=interrupt):
         signal.raise_signal(number)  # before the first step
-    with watch_session() as request:
+    with watch_signals(leave=interrupt) as request:
         request.defer()
         signal.raise_signal(number)
         signal.raise_signal(number)  # the same request
@@ -102,17 +114,51 @@ def test_a_session_is_interrupted_where_a_process_would_end(number: signal.Signa
         request._first_signal = -1.0  # long ago
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
-    assert [signal.getsignal(n) for n in SIGNALS] == before
 
 
-def test_a_session_takes_no_signal_in_another_thread() -> None:
+def test_another_thread_takes_no_signal(handlers: None) -> None:
     seen = []
 
     def watch() -> None:
-        with watch_session() as request:
-            seen.append(request.is_signalled)
+        with watch_signals() as request:
+            request.defer()
+            with request.waiting_for_data():
+                seen.append(request.is_signalled)
 
     thread = threading.Thread(target=watch)
     thread.start()
     thread.join()
     assert seen == [False]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_signal_ends_the_wait_of_the_only_rank(
+    handlers: None, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop, "SECONDS_FOR_DATA", 0.1)
+    with watch_signals() as request:
+        request.defer()
+        with pytest.raises(WaitInterrupted), request.waiting_for_data():
+            time.sleep(60 if signal.raise_signal(signal.SIGTERM) is None else 0)
+        with pytest.raises(WaitInterrupted), request.waiting_for_data():
+            time.sleep(60)  # it was asked before the wait began
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_data_that_do_not_come_in_time(handlers: None, one_rank: None) -> None:
+    with watch_signals() as request:
+        request.data_timeout_seconds = 0.1
+        with (
+            pytest.raises(StalledError, match=r"rank 0 .* 0.08 s .*train_timeout_seconds"),
+            request.waiting_for_data(),
+        ):
+            time.sleep(60)
+        with request.waiting_for_data():
+            pass
+        time.sleep(0.2)  # the alarm is off

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from torchtitan.models.families import MODELS
 from torchtitan.models.spec import ModelSpec
@@ -34,8 +37,10 @@ def load_family(file: Path) -> Any:
 
 @contextmanager
 def in_models(spec: ModelSpec) -> Iterator[None]:
-    MODELS[spec.name] = spec
-    try:
+    """Add a family, as a module with a SPEC."""
+    module = ModuleType(f"own_family_{spec.name}")
+    module.SPEC = spec  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    with patch.object(MODELS, "_modules", {**MODELS._modules, spec.name: module.__name__}):
         yield
-    finally:
-        del MODELS[spec.name]
+    del sys.modules[module.__name__]

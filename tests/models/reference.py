@@ -27,13 +27,7 @@ from transformers import (
 from torchtitan.models import deepseek_v2, deepseek_v3
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
-from torchtitan.models.rope_scaling import (
-    LinearScaling,
-    Llama3Scaling,
-    RopeScaling,
-    YarnScaling,
-)
-from torchtitan.models.sizes import DecoderConfig, MLAConfig, MoEConfig
+from torchtitan.models.sizes import DecoderConfig, MLAConfig, MoEConfig, RopeScaling
 
 NAMES = {
     "tok_embeddings": "model.embed_tokens",
@@ -85,18 +79,23 @@ VARIANTS = {
     "ungrouped": dataclasses.replace(TINY, num_kv_heads=4, norm_eps=1e-2),
     # a short original context, so that a short sequence meets all three kinds of wavelength
     "scaled": dataclasses.replace(
-        TINY, rope_theta=100.0, rope_scaling=Llama3Scaling(factor=8.0, original_max_position=64)
+        TINY,
+        rope_theta=100.0,
+        rope_scaling=RopeScaling(type="llama3", factor=8.0, original_max_position=64),
     ),
     "interpolated": dataclasses.replace(
-        TINY, rope_theta=100.0, rope_scaling=LinearScaling(factor=4.0)
+        TINY, rope_theta=100.0, rope_scaling=RopeScaling(type="linear", factor=4.0)
     ),
     "yarn": dataclasses.replace(
-        TINY, rope_theta=100.0, rope_scaling=YarnScaling(factor=8.0, original_max_position=256)
+        TINY,
+        rope_theta=100.0,
+        rope_scaling=RopeScaling(type="yarn", factor=8.0, original_max_position=256),
     ),
     "yarn by hand": dataclasses.replace(
         TINY,
         rope_theta=50.0,
-        rope_scaling=YarnScaling(
+        rope_scaling=RopeScaling(
+            type="yarn",
             factor=8.0,
             original_max_position=64,
             beta_fast=4.0,
@@ -242,10 +241,9 @@ def reference_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:
     if scaling is None:
         return None
     words = {"original_max_position": "original_max_position_embeddings"}
-    kind = {LinearScaling: "linear", Llama3Scaling: "llama3", YarnScaling: "yarn"}[type(scaling)]
-    values = {words.get(key, key): value for key, value in dataclasses.asdict(scaling).items()}
+    values = {words.get(key, key): value for key, value in scaling.used.items()}
     values = {key: value for key, value in values.items() if value is not None}
-    return {"rope_type": kind, **values}
+    return {"rope_type": scaling.type, **values}
 
 
 def _translate(model: Decoder) -> dict[str, torch.Tensor]:

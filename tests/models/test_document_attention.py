@@ -13,10 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.parallel.test_context_attention import Watch, error, in_float64, results
-from torchtitan.models import document_attention
-from torchtitan.models.attention import causal_attention
-from torchtitan.models.document_attention import all_at_once, one_by_one
-from torchtitan.models.documents import Documents
+from torchtitan.models import attention
+from torchtitan.models.attention import causal_attention, document_attention, varlen_attention
+from torchtitan.models.interface import Documents
 
 LENGTHS = ((7, 1, 22), (30,), (1, 1, 28))
 
@@ -78,31 +77,31 @@ def assert_exact(attend: Callable[..., Tensor], given: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_one_by_one(num_kv_heads: int) -> None:
-    assert_exact(one_by_one, tensors(num_kv_heads=num_kv_heads))
+def test_document_attention(num_kv_heads: int) -> None:
+    assert_exact(document_attention, tensors(num_kv_heads=num_kv_heads))
     assert_exact(causal_attention, tensors(num_kv_heads=num_kv_heads))
 
 
 @pytest.mark.parametrize("num_kv_heads", [2, 4])
 @pytest.mark.parametrize("kernel", [varlen, without_groups])
-def test_all_at_once_is_told_the_same(
+def test_varlen_attention_is_told_the_same(
     kernel: Callable[..., Tensor], num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(document_attention, "varlen_attn", kernel)
-    assert_exact(all_at_once, tensors(num_kv_heads=num_kv_heads))
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    assert_exact(varlen_attention, tensors(num_kv_heads=num_kv_heads))
 
 
 def test_torch_takes_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward without memory; which kernel runs is decided on a GPU that is none."""
     q, k, v, _ = (x.to("meta").requires_grad_() for x in tensors(torch.bfloat16))
-    out = all_at_once(q, k, v, Documents(LENGTHS))
+    out = varlen_attention(q, k, v, Documents(LENGTHS))
     out.sum().backward()
     assert out.shape == q.shape
     assert k.grad is not None
     assert k.grad.shape == k.shape
     # page-locked memory, and autograd, want a real device's driver
     monkeypatch.setattr(
-        document_attention, "to_device", lambda values, device: torch.tensor(values, device=device)
+        attention, "to_device", lambda values, device: torch.tensor(values, device=device)
     )
     # torch 2.15 would ask the device, which is none, whether it can do cuDNN's
     flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
@@ -115,18 +114,18 @@ def test_torch_takes_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("dtype", "width", "kernel"),
     [
-        (torch.bfloat16, 16, "all_at_once"),
-        (torch.float16, 64, "all_at_once"),
-        (torch.float32, 16, "one_by_one"),
-        (torch.bfloat16, 12, "one_by_one"),
+        (torch.bfloat16, 16, "varlen_attention"),
+        (torch.float16, 64, "varlen_attention"),
+        (torch.float32, 16, "document_attention"),
+        (torch.bfloat16, 12, "document_attention"),
     ],
 )
 def test_which_way_on_a_gpu(
     dtype: torch.dtype, width: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = []
-    for name in ("all_at_once", "one_by_one"):
-        monkeypatch.setattr(document_attention, name, lambda *_, name=name: taken.append(name))
+    for name in ("varlen_attention", "document_attention"):
+        monkeypatch.setattr(attention, name, lambda *_, name=name: taken.append(name))
     with FakeTensorMode(), torch.no_grad():
         q = torch.empty(3, 4, 30, width, device="cuda", dtype=dtype)
         causal_attention(q, q, q, Documents(LENGTHS))

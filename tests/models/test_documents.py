@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchtitan.models.documents import Documents
+from torchtitan.models.interface import Documents
 
 
 def test_lengths_are_dealt_out_to_sequences() -> None:

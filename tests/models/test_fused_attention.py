@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchtitan.models.fused_attention import fused_attention
+from torchtitan.models.attention import fused_attention
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

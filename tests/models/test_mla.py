@@ -17,14 +17,13 @@ from tests.models.reference import LATENT, VARIANTS, random_decoder, reference_o
 from tests.models.reference import LATENT_NAMES as NAMES
 from torchtitan.models import mla
 from torchtitan.models.attention import KVCache
-from torchtitan.models.cast import cast
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
+from torchtitan.models.interface import cast
 from torchtitan.models.mla import LatentAttention
 from torchtitan.models.moe import Router, best_experts
 from torchtitan.models.rope import build_rope
-from torchtitan.models.rope_scaling import YarnScaling
-from torchtitan.models.sizes import MLAConfig
+from torchtitan.models.sizes import MLAConfig, RopeScaling
 
 TOKENS = torch.randint(0, 263, (2, 70), generator=torch.Generator().manual_seed(2))
 PAIRS = {"latent": LATENT, "latent, softmax": VARIANTS["latent, softmax"]}
@@ -87,7 +86,7 @@ def test_logits_and_every_gradient_are_those_of_transformers(name: str) -> None:
     assert differing(PAIRS[name], torch.float64, 1e-5) == {}
 
 
-def without_mscale(scaling: YarnScaling) -> float:
+def without_mscale(scaling: RopeScaling) -> float:
     return 1.0
 
 
@@ -141,8 +140,8 @@ CORRECT_EXPAND = LatentAttention.expand
 @pytest.mark.parametrize(
     ("owner", "name", "planted", "config"),
     [
-        (YarnScaling, "score_growth", property(without_mscale), LATENT),
-        (YarnScaling, "temperature", property(without_mscale), LATENT),
+        (RopeScaling, "score_growth", property(without_mscale), LATENT),
+        (RopeScaling, "temperature", property(without_mscale), LATENT),
         (LatentAttention, "__init__", unnormed, dataclasses.replace(LATENT, norm_eps=1e-5)),
         (Router, "forward", weighed_with_bias, LATENT),
         (Router, "forward", unbiased, LATENT),

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.models.reference import EXPERTS, random_decoder, reference_of
 from torchtitan.models import moe
-from torchtitan.models.contract import count
 from torchtitan.models.families import MODELS
+from torchtitan.models.interface import count
 from torchtitan.models.moe import Experts, MoE, Router
 from torchtitan.models.sizes import MoEConfig
 

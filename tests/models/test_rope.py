@@ -12,8 +12,7 @@ from tests.models.fake_group import fake_group
 from tests.models.reference import TINY, random_decoder, reference_config
 from torchtitan.models.families import MODELS
 from torchtitan.models.rope import build_rope, frequencies
-from torchtitan.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
-from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig, RopeScaling
 
 
 def test_rotation_is_that_of_complex_numbers_in_float64():
@@ -96,17 +95,23 @@ def test_frequencies_equal_the_public_ones(flavor):
 @pytest.mark.parametrize(
     "scaling",
     [
-        LinearScaling(factor=1.0),
-        LinearScaling(factor=3.7),
-        Llama3Scaling(
-            factor=4.0, original_max_position=8192, low_freq_factor=2.0, high_freq_factor=3.0
+        RopeScaling(type="linear", factor=1.0),
+        RopeScaling(type="linear", factor=3.7),
+        RopeScaling(
+            type="llama3",
+            factor=4.0,
+            original_max_position=8192,
+            low_freq_factor=2.0,
+            high_freq_factor=3.0,
         ),
-        YarnScaling(factor=1.0, original_max_position=4096),
-        YarnScaling(factor=16.0, original_max_position=8192),
-        YarnScaling(factor=40.0, original_max_position=4096, beta_fast=7.5, beta_slow=2.5),
-        YarnScaling(factor=4.0, original_max_position=8192, attention_factor=0.7),
+        RopeScaling(type="yarn", factor=1.0, original_max_position=4096),
+        RopeScaling(type="yarn", factor=16.0, original_max_position=8192),
+        RopeScaling(
+            type="yarn", factor=40.0, original_max_position=4096, beta_fast=7.5, beta_slow=2.5
+        ),
+        RopeScaling(type="yarn", factor=4.0, original_max_position=8192, attention_factor=0.7),
         # one pair at both ends of the ramp
-        YarnScaling(factor=4.0, original_max_position=7, beta_fast=1.3),
+        RopeScaling(type="yarn", factor=4.0, original_max_position=7, beta_fast=1.3),
     ],
     ids=repr,
 )
@@ -124,7 +129,7 @@ def test_yarn_beyond_the_ends_of_its_ramp(original, ratio):
     """Hugging Face's ramp runs backwards there, and keeps what should grow."""
     freqs, scaled = (
         frequencies(8, theta=10.0, scaling=scaling, device=torch.device("cpu"))
-        for scaling in (None, YarnScaling(factor=4.0, original_max_position=original))
+        for scaling in (None, RopeScaling(type="yarn", factor=4.0, original_max_position=original))
     )
     torch.testing.assert_close(scaled / freqs, torch.tensor(ratio, dtype=torch.float64))
 

@@ -8,13 +8,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.reference import VARIANTS, public_model, random_decoder, reference_config
-from torchtitan.models import window_attention
-from torchtitan.models.contract import count
+from torchtitan.models import attention
 from torchtitan.models.families import MODELS
-from torchtitan.models.rope_scaling import SCALINGS, Llama3Scaling, reading
-from torchtitan.models.routing import untrained
-from torchtitan.models.settings import RopeScalingConfig
-from torchtitan.models.sizes import DecoderConfig, MLAConfig
+from torchtitan.models.interface import count, router_biases
+from torchtitan.models.settings import LLAMA3, WITH_FACTOR, YARN, RopeScalingConfig
+from torchtitan.models.sizes import ROPE_KEYS, DecoderConfig, MLAConfig, RopeScaling
 
 FLAVORS = [(name, flavor) for name, spec in MODELS.items() for flavor in spec.flavors]
 # from the public checkpoints
@@ -52,7 +50,7 @@ def test_parameters_are_those_of_the_public_model(name, flavor):
     with torch.device("meta"):
         model, theirs = MODELS[name].build(config), public_model(reference_config(config))
     found = count(model).num_parameters
-    biases = sum(bias.numel() for bias in untrained(model))  # to transformers no parameters
+    biases = sum(bias.numel() for bias in router_biases(model))  # to transformers no parameters
     assert found - biases == theirs.num_parameters()
     assert found == PUBLISHED.get((name, flavor), found)
 
@@ -78,7 +76,7 @@ def test_flavors_with_names_of_torchtitan_are_its_models(name, flavor):
     config = MODELS[name].flavors[flavor]
     dim, num_layers, num_heads, num_kv_heads, hidden_dim, tied = TORCHTITAN[name, flavor]
     vocab_size = {"llama3": 128_256, "qwen3": 151_936}[name] if flavor[-1] == "B" else 2048
-    scaling = Llama3Scaling(factor=8.0, original_max_position=8192)
+    scaling = RopeScaling(type="llama3", factor=8.0, original_max_position=8192)
     family = {
         "llama3": {"rope_theta": 5e5, "rope_scaling": scaling, "norm_eps": 1e-5},
         "qwen3": {"rope_theta": 1e6, "norm_eps": 1e-6, "head_dim": 128, "qk_norm": True},
@@ -97,7 +95,7 @@ def test_flavors_with_names_of_torchtitan_are_its_models(name, flavor):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_flops_are_those_of_forward_and_backward(variant, monkeypatch):
-    monkeypatch.setattr(window_attention, "SMALLEST_BLOCK", 1)  # not a key beside its window
+    monkeypatch.setattr(attention, "MIN_WINDOW_BLOCK", 1)  # not a key beside its window
     config = VARIANTS[variant]
     if isinstance(config, MLAConfig):  # nothing is filled up
         qk = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -121,9 +119,9 @@ def test_attention_of_unequal_heads_counts_the_mean_of_their_widths() -> None:
 
 def test_the_settings_of_the_rotation_are_those_that_its_ways_read() -> None:
     settings = {field.name: field for field in dataclasses.fields(RopeScalingConfig)}
-    read = {field.name for way in SCALINGS.values() for field in dataclasses.fields(way)}
-    assert settings.keys() == {"type"} | read
+    assert list(settings) == [field.name for field in dataclasses.fields(RopeScaling)]
+    assert settings.keys() == {"type"}.union(*ROPE_KEYS.values())
     assert all(field.default is None for name, field in settings.items() if name != "type")
-    for name in SCALINGS:
+    for name in ROPE_KEYS:
         assert RopeScalingConfig(type=name).type == name  # type: ignore[arg-type]
-    assert (reading("factor"), reading("beta_fast")) == (("linear", "llama3", "yarn"), ("yarn",))
+    assert (WITH_FACTOR, LLAMA3, YARN) == (("linear", "llama3", "yarn"), ("llama3",), ("yarn",))

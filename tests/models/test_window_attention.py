@@ -10,14 +10,14 @@ from torch import Tensor
 
 from tests.models.test_document_attention import LENGTHS, tensors
 from tests.parallel.test_context_attention import Watch, error, in_float64, results
-from torchtitan.models import attention, document_attention, window_attention
+from torchtitan.models import attention
 from torchtitan.models.attention import SequenceCache, attend_cached, causal_attention
-from torchtitan.models.documents import Documents
+from torchtitan.models.interface import Documents
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_attention, "SMALLEST_BLOCK", 4)
+    monkeypatch.setattr(attention, "MIN_WINDOW_BLOCK", 4)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -83,9 +83,8 @@ def test_the_kernel_for_lengths_is_told_the_window(
         told.append((begins.tolist(), longest, options["window_size"]))  # type: ignore
         return q
 
-    monkeypatch.setattr(document_attention, "varlen_attn", varlen)
-    for module in (attention, document_attention):
-        monkeypatch.setattr(module, "takes_lengths", lambda q: True)
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(attention, "can_use_varlen", lambda q: True)
     documents = None if lengths is None else Documents(lengths)
     q, k, v, _ = tensors()
     assert causal_attention(q, k, v, documents, window=5).shape == q.shape

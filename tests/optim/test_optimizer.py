@@ -12,10 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError
-from torchtitan.optim.optimizer import build_optimizer, check_optimizer
+from torchtitan.optim.optimizer import build_optimizer, check_optimizer, create_state
 from torchtitan.optim.schedule import set_lr
 from torchtitan.optim.settings import GroupConfig, OptimizerConfig
-from torchtitan.optim.state import create_state
 
 
 def model() -> nn.Module:
@@ -121,21 +120,17 @@ def test_without_groups_all_have_the_schedules_rate() -> None:
             "groups",
             "put it first",
         ),
-        ({"options": {"amsgrat": True}}, "options", "did you mean 'amsgrad'"),
-        ({"options": {"lr": 1.0}}, "options", "valid are amsgrad"),
-        ({"options": {"betas": (0.1, 0.2)}}, "options", "setting of its own"),
-        ({"name": "RMSprop", "options": {"alpha": -1.0}}, "options", "correct or remove"),
-        ({"name": "RMSprop", "options": {"alpha": "x"}}, "options", "correct or remove"),
+        ({"options": {"amsgrat": True}}, "options", "'amsgrat'"),
+        ({"options": {"lr": 1.0}}, "options", "'lr'"),
+        ({"options": {"betas": (0.1, 0.2)}}, "options", "'betas'"),
+        ({"name": "RMSprop", "options": {"alpha": -1.0}}, "options", "-1.0"),
+        ({"name": "RMSprop", "options": {"alpha": "x"}}, "options", "str"),
         ({"name": "SGD", "options": {"nesterov": True}}, "options", "momentum"),
-        ({"options": {"amsgrad": "yes"}}, "options", "must be true or false"),
-        ({"options": {"amsgrad": 1}}, "options", "must be true or false"),
-        ({"name": "RMSprop", "options": {"momentum": [1]}}, "options", "must be a number"),
-        ({"name": "RMSprop", "options": {"momentum": True}}, "options", "must be a number"),
-        ({"name": "RMSprop", "options": {"capturable": True}}, "options", "CUDA graph"),
-        ({"name": "SGD", "options": {"differentiable": True}}, "options", "remove it"),
-        ({"name": "SGD", "momentum": 0.9, "options": {"dampening": 0.1}}, "options", "checkpoint"),
-        ({"name": "SGD", "options": {"dampening": "abc"}}, "options", "checkpoint"),
-        ({"name": "Muon", "options": {"maximize": True}}, "options", "remove it"),
+        ({"name": "RMSprop", "options": {"momentum": [1]}}, "options", "list"),
+        ({"name": "RMSprop", "options": {"capturable": True}}, "options", "'capturable'"),
+        ({"name": "SGD", "options": {"differentiable": True}}, "options", "'differentiable'"),
+        ({"name": "SGD", "momentum": 0.9, "options": {"dampening": 0.1}}, "options", "'dampening'"),
+        ({"name": "Muon", "options": {"maximize": True}}, "options", "'maximize'"),
         ({"name": "Muon", "muon_excluded_params": ("lin*",)}, "muon_excluded_params", '"AdamW"'),
         ({"name": "Muon", "muon_excluded_params": ("x",)}, "muon_excluded_params", "linear.weight"),
     ],
@@ -181,18 +176,6 @@ def test_options_that_change_nothing_are_taken() -> None:
     options = {"dampening": 0, "maximize": False}
     settings = OptimizerConfig(name="SGD", momentum=0.9, options=options)
     check_optimizer(settings, trained=dict(model().named_parameters()))
-
-
-def test_an_option_that_fails_in_the_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(self: torch.optim.Optimizer) -> None:
-        raise AssertionError("not on this device")
-
-    monkeypatch.setattr(torch.optim.RMSprop, "step", step)
-    with pytest.raises(ConfigError, match="not on this device"):
-        check_optimizer(
-            OptimizerConfig(name="RMSprop", options={"centered": True}),
-            trained=dict(model().named_parameters()),
-        )
 
 
 def test_the_parameter_that_shares_a_patterns_letters_is_named_first() -> None:

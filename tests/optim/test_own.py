@@ -67,10 +67,8 @@ class O(Lion):
 WRONG = {
     "no optimizer": ("def O(params): return 3", {}, "name", "must be a torch.optim.Optimizer"),
     "asks too much": ("def O(params, speed): pass", {}, "name", "called 'speed'"),
-    "unknown option": ("def O(params, eps=1): pass", {"epz": 1}, "options", "mean 'eps'"),
-    "lr as an option": ("def O(params): pass", {"lr": 1}, "options", "a place of its own"),
-    "a rate of its own": (STEP + " " * 16 + "p.sub_(0.1 * p.grad)", {}, "name", "at lr 0"),
-    "no step": (STEP + " " * 16 + "pass", {}, "name", "moves none at lr 0.5"),
+    "unknown option": ("def O(params, eps=1): pass", {"epz": 1}, "options", "'epz'"),
+    "lr as an option": ("def O(params): pass", {"lr": 1}, "options", "'lr'"),
     "raises": (STEP + " " * 16 + "p.sub_(p.grad.colour)", {}, "name", "has no attribute 'colour'"),
     "state that is no tensor": (
         STEP
@@ -80,21 +78,9 @@ WRONG = {
         + "p.sub_(group['lr'] * p.grad)",
         {},
         "name",
-        "'n' is 2",
+        "1 for 'n'",
     ),
-    "a count in its groups": (
-        STEP + " " * 16 + "group['n'] = group.get('n', 0) + 1; p.sub_(group['lr'] * p.grad)",
-        {},
-        "name",
-        "changes its param_groups[0]['n']",
-    ),
-    "a count of its own": (
-        STEP + " " * 16 + "self.n = getattr(self, 'n', 0) + 1; p.sub_(group['lr'] * p.grad)",
-        {},
-        "name",
-        "a step changes its n;",
-    ),
-    "options without a name": ("def O(params, **more): pass", {"eps": 1}, "options", "no named"),
+    "options without a name": ("def O(params, **more): pass", {"eps": 1}, "options", "'eps'"),
     "state that begins with ones": (
         STEP
         + " " * 16
@@ -105,7 +91,7 @@ WRONG = {
         + "s.mul_(0.5).add_(p.grad * p.grad)",
         {},
         "name",
-        "begin with a state of zeros",
+        "zeros",
     ),
 }
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.audit.campaign import SMALL
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.optim.spiky import SPIKES
-from torchtitan.audit import compare_runs
+from tests.tools.audit.campaign import SMALL
 from torchtitan.metrics.ledger import read_ledger
 from torchtitan.metrics.rows import read_rows
 from torchtitan.optim.settings import SpikesConfig
-from torchtitan.optim.spikes import Spikes, robust_bounds
+from torchtitan.optim.spikes import SpikeDetector, robust_bounds
+from torchtitan.tools.compare import compare_runs
 
 JOB = [
     *SMALL,
@@ -52,14 +52,14 @@ def test_bounds_are_those_of_medians() -> None:
 
 
 @pytest.fixture
-def spikes(monkeypatch: pytest.MonkeyPatch) -> Spikes:
+def spikes(monkeypatch: pytest.MonkeyPatch) -> SpikeDetector:
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
     settings = SpikesConfig(action="clip", window=6, deviations=4.0)
-    return Spikes(settings, equal_ranks=1, device=CPU)
+    return SpikeDetector(settings, equal_ranks=1, device=CPU)
 
 
-def judge(spikes: Spikes, norm: float, *, loss: float = 2.0) -> tuple[float, float]:
-    norm_to_take, clip_at = spikes.judge(
+def judge(spikes: SpikeDetector, norm: float, *, loss: float = 2.0) -> tuple[float, float]:
+    norm_to_take, clip_at = spikes.check(
         1,
         loss_sum=torch.tensor(loss * 64),
         divisor=torch.tensor(64),
@@ -69,7 +69,9 @@ def judge(spikes: Spikes, norm: float, *, loss: float = 2.0) -> tuple[float, flo
     return float(norm_to_take), float(clip_at)
 
 
-def test_a_spike_is_clipped_to_the_median_and_a_level_that_lasts_is_none(spikes: Spikes) -> None:
+def test_a_spike_is_clipped_to_the_median_and_a_level_that_lasts_is_none(
+    spikes: SpikeDetector,
+) -> None:
     first = [judge(spikes, norm) for norm in (9.0, 1.0, 1.25, 1.5, 1.0, 1.25)]
     assert {clip_at for _, clip_at in first} == {3.0}  # the window was not full
     assert judge(spikes, 20.0) == (20.0, 1.25)

@@ -10,13 +10,13 @@ import pytest
 
 from tests.distributed.rank_pool import RankPool
 from tests.parallel.test_context_attention import Watch
-from torchtitan.assemble.find import find_layout
 from torchtitan.base.errors import ConfigError
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.loader import Loader
 from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.job import load_config
+from torchtitan.layout import find_layout
 from torchtitan.mesh.dims import build_mesh, resolve_dims
 from torchtitan.mesh.settings import Balancer, ParallelismConfig
 from torchtitan.models.attention import causal_attention

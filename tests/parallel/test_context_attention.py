@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.rank_pool import RankPool
 from torchtitan.mesh.settings import Balancer
 from torchtitan.models.attention import causal_attention
-from torchtitan.models.documents import Documents
+from torchtitan.models.interface import Documents
 from torchtitan.parallel.context import attention as context_attention
 from torchtitan.parallel.context.attention import Method, Ranks, build_attention
 from torchtitan.parallel.context.layout import SequenceLayout

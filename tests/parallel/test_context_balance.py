@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchtitan.parallel.context.balance import chunk_costs, deal
-from torchtitan.parallel.context.layout import SequenceLayout
+from torchtitan.parallel.context.layout import SequenceLayout, chunk_costs, deal
 
 SEQ_LEN = 32768
 NUM_SEQUENCES = 10

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchtitan.mesh.settings import Balancer
-from torchtitan.models.documents import Documents
+from torchtitan.models.interface import Documents
 from torchtitan.parallel.context.layout import SequenceLayout, SequenceShard
 
 LAYOUTS = [
@@ -118,6 +118,7 @@ def test_a_batch_and_the_positions_are_cut_alike() -> None:
     tokens = torch.arange(16).view(2, 8)
     part = shard.take({"tokens": tokens, "labels": tokens + 100})
     assert part.positions.tolist() == [2, 3, 4, 5]
+    assert part.is_text() is None
     assert part.tokens.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
     assert torch.equal(part.labels, part.tokens + 100)
 
@@ -145,6 +146,7 @@ def test_documents_are_told_apart_before_they_are_cut(
     seq_len, degree = 16, 2
     lengths, tokens = LENGTHS * 2, torch.arange(3 * seq_len).view(3, -1)
     samples = {"tokens": tokens, "labels": tokens + 100, "document_lengths": lengths}
+    samples["length"] = num_text = torch.tensor([5, seq_len, 1])
     # each token's place in its document, by its number in the row of all
     places = torch.cat([torch.arange(n) for n in lengths.tolist()])
     layout = SequenceLayout(degree=degree, balancer=balancer)
@@ -157,6 +159,9 @@ def test_documents_are_told_apart_before_they_are_cut(
         wanted = places[part.tokens] if positions == "restart" else part.tokens % seq_len
         assert torch.equal(part.positions.expand(3, -1), wanted)
         assert torch.equal(part.labels, part.tokens + 100)
+        is_text = part.tokens % seq_len < num_text[:, None]
+        for rows, cut in zip(is_text.split(2), part.split(2), strict=True):
+            assert torch.equal(cut.is_text(), rows)
         told = None if part.documents is None else part.documents.lengths
         assert told == (((6, 10), (16,), (2, 2, 12)) if attention == "within" else None)
         seen.append(part.tokens)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtitan.models.moe import multiply_grouped, multiply_in_turn
+from torchtitan.models.moe import multiply_grouped, multiply_per_expert
 from torchtitan.parallel.expert import _by_expert, find_obstacle
 
 E, C, H = 5, 16, 8
@@ -28,8 +28,8 @@ def multiplied(compute, counts: list[int], dtype: torch.dtype) -> list[Tensor]:
 def test_grouped_products_are_those_of_each_expert(counts: list[int], dtype: torch.dtype) -> None:
     """To rounding: some kernels add in another order where an expert has few rows."""
     found = multiplied(multiply_grouped, counts, dtype)
-    expected = multiplied(multiply_in_turn, counts, dtype)
-    exact = multiplied(multiply_in_turn, counts, torch.float64)
+    expected = multiplied(multiply_per_expert, counts, dtype)
+    exact = multiplied(multiply_per_expert, counts, torch.float64)
     for one, other, truth in zip(found, expected, exact, strict=True):
         scale = truth.abs().max() if truth.numel() else truth.sum()
         tolerance = 1e-6 if dtype == torch.float32 else 2**-6
@@ -38,7 +38,7 @@ def test_grouped_products_are_those_of_each_expert(counts: list[int], dtype: tor
 
 
 def test_experts_without_rows_have_gradients_of_zero() -> None:
-    _, dx, *gradients = multiplied(multiply_in_turn, [0, 7, 0, 0, 2], torch.float64)
+    _, dx, *gradients = multiplied(multiply_per_expert, [0, 7, 0, 0, 2], torch.float64)
     assert dx.abs().min() > 0
     for gradient in gradients:
         assert [bool(one.any()) for one in gradient] == [False, True, False, False, True]

@@ -9,8 +9,8 @@ import pytest
 from torchtitan.base.errors import ConfigError
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.settings import ParallelismConfig
-from torchtitan.models.contract import count
 from torchtitan.models.families import MODELS
+from torchtitan.models.interface import count
 from torchtitan.parallel.pipeline.layout import PipelineLayout, plan_pipeline
 
 LLAMA3 = MODELS["llama3"]
@@ -171,7 +171,7 @@ def test_refusals(keys: dict[str, object], parts: list[str]) -> None:
             {},
             "runs microbatches forward on the last stage in the order [1, 0]",
         ),
-        ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n", {}, "stage 1 has 0 B, 0 I and 0 W of microbatch 1"),
+        ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n", {}, "stage 1 has 1 F, 0 B, 0 I and 0 W of microbatch 1"),
         (
             CSV_HALVES,
             {"local_batch_size": 1, "fsdp_reshard_after_forward": "always"},

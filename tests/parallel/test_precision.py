@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.models.fake_group import fake_group
 from torchtitan.data.settings import TrainingConfig
-from torchtitan.lora.layer import apply_lora
+from torchtitan.finetune.lora import apply_lora
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize

@@ -13,7 +13,6 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.parallel.pipeline.schedule_csv import read_csv
 from torchtitan.parallel.pipeline.schedules import (
     SCHEDULES,
     Action,
@@ -23,6 +22,7 @@ from torchtitan.parallel.pipeline.schedules import (
     forward_table,
     lower,
     ranks_of,
+    read_csv,
 )
 
 MULTI = [name for name, facts in SCHEDULES.items() if facts.multi_stage]
@@ -167,11 +167,11 @@ GOOD = "0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1I1,1W1\n"
         ("", "no row holds an action; write a row for each pipeline rank"),
         (GOOD.replace("0F1", "0G1"), "rank 0, cell 2: '0G1' is no action"),
         (GOOD.replace("0F1", "0SEND_F1"), "rank 0, cell 2: '0SEND_F1' is no action"),
-        (GOOD.replace("1B0", "0B0"), "stage 0 is on ranks 0, 1; a stage has one rank"),
-        (GOOD.replace("1F1,", ""), "stage 1 has 0 forwards of microbatch 1; one is due"),
-        (GOOD.replace("0F1", "0F1,0F1"), "stage 0 has 2 forwards of microbatch 1; one is due"),
-        (GOOD.replace("1W1", ""), "stage 1 has 0 B, 1 I and 0 W of microbatch 1; either one B"),
-        (GOOD.replace("1", "2"), "stage 1 is on no rank"),
+        (GOOD.replace("1B0", "0B0"), "stage 0 is on ranks 0 and 1"),
+        (GOOD.replace("1F1,", ""), "stage 1 has 0 F, .* of microbatch 1"),
+        (GOOD.replace("0F1", "0F1,0F1"), "stage 0 has 2 F, .* of microbatch 1"),
+        (GOOD.replace("1W1", ""), "stage 1 has 1 F, 0 B, 1 I and 0 W of microbatch 1"),
+        (GOOD.replace("1", "2"), "stage 1 has 0 F"),
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "rank 1 never gets past 1F1"),
     ],
 )

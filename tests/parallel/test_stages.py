@@ -9,9 +9,9 @@ import pytest
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.settings import ParallelismConfig
-from torchtitan.models.contract import count
 from torchtitan.models.families import MODELS
-from torchtitan.parallel.pipeline.stages import (
+from torchtitan.models.interface import count
+from torchtitan.parallel.pipeline.layout import (
     Costs,
     check_modules,
     count_stages,

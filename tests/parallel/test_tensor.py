@@ -132,8 +132,8 @@ def test_stages_take_and_return_plain_local_tensors(sequence: bool, loss: bool, 
     tokens, positions = torch.zeros(3, 16, dtype=torch.int64), torch.arange(16)
     with fake_group(rank=1, world_size=4):
         first, last = LLAMA3.build(config), LLAMA3.build(config)
-        first.keep_only({"tok_embeddings", "layers.0"})
-        last.keep_only({"layers.1", "norm", "output"})
+        first.prune_to_stage({"tok_embeddings", "layers.0"})
+        last.prune_to_stage({"layers.1", "norm", "output"})
         for stage in (first, last):
             split(stage, tp=4, sequence=sequence, loss=loss)
         stream = first(tokens)
@@ -170,7 +170,7 @@ def test_no_rank_makes_a_gradient_of_the_whole_vocabulary(fsdp: int, sequence: b
     tokens = torch.arange(8).view(1, 8)
     with fake_group(rank=1, world_size=fsdp * tp):
         model = LLAMA3.build(config)
-        model.keep_only({"tok_embeddings", "layers.0"})
+        model.prune_to_stage({"tok_embeddings", "layers.0"})
         split(model, tp=tp, fsdp=fsdp, sequence=sequence)
         with Largest() as largest:
             model(tokens).sum().backward()

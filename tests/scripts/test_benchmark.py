@@ -24,9 +24,8 @@ from tests.models.reference import EXPERTS, TINY, random_decoder
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
 from torchtitan.models.families import MODELS
-from torchtitan.models.rope_scaling import Llama3Scaling
-from torchtitan.models.sizes import DecoderConfig
-from torchtitan.plan.devices import DEVICES, Share, find_device
+from torchtitan.models.sizes import DecoderConfig, RopeScaling
+from torchtitan.tools.plan.devices import DEVICES, Share, find_device
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -147,8 +146,8 @@ def test_loops_that_part_give_no_ratio() -> None:
     assert check_losses("other", [5.0, 4.9, 4.7], rows=same, dtype="float32") == 0.0
 
 
-SCALED = Llama3Scaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=16
+SCALED = RopeScaling(
+    type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=16
 )
 
 

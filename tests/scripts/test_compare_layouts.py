@@ -19,15 +19,15 @@ from torch import Tensor
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan.audit import compare_layouts
-from torchtitan.audit.compare_runs import StoredTensors
-from torchtitan.audit.layouts import gaps
-from torchtitan.audit.layouts.launch import launch, settings_of_all
-from torchtitan.audit.layouts.rank import GRADIENTS, record_gradients
-from torchtitan.audit.layouts.words import fit_local_batch, parse_layout
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
-from torchtitan.parallel.batch import Batch
+from torchtitan.parallel.execution import Batch
+from torchtitan.tools.compare import compare_layouts
+from torchtitan.tools.compare.compare_runs import StoredTensors
+from torchtitan.tools.compare.layouts import gaps
+from torchtitan.tools.compare.layouts.launch import launch, settings_of_all
+from torchtitan.tools.compare.layouts.rank import GRADIENTS, record_gradients
+from torchtitan.tools.compare.layouts.words import fit_local_batch, parse_layout
 from torchtitan.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("warm_starts")

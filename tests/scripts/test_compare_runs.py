@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, loa
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan.audit import compare_runs
+from torchtitan.tools.compare import compare_runs
 
 
 @pytest.fixture(scope="module")

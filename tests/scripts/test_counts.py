@@ -20,9 +20,9 @@ from scripts.benchmarks.rehearsed import rehearse_theirs
 from scripts.benchmarks.turns import OURS, THEIRS
 from scripts.benchmarks.waits import SETTINGS, Waits, count_waits
 from torchtitan import trainer
-from torchtitan.assemble import find_model
-from torchtitan.base.transfer import HostCopy
-from torchtitan.mesh.process_group import Launch
+from torchtitan.base.device import HostCopy
+from torchtitan.layout import find_model
+from torchtitan.mesh.ranks import RankInfo
 from torchtitan.models.settings import ModelConfig
 from torchtitan.optim.clip import clip_gradients
 
@@ -108,7 +108,7 @@ def test_the_host_waits_where_it_asks() -> None:
     assert (waits.num_waits, waits.num_read_later) == (6, 1)
 
 
-def planted(launch: Launch, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def planted(launch: RankInfo, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Count, with a number asked for where gradients are clipped."""
 
     def clip(parameters: Any, *, norm: Tensor, max_norm: float) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from torchtitan.checkpoint.files import write_sealed_json
+from torchtitan.checkpoint.checksums import write_sealed_json
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 

@@ -19,17 +19,17 @@ from tests.distributed.pipeline_jobs import pipeline
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_experts import CHUNKS, MOE, ep, strong_experts
 from tests.distributed.test_matrix import COPIED, HOW, TP2, cp
-from torchtitan.audit.compare_layouts import make_plans
-from torchtitan.audit.layouts.flips import Flips, compare_choices
-from torchtitan.audit.layouts.routing import (
+from torchtitan.models.interface import RouterModule
+from torchtitan.models.moe import best_experts
+from torchtitan.tools.compare.compare_layouts import make_plans
+from torchtitan.tools.compare.layouts.flips import Flips, compare_choices
+from torchtitan.tools.compare.layouts.routing import (
     CHOICES,
     Record,
     name_tokens,
     read_choices,
     watch_routing,
 )
-from torchtitan.models.moe import best_experts
-from torchtitan.models.routing import ChoosesExperts
 from torchtitan.trainer import Trainer
 
 SIZES = {"num_layers": 3}
@@ -47,7 +47,7 @@ def watched(
     """Train, writing down what is chosen; with `wrong` the router chooses the worst."""
     with strong_experts(), jobs.changed_flavor(job, "tiny8", SIZES):
         run = jobs.start(job)
-    routers = [m for part in run.model for m in part.modules() if isinstance(m, ChoosesExperts)]
+    routers = [m for part in run.model for m in part.modules() if isinstance(m, RouterModule)]
     for router in routers if wrong else ():
         router.choose = worst_experts
     trainer = Trainer(watch_routing(run, folder=into, rank=rank, replayed=replayed))

@@ -18,16 +18,16 @@ from transformers import AutoTokenizer
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
+from tests.finetune.chats import CHATML, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
-from tests.sft.chats import CHATML, write_tokenizer
 from torchtitan.assemble.generator import find_run_step, open_generator
-from torchtitan.checkpoint.files import write_sealed_json
+from torchtitan.checkpoint.checksums import write_sealed_json
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.generate.sampling import generate
 from torchtitan.generate.text import answer
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
-from torchtitan.models.rope_scaling import LinearScaling
+from torchtitan.models.sizes import RopeScaling
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
 PROMPT = "naïve "
@@ -87,7 +87,9 @@ def test_the_wavelengths_are_those_of_the_training(ranks, tmp_path):
     ranks.run(jobs.train, [*job, "--training.steps=1"], world=1)
     model = open_generator(tmp_path / "run", device=torch.device("cpu")).model
     tiny = MODELS["llama3"].flavors["tiny"]
-    assert model.config == replace(tiny, rope_theta=777.0, rope_scaling=LinearScaling(factor=4.0))
+    assert model.config == replace(
+        tiny, rope_theta=777.0, rope_scaling=RopeScaling(type="linear", factor=4.0)
+    )
 
 
 def test_an_earlier_step_and_a_copied_one_can_be_named(script, trained, capsys, tmp_path):
@@ -118,7 +120,7 @@ def test_an_earlier_step_and_a_copied_one_can_be_named(script, trained, capsys, 
         (".", ["--chat", "--special"], "--special is for plain prompts"),
         (".", ["--chat", "--prompt", "<|end_of_text|>"], "prompt 2: no message may spell"),
         (".", ["--prompts_file", "nowhere.txt"], "nowhere.txt cannot be read"),
-        (".", ["--prompt", "\udcff"], "prompt 2 must hold whole characters"),
+        (".", ["--prompt", "\udcff"], "prompt 2 must hold complete characters"),
         (".", ["--tokenizer", "nope"], "name the tokenizer of these weights by --tokenizer"),
         (".", ["--tokenizer", "bpe_2048"], "the tokenizer's vocabulary must fit the model's"),
     ],
@@ -265,7 +267,7 @@ def test_a_damaged_step_that_was_named_is_refused(script, damaged, capsys):
     assert script.main(arguments) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert "step-4, asked for by name, is damaged: model/" in said.err
+    assert "step-4 is damaged: model/" in said.err
     assert "its checksum differs; name another step" in said.err
     assert script.main([*arguments, "--skip_verify"]) == 0
 

@@ -14,8 +14,7 @@ import pytest
 from scripts import prepare_data, train_tokenizer
 from tests.data.helpers import dataset_of, write_texts
 from torchtitan.data.store import TokenStore
-from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.data.tokenizer_tiktoken import read_ranks
+from torchtitan.data.tokenizer import build_tokenizer, read_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -41,7 +40,7 @@ def test_a_prepared_store_is_the_same_data_as_its_files(tmp_path: Path) -> None:
     first, second = done.stdout.splitlines()
     assert first == f"{prefix}.bin, .idx: 100 documents, {4 * 99 + 1 + 4 * 99} tokens"
     assert "0.99 bytes per token" not in second
-    assert "document, number 1, has 397 tokens; 98 documents the same" in second
+    assert "document, number 1, has 397 tokens; 98 documents" in second
     assert not Path(f"{prefix}.parts").exists()
     assert TokenStore(prefix).num_documents == 100
     from_files = dataset_of(tmp_path, dataset_path=paths, dataset_text_key="body")
@@ -68,18 +67,18 @@ def test_a_prepared_store_is_the_same_data_as_its_files(tmp_path: Path) -> None:
         (
             prepare_data,
             ["out", "a.jsonl", "--tokenizer", "byte"],
-            "error: --text_key: .* name the key",
+            "error: --text_key: .* under the key",
         ),
-        (prepare_data, ["out", "a.xls", "--tokenizer", "byte"], r"is a table; export it"),
+        (prepare_data, ["out", "a.xls", "--tokenizer", "byte"], "unsupported suffix '.xls'"),
         (
             prepare_data,
             ["out", "a.jsonl", "--tokenizer", "byte", "--text_template", "{a"],
-            r"--text_template: must hold keys in braces, .*; mend it",
+            r"--text_template: must hold keys in braces",
         ),
         (prepare_data, ["out", "a.jsonl", "--tokenizer", "byte", "--workers", "-1"], "0 or more"),
-        (prepare_data, ["out", "tests", "--tokenizer", "byte"], "error: files: must name files"),
+        (prepare_data, ["out", "tests", "--tokenizer", "byte"], "error: files: no file matches"),
         (train_tokenizer, ["out", "none.txt"], "error: files: no file matches"),
-        (train_tokenizer, ["out", "a.jsonl"], "error: --text_key: .* name the key"),
+        (train_tokenizer, ["out", "a.jsonl"], "error: --text_key: .* under the key"),
         (train_tokenizer, ["out", "empty.txt"], "error: files: .* must not be empty"),
         (train_tokenizer, ["out", "s"], "a token store, not text"),
     ],

@@ -13,23 +13,20 @@ import torch.distributed as dist
 from torchtitan.base.errors import ConfigError, DataError, Violation
 from torchtitan.base.log import amount
 from torchtitan.base.own import is_import_path
-from torchtitan.checkpoint.source import Step
+from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.checkpoint.state import Progress
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.files import Once, alone
-from torchtitan.data.gaps import Gaps
-from torchtitan.data.loader import Loader, Numbered, num_steps
-from torchtitan.data.own import build_own
+from torchtitan.data.loader import Loader, MapSamples, num_steps
 from torchtitan.data.sample_log import SampleLog
+from torchtitan.data.sampler import SkippedSamples
 from torchtitan.data.settings import SUPERVISED, TrainingConfig
-from torchtitan.data.split import Side
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
-from torchtitan.job import Config
-from torchtitan.mesh.alike import check_data_alike
+from torchtitan.job import Config, own_sections
 from torchtitan.mesh.dims import Mesh
-from torchtitan.own import own_sections
+from torchtitan.mesh.ranks import check_data_alike
 from torchtitan.parallel.layout import Layout
-from torchtitan.trajectory import Job
+from torchtitan.resume_rules import Job
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +42,7 @@ def build_samples(
     of_validation: Collection[str] = ("split",),
     sections: Mapping[str, object],
     once: Once = alone,
-) -> Numbered:
+) -> MapSamples:
     """Build the samples that `source` describes, tokenised first where that is not done yet.
 
     `split`: the fraction of documents that `held_out` selects. Without one `held_out` selects, of
@@ -53,28 +50,33 @@ def build_samples(
     [validation], for errors; the others come from [training]. `sections`: of the user's own.
     `once`: what looks for files.
     """
-    side = None if split is None else Side(split, held_out=held_out)
-    held_out = held_out and side is None
-    build: Callable[..., Numbered] = build_dataset
+    holdout = None
+    if split is not None:
+        from torchtitan.data.holdout import Holdout
+
+        holdout, held_out = Holdout(split, held_out=held_out), False
+    build: Callable[..., MapSamples] = build_dataset
     if source.dataset in SUPERVISED:
         # here: a run on text does not load Jinja
-        from torchtitan.sft.finetune import build_examples
+        from torchtitan.finetune.data import build_examples
 
         build = partial(build_examples, tokenizer_path=tokenizer_path)
     try:
         if is_import_path(source.dataset):
-            return build_own(
+            from torchtitan.data.custom import build_custom
+
+            return build_custom(
                 source, tokenizer=tokenizer, seed=seed, held_out=held_out, sections=sections
             )
         return build(
-            source, tokenizer=tokenizer, seed=seed, held_out=held_out, side=side, once=once
+            source, tokenizer=tokenizer, seed=seed, held_out=held_out, holdout=holdout, once=once
         )
     except DataError as error:
         section = "validation" if error.key in of_validation else "training"
         raise error.within(section) from error
 
 
-def build_training_samples(config: Config, *, layout: Layout, once: Once) -> Numbered:
+def build_training_samples(config: Config, *, layout: Layout, once: Once) -> MapSamples:
     """Build the samples that the run trains on, tokenised first where that is not done yet. All
     ranks call it together.
 
@@ -112,7 +114,7 @@ def build_training_samples(config: Config, *, layout: Layout, once: Once) -> Num
 
 
 def plan_steps(
-    config: Config, *, dataset: Numbered, layout: Layout, step: int, position: int
+    config: Config, *, dataset: MapSamples, layout: Layout, step: int, position: int
 ) -> Config:
     """Return the settings with training.steps as the step that the run ends with if it goes on from
     `step` and `position` in the data: of training.steps and the end of the data what comes first.
@@ -123,7 +125,7 @@ def plan_steps(
     last_step = step + num_steps(
         dataset.num_samples,
         position=position,
-        gaps=Gaps(training.skip_samples),
+        skipped=SkippedSamples(training.skip_samples),
         global_batch=layout.samples_per_step(training),
     )
     if training.steps != -1:
@@ -133,11 +135,11 @@ def plan_steps(
 
 def plan_job(
     config: Config,
-    at: Step | None,
+    at: Checkpoint | None,
     *,
     then: Job,
     layout: Layout,
-    samples: Callable[[], Numbered],
+    samples: Callable[[], MapSamples],
 ) -> Job:
     """Return this job with the number of steps that it takes if it goes on from a step of the job
     `then`, or from nothing. In other data, which are refused elsewhere, that is the stored one."""
@@ -146,7 +148,7 @@ def plan_job(
         return Job(config=config, dp=dp)
     dataset, step, position = samples(), 0, 0
     if at is not None and "dataloader" in at.manifest["components"]:
-        state = at.state("dataloader", kinds={"position": int, "fingerprint": dict})
+        state = at.state("dataloader", types={"position": int, "fingerprint": dict})
         step, position = at.manifest["step"], state["position"]
         if state["fingerprint"] != dataset.fingerprint:
             training = replace(config.training, steps=then.config.training.steps)
@@ -155,7 +157,7 @@ def plan_job(
     return Job(config=planned, dp=dp)
 
 
-def check_plan(planned: Config, *, dataset: Numbered, layout: Layout) -> None:
+def check_plan(planned: Config, *, dataset: MapSamples, layout: Layout) -> None:
     """Log the steps of a run that ends with its data, and check its schedule over them.
 
     Raises:
@@ -168,7 +170,7 @@ def check_plan(planned: Config, *, dataset: Numbered, layout: Layout) -> None:
     logger.info(
         "%s, %d samples in all, %d per step: the run ends with step %d",
         amount(training.num_epochs, "epoch"),
-        Gaps(training.skip_samples).place(dataset.num_samples),
+        SkippedSamples(training.skip_samples).place(dataset.num_samples),
         layout.samples_per_step(training),
         training.steps,
     )
@@ -179,7 +181,7 @@ def check_plan(planned: Config, *, dataset: Numbered, layout: Layout) -> None:
 
 
 def build_loader(
-    config: Config, *, dataset: Numbered, layout: Layout, mesh: Mesh, progress: Progress
+    config: Config, *, dataset: MapSamples, layout: Layout, mesh: Mesh, progress: Progress
 ) -> Loader:
     """Build this rank's share of the samples."""
     training = config.training
@@ -190,7 +192,7 @@ def build_loader(
         dp_rank=mesh.dp_rank,
         dp_degree=mesh.dims.dp,
         settings=training.dataloader,
-        gaps=Gaps(training.skip_samples),
+        skipped=SkippedSamples(training.skip_samples),
         on_sample=build_sample_log(config, mesh, progress)
         if config.debug.log_sample_hashes
         else None,

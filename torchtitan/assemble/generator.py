@@ -10,29 +10,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan.assemble.model import find_model
 from torchtitan.base.device import device_type, local_device
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.source import Step
-from torchtitan.checkpoint.steps import find_step
+from torchtitan.checkpoint.source import Checkpoint
+from torchtitan.checkpoint.steps import resolve_step
 from torchtitan.checkpoint.storage import read_manifest
+from torchtitan.finetune.lora import apply_lora
 from torchtitan.generate.generator import DTYPES, Generator, Pretrained, build_generator
 from torchtitan.hf.beside import end_tokens, stop_ids, tokenizer_file
 from torchtitan.hf.config import architecture_of, family_of, read_config
 from torchtitan.hf.folder import open_folder
 from torchtitan.hf.names import ADAPTER_CONFIG, CONFIG
 from torchtitan.job import Config
-from torchtitan.lora.layer import apply_lora
-from torchtitan.mesh.process_group import init_process_group, read_launch
+from torchtitan.layout import find_model
+from torchtitan.mesh.ranks import init_process_group, read_rank_info
 from torchtitan.mesh.settings import CommConfig
 from torchtitan.models.families import MODELS
-from torchtitan.trajectory import CONFIG_FILE, Job
+from torchtitan.resume_rules import CONFIG_FILE, Job
 
 
 def join_ranks() -> tuple[torch.device, DeviceMesh | None]:
     """Return this process's device, and the mesh of the ranks that torchrun started beside it, to
     share a model's matrices; None: it is alone."""
-    launch = read_launch(os.environ)
+    launch = read_rank_info(os.environ)
     device = local_device(launch.local_rank)
     if launch.world_size == 1:
         return device, None
@@ -96,7 +96,7 @@ def _of_run(path: Path, group: dist.ProcessGroup | None, *, verify: bool) -> Pre
     return Pretrained(
         spec=spec,
         model=model,
-        weights=Step(path=step, group=group),
+        weights=Checkpoint(path=step, group=group),
         dtype=config.training.dtype,
         tokenizer=config.model.tokenizer_path,
         chat_template=config.training.chat_template,
@@ -142,7 +142,7 @@ def find_run_step(path: Path, *, verify: bool, group: dist.ProcessGroup | None =
     stored, subfolder = path / CONFIG_FILE, "checkpoint"
     if stored.is_file():
         subfolder = Job.stored_in(stored).config.checkpoint.local_folder
-    step, is_ours = find_step(path, subfolder=subfolder, verifies=verify, group=group)
+    step, is_ours = resolve_step(path, subfolder=subfolder, verifies=verify, group=group)
     if not is_ours:
         raise CheckpointError(
             f"{step} holds weights without the settings of a run; name a step that this library "

@@ -9,26 +9,24 @@ from typing import Any
 
 import torch
 
-from torchtitan.assemble.model import find_model
 from torchtitan.base.errors import DataError
-from torchtitan.config.toml_files import to_toml
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.finetune.chat_files import find_template
+from torchtitan.finetune.lora_export import LoRAExport, weight_beside
 from torchtitan.hf.beside import (
     GENERATION_CONFIG,
     carried_over,
     files_to_copy,
     generation_config,
-    has_chat_template,
     tokenizer_file,
 )
-from torchtitan.hf.card import Card, base_name, find_hub_id, find_license, shown
+from torchtitan.hf.card import Card, shown
 from torchtitan.hf.names import Names
 from torchtitan.hf.write import HFExport
 from torchtitan.job import Config
-from torchtitan.lora.export import LoRAExport, weight_beside
+from torchtitan.layout import find_model
 from torchtitan.models.settings import ModelConfig
-from torchtitan.sft.chat_files import find_template
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +57,7 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
         adapter=LoRAExport.of(config.lora, base=checkpoint.initial_load_path),
         files=files,
         generation=generation,
-        card=describe_card(
-            config,
-            has_chat=has_chat_template(files),
-            has_generation=generation is not None or GENERATION_CONFIG in files,
-        ).text,
+        card=describe_card(config).text,
     )
 
 
@@ -103,38 +97,28 @@ def describe_generation(
     return found
 
 
-def describe_card(config: Config, *, has_chat: bool, has_generation: bool) -> Card:
+def describe_card(config: Config) -> Card:
     """Describe what the model card of a job's exports says."""
-    training, checkpoint, lora = config.training, config.checkpoint, config.lora
-    base = None if checkpoint.initial_load_path is None else Path(checkpoint.initial_load_path)
-    names = [f"`{shown(path, num_names=2)}`" for path in training.paths] or [
-        f"`{training.dataset}`"
-    ]
+    training, lora, base = config.training, config.lora, config.checkpoint.initial_load_path
+    data = [f"`{shown(path)}`" for path in training.paths or (training.dataset,)]
     if training.weights:
-        shares = zip(names, training.weights, strict=True)
-        names = [f"{name} (weight {weight:g})" for name, weight in shares]
-    job = config.job
+        shares = zip(data, training.weights, strict=True)
+        data = [f"{name} (weight {weight:g})" for name, weight in shares]
+    rows: dict[str, object] = {
+        "data": ", ".join(data),
+        "sequence length": training.seq_len,
+        "optimizer": config.optimizer.name,
+        "learning rate": config.optimizer.lr,
+    }
+    if lora.rank:
+        rows["LoRA"] = f"rank {lora.rank}, alpha {lora.alpha:g}"
+    description = config.job.description
     return Card(
-        name=Path(job.dump_folder).resolve().name,
-        description="" if job.description == type(job)().description else job.description,
-        base=None if base is None else base_name(base, checkpoint_folder=checkpoint.local_folder),
-        base_id=None if base is None else find_hub_id(base),
-        license={} if base is None else find_license(base),
-        data=names,
-        template=training.chat_template and shown(training.chat_template),
-        tokenizer=shown(config.model.tokenizer_path),
-        has_tokenizer=tokenizer_file(config.model.tokenizer_path) is not None,
-        has_chat=has_chat,
-        has_generation=has_generation,
-        seq_len=training.seq_len,
-        lr=config.optimizer.lr,
-        decay=config.lr_scheduler.decay_type,
-        optimizer=config.optimizer.name,
-        rank=lora.rank,
-        alpha=lora.alpha,
-        alone=lora.save == "adapter",
-        settings=to_toml(config, only_changed=True),
-        checkpoint_folder=Path(checkpoint.local_folder),
+        name=Path(config.job.dump_folder).resolve().name,
+        description="" if description == type(config.job)().description else description,
+        base=None if base is None else Path(base),
+        adapter_alone=lora.save == "adapter",
+        training=rows,
     )
 
 

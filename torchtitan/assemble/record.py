@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from torchtitan.base.device import device_name
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.ranks import on_first_rank
 from torchtitan.config.toml_files import to_toml
 from torchtitan.job import Config
-from torchtitan.metrics.hardware import Hardware, write_hardware
+from torchtitan.mesh.ranks import on_first_rank
+from torchtitan.metrics.ledger import Hardware
+from torchtitan.resume_rules import CONFIG_FILE, shaping_code
 from torchtitan.trainer import Run
-from torchtitan.trajectory import CONFIG_FILE, shaping_code
 
 
 def write_start(config: Config, *, run: Run, loaded: Path | None) -> None:
@@ -33,7 +33,6 @@ def write_start(config: Config, *, run: Run, loaded: Path | None) -> None:
         ranks_per_machine=int(os.environ.get("LOCAL_WORLD_SIZE", dims.world_size)),
         device=device_name(run.device),
     )
-    write_hardware(ledger.path.parent, hardware)
     ledger.start(
         step,
         config=to_toml(config),

@@ -12,63 +12,58 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from torchtitan.assemble.data import plan_job
-from torchtitan.assemble.hf import chosen_rotation, describe_export
-from torchtitan.assemble.model import not_there
 from torchtitan.assemble.record import write_config
-from torchtitan.assemble.trained import check_scale, warn_of_random_base
 from torchtitan.base.device import device_type
 from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.base.files import StoredJSON
 from torchtitan.base.urls import is_url
 from torchtitan.checkpoint.disks import find_disks
-from torchtitan.checkpoint.files import Content
-from torchtitan.checkpoint.folders import find_steps, step_of
 from torchtitan.checkpoint.lock import lock_folder
-from torchtitan.checkpoint.manager import (
-    SAVE_TIMEOUT,
-    CheckpointManager,
-    build_group,
-    check_staging,
-)
-from torchtitan.checkpoint.objects import ObjectStore
-from torchtitan.checkpoint.plain import PlainFolder, row_order, said_order
-from torchtitan.checkpoint.ranks import on_first_rank
-from torchtitan.checkpoint.remote import RemoteSteps
+from torchtitan.checkpoint.manager import CheckpointManager, build_group, check_staging
 from torchtitan.checkpoint.rows import HeadDim
 from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
-from torchtitan.checkpoint.source import Selection, Step, WeightSource
+from torchtitan.checkpoint.source import (
+    Checkpoint,
+    DCPFolder,
+    ParameterFilter,
+    WeightSource,
+    row_order,
+    stated_order,
+)
 from torchtitan.checkpoint.start import (
     Comparison,
-    Intention,
+    LoadMode,
     Start,
     choose_start,
     refuse_differences,
     stored_layout,
 )
 from torchtitan.checkpoint.state import VOCABULARY, RunState
-from torchtitan.checkpoint.steps import find_step
+from torchtitan.checkpoint.steps import resolve_step
+from torchtitan.checkpoint.storage import find_steps, step_of
 from torchtitan.config.toml_files import to_toml
-from torchtitan.data.loader import Numbered
-from torchtitan.hf.beside import warn_of_other_tokenizer
-from torchtitan.hf.file import open_file
-from torchtitan.hf.folder import is_hf_folder, open_folder
+from torchtitan.data.loader import MapSamples
+from torchtitan.finetune.lora import is_adapter
+from torchtitan.finetune.lora_export import weight_beside
 from torchtitan.hf.names import Names
-from torchtitan.hf.write import export
 from torchtitan.job import Config
-from torchtitan.lora.export import weight_beside
-from torchtitan.lora.layer import is_adapter
+from torchtitan.layout import check_scale, not_there, warn_of_random_base
 from torchtitan.mesh.dims import ParallelDims
-from torchtitan.mesh.faults import Pulse
-from torchtitan.mesh.process_group import job_store
+from torchtitan.mesh.ranks import on_first_rank
 from torchtitan.metrics.ledger import Ledger
 from torchtitan.parallel.layout import Layout
-from torchtitan.trajectory import CONFIG_FILE, Job, shaping_code, trajectory_differences
+from torchtitan.resume_rules import CONFIG_FILE, Job, shaping_code, trajectory_differences
 from torchtitan.validate import Validator
+
+if TYPE_CHECKING:  # a run without a store imports neither
+    from torchtitan.checkpoint.objects import ObjectStore
+    from torchtitan.checkpoint.remote import RemoteCheckpoints
 
 logger = logging.getLogger(__name__)
 INITIAL = "initial"
@@ -79,9 +74,9 @@ def find_start(
     config: Config,
     *,
     layout: Layout,
-    samples: Callable[[], Numbered],
-    saving: Saving,
-    undo: ExitStack | None,
+    samples: Callable[[], MapSamples],
+    saving: CheckpointIO,
+    undo: ExitStack,
 ) -> Start | None:
     """Take the folder, find what the run starts from (None: nothing); refuse another job's results.
 
@@ -100,7 +95,7 @@ def find_start(
     if group is not None:
         settings = config.checkpoint
         if saving.remote is not None:
-            saving.remote.settle()
+            saving.remote.pull_newest()
             settings = replace(settings, verify_on_load=False)  # it was done
         start = choose_start(
             settings,
@@ -129,7 +124,7 @@ def find_start(
 
 
 def open_source(
-    asked: Intention, *, config: Config, layout: Layout, group: dist.ProcessGroup
+    asked: LoadMode, *, config: Config, layout: Layout, group: dist.ProcessGroup
 ) -> WeightSource:
     """Open what `checkpoint.initial_load_path` names, to take from it what is asked for.
 
@@ -137,6 +132,9 @@ def open_source(
         CheckpointError: It is not there, damaged, or of another model or kind than the settings
             say.
     """
+    from torchtitan.hf.file import open_file
+    from torchtitan.hf.folder import is_hf_folder
+
     settings = config.checkpoint
     assert settings.initial_load_path is not None
     path, rope = Path(settings.initial_load_path), settings.initial_load_rope
@@ -149,27 +147,23 @@ def open_source(
             ("checkpoint.load_step", "checkpoint.initial_load_path"),
             f"chooses among the steps of a run, got {path}, which has none; remove it",
         )
-    selection = Selection(
+    chosen = ParameterFilter(
         exclude=() if asked == "recover" else settings.exclude_from_loading,
         may_grow=VOCABULARY if settings.grow_vocab else (),
         optional=is_adapter if config.lora.rank and asked == "finetune" else None,
     )
-    how: dict[str, Any] = {"selection": selection, "group": group}
+    how: dict[str, Any] = {"filter": chosen, "group": group}
     model: dict[str, Any] = {"spec": layout.spec, "architecture": layout.architecture}
     if is_file:
         return open_file(path, rope=rope, **model, **how)
     if settings.initial_load_in_hf:
-        if not on_first_rank(lambda: path.is_dir(), group=group):
-            raise not_there(str(path))
-        found = open_folder(path, chosen=chosen_rotation(config.model), **model, **how)
-        warn_of_other_tokenizer(config.model.tokenizer_path, origin=path)
-        return found
+        return _open_hf_folder(path, config=config, **model, **how)
     if on_first_rank(lambda: is_hf_folder(path), group=group):
         raise CheckpointError(
             f"checkpoint.initial_load_path {path} is a folder of Hugging Face; to start from its "
             f"weights write checkpoint.initial_load_in_hf = true"
         )
-    step, is_ours = find_step(
+    step, is_ours = resolve_step(
         path,
         subfolder=settings.local_folder,
         load_step=settings.load_step,
@@ -178,33 +172,51 @@ def open_source(
     )
     if not is_ours:
         halves = _find_halves(step, config=config, layout=layout, group=group)
-        return PlainFolder(path=step, in_halves=halves, **how)
+        return DCPFolder(path=step, rope_head_dim=halves, **how)
     if rope != "auto":
         raise CheckpointError(
             f"checkpoint.initial_load_rope is for weights of other writers, and {step} is of "
             f"this library, which knows the order of its rows; remove it"
         )
-    return Step(path=step, **how)
+    return Checkpoint(path=step, **how)
+
+
+def _open_hf_folder(
+    path: Path, *, config: Config, group: dist.ProcessGroup, **how: Any
+) -> WeightSource:
+    from torchtitan.assemble.hf import chosen_rotation
+    from torchtitan.hf.beside import warn_of_other_tokenizer
+    from torchtitan.hf.folder import open_folder
+
+    if not on_first_rank(lambda: path.is_dir(), group=group):
+        raise not_there(str(path))
+    found = open_folder(path, chosen=chosen_rotation(config.model), group=group, **how)
+    warn_of_other_tokenizer(config.model.tokenizer_path, origin=path)
+    return found
 
 
 def _fetch_source(config: Config, *, group: dist.ProcessGroup) -> Path:
     """Fetch the step that a URL as `checkpoint.initial_load_path` means; return its folder."""
+    from torchtitan.checkpoint.remote import RemoteCheckpoints
+
     settings = config.checkpoint
     url, number = str(settings.initial_load_path).rstrip("/"), settings.load_step
     if (named := step_of(PurePosixPath(url))) is not None:
         url, number = url.rpartition("/")[0], named
     folder = Path(config.job.dump_folder) / settings.local_folder / INITIAL
-    source = RemoteSteps(
+    source = RemoteCheckpoints(
         _open_url(url, key="checkpoint.initial_load_path", settings=settings),
         folder=folder,
         group=group,
-        disk=find_disks(folder, group=group, timeout=SAVE_TIMEOUT),
+        disk=find_disks(folder, group=group, timeout_seconds=settings.save_timeout_seconds),
         verifies=settings.verify_on_load,
     )
     return source.fetch(number)
 
 
 def _open_url(url: str, *, key: str, settings: CheckpointConfig) -> ObjectStore:
+    from torchtitan.checkpoint.objects import ObjectStore
+
     return ObjectStore(
         url,
         key=key,
@@ -220,7 +232,7 @@ def _find_halves(
     logger.info("%s has no sizes but shapes: the others are those of model.flavor", path)
     order = row_order(
         path,
-        said=on_first_rank(lambda: said_order(path), group=group),
+        stated=on_first_rank(lambda: stated_order(path), group=group),
         setting=config.checkpoint.initial_load_rope,
         spec=layout.spec,
         may_assume=True,
@@ -231,17 +243,17 @@ def _find_halves(
 
 
 def compare_jobs(
-    manifest: Content, *, plan: Callable[..., Job], group: dist.ProcessGroup
+    manifest: StoredJSON, *, plan: Callable[..., Job], group: dist.ProcessGroup
 ) -> Comparison:
     """Compare this job, planned from there on, with the one whose checkpoint has this manifest."""
     then = Job.stored(manifest["config"], file=manifest.path, dp=stored_layout(manifest).dp)
-    now = plan(Step(path=manifest.path.parent, group=group), then=then)
+    now = plan(Checkpoint(path=manifest.path.parent, group=group), then=then)
     warn_of_other_code(manifest, now=now.config)
     differences = trajectory_differences(then, now, data_is_checked=True)
     return Comparison(differences=tuple(differences), then=then.config.checkpoint)
 
 
-def warn_of_other_code(manifest: Content, *, now: Config) -> None:
+def warn_of_other_code(manifest: StoredJSON, *, now: Config) -> None:
     """Warn if the source of a thing of the user's own is not the one of the checkpoint."""
     code = shaping_code(now)
     for path, then in manifest.get("code", {}).items():
@@ -259,7 +271,7 @@ def build_checkpoints(
     *,
     dims: ParallelDims,
     state: RunState,
-    saving: Saving,
+    saving: CheckpointIO,
     validator: Validator | None,
 ) -> CheckpointManager | None:
     """Write down the run's settings, and build what saves it; None where checkpoints are off."""
@@ -269,6 +281,9 @@ def build_checkpoints(
         return None
     last_in_hf = None
     if config.checkpoint.last_save_in_hf:
+        from torchtitan.assemble.hf import describe_export
+        from torchtitan.hf.write import export
+
         dtype = getattr(torch, config.checkpoint.export_dtype)
         last_in_hf = partial(export, settings=describe_export(config, dtype=dtype), group=group)
     return CheckpointManager(
@@ -281,12 +296,6 @@ def build_checkpoints(
             "code": shaping_code(config),
         },
         group=group,
-        pulse=Pulse(
-            job_store(),
-            rank=dist.get_rank(),
-            world_size=dims.world_size,
-            limit_seconds=config.comm.train_timeout_seconds,
-        ),
         export=last_in_hf,
         validation_data=None if validator is None else validator.data,
         remote=saving.remote,
@@ -295,50 +304,52 @@ def build_checkpoints(
 
 
 @dataclass(frozen=True)
-class Saving:
+class CheckpointIO:
     """What ranks save and load over together (None where checkpoints are off), and record it in."""
 
     group: dist.ProcessGroup | None
     ledger: Ledger | None
     """On rank 0 alone."""
-    remote: RemoteSteps | None = None
+    remote: RemoteCheckpoints | None = None
     """The checkpoints in the store that checkpoint.folder names, if it names one."""
 
 
-def open_saving(config: Config) -> Saving:
+def open_saving(config: Config) -> CheckpointIO:
     """Build the group of checkpoints, and open their store.
 
     Raises:
         ConfigError: The store's package is missing, or what is exported needs a shared disk.
     """
     settings = config.checkpoint
-    group = build_group() if settings.enable else None
+    group = build_group(settings.save_timeout_seconds) if settings.enable else None
     root = Path(config.job.dump_folder)
     ledger = Ledger(root) if dist.get_rank() == 0 else None
     if group is None:
-        return Saving(group, ledger)
+        return CheckpointIO(group, ledger)
     if not is_url(settings.folder):
-        if find_disks(root, group=group, timeout=SAVE_TIMEOUT) is not None:
+        if find_disks(root, group=group, timeout_seconds=settings.save_timeout_seconds) is not None:
             raise ConfigError.at(
                 ("job.dump_folder", "checkpoint.folder"),
                 f"must be one folder for all ranks, and some do not see what others write to "
                 f"{root.absolute()}; name one on storage that all machines share, or write a URL "
                 f"of an object store as checkpoint.folder",
             )
-        return Saving(group, ledger)
+        return CheckpointIO(group, ledger)
+    from torchtitan.checkpoint.remote import RemoteCheckpoints
+
     store = _open_url(settings.folder, key="checkpoint.folder", settings=settings)
     folder = root / settings.staging_folder
-    disk = find_disks(folder, group=group, timeout=SAVE_TIMEOUT)
+    disk = find_disks(folder, group=group, timeout_seconds=settings.save_timeout_seconds)
     if disk is not None and settings.last_save_in_hf:
         raise ConfigError.at(
             ("checkpoint.last_save_in_hf", "checkpoint.folder"),
             "needs a job.dump_folder that all ranks share; remove it, and convert a step of the "
             "store by scripts/convert_hf.py",
         )
-    remote = RemoteSteps(
+    remote = RemoteCheckpoints(
         store, folder=folder, group=group, disk=disk, verifies=settings.verify_on_load
     )
-    return Saving(group, ledger, remote)
+    return CheckpointIO(group, ledger, remote)
 
 
 def describe_lr(config: Config) -> dict[str, Any]:

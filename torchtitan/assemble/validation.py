@@ -8,22 +8,19 @@ import logging
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from torchtitan.assemble.data import build_samples
 from torchtitan.base.log import amount
 from torchtitan.base.own import is_import_path
-from torchtitan.data.files import Once
-from torchtitan.data.loader import Loader, Numbered
-from torchtitan.data.overlap import describe_shared_documents, shared_files
-from torchtitan.data.settings import SUPERVISED, TrainingConfig
+from torchtitan.data.dataset import PadToBatch
+from torchtitan.data.files import Once, alone
+from torchtitan.data.loader import Loader, MapSamples
+from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.data.validation import WholeBatches
-from torchtitan.job import Config
-from torchtitan.mesh.alike import check_data_alike
+from torchtitan.job import Config, own_sections
 from torchtitan.mesh.dims import Mesh
-from torchtitan.models.parts import ModelParts
-from torchtitan.own import own_sections
+from torchtitan.mesh.ranks import check_data_alike
+from torchtitan.models.interface import ModelParts
 from torchtitan.parallel.context.layout import SequenceShard
 from torchtitan.parallel.execution import Execution
 from torchtitan.validate import Validator
@@ -41,11 +38,9 @@ def build_validator(
     execution: Execution,
     shard: SequenceShard,
     device: torch.device,
-    loader: Loader,
     once: Once,
 ) -> Validator | None:
-    """Build what validates the run; None where that is off. `loader`: of the training; `once`: what
-    looks for files.
+    """Build what validates the run; None where that is off. `once`: what looks for files.
 
     Raises:
         DataError: Data are missing, empty, damaged, too short, or not the same on all ranks.
@@ -57,9 +52,7 @@ def build_validator(
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     dataset = build_held_out(config, source=source, tokenizer=tokenizer, once=once)
     check_data_alike(dataset.fingerprint)
-    if validation.split is None and dist.get_rank() == 0:
-        warn_of_overlap(config, dataset=dataset, trained_on=loader.dataset, tokenizer=tokenizer)
-    batches = WholeBatches(
+    batches = PadToBatch(
         dataset,
         batch=source.local_batch_size * mesh.dims.dp,
         num_batches=None if validation.steps == -1 else validation.steps,
@@ -88,7 +81,7 @@ def build_validator(
     )
 
 
-def log_batches(batches: WholeBatches, *, seq_len: int, freq: int) -> None:
+def log_batches(batches: PadToBatch, *, seq_len: int, freq: int) -> None:
     """Log on how much the run is validated, and when."""
     logger.info(
         "Validation on %s of %s in %s, every %s",
@@ -99,45 +92,7 @@ def log_batches(batches: WholeBatches, *, seq_len: int, freq: int) -> None:
     )
 
 
-def warn_of_overlap(
-    config: Config, *, dataset: Numbered, trained_on: Numbered, tokenizer: Tokenizer
-) -> None:
-    """Say if what is validated on is trained on too, as far as a short look at the data tells."""
-    validation, training = config.validation, config.training
-    found = []
-    if dataset.fingerprint["data"] == trained_on.fingerprint["data"]:
-        found.append("the very data that are trained on")
-    else:
-        cache = training.dataset_cache
-        if files := shared_files(validation.dataset_path, training.paths, cache=cache):
-            named = ", ".join(map(str, files[:2]))
-            found.append(f"{len(files)} of the files of the training, as {named}")
-        supervised, other = (
-            kind in SUPERVISED
-            for kind in (validation.dataset or training.dataset, training.dataset)
-        )
-        # examples and text are never stored as the same numbers; data of one's own not at all
-        are_stored = dataset.stores and trained_on.stores
-        if (
-            are_stored
-            and supervised == other
-            and (
-                documents := describe_shared_documents(
-                    dataset.stores, trained_on.stores, tokenizer=tokenizer, shift=int(supervised)
-                )
-            )
-        ):
-            found.append(documents)
-    if found:
-        logger.warning(
-            "validation reads %s: its loss does not tell what the model makes of others; write "
-            "another validation.dataset_path, or, without one, hold out a part of the training's "
-            "documents with validation.split",
-            ", and ".join(found),
-        )
-
-
-def describe_data(batches: WholeBatches, *, source: TrainingConfig) -> str:
+def describe_data(batches: PadToBatch, *, source: TrainingConfig) -> str:
     """Return what is another one wherever losses do not compare: other samples, fewer of them, or
     documents that attend and are labelled in another way."""
     parts = [
@@ -170,8 +125,8 @@ def describe_source(config: Config) -> TrainingConfig:
 
 
 def build_held_out(
-    config: Config, *, source: TrainingConfig, tokenizer: Tokenizer, once: Once
-) -> Numbered:
+    config: Config, *, source: TrainingConfig, tokenizer: Tokenizer, once: Once = alone
+) -> MapSamples:
     """Build the samples of the validation."""
     split = config.validation.split
     return build_samples(

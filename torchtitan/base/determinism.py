@@ -12,7 +12,6 @@ contradicts is refused, so that what a run is started with is what it runs with.
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -64,13 +63,12 @@ def _prepare_cuda(environ: MutableMapping[str, str]) -> None:
 
 @contextmanager
 def keep_process_settings() -> Iterator[None]:
-    """Give back the settings of this process that a run changes: environment, filters of warnings,
-    random generators, determinism, current GPU, what shows errors; forget what was compiled."""
-    excepthook = sys.excepthook  # torch's process groups leave one each
+    """Restore on exit what a run changes in this process: environment, filters of warnings, random
+    generators, determinism."""
     environ, cudnn = dict(os.environ), torch.backends.cudnn.deterministic
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    # to ask for the current GPU of a process that has used none would take memory on the first one
+    # asking for the current GPU of a process that has used none would take memory on the first one
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with warnings.catch_warnings(), torch.random.fork_rng(devices=gpus):
         try:
@@ -78,12 +76,8 @@ def keep_process_settings() -> Iterator[None]:
         finally:
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
             torch.backends.cudnn.deterministic = cudnn
-            sys.excepthook = excepthook
             for gpu in gpus:
                 torch.cuda.set_device(gpu)
             for name in os.environ.keys() - environ.keys():
                 del os.environ[name]
             os.environ.update(environ)
-            if "torch._dynamo" in sys.modules:
-                # beyond its limit of versions of one function dynamo would compile no more
-                torch.compiler.reset()

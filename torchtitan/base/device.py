@@ -1,10 +1,15 @@
 """What this process computes on: its device, how fast that is at best, and how full it got.
 
 Model FLOP/s utilisation needs the peak of the device. For GPUs that is the vendor's *dense* figure
-(data sheets like to print the one with sparsity, twice as high); a GPU missing in the table is
-timed with a short matrix product. A CPU has neither a figure that holds for any build of torch nor
-a clock to itself: timed while a neighbour was busy, its peak was a quarter of what training then
-reached. So a CPU has no peak here, and a run on it no MFU.
+(data sheets like to print the one with sparsity, twice as high). A device that is missing in the
+table has no peak, and a run on it no MFU; so has a CPU. A timed matrix product is no substitute:
+timed while a neighbour was busy, a CPU's peak was a quarter of what training then reached.
+
+Small numbers between host and device, without either waiting for the other.
+
+`tensor.item()` makes the host wait until the device has done all that was asked of it, and then the
+device waits for the host's next order. A copy into page-locked memory is one more order, and its
+result may be read whenever it suits.
 """
 
 from __future__ import annotations
@@ -12,14 +17,15 @@ from __future__ import annotations
 import platform
 import re
 import resource
+import shlex
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from torchtitan.base.errors import ConfigError
 
@@ -81,7 +87,7 @@ GPU_PEAKS: Mapping[str, GpuPeaks] = {
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 """What a CPU that multiplies bfloat16 has, as Linux spells it."""
 
-# Words that make it another product than the one in the table: timed instead.
+# Words that make it another product than the one in the table.
 _OTHER_PRODUCT = frozenset({"Laptop", "MIG", "D", "Max", "Ti", "SUPER"})
 
 
@@ -126,26 +132,18 @@ def has_bfloat16(device_type: str) -> bool:
 
 
 def peak_flops(device: torch.device, *, dtype: torch.dtype) -> PeakFlops | None:
-    """Return the dense matrix-product peak of one GPU for operands of `dtype`; None for a CPU.
+    """Return the dense matrix-product peak of one GPU for operands of `dtype`; None if unknown.
 
     float32 means TF32 where `torch.set_float32_matmul_precision` allows it.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float32):
         return None
-    if dtype in (torch.bfloat16, torch.float32):
-        name = device_name(device)
-        peaks = table_peaks(name)
-        if peaks is not None:
-            column, teraflops = _column(peaks, dtype=dtype)
-            return PeakFlops(value=teraflops * 1e12, source=f"data sheet of {name}, dense {column}")
-    return timed_peak(device, dtype=dtype)
-
-
-def timed_peak(device: torch.device, *, dtype: torch.dtype) -> PeakFlops:
-    """Return what a matrix product of `dtype` reaches right now, timed for about 0.05 s."""
-    rate = measure_matmul_flops(device, dtype=dtype)
-    kind = str(dtype).removeprefix("torch.")
-    return PeakFlops(value=rate, source=f"timed {kind} matmul on {device_name(device)}")
+    name = device_name(device)
+    peaks = table_peaks(name)
+    if peaks is None:
+        return None
+    column, teraflops = _column(peaks, dtype=dtype)
+    return PeakFlops(value=teraflops * 1e12, source=f"data sheet of {name}, dense {column}")
 
 
 def table_peaks(name: str) -> GpuPeaks | None:
@@ -159,24 +157,6 @@ def table_peaks(name: str) -> GpuPeaks | None:
     return GPU_PEAKS[max(matches, key=lambda key: len(key.split()))]
 
 
-def measure_matmul_flops(
-    device: torch.device, *, dtype: torch.dtype, seconds: float = 0.05
-) -> float:
-    """Time square matrix products for about `seconds` and return the best rate in FLOP/s.
-
-    The best and not the median: a neighbour that is busy in this moment, and not in training, would
-    give a peak that training exceeds.
-    """
-    n = 8192 if device.type == "cuda" else 512
-    a_NN = torch.ones(n, n, dtype=dtype, device=device)  # a random draw would move the generator
-    for _ in range(2):  # kernels are chosen and threads started on the first calls
-        _timed_matmul(a_NN)
-    times: list[float] = []
-    while sum(times) < seconds:
-        times.append(_timed_matmul(a_NN))
-    return 2 * n**3 / min(times)
-
-
 def memory_peak_gib(device: torch.device) -> float:
     """Return the most memory in use at once, in GiB.
 
@@ -186,6 +166,35 @@ def memory_peak_gib(device: torch.device) -> float:
         return float(torch.cuda.memory_stats(device)["active_bytes.all.peak"]) / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024) / GIB
+
+
+def find_out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
+    """Return the lack of memory that led to `error`, or None: a pipeline raises its own error."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__
+    return error
+
+
+def describe_out_of_memory(
+    error: torch.OutOfMemoryError, argv: Sequence[str], *, environ: Mapping[str, str]
+) -> str:
+    """Return the rank, torch's error, the peak, and the command that plans the job `argv`."""
+    world_size = environ.get("WORLD_SIZE", "1")
+    num_local = environ.get("LOCAL_WORLD_SIZE", world_size)
+    command = ["python", "-m", "torchtitan.tools.plan", "memory", "--ran_out"]
+    command += [f"--world_size={world_size}", f"--gpus_per_node={num_local}"]
+    device = torch.device(device_type())
+    if device.type == "cuda":
+        memory_gib = torch.cuda.mem_get_info()[1] / GIB
+        command += [f"--device={device_name(device)}", f"--memory_gib={memory_gib:.1f}"]
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        if not any("expandable_segments:True" in environ.get(name, "") for name in names):
+            command.append("--classic_allocator")
+    return (
+        f"rank {environ.get('RANK', '0')} is out of memory: {error}\n"
+        f"Its memory peaked at {memory_peak_gib(device):.2f} GiB. Run this to see what the memory "
+        f"holds and which settings need less:\n{shlex.join([*command, *argv])}"
+    )
 
 
 def reset_memory_peak(device: torch.device) -> None:
@@ -202,14 +211,6 @@ def _column(peaks: GpuPeaks, *, dtype: torch.dtype) -> tuple[str, float]:
     return "tf32", peaks.tf32
 
 
-def _timed_matmul(a_NN: torch.Tensor) -> float:
-    start = time.perf_counter()
-    torch.mm(a_NN, a_NN)
-    if a_NN.is_cuda:
-        torch.cuda.synchronize(a_NN.device)
-    return time.perf_counter() - start
-
-
 def _cpu_model() -> str:
     return _cpu_info("model name") or platform.machine()
 
@@ -224,3 +225,29 @@ def _cpu_info(key: str) -> str:
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
     match = re.search(rf"^{key}\s*:\s*(.+)$", text, flags=re.MULTILINE)
     return match.group(1).strip() if match else ""
+
+
+class HostCopy:
+    """Numbers on their way to the host: asked for now, read later."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        if values.device.type == "cuda":
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        else:
+            self._host = values.clone()
+
+    def read(self) -> list[float]:
+        """Return the numbers, once they are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host.tolist()
+
+
+def to_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """Send numbers to a device, int64."""
+    pinned = torch.tensor(values, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)

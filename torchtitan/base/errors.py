@@ -146,7 +146,7 @@ class NonFiniteError(UserError):
 
 
 class StalledError(UserError):
-    """A rank's data do not come; a launcher may start it again (`mesh/faults.py`)."""
+    """Data, or another rank in a save, did not come in time; run again, the job resumes."""
 
     exit_code = 4
 

@@ -18,7 +18,6 @@ import re
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,25 +124,13 @@ def reset_logging() -> None:
 
 @contextmanager
 def keep_logging() -> Iterator[None]:
-    """Take back what `init_logging` changes inside."""
+    """Undo on exit what `init_logging` installed inside."""
     level = logging.getLogger("torchtitan").level
-    captured = getattr(warnings.showwarning, "__module__", "") == "logging"
-    loggers = [each for each in _known_loggers() if each.handlers]
-    before = [(each, list(each.handlers), each.propagate) for each in loggers]
     try:
         yield
     finally:
         reset_logging()
         logging.getLogger("torchtitan").setLevel(level)
-        logging.captureWarnings(captured)
-        for each, handlers, propagate in before:
-            each.handlers[:] = handlers
-            each.propagate = propagate
-
-
-def _known_loggers() -> list[logging.Logger]:
-    known = logging.Logger.manager.loggerDict.values()
-    return [each for each in known if isinstance(each, logging.Logger)]
 
 
 def shown_ranks(spec: str, *, world_size: int) -> frozenset[int]:
@@ -285,7 +272,8 @@ def _adopt_library_loggers() -> None:
     torch gives dozens of its loggers a handler of their own, on every rank. TORCH_LOGS asks for
     exactly those, so with it they stay.
     """
-    for logger in _known_loggers():
+    known = logging.Logger.manager.loggerDict.values()
+    for logger in (each for each in known if isinstance(each, logging.Logger)):
         for handler in list(logger.handlers):
             # by exact name: another subclass (a file, a trace) does something of its own.
             # _StderrHandler is torch's from 2.15 on

@@ -1,8 +1,8 @@
-"""Which ranks see the same local folder.
+"""Which ranks share a local folder.
 
-Beside an object store no disk needs to be shared: each machine has its own, with the files of its
-own ranks. Names of hosts do not tell (containers share a host, hosts share a disk), so ranks look:
-each leaves a mark in the folder, and those that see the same marks are on one disk.
+With an object store no shared disk is needed: each machine has a disk with the files of its ranks.
+Host names do not tell (containers share a host, hosts share a disk), so each rank creates a file in
+the folder, and ranks that see the same files share a disk.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank
+from torchtitan.mesh.ranks import on_every_rank, on_first_rank
 
 
 def find_disks(
-    folder: Path, *, group: dist.ProcessGroup, timeout: timedelta
+    folder: Path, *, group: dist.ProcessGroup, timeout_seconds: int
 ) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that have `folder` on the same disk as this one; None: all of
-    them. All ranks call it together."""
+    """Return the group of ranks that share `folder` with this one; None if all do. Collective."""
     token = on_first_rank(lambda: secrets.token_hex(8), group=group)
 
     def mark_of(rank: int) -> Path:
@@ -41,8 +40,11 @@ def find_disks(
     disks = sorted(set(seen))
     if len(disks) == 1:
         return None
-    # every rank must make every group
-    groups = {ranks: dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in disks}
+    # every rank must create every group
+    groups = {
+        ranks: dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        for ranks in disks
+    }
     own: dist.ProcessGroup = groups[seen[rank]]
     return own
 
@@ -50,10 +52,15 @@ def find_disks(
 def on_each_disk(
     action: Callable[[], None], *, group: dist.ProcessGroup | None, disk: dist.ProcessGroup | None
 ) -> None:
-    """Run `action` on the first rank of each disk; `disk`: the ranks of this one, None: all.
+    """Run `action` on the first rank of each disk. Collective over `group`.
+
+    Args:
+        action: Function without arguments.
+        group: All ranks. None: this process only.
+        disk: Ranks that share this rank's disk. None: all of `group`.
 
     Raises:
-        CheckpointError: It failed on any of them; raised on every rank.
+        CheckpointError: The action failed on any disk; raised on every rank.
     """
     if disk is None:
         on_first_rank(action, group=group)

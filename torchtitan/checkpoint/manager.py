@@ -1,12 +1,13 @@
-"""When to save, and what to keep.
+"""When to save a checkpoint, and how: in the loop or in the background.
 
-A save runs in a thread, over a process group of its own. The loop waits for it (`disabled`), or
-continues once the state is copied (`async`; `async_with_pinned_mem` copies in another way). At most
-one save is in flight, and older checkpoints are removed only after the new one is committed.
+A save runs in a background thread over its own process group. The training loop waits for it
+(`async_mode = "disabled"`), or copies the state to host memory and continues (`"async"`,
+`"async_with_pinned_mem"`). At most one save is in flight, and older checkpoints are deleted only
+after the new one is committed.
 
-How long a save takes depends on the storage, so its group waits for an hour. A rank that hangs is
-found much sooner: ranks send each other heartbeats while they save (`mesh.faults.Pulse`), and
-whoever waits for a save watches them. Hence the thread: a blocked collective cannot watch.
+The duration of a save depends on the storage, so its group has its own timeout,
+`checkpoint.save_timeout_seconds`. A rank that dies closes its connections and fails the save at
+once; a rank that hangs fails it after the timeout.
 """
 
 from __future__ import annotations
@@ -18,46 +19,47 @@ from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from torchtitan.base.errors import ConfigError
+from torchtitan.base.errors import ConfigError, StalledError
 from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.checksums import MANIFEST
 from torchtitan.checkpoint.disks import on_each_disk
-from torchtitan.checkpoint.folders import MANIFEST, delete, find_steps, set_aside_after
-from torchtitan.checkpoint.ranks import on_first_rank
-from torchtitan.checkpoint.remote import RemoteSteps
 from torchtitan.checkpoint.retention import Retention, describe_score
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.checkpoint.staging import Staging
 from torchtitan.checkpoint.state import RunState
 from torchtitan.checkpoint.storage import Component
-from torchtitan.mesh.faults import Pulse
+from torchtitan.mesh.faults import is_timeout
+from torchtitan.mesh.ranks import on_first_rank
+from torchtitan.models.init import local_part
+
+if TYPE_CHECKING:
+    from torchtitan.checkpoint.remote import RemoteCheckpoints
 
 logger = logging.getLogger(__name__)
-SAVE_TIMEOUT = timedelta(hours=1)
-"""Longest wait within a save for a rank that lives."""
 PINNED = "async_with_pinned_mem"
-EXPORT = "export"  # inside the folder, where no name of a step can meet it
+EXPORT = "export"  # folder of final exports, beside the steps
 Export = Callable[[Path, Path], None]
 
 
 class Recorder(Protocol):
-    """What writes down which checkpoints a run has made."""
+    """Records which checkpoints a run has saved."""
 
     def checkpoint(self, folder: Path, *, step: int) -> None:
-        """Record one; raise CheckpointError if that is not possible."""
+        """Record a checkpoint; raise CheckpointError if it cannot be recorded."""
 
 
-def build_group() -> dist.ProcessGroup:
-    """Build the process group of checkpoints, apart from the ones that training uses."""
-    return dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
+def build_group(timeout_seconds: int) -> dist.ProcessGroup:
+    """Build the process group of checkpoints."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
 
 
 def check_staging(settings: CheckpointConfig, *, device_type: str) -> None:
-    """Refuse page-locked memory where there is no GPU to copy from."""
+    """Raise ConfigError for pinned staging without a GPU."""
     if settings.enable and settings.async_mode == PINNED and device_type != "cuda":
         raise ConfigError(
             f'checkpoint.async_mode = "{PINNED}" copies from a GPU, and this job computes on '
@@ -66,14 +68,18 @@ def check_staging(settings: CheckpointConfig, *, device_type: str) -> None:
 
 
 class CheckpointManager:
-    """Saves one run's checkpoints.
+    """Save checkpoints of one run.
 
-    `state` is the run; `folder` holds the `step-N` folders; `manifest` is written into each of
-    them; `group` is this manager's own; a save ends when a rank's `pulse` stops. `export` writes
-    the Hugging Face folder at the end, from the last step's folder to another; None: not asked for.
-    `validation_data` identifies the data of the validation, if there is one. With `remote` each
-    checkpoint is uploaded once it is whole in `folder`, while training goes on. `ledger`, on rank 0
-    alone, hears of each that is whole.
+    Args:
+        state: Objects to save. Read again by each save.
+        settings: The [checkpoint] section.
+        folder: Parent of the `step-N` folders.
+        manifest: Entries added to every manifest.
+        group: Process group for checkpoint collectives only.
+        export: Writes a Hugging Face folder (second path) from the last checkpoint (first path).
+        validation_data: Fingerprint of the validation data.
+        remote: Store to which each committed checkpoint is uploaded in the background.
+        ledger: Records each committed checkpoint. Rank 0 only.
     """
 
     def __init__(
@@ -84,10 +90,9 @@ class CheckpointManager:
         folder: Path,
         manifest: Mapping[str, Any],
         group: dist.ProcessGroup,
-        pulse: Pulse,
         export: Export | None = None,
         validation_data: str | None = None,
-        remote: RemoteSteps | None = None,
+        remote: RemoteCheckpoints | None = None,
         ledger: Recorder | None = None,
     ) -> None:
         self.folder = folder
@@ -95,35 +100,39 @@ class CheckpointManager:
         self._settings = settings
         self._manifest = manifest
         self._group = group
-        self._pulse = pulse
         self._export = export
         self._validation_data = validation_data
         self._ledger = ledger
         self._remote, self._disk = remote, None if remote is None else remote.disk
-        self._kept = self._kept_here = Retention(
+        self._retention = self._local_retention = Retention(
             keep_latest=settings.keep_latest_k, keep_best=settings.keep_best, data=validation_data
         )
         if remote is not None:
-            self._kept_here = Retention(keep_latest=settings.staging_keep_latest_k)
-        self._begun_at, self._is_first_save = state.progress.step, True
+            self._local_retention = Retention(keep_latest=settings.staging_keep_latest_k)
+        self._first_step, self._is_first_save = state.progress.step, True
         self._in_background = settings.async_mode != "disabled"
         self._pending: Future[None] | None = None
         self._staging = Staging(pinned=settings.async_mode == PINNED)
 
     def is_due(self, *, last: bool, now: bool = False) -> bool:
-        """Tell whether the cadence, the end of the run or `now` asks for a save."""
+        """Return whether the interval, the end of the run or a request (`now`) asks for a save."""
         step = self._state.progress.step
         first = step == 1 and self._settings.enable_first_step_checkpoint
         return last or now or first or step % self._settings.interval == 0
 
     def save(self, *, last: bool, validation_loss: float | None = None) -> Path:
-        """Save or, if asynchronous, begin to; return the folder.
+        """Save the state as `step-N`, in the background if `async_mode` allows it.
 
-        `validation_loss` is that of the present weights, where it was measured.
+        Args:
+            last: Whether training ends here. The last save is always waited for, and then exported.
+            validation_loss: Loss of the current weights, if it was measured.
+
+        Returns:
+            The folder of the checkpoint.
 
         Raises:
-            CheckpointError: This save, or an earlier one in the background, failed.
-            PeerError: Another rank hangs.
+            CheckpointError: This save, or an earlier one in the background, failed on any rank.
+            StalledError: A rank did not take part in time.
         """
         step = self._state.progress.step
         self.wait()
@@ -144,29 +153,30 @@ class CheckpointManager:
         return self.folder / f"step-{step}"
 
     def _start(self, *actions: Callable[[], None]) -> None:
-        """Run `actions`, which all ranks take part in, in a thread; `wait` tells how they ended."""
+        """Run collective `actions` in a thread; `wait` raises their error."""
         pending: Future[None] = Future()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
         def run() -> None:
             try:
                 if device is not None:
-                    torch.cuda.set_device(device)  # each thread has its own
-                with self._pulse.beating():
-                    for action in actions:
-                        action()
+                    torch.cuda.set_device(device)  # per thread
+                for action in actions:
+                    action()
             except BaseException as error:  # noqa: BLE001 - DCP raises such; `wait` raises it
                 pending.set_exception(error)
             else:
                 pending.set_result(None)
 
         self._pending = pending
-        # a daemon: one that waits for a rank that hangs keeps no process from ending
+        # a daemon does not keep the process alive while it waits for a rank that hangs
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
-    def complete(self) -> None:
-        """Save a run that ends where it starts, and write the export that is asked for and not
-        there: it failed, or was not asked for then."""
+    def export_missing(self) -> None:
+        """Write the final export of a run that has no step left to train, unless it exists.
+
+        The earlier export failed or was not requested. A run at step 0 saves its initial weights.
+        """
         settings, step = self._settings, self._state.progress.step
         exports = self._export is not None or settings.last_save_model_only
         if step > 0 and not exports:
@@ -174,32 +184,31 @@ class CheckpointManager:
         saved = self.folder / f"step-{step}" / MANIFEST
         exported = self.folder / EXPORT / f"step-{step}"
 
-        def is_there() -> bool:
-            # whole if it is there; one of the other kind has a manifest, or lacks it
+        def is_exported() -> bool:
+            # a checkpoint has a manifest, a Hugging Face folder has none
             has_manifest = (exported / MANIFEST).is_file()
             has_files = exported.is_dir() and any(exported.iterdir())
             return has_files and has_manifest == (self._export is None)
 
-        if exports and on_first_rank(is_there, group=self._group):
+        if exports and on_first_rank(is_exported, group=self._group):
             return
         components = self._state.components()
-        if not on_first_rank(saved.is_file, group=self._group):
-            # it came from another folder
+        if not on_first_rank(saved.is_file, group=self._group):  # loaded from another folder
             self._start(partial(self._save, step, components, None), partial(self._send, step))
             self.wait()
         self._start(partial(self._write_export, step, components))
         self.wait()
 
     def _write_export(self, step: int, components: Mapping[str, Component]) -> None:
+        name = f"step-{step}"
         if self._export is not None:
-            name = f"step-{step}"
             self._export(self.folder / name, self.folder / EXPORT / name)
             if self._remote is not None:
-                self._remote.send_export(f"{EXPORT}/{name}")
+                self._remote.push_export(f"{EXPORT}/{name}")
         elif self._settings.last_save_model_only:
             self._write(self.folder / EXPORT, step, {"model": components["model"]})
             if self._remote is not None:
-                self._remote.send(f"{EXPORT}/step-{step}")
+                self._remote.push(f"{EXPORT}/{name}")
 
     def _write(
         self,
@@ -219,46 +228,115 @@ class CheckpointManager:
         self, step: int, components: Mapping[str, Component], validation_loss: float | None
     ) -> None:
         self._write(self.folder, step, components, validation_loss)
-        on_each_disk(lambda: self._tidy(step), group=self._group, disk=self._disk)
+        on_each_disk(lambda: self._after_commit(step), group=self._group, disk=self._disk)
 
-    def _tidy(self, saved: int) -> None:
+    def _after_commit(self, saved: int) -> None:
         if self._ledger is not None:
             self._ledger.checkpoint(self.folder / f"step-{saved}", step=saved)
         if self._is_first_save:
-            # damaged, or this run would have begun with them; readable again one day, none of them
-            # may come before a step of this run, or displace one
-            for aside in set_aside_after(self.folder, self._begun_at, but=saved):
-                logger.warning("%s was passed over, and is set aside", aside)
+            # later steps are damaged, or this run would have started from them; if they become
+            # readable again, none may take precedence over a step of this run
+            storage.set_aside_after(self.folder, self._first_step, but=saved)
             self._is_first_save = False
-        steps = find_steps(self.folder)
-        for step in self._kept_here.to_delete(steps, place=self.folder):
-            delete(self.folder / f"step-{step}")
+
+        def manifest_of(step: int) -> Mapping[str, Any]:
+            return storage.read_manifest(self.folder / f"step-{step}")
+
+        steps = storage.find_steps(self.folder)
+        for step in self._local_retention.steps_to_delete(steps, manifest_of=manifest_of):
+            storage.delete(self.folder / f"step-{step}")
 
     def _send(self, step: int) -> None:
         if self._remote is not None:
-            self._remote.send(f"step-{step}")
-            self._remote.tidy(step, self._kept)
+            self._remote.push(f"step-{step}")
+            self._remote.prune(step, self._retention)
 
     def has_failed(self) -> bool:
-        """Tell whether the save in flight has failed, as far as this rank knows."""
+        """Return whether the save in flight has failed, as far as this rank knows."""
         pending = self._pending
         return pending is not None and pending.done() and pending.exception() is not None
 
     def wait(self) -> None:
-        """Wait for the save in flight, and raise what it raised.
+        """Wait for the save in flight, and raise its error.
 
         Raises:
-            PeerError: Another rank hangs.
+            CheckpointError: The save failed on any rank.
+            StalledError: A rank did not take part in time.
         """
         pending, self._pending = self._pending, None
-        if pending is not None:
-            self._pulse.watch(pending)
+        if pending is None:
+            return
+        try:
             pending.result()
+        except RuntimeError as error:
+            if not is_timeout(error):
+                raise
+            raise StalledError(
+                f"a rank did not take part in the save for {self._settings.save_timeout_seconds} s "
+                f"(checkpoint.save_timeout_seconds): it hangs or was stopped; run the same "
+                f"command to resume from the checkpoint before"
+            ) from error
 
-    def suspicion(self) -> str:
-        """Say which ranks seem to hang, by a save in flight; "" if none does."""
-        return self._pulse.suspicion()
+    close = wait
 
-    def close(self) -> None:
-        """Wait for the save in flight, and raise what it raised."""
-        self.wait()
+
+class Staging:
+    """Host memory for one copy of the state. Each copy overwrites the one before.
+
+    A save continues from the copy while training changes the state. On a CPU, allocating new pages
+    takes several times as long as copying, so the memory is kept for later saves.
+
+    Args:
+        pinned: Whether copies of GPU tensors are page-locked, which allows full bus speed. Such
+            memory can never be swapped out, so the user asks for it by name.
+    """
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self._pinned = pinned
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+
+    def copy(self, components: Mapping[str, Component]) -> dict[str, Component]:
+        """Return the components with all tensors copied. The earlier copy must be written."""
+        copies = {
+            name: Component(
+                tensors=None
+                if component.tensors is None
+                else {key: self._copy((name, key), t) for key, t in component.tensors.items()},
+                state=component.state,
+            )
+            for name, component in components.items()
+        }
+        if self._pinned:
+            _finish_copies()  # the next step changes the originals
+        return copies
+
+    def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
+        source = tensor.detach()
+        buffer = self._buffers.get(key)
+        is_new = buffer is None or not _has_same_shape(buffer, source)
+        if self._pinned and _is_on_gpu(source):
+            if is_new:
+                self._buffers[key] = _pinned_like(source)
+            local_part(self._buffers[key]).copy_(local_part(source), non_blocking=True)
+        elif is_new:
+            self._buffers[key] = source.to("cpu", copy=True)
+        else:
+            local_part(self._buffers[key]).copy_(local_part(source))
+        return self._buffers[key]
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return local_part(tensor).is_cuda
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    # a DTensor for a DTensor: the options apply to the local part, on any device of the mesh
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+
+def _finish_copies() -> None:
+    torch.cuda.current_stream().synchronize()
+
+
+def _has_same_shape(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and local_part(a).shape == local_part(b).shape

@@ -1,20 +1,19 @@
-"""Objects under a URL: what fsspec knows of a store, with retries, checks and an end to patience.
+"""Objects in a store by fsspec, with retries and verified uploads.
 
-An object store has no rename and no half-written object: a name stands for all of its bytes, or for
-nothing. It also answers late, refuses when it is busy, cuts answers short and may not list what was
-just written. So nothing here relies on a listing to find an object whose name is known; an answer
-of the wrong length is asked for again; and what was written is compared with the digest that the
-store itself computed (S3's ETag, the MD5 of Google Cloud Storage), or is read back where it has
-none. An ETag that is not the MD5, as under some encryption, is no mistake: then the bytes decide.
+An object store has no rename and no partial objects: a name has all of its bytes or does not exist.
+It also answers late, refuses requests when it is busy, truncates answers and may not list a new
+object yet. So no object of a known name is looked up in a listing; an answer of the wrong length is
+requested again; and an upload is compared with the digest that the store computed (S3's ETag, the
+MD5 of Google Cloud Storage), or is read back if there is none. An ETag that is not the MD5, as with
+some encryption, is no error: then the bytes decide.
 
-Each request is repeated with growing pauses until it succeeds or `patience_seconds` are over.
-Requests that no repetition mends (no rights, no bucket, no credentials, nothing that this store
-can do) end at once.
+Each request is repeated with growing pauses until it succeeds or `patience_seconds` have passed. An
+error that repeating cannot fix (permissions, bucket, credentials, unsupported request) is raised at
+once.
 
-Memory is bounded: at most `STREAMS` parts are in flight for what is read, and as many for each of
-the `FILES` that are written. Credentials are the store's own business (environment, profile, role):
-none may stand in a URL, and what a store's client says of a failure is shown in one line, cleaned
-of anything that looks like one.
+Memory is bounded: reads have at most `STREAMS` parts in flight, writes as many for each of `FILES`
+files. Credentials belong to the store's client (environment, profile, role): a URL must not have
+any, and an error of the client is shown in one line without anything that looks like one.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ import xxhash
 
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.base.urls import missing_package, url_problem, without_secrets
-from torchtitan.checkpoint.files import FileRecord, HashingFile, hash_file
-from torchtitan.checkpoint.ranks import reason
+from torchtitan.checkpoint.checksums import FileRecord, HashingFile, hash_file
+from torchtitan.mesh.ranks import reason
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 PART = 16 << 20
 STREAMS, FILES = 4, 4
 MOST_PARTS = 9000
-"""Of one object; S3 allows 10,000."""
+"""Number of parts of one object; S3 allows 10,000."""
 LONGEST_PAUSE = 30.0
 NUM_TRIES = 3
-"""How often an object is written that reads back otherwise."""
+"""Number of times to write an object that reads back differently."""
 Check = Literal["checksum", "read_back"]
 _OPTIONS: dict[str, dict[str, Any]] = {"file": {"auto_mkdir": True}}
 _FINAL = (PermissionError, FileNotFoundError, IsADirectoryError)
@@ -82,11 +81,15 @@ class ObjectStore:
         return f"{self._root}/{name}" if name else self._root
 
     def _persist(self, what: str, action: Callable[[], T], *, may_miss: bool = False) -> T | None:
-        """Return what `action` returns, repeated until it succeeds; None: it `may_miss` an object
-        that is not there.
+        """Repeat `action` until it succeeds; return its result.
+
+        Args:
+            what: Description of the request for messages.
+            action: The request.
+            may_miss: Whether to return None for an object that does not exist.
 
         Raises:
-            CheckpointError: It fails for good, or patience is over.
+            CheckpointError: The error is permanent, or `patience_seconds` have passed.
         """
         began = time.monotonic()
         for attempt in itertools.count():
@@ -96,7 +99,7 @@ class ObjectStore:
                 if may_miss and isinstance(error, FileNotFoundError):
                     return None
                 spent, failure = time.monotonic() - began, shown(error)
-                # no two ranks at the same moments; not from the generators that training uses
+                # ranks must not retry in step; training's random generators are not used
                 jitter = 0.5 + secrets.randbelow(1000) / 1000
                 pause = min(0.25 * 2**attempt, LONGEST_PAUSE) * jitter
                 is_final = (
@@ -107,30 +110,30 @@ class ObjectStore:
             if is_final or spent + pause > self._patience:
                 after = "" if is_final else f" for {spent:.0f} s"
                 raise CheckpointError(
-                    f"{self.url}: could not {what}{after}: {failure}; mend the access to the "
-                    f"store, and start again"
+                    f"{self.url}: could not {what}{after}: {failure}; fix the access to the "
+                    f"store, and run the same command again"
                 ) from None
             logger.warning("%s: could not %s, trying again: %s", self.url, what, failure)
             time.sleep(pause)
         raise AssertionError("an endless loop ended")
 
     def read(self, name: str) -> bytes | None:
-        """Return an object's bytes; None: it is not there."""
+        """Return an object, None if it does not exist."""
         found: bytes | None = self._persist(
             f"read {name}", lambda: self._fs.cat_file(self._path(name)), may_miss=True
         )
         return found
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small object, and compare it."""
+        """Write a small object and read it back."""
         for _ in range(NUM_TRIES):
             self._persist(f"write {name}", lambda: self._fs.pipe_file(self._path(name), content))
             if self.read(name) == content:
                 return
-        raise CheckpointError(f"{self.url}/{name} reads back otherwise than it was written")
+        raise CheckpointError(f"{self.url}/{name} reads back differently than it was written")
 
     def size(self, name: str) -> int | None:
-        """Return an object's bytes; None: it is not there."""
+        """Return the size of an object in bytes, None if it does not exist."""
         info = self._info(name)
         return None if info is None else int(info["size"])
 
@@ -141,19 +144,21 @@ class ObjectStore:
         return found if found is not None and found["type"] == "file" else None
 
     def put(self, file: Path, name: str, *, record: FileRecord) -> bool:
-        """Write a file as an object; tell whether that was needed: an upload that did not end may
-        have left the very same.
+        """Upload a file unless the object exists already, e.g. from an interrupted upload.
+
+        Returns:
+            Whether the file was uploaded.
 
         Raises:
-            CheckpointError: The file is not what `record` says, or the object cannot be written, or
-                reads back otherwise.
+            CheckpointError: The file does not match `record`, or the upload fails or reads back
+                differently.
         """
         part = part_size(record.size)
         goes_in_parts = self._in_parts and record.size >= 2 * part  # s3fs's own rule
         digest = _digest(file, record=record, part=part if goes_in_parts else None)
         if self._holds(name, digest, record=record):
             return False
-        # s3fs would take ten parts at a time, of each file
+        # s3fs's default is ten parts of each file at a time
         how = {"chunksize": part, "max_concurrency": STREAMS} if self._in_parts else {}
         for _ in range(NUM_TRIES):
             self._persist(
@@ -162,13 +167,12 @@ class ObjectStore:
             if self._holds(name, digest, record=record):
                 return True
         raise CheckpointError(
-            f"{self.url}/{name} was written {NUM_TRIES} times, and reads back otherwise; the store "
-            f"or the way to it changes bytes"
+            f"{self.url}/{name} was written {NUM_TRIES} times and reads back differently: the "
+            f"store or the network changes bytes"
         )
 
     def put_folder(self, folder: Path, under: str, *, last: Collection[str]) -> None:
-        """Write the files of a folder as objects, and when they are there those named in `last`: a
-        reader takes a folder with one of these for whole.
+        """Upload the files of a folder, those in `last` after all others.
 
         Raises:
             CheckpointError: As `put`.
@@ -184,7 +188,7 @@ class ObjectStore:
             in_parallel(put, sorted(some))
 
     def _holds(self, name: str, digest: str, *, record: FileRecord) -> bool:
-        """Tell whether an object is what the file is; `digest`: what the store will say it is."""
+        """Return whether an object equals a file; `digest` is the one that the store computes."""
         info = self._info(name)
         if info is None or info["size"] != record.size:
             return False
@@ -196,7 +200,7 @@ class ObjectStore:
         return found.hexdigest() == record.digest
 
     def fetch(self, name: str, file: Path, *, record: FileRecord) -> str | None:
-        """Read an object into a new file; say what is wrong with it, None: nothing."""
+        """Download an object into a new file; return its mistake or None."""
         size = self.size(name)
         if size is None:
             return f"{name} is missing"
@@ -211,7 +215,7 @@ class ObjectStore:
         return f"{name} is damaged: its checksum differs"
 
     def _parts(self, name: str, size: int) -> Iterator[bytes]:
-        """Yield an object's bytes from front to back, a few parts ahead."""
+        """Yield the bytes of an object in order, with `STREAMS` parts in flight."""
         with ThreadPoolExecutor(STREAMS) as pool:
             ahead: deque[Future[bytes]] = deque()
             for start in range(0, size, PART):
@@ -225,7 +229,7 @@ class ObjectStore:
         def read() -> bytes:
             content: bytes = self._fs.cat_file(self._path(name), start=start, end=end)
             if len(content) != end - start:
-                raise OSError(f"{len(content)} bytes came of {end - start}")
+                raise OSError(f"{len(content)} of {end - start} bytes were received")
             return content
 
         content = self._persist(f"read {name}", read)
@@ -233,7 +237,7 @@ class ObjectStore:
         return content
 
     def list_sizes(self, under: str) -> dict[str, int]:
-        """Return the bytes of each object below, by its name, as a listing shows them."""
+        """Return the sizes of the objects below `under` by name, from a listing."""
         path = self._path(under)
 
         def look() -> dict[str, Any]:
@@ -243,19 +247,18 @@ class ObjectStore:
         found = self._persist(f"list {under}", look, may_miss=True) or {}
         return {name.removeprefix(f"{self._root}/"): info["size"] for name, info in found.items()}
 
-    def list_names(self, under: str = "", *, deep: bool = False) -> list[str]:
-        """Return the names that a listing shows: those of one level, or of all objects below."""
-        path = self._path(under)
+    def list_names(self) -> list[str]:
+        """Return the names of the first level, from a listing."""
 
         def look() -> list[str]:
             self._fs.invalidate_cache()
-            return list(self._fs.find(path) if deep else self._fs.ls(path, detail=False))
+            return list(self._fs.ls(self._root, detail=False))
 
-        found = self._persist(f"list {under or 'it'}", look, may_miss=True) or []
+        found = self._persist("list it", look, may_miss=True) or []
         return [name.rstrip("/").removeprefix(f"{self._root}/") for name in found]
 
     def remove(self, names: Collection[str]) -> None:
-        """Remove objects; those that are not there do not matter."""
+        """Remove objects, if they exist."""
 
         def remove(name: str) -> None:
             path = self._path(name)
@@ -263,28 +266,9 @@ class ObjectStore:
 
         in_parallel(remove, names)
 
-    def forget_parts(self) -> int:
-        """Remove what uploads in parts left that never ended, which a store of S3 keeps, unlisted,
-        for good; return how many."""
-        if not self._in_parts:
-            return 0
-        bucket, _, prefix = self._root.partition("/")
-        if not prefix:
-            return 0  # others may be uploading to this bucket
-
-        def forget() -> int:
-            found = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
-            uploads = found.get("Uploads", [])
-            for each in uploads:
-                where = {"Key": each["Key"], "UploadId": each["UploadId"]}
-                self._fs.call_s3("abort_multipart_upload", Bucket=bucket, **where)
-            return len(uploads)
-
-        return self._persist("look for uploads that did not end", forget, may_miss=True) or 0
-
 
 def in_parallel(action: Callable[[Any], T], items: Collection[Any]) -> list[T]:
-    """Return what `action` returns of each, a few at a time; raise the first error."""
+    """Return the results of `action` for all items, `FILES` at a time; raise the first error."""
     with ThreadPoolExecutor(FILES) as pool:
         futures = [pool.submit(action, item) for item in items]
         try:
@@ -295,14 +279,14 @@ def in_parallel(action: Callable[[Any], T], items: Collection[Any]) -> list[T]:
 
 
 def part_size(size: int) -> int:
-    """Return the bytes of a part: more where an object would have too many parts."""
+    """Return the part size for an object, so that it has at most `MOST_PARTS` parts."""
     mib = 1 << 20
     return max(PART, -(-size // (MOST_PARTS * mib)) * mib)
 
 
 def _digest(file: Path, *, record: FileRecord, part: int | None) -> str:
-    """Return what a store will say of a file's bytes, their MD5, or, where they are sent in parts
-    of `part` bytes, S3's ETag; refuse others than `record` knows."""
+    """Return the digest that a store computes for a file: its MD5, or S3's ETag of an upload in
+    parts of `part` bytes. Raise CheckpointError if the file does not match `record`."""
     whole, parts, ours = hashlib.md5(usedforsecurity=False), [], xxhash.xxh3_128()
     size = 0
     with file.open("rb") as stream:
@@ -321,7 +305,7 @@ def _digest(file: Path, *, record: FileRecord, part: int | None) -> str:
 
 
 def _said(info: dict[str, Any]) -> str | None:
-    """Return the digest that a store computed, if it tells one."""
+    """Return the digest that a store computed, None if it has none."""
     if etag := info.get("ETag"):
         return str(etag).strip('"')
     if md5 := info.get("md5Hash"):
@@ -330,5 +314,5 @@ def _said(info: dict[str, Any]) -> str | None:
 
 
 def shown(error: BaseException) -> str:
-    """Say in one line what went wrong, without anything that may be a credential."""
+    """Return an error as one line without anything that may be a credential."""
     return without_secrets(reason(error))

@@ -1,69 +1,82 @@
-"""A run's checkpoints in an object store: each is a local checkpoint first, then a copy of it.
+"""Checkpoints of a run in an object store.
 
-What a checkpoint is stays the business of `storage.py`: a folder, whole once it has its name. Where
-copies of it lie is the business of this file. With a URL as `checkpoint.folder` each save is
-today's local save, into a staging folder, and then an upload; each start first makes the staging
-folder hold the newest checkpoint, so that all that reads one reads local files. The alternative, to
-write and read a store directly, needs no disk, but a second way of writing, of verifying, of naming
-what is half done, in every place that touches a file now; and a save then takes as long as the
-network does. The price here is disk: the checkpoints that are kept, and one that is written. While
-one is uploaded the next save waits, so there are never more.
+With a URL as `checkpoint.folder`, each checkpoint is first saved to a local folder, as without a
+store, and then uploaded. Writing to the store directly would need no disk, but a second
+implementation of writing, verifying and recovering, and a save would take as long as the network.
+The next save waits for the upload, so the disk holds the retained checkpoints and one more.
 
-    s3://bucket/run/step-20/model/__0_0.distcp ...   written under their final names, and compared
-    s3://bucket/run/step-20/manifest.json            written last: it is the commit
-    s3://bucket/run/latest                           the newest step, for listings that are late
-    s3://bucket/run/.owner                           the process that may commit
+    s3://bucket/run/step-20/model/__0_0.distcp ...   uploaded under their final names
+    s3://bucket/run/step-20/manifest.json            uploaded last: commits the checkpoint
+    s3://bucket/run/latest                           the newest step, in case a listing is late
+    s3://bucket/run/.owner                           the run that may commit
 
-A store has no rename, so the manifest takes its place. It names every file with size and checksum,
-and is written after every rank has reported that each of its files is there and compares. A reader
-that sees no manifest sees no checkpoint; one that sees it finds the files by the names in it, never
-by a listing. To delete a checkpoint, or to write another in its place, its manifest goes first.
+A store has no rename, so the manifest commits a checkpoint. It lists every file with size and
+checksum. Rank 0 uploads it after all ranks have uploaded their files and the store shows each file
+with its size. Readers find files by the manifest, never by a listing. A checkpoint is deleted or
+replaced by removing its manifest first.
 
-Who knows what: the manifest, made by the local save, is on every machine; of the files a machine
-has those that its own ranks wrote. Ranks look which of them share a disk (`disks.py`), tell each
-other what is there, and share out the work. So at a start, too: a step that is whole on the disks
-together, and newer than any in the store, was uploaded in part when the run died, or not at all; it
-is uploaded first (what is there already compares, and is not sent again). Hence what a run resumes
-from is always in the store. Then each disk gets what it lacks of that step, all of its files: ranks
-may lie otherwise than those that saved. What a dead run left in the store is removed after the next
-commit.
+Machines may share a disk or have their own (`disks.py`). The ranks of a disk upload its files, and
+download all files of the checkpoint from which the run resumes. A checkpoint that was saved but not
+uploaded when the run died is uploaded at the next start, so a run always resumes from a checkpoint
+in the store.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+import platform
+import secrets
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.commits import OWNER, Commits, find_steps, listed
-from torchtitan.checkpoint.disks import on_each_disk
-from torchtitan.checkpoint.files import FileRecord, HashingFile, hash_file, is_sealed
-from torchtitan.checkpoint.folders import (
+from torchtitan.base.files import parse_json
+from torchtitan.checkpoint.checksums import (
     MANIFEST,
+    FileRecord,
+    HashingFile,
+    find_damage,
+    is_sealed,
+    list_files,
+    share_files,
+    summarize,
+)
+from torchtitan.checkpoint.disks import on_each_disk
+from torchtitan.checkpoint.objects import ObjectStore, in_parallel
+from torchtitan.checkpoint.retention import Retention
+from torchtitan.checkpoint.storage import (
+    STEP_NAME,
     commit,
-    delete,
     draft_of,
-    finish_commits,
     list_steps,
+    make_draft,
+    recover_commits,
     set_aside_after,
 )
-from torchtitan.checkpoint.objects import ObjectStore, in_parallel
-from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank
-from torchtitan.checkpoint.retention import Retention
-from torchtitan.checkpoint.verify import share, summary
+from torchtitan.mesh.ranks import on_every_rank, on_first_rank
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
+LATEST, OWNER, ASIDE = "latest", ".owner", f"{MANIFEST}.aside"
 WHOLE_EXPORT = ("config.json", "adapter_config.json")
-"""What programs look for in a folder of Hugging Face."""
+"""Files by which programs recognize a Hugging Face folder; uploaded last."""
 
 
-class RemoteSteps:
-    """The checkpoints of one run in `store`, and in `folder` on each disk; `disk` are the ranks
-    that share this one, None: all of `group`, which call every method together."""
+class RemoteCheckpoints:
+    """Checkpoints of one run in a store, with copies on local disks. All methods are collective.
+
+    Args:
+        store: The objects of this run.
+        folder: Local parent of the `step-N` folders.
+        group: All ranks.
+        disk: Ranks that share this rank's disk. None: all of `group`.
+        verifies: Whether to compare the checksums of local copies.
+    """
 
     def __init__(
         self,
@@ -79,259 +92,310 @@ class RemoteSteps:
         self._group = group
         self.disk = disk
         self._verifies = verifies
-        self._commits = Commits(store)
-        self._passed_over: set[int] = set()
+        who = f"process {os.getpid()} on host {platform.node()}"
+        self._owner = f"{secrets.token_hex(8)} {who}".encode()
+        self._damaged: set[int] = set()
 
     @property
     def url(self) -> str:
-        """Where they are."""
+        """The store's URL."""
         return self._store.url
 
-    # at a start
-
-    def settle(self) -> None:
-        """Make `folder` hold the newest whole step of the store and the disks, and that step the
-        newest there.
+    def pull_newest(self) -> None:
+        """Make the newest valid checkpoint the newest one in the store and in `folder`.
 
         Raises:
-            CheckpointError: There are steps, and none is whole; or the store cannot be used, or is
-                not the same for all ranks.
+            CheckpointError: All checkpoints are damaged, the store fails, or ranks see different
+                stores.
         """
-        owner = on_first_rank(self._commits.take, group=self._group)
-        seen = on_every_rank(lambda: self._store.read(OWNER) == owner, group=self._group)
-        if apart := [str(rank) for rank, is_one in enumerate(seen) if not is_one]:
-            raise CheckpointError(
-                f"checkpoint.folder {self.url} must be one store for all ranks, and what rank 0 "
-                f"has written there is not seen by ranks {', '.join(apart)}: is it a disk of each "
-                f"machine's own? Name a store that all machines reach"
-            )
-        on_each_disk(lambda: finish_commits(self._folder), group=self._group, disk=self.disk)
+        self._take_over()
+        on_each_disk(lambda: recover_commits(self._folder), group=self._group, disk=self.disk)
         stored = on_first_rank(lambda: find_steps(self._store), group=self._group)
-        here = on_first_rank(lambda: list_steps(self._folder), group=self._group)
+        local = on_first_rank(lambda: list_steps(self._folder), group=self._group)
         newest = max(stored, default=-1)
-        for step, _ in reversed(here):
-            if step > newest and self._finish_upload(step):
-                stored.append(step)
-                break
+        stored += self._finish_upload([step for step, _ in local if step > newest])
         for step in reversed(stored):
-            if (mistakes := self.bring(f"step-{step}", self._folder / f"step-{step}")) is None:
-                break
-            self._passed_over.add(step)
+            mistakes = self.pull(f"step-{step}")
+            if not mistakes:
+                later = partial(set_aside_after, self._folder, step, but=step)
+                on_each_disk(later, group=self._group, disk=self.disk)
+                return
+            self._damaged.add(step)
             self._warn_of_damage(f"{self.url}/step-{step}", mistakes)
-        else:
-            if stored or here:
-                raise CheckpointError(
-                    f"none of the checkpoints in {self.url} ({len(stored)}) and {self._folder} "
-                    f"({len(here)}) is whole; restore one from a copy, or choose other folders to "
-                    f"start anew"
-                )
-            return
-        on_each_disk(partial(self._set_aside, step), group=self._group, disk=self.disk)
+        if stored or local:
+            raise CheckpointError(
+                f"all checkpoints in {self.url} ({len(stored)}) and {self._folder} ({len(local)}) "
+                f"are damaged; restore one from a copy, or choose other folders to start from "
+                f"scratch"
+            )
+
+    def _take_over(self) -> None:
+        """Make this run the owner of the store, and check that all ranks see the same store."""
+
+        def write() -> bytes:
+            self._store.write(OWNER, self._owner)
+            return self._owner
+
+        owner = on_first_rank(write, group=self._group)
+        seen = on_every_rank(lambda: self._store.read(OWNER) == owner, group=self._group)
+        if apart := [str(rank) for rank, sees_it in enumerate(seen) if not sees_it]:
+            raise CheckpointError(
+                f"checkpoint.folder {self.url} must be one store for all ranks, and ranks "
+                f"{', '.join(apart)} do not see what rank 0 wrote: each machine may have its own; "
+                f"use a store that all machines reach"
+            )
+
+    def _finish_upload(self, steps: list[int]) -> list[int]:
+        """Upload the newest valid one of the local `steps`; return it as a list, or []."""
+        for step in reversed(steps):
+            folder = self._folder / f"step-{step}"
+            manifest = on_first_rank(partial(read_sealed, folder), group=self._group)
+            mistakes = [f"{MANIFEST} is missing or damaged"]
+            if manifest is not None:
+                mistakes = self._find_local_damage(folder, listed(manifest))
+            if not mistakes:
+                if dist.get_rank(self._group) == 0:
+                    logger.info(
+                        "%s was not uploaded by the run that saved it; uploading it", folder
+                    )
+                self.push(f"step-{step}")
+                return [step]
+            self._warn_of_damage(folder, mistakes)
+        return []
+
+    def _find_local_damage(self, folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
+        """Return the mistakes in the files of all disks."""
+        mine = self._share_present(folder, files)
+        found = on_every_rank(
+            lambda: (set(mine), find_damage(folder, mine, hashes=self._verifies)),
+            group=self._group,
+        )
+        missing = files.keys() - set().union(*(names for names, _ in found))
+        wrong = {mistake for _, mistakes in found for mistake in mistakes}
+        return sorted([*(f"{name} is missing" for name in missing), *wrong])
 
     def _warn_of_damage(self, place: Path | str, mistakes: list[str]) -> None:
         if dist.get_rank(self._group) == 0:
-            logger.warning("%s is damaged and is not used: %s", place, summary(mistakes))
+            logger.warning("%s is damaged and is not used: %s", place, summarize(mistakes))
 
-    def _set_aside(self, newest: int) -> None:
-        for aside in set_aside_after(self._folder, newest, but=newest):
-            logger.warning("%s is newer than what the run resumes from, and is set aside", aside)
-
-    def _finish_upload(self, step: int) -> bool:
-        """Upload a step of the disks that the store does not have; tell whether it was whole."""
-        folder = self._folder / f"step-{step}"
-        manifest = on_first_rank(lambda: read_sealed(folder), group=self._group)
-        mistakes = [f"{MANIFEST} is missing or damaged"]
-        if manifest is not None:
-            files = listed(manifest)
-            lacking = self._lacking(folder, files)
-            whole = on_every_rank(lambda: files.keys() - lacking, group=self._group)
-            mistakes = [f"{name} is missing" for name in files.keys() - set().union(*whole)]
-        if mistakes:
-            self._warn_of_damage(folder, sorted(mistakes))
-            return False
-        if dist.get_rank(self._group) == 0:
-            logger.info("%s was not uploaded to the end, which comes first", folder)
-        self.send(f"step-{step}")
-        return True
-
-    def bring(self, name: str, target: Path) -> list[str] | None:
-        """Make `target` on each disk the checkpoint `name` of the store; what is there of it
-        already is not read again. Return what is wrong with it; None: nothing, it is there."""
+    def pull(self, name: str) -> list[str]:
+        """Download a checkpoint to each disk that lacks it; return mistakes in the stored one."""
         manifest = on_first_rank(lambda: self._store.read(f"{name}/{MANIFEST}"), group=self._group)
         if manifest is None or not is_sealed(manifest):
             return [f"{MANIFEST} is {'missing' if manifest is None else 'damaged'}"]
-        files = listed(manifest)
-        draft = draft_of(target)
+        target, files = self._folder / name, listed(manifest)
+        draft, mine = draft_of(target), self._share(files)
+
+        def is_whole() -> bool:
+            is_same = read_sealed(target) == manifest
+            return is_same and not find_damage(target, mine, hashes=self._verifies)
+
+        is_here = all(self._on_this_disk(is_whole))
+        if not is_here and dist.get_rank(self._group) == 0:
+            logger.info("Fetching %s/%s into %s", self.url, name, target)
 
         def open_draft() -> None:
-            if target.exists() and read_sealed(target) != manifest:
-                delete(target)  # a step of this number that is not the one in the store
-            if target.exists():
-                return
-            for each in {(draft / file).parent for file in files}:
-                each.mkdir(parents=True, exist_ok=True)
-
-        on_each_disk(open_draft, group=self._group, disk=self.disk)
-        there = on_every_rank(target.exists, group=self._group)
-        place = target if there[dist.get_rank(self._group)] else draft
-        lacking = {file: files[file] for file in self._lacking(place, files)}
-        if place == draft and dist.get_rank(self._group) == 0:
-            logger.info("Fetching %s/%s into %s", self.url, name, target)
-        mine = self._share(lacking)
+            if not is_here:
+                make_draft(target, sorted({str(Path(file).parent) for file in files}))
 
         def fetch(file: str) -> str | None:
-            record = files[file]
-            (place / file).parent.mkdir(parents=True, exist_ok=True)
-            return self._store.fetch(f"{name}/{file}", place / file, record=record)
-
-        found = on_every_rank(lambda: in_parallel(fetch, mine), group=self._group)
-        if mistakes := sorted({mistake for each in found for mistake in each if mistake}):
-            return mistakes
+            return self._store.fetch(f"{name}/{file}", draft / file, record=files[file])
 
         def close_draft() -> None:
-            if not target.exists():
+            if not is_here:
                 with HashingFile(draft / MANIFEST) as file:
                     file.write(manifest)
                 commit(target)
 
-        on_each_disk(close_draft, group=self._group, disk=self.disk)
-        return None
-
-    def _lacking(self, folder: Path, files: Mapping[str, FileRecord]) -> set[str]:
-        """Return which of the files are not in `folder`, or are not what they must be; the ranks of
-        the disk share the work."""
-
-        def lacks(name: str, record: FileRecord) -> bool:
-            path = folder / name
-            if not path.is_file() or path.stat().st_size != record.size:
-                return True
-            return self._verifies and hash_file(path) != record.digest
-
-        mine = self._share(files)
+        on_each_disk(open_draft, group=self._group, disk=self.disk)
         found = on_every_rank(
-            lambda: {name for name, record in mine.items() if lacks(name, record)},
-            group=self.disk or self._group,
+            lambda: [] if is_here else in_parallel(fetch, mine), group=self._group
         )
-        return set().union(*found)
+        if mistakes := sorted({mistake for each in found for mistake in each if mistake}):
+            return mistakes
+        on_each_disk(close_draft, group=self._group, disk=self.disk)
+        return []
+
+    def _on_this_disk(self, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank; return the results of the ranks of this disk."""
+        found = on_every_rank(action, group=self._group)
+        disk = self.disk or self._group
+        return [found[rank] for rank in dist.get_process_group_ranks(disk)]
 
     def _share(self, files: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-        """Return this rank's part of the work that its disk has with the files."""
+        """Return this rank's share of the files on its disk."""
         disk = self.disk or self._group
-        return share(files, rank=dist.get_rank(disk), num_ranks=dist.get_world_size(disk))
+        return share_files(files, rank=dist.get_rank(disk), num_ranks=dist.get_world_size(disk))
+
+    def _share_present(
+        self, folder: Path, files: Mapping[str, FileRecord]
+    ) -> dict[str, FileRecord]:
+        """Return the files of this rank's share that exist on its disk."""
+        mine = self._share(files)
+        return {name: record for name, record in mine.items() if (folder / name).is_file()}
 
     def fetch(self, load_step: int) -> Path:
-        """Bring a step of a store that is only read, -1: the newest whole one; return its folder.
+        """Download `load_step` (-1: the newest valid step) from a store of another run.
+
+        Returns:
+            The folder of the local copy.
 
         Raises:
-            CheckpointError: There is none, or the one that was named is damaged.
+            CheckpointError: The store has no valid checkpoint, or the named one is damaged.
         """
         steps = on_first_rank(lambda: find_steps(self._store), group=self._group)
         for step in reversed(steps if load_step == -1 else [load_step]):
             target = self._folder / f"step-{step}"
-            if (mistakes := self.bring(target.name, target)) is None:
+            if not (mistakes := self.pull(target.name)):
                 return target
             if load_step != -1:
                 raise CheckpointError(
-                    f"{self.url}/{target.name} is not there or damaged: {summary(mistakes)}; it "
-                    f"holds the steps {', '.join(map(str, steps)) or 'none'}: name another"
+                    f"{self.url}/{target.name} is missing or damaged: {summarize(mistakes)}; the "
+                    f"store has the steps {', '.join(map(str, steps)) or 'none'}"
                 )
             self._warn_of_damage(f"{self.url}/{target.name}", mistakes)
         raise CheckpointError(
-            f"{self.url} must be the URL of a step, or of a folder with steps that this library "
-            f"saved, and holds no whole one"
+            f"{self.url} must be the URL of a step or of a folder of checkpoints of this library; "
+            f"no valid one was found"
         )
 
-    # after a save
-
-    def send(self, name: str) -> None:
-        """Upload the local checkpoint `name`, and commit it by its manifest once every rank has
-        reported that its files are there.
+    def push(self, name: str) -> None:
+        """Upload the local checkpoint `name`, its manifest last.
 
         Raises:
-            CheckpointError: It is not whole on the disks together, or the store did not take it.
+            CheckpointError: A file is missing or damaged, the store failed, or another run took
+                the store over.
         """
         folder = self._folder / name
         manifest = on_first_rank(lambda: read_sealed(folder), group=self._group)
         if manifest is None:
-            raise CheckpointError(f"{folder} has no whole {MANIFEST}, and cannot be uploaded")
-        files = listed(manifest)
+            raise CheckpointError(f"{folder} has no valid {MANIFEST}, and cannot be uploaded")
         if not on_first_rank(lambda: self._make_way(name, manifest), group=self._group):
             return
-        mine = self._share(self._owned(folder, files))
+        files = listed(manifest)
+        mine = self._share_present(folder, files)
 
         def put(file: str) -> bool:
             return self._store.put(folder / file, f"{name}/{file}", record=files[file])
 
-        sent = on_every_rank(
-            lambda: dict(zip(mine, in_parallel(put, mine), strict=True)), group=self._group
-        )
-        verified = {file: was_needed for each in sent for file, was_needed in each.items()}
-        if missing := sorted(files.keys() - verified.keys()):
+        sent = on_every_rank(lambda: in_parallel(put, mine), group=self._group)
+        on_first_rank(lambda: self._commit(name, manifest), group=self._group)
+        num_sent = sum(sum(each) for each in sent)
+        logger.info("Uploaded %s/%s: %d of %d files", self.url, name, num_sent, len(files))
+
+    def _make_way(self, name: str, manifest: bytes) -> bool:
+        """Remove the manifest of a different checkpoint of this name; return whether to upload."""
+        self._check_owner()
+        there = self._store.read(f"{name}/{MANIFEST}")
+        if there is not None and there != manifest:
+            self._store.remove([f"{name}/{MANIFEST}"])
+        return there != manifest
+
+    def _check_owner(self) -> None:
+        """Raise CheckpointError if another run took the store over."""
+        owner = self._store.read(OWNER) or b""
+        if owner != self._owner:
             raise CheckpointError(
-                f"{folder} is not whole on the disks of all ranks together, and was not uploaded: "
-                f"{summary([f'{file} is missing' for file in missing])}"
+                f"{self.url} must belong to one run at a time, and another run took it over: "
+                f"{owner.decode(errors='replace').partition(' ')[2] or 'unknown'}; end one of "
+                f"them, or choose another checkpoint.folder"
             )
-        on_first_rank(lambda: self._commits.commit(name, manifest), group=self._group)
-        num_bytes = sum(files[file].size for file, needed in verified.items() if needed)
-        logger.info(
-            "Uploaded %s/%s: %d of %d files, %.1f MiB",
-            self.url,
-            name,
-            sum(verified.values()),
-            len(files),
-            num_bytes / 2**20,
-        )
 
-    def send_export(self, name: str) -> None:
-        """Upload a folder of Hugging Face; its config comes last.
+    def _commit(self, name: str, manifest: bytes) -> None:
+        """Write the manifest of a checkpoint after checking the size of each file in the store."""
+        self._check_owner()
+        files, there = listed(manifest), self._store.list_sizes(name)
 
-        Raises:
-            CheckpointError: The store did not take it.
-        """
+        def is_there(file: str) -> bool:
+            path, size = f"{name}/{file}", files[file].size
+            # a listing may be late
+            return there.get(path) == size or self._store.size(path) == size
+
+        found = in_parallel(is_there, files)
+        if missing := [file for file, is_found in zip(files, found, strict=True) if not is_found]:
+            mistakes = [f"{file} is missing or has another size" for file in missing]
+            raise CheckpointError(
+                f"{self.url}/{name} cannot be committed: {summarize(mistakes)}; run the same "
+                f"command again, and let no machine change or remove files of a checkpoint"
+            )
+        self._store.write(f"{name}/{MANIFEST}", manifest)
+        if STEP_NAME.fullmatch(name):
+            self._store.write(LATEST, name.encode())
+
+    def push_export(self, name: str) -> None:
+        """Upload a Hugging Face folder, its config last; raise CheckpointError on failure."""
         folder = self._folder / name
         on_first_rank(
             lambda: self._store.put_folder(folder, name, last=WHOLE_EXPORT), group=self._group
         )
         logger.info("Uploaded %s/%s", self.url, name)
 
-    def _make_way(self, name: str, manifest: bytes) -> bool:
-        """Take away the manifest of another checkpoint of this name; tell whether there is
-        anything to send."""
-        self._commits.check_owner()
-        there = self._store.read(f"{name}/{MANIFEST}")
-        if there == manifest:
-            return False
-        if there is not None:
+    def prune(self, saved: int, kept: Retention) -> None:
+        """After the upload of step `saved`, delete steps that `kept` does not retain and files of
+        steps that were never committed, and set damaged steps aside."""
+        on_first_rank(lambda: self._prune(saved, kept), group=self._group)
+        self._damaged.clear()
+
+    def _prune(self, saved: int, kept: Retention) -> None:
+        try:
+            for step in self._damaged - {saved}:
+                self._set_aside(f"step-{step}")
+            steps = find_steps(self._store)
+            for step in kept.steps_to_delete(steps, manifest_of=self._read_manifest):
+                self._delete(f"step-{step}")
+            for step in list_folders(self._store):
+                if step not in steps and self._store.size(f"step-{step}/{ASIDE}") is None:
+                    self._delete(f"step-{step}")
+        except CheckpointError as error:
+            # the newest checkpoints are committed
+            logger.warning("Could not prune %s; the next save tries again: %s", self.url, error)
+
+    def _read_manifest(self, step: int) -> Mapping[str, Any]:
+        name = f"step-{step}/{MANIFEST}"
+        content = self._store.read(name)
+        if content is None or not is_sealed(content):
+            raise CheckpointError(f"{self.url}/{name} is missing or damaged")
+        return parse_json(content, path=Path(name))
+
+    def _set_aside(self, name: str) -> None:
+        """Rename the manifest of a damaged checkpoint; keep its files."""
+        if content := self._store.read(f"{name}/{MANIFEST}"):
+            self._store.write(f"{name}/{ASIDE}", content)
             self._store.remove([f"{name}/{MANIFEST}"])
-        return True
+            logger.warning("%s/%s is damaged and was set aside", self.url, name)
 
-    def _owned(self, folder: Path, files: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-        """Return the files that this disk is to send: those on it, unless an earlier disk has
-        them."""
-        rank = dist.get_rank(self._group)
-        is_first = self.disk is None or dist.get_rank(self.disk) == 0
-        # one rank of each disk answers for it
-        is_first = is_first and (self.disk is not None or rank == 0)
-
-        def look() -> set[str]:
-            return {file for file in files if (folder / file).is_file()} if is_first else set()
-
-        there = on_every_rank(look, group=self._group)
-        answers = 0 if self.disk is None else dist.get_global_rank(self.disk, 0)
-        before = set().union(*there[:answers])
-        return {file: files[file] for file in files if file in there[answers] - before}
-
-    def tidy(self, saved: int, kept: Retention) -> None:
-        """Delete steps that need not be kept, and what uploads left that did not end."""
-        passed_over = self._passed_over
-        on_first_rank(
-            lambda: self._commits.tidy(saved, kept, passed_over=passed_over), group=self._group
-        )
-        passed_over.clear()
+    def _delete(self, name: str) -> None:
+        """Delete a checkpoint: its manifest first, then listed and other files."""
+        manifest = self._store.read(f"{name}/{MANIFEST}")
+        self._store.remove([f"{name}/{MANIFEST}"])
+        files = listed(manifest) if manifest is not None and is_sealed(manifest) else {}
+        there = {*(f"{name}/{file}" for file in files), *self._store.list_sizes(name)}
+        self._store.remove(there - {f"{name}/{MANIFEST}"})
 
 
 def read_sealed(folder: Path) -> bytes | None:
-    """Return the manifest of a local checkpoint; None: it is missing or damaged."""
+    """Return the manifest of a local checkpoint; None if it is missing or damaged."""
     path = folder / MANIFEST
     content = path.read_bytes() if path.is_file() else b""
     return content if is_sealed(content) else None
+
+
+def listed(manifest: bytes) -> dict[str, FileRecord]:
+    """Return the files that a sealed manifest lists."""
+    return list_files(parse_json(manifest, path=Path(MANIFEST)))
+
+
+def list_folders(store: ObjectStore) -> list[int]:
+    """Return the steps of all `step-N` in a listing, committed or not, ascending."""
+    matches = (STEP_NAME.fullmatch(name.rpartition("/")[2]) for name in store.list_names())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def find_steps(store: ObjectStore) -> list[int]:
+    """Return the committed steps in a listing and in `latest`, ascending."""
+    found = set(list_folders(store))
+    if named := STEP_NAME.fullmatch((store.read(LATEST) or b"").decode(errors="replace")):
+        found.add(int(named[1]))
+    steps = sorted(found)
+    sizes = in_parallel(lambda step: store.size(f"step-{step}/{MANIFEST}"), steps)
+    return [step for step, size in zip(steps, sizes, strict=True) if size is not None]

@@ -1,8 +1,7 @@
-"""Which checkpoints stay: the newest, and those of lowest validation loss.
+"""Which checkpoints to keep: the newest, and those with the lowest validation loss.
 
-What a checkpoint scored stands in its own manifest, beside the fingerprint of the data that it was
-measured on, so that which one is best needs no other file and is known after any restart. Losses on
-other data say nothing about each other, and are not compared.
+The validation loss of a checkpoint is in its manifest, with the fingerprint of the validation data:
+the best checkpoints are known after any restart, and losses on other data are not compared.
 """
 
 from __future__ import annotations
@@ -11,76 +10,61 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.storage import read_manifest
 
 logger = logging.getLogger(__name__)
 SCORE = "validation"
-ReadManifest = Callable[[int], Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A checkpoint and its validation loss."""
-
-    step: int
-    loss: float
 
 
 def describe_score(loss: float, *, data: str) -> dict[str, Any]:
-    """Return what a manifest says of a validation."""
+    """Return the manifest's entry for a validation loss on `data`, a fingerprint."""
     return {SCORE: {"loss": loss, "data": data}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """How many of the latest steps stay (0: all of them), and of those of lowest loss on `data`."""
+    """Which checkpoints to keep."""
 
     keep_latest: int
+    """Number of newest checkpoints to keep; 0: all."""
     keep_best: int = 0
+    """Number of checkpoints with the lowest validation loss to keep."""
     data: str | None = None
+    """Fingerprint of the data on which losses are compared."""
 
-    def to_delete(
-        self, steps: Sequence[int], *, place: Path | str, read: ReadManifest | None = None
+    def steps_to_delete(
+        self, steps: Sequence[int], *, manifest_of: Callable[[int], Mapping[str, Any]]
     ) -> list[int]:
-        """Return which of the `steps` in `place`, ascending, may go, and log which is best."""
+        """Return which of `steps`, ascending, to delete, and log the best one.
+
+        `manifest_of` reads the manifest of a step; a CheckpointError is logged.
+        """
         best: list[int] = []
         if self.keep_best and self.data is not None:
-            ranked = rank_steps(place, steps, data=self.data, read=read)
-            best = [scored.step for scored in ranked[: self.keep_best]]
+            ranked = rank_steps(steps, data=self.data, manifest_of=manifest_of)
+            best = [step for step, _ in ranked[: self.keep_best]]
             if ranked:
-                logger.info(
-                    "The best checkpoint is step-%d, validation loss %.5f",
-                    ranked[0].step,
-                    ranked[0].loss,
-                )
-        return steps_to_delete(steps, keep_latest=self.keep_latest, best=best)
+                logger.info("The best checkpoint is step-%d, validation loss %.5f", *ranked[0])
+        if not self.keep_latest:
+            return []
+        return [step for step in steps[: -self.keep_latest] if step not in best]
 
 
 def rank_steps(
-    place: Path | str, steps: Sequence[int], *, data: str, read: ReadManifest | None = None
-) -> list[Scored]:
-    """Return the steps that were validated on `data`, the lowest loss first, of equal ones the
-    later step. `read` returns a step's manifest; None: `place` is a folder."""
+    steps: Sequence[int], *, data: str, manifest_of: Callable[[int], Mapping[str, Any]]
+) -> list[tuple[int, float]]:
+    """Return (step, loss) of the steps validated on `data`, lowest loss first, then newest."""
     found = []
     for step in steps:
         try:
-            about = read_manifest(Path(place, f"step-{step}")) if read is None else read(step)
-            score = about.get(SCORE)
+            score = manifest_of(step).get(SCORE)
         except CheckpointError as error:
-            logger.warning("step %d in %s has no validation loss: %s", step, place, error)
+            logger.warning("The validation loss of step-%d cannot be read: %s", step, error)
             continue
         if isinstance(score, dict) and score.get("data") == data:
             loss = score.get("loss")
             if isinstance(loss, float) and isfinite(loss):
-                found.append(Scored(step, loss))
-    return sorted(found, key=lambda scored: (scored.loss, -scored.step))
-
-
-def steps_to_delete(steps: Sequence[int], *, keep_latest: int, best: Sequence[int]) -> list[int]:
-    """Return the `steps`, ascending, that are neither among the latest nor the best; 0 keeps all
-    of them."""
-    return [step for step in steps[:-keep_latest] if step not in best] if keep_latest else []
+                found.append((step, loss))
+    return sorted(found, key=lambda scored: (scored[1], -scored[0]))

@@ -1,12 +1,12 @@
-"""The order of rows in wq and wk: ours, and that of files in which a head lies in halves.
+"""Row order of wq and wk: interleaved (torchtitan, Meta) or half-split (Hugging Face).
 
-The rotation turns pairs of channels of a head. Here, as in Meta's weights, a pair is two neighbours
-(2i, 2i + 1); Hugging Face and some others pair i with i + D/2. So row 2i + p of a head is their row
-p D/2 + i. Names and shapes are the same: read in the wrong order, a model loads without an error
-and writes nonsense.
+Rotary embeddings rotate pairs of channels of a head. Here, as in Meta's weights, a pair is
+(2i, 2i + 1); Hugging Face pairs i with i + D/2. So row 2i + p of a head is their row p D/2 + i.
+Names and shapes are the same: read in the wrong order, a model loads without an error and generates
+nonsense.
 
-A rank reads only the rows of its shard, and a shard may begin or end within a head. So the order is
-described as runs: rows that are contiguous in the file, and where they belong.
+A rank reads only the rows of its shard, which may begin or end within a head. So the order is
+described as runs: contiguous rows in the file, and their places in the shard.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 HeadDim = Callable[[str], int | None]
-"""From a parameter's name to the width of the heads whose rows lie in halves; None: they lie as
-ours."""
+"""Head width of a parameter in half-split order; None for interleaved order."""
 Places = tuple[tuple[slice, ...], tuple[slice, ...]]
-"""Where something goes, and where it comes from."""
+"""Destination and source region of a copy."""
 
 
 def runs(start: int, count: int, *, head_dim: int | None) -> Iterator[tuple[slice, slice]]:
-    """Yield which of their rows make `count` of ours from `start` on: the rows in the file, and
-    their places among these `count`."""
+    """Yield runs of rows in the file and their places among our rows [start, start + count)."""
     if head_dim is None:
         yield slice(start, start + count), slice(0, count)
         return
@@ -49,8 +47,10 @@ def overlap(
     sizes: Sequence[int],
     head_dim: int | None,
 ) -> Iterator[Places]:
-    """Yield what of a region of our tensor, `lengths` from `start` on, lies in a piece of theirs,
-    `sizes` from `offsets` on: the places in the region, and in the piece."""
+    """Yield the copies from a stored piece to a region of our tensor.
+
+    The region has shape `lengths` at `start`, the piece has shape `sizes` at `offsets`.
+    """
     columns: list[tuple[slice, slice]] = []
     for ours, width, theirs, there in zip(
         start[1:], lengths[1:], offsets[1:], sizes[1:], strict=True
@@ -70,7 +70,7 @@ def overlap(
 
 
 def to_their_rows(weight: Tensor, *, head_dim: int | None) -> Tensor:
-    """Put all rows of a parameter of ours into their order."""
+    """Permute the rows of a parameter from interleaved to half-split order."""
     if head_dim is None:
         return weight
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

@@ -1,4 +1,4 @@
-"""The settings of what is saved, and of what a run starts from: the [checkpoint] section."""
+"""The [checkpoint] section: saving, and the start of a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WEIGHTS_ALONE = Needs("initial_load_model_only", True)
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
-    """When a run is saved, and from what it starts."""
+    """When to save a run, and which checkpoint or weights it starts from."""
 
     enable: bool = False
     """Save checkpoints, and resume from the newest one in the folder."""
@@ -44,8 +44,7 @@ class CheckpointConfig:
     """Folder of the checkpoints, inside dump_folder; or a URL of this run's own in an object store,
     as s3://bucket/run, to which each is uploaded in the background."""
     staging_folder: InnerFolder = "checkpoint"
-    """With a URL: folder inside dump_folder in which each checkpoint is saved before it is
-    uploaded."""
+    """With a URL: folder inside dump_folder for checkpoints before they are uploaded."""
     staging_keep_latest_k: PositiveInt = 1
     """With a URL: how many checkpoints stay in staging_folder, for fast restarts."""
     upload_check: Literal["checksum", "read_back"] = "checksum"
@@ -58,64 +57,66 @@ class CheckpointConfig:
     enable_first_step_checkpoint: bool = False
     """Also save after step 1, to see early that saving works."""
     last_save_model_only: bool = False
-    """Beside the last checkpoint, which is a full one, write its weights alone to export/step-N
-    inside folder."""
+    """At the end of training also write the weights to export/step-N inside folder. The last
+    checkpoint is a full one in any case."""
     last_save_in_hf: Annotated[bool, HAS_NO_EFFECT] = False
-    """Write them as a folder of Hugging Face instead, whether last_save_model_only is on or not."""
+    """Write the weights as a Hugging Face folder instead, also without last_save_model_only."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    """Type of the weights under last_save_in_hf."""
+    """Type of the weights that last_save_in_hf writes."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """disabled: training waits for the files. async: it waits for a copy in memory alone.
-    async_with_pinned_mem: the same from GPUs, into page-locked memory."""
+    """disabled: training waits until the files are written. async: until the state is copied to
+    host memory. async_with_pinned_mem: the same, into page-locked memory, from GPUs."""
     keep_latest_k: NonNegativeInt = 10
-    """Checkpoints to keep, older ones are deleted; 0 keeps all."""
+    """Number of newest checkpoints to keep; 0 keeps all."""
     keep_best: Annotated[NonNegativeInt, Needs("validation.enable", True), SAVES] = 0
-    """Whole checkpoints of lowest validation loss to keep beside these; each save is then validated
-    before it is made."""
+    """Number of checkpoints with the lowest validation loss to keep in addition. Each save is then
+    preceded by a validation."""
     load_step: Annotated[int, Field(ge=-1), SAVES] = -1
-    """Which step of initial_load_path to start from; -1: the newest. Without initial_load_path it
-    must be the newest step of the run's own folder."""
+    """Step of initial_load_path to start from; -1: the newest. Without initial_load_path it must be
+    the newest step of the run's own folder."""
     mode: Annotated[
         Literal["recover", "continue", "finetune"],
         SAVES,
         replace(ELSEWHERE, of=("finetune",)),
         Needs("initial_load_model_only", True, 'or write mode = "continue"', of=("finetune",)),
     ] = "recover"
-    """recover: the same run, everything, and no setting that shapes the training may differ.
-    continue: weights, optimizer and data position under other settings. finetune: the weights of
-    initial_load_path, at step 0. A checkpoint that this very job saved is always recovered."""
+    """recover: resume the same run; settings that shape the training may not differ. continue: keep
+    weights, optimizer and data position with other settings. finetune: load the weights of
+    initial_load_path and start at step 0. A checkpoint of this very job is always recovered."""
     initial_load_path: Annotated[PathOrURL | None, SAVES] = None
-    """Where to start from while the run's own folder holds no checkpoint: a step's folder, a folder
-    of checkpoints (the newest), or a run's folder; or the URL of one of the first two. Or a single
-    file of weights (.pt, .pth), by this library's names or those of Hugging Face."""
+    """Checkpoint to start from if the run's own folder has none: the folder of a step, of
+    checkpoints (the newest is used) or of a run; the URL of a step or of checkpoints; or a file of
+    weights (.pt, .pth) with torchtitan's or Hugging Face's names."""
     initial_load_model_only: bool = True
-    """Take the weights alone from initial_load_path; false takes everything, as mode says."""
+    """Load only the weights of initial_load_path; false loads all components that mode loads."""
     initial_load_in_hf: Annotated[bool, HAS_NO_EFFECT, ELSEWHERE, WEIGHTS_ALONE] = False
-    """initial_load_path is a folder of Hugging Face: config.json and safetensors files."""
+    """initial_load_path is a Hugging Face folder: config.json and safetensors files."""
     initial_load_rope: Annotated[
         Literal["auto", "interleaved", "halves"],
         HAS_NO_EFFECT,
         ELSEWHERE,
         Needs("initial_load_in_hf", False),
     ] = "auto"
-    """Which channels of a head turn together in a plain DCP folder or a single file that has this
-    library's names: (2i, 2i + 1), as here, or (i, i + D/2), as in Hugging Face's. auto: what the
-    folder says, and where it says nothing what torchtitan 0.2 writes: Llama interleaved, Qwen3 in
-    halves."""
+    """Row order of wq and wk in a DCP folder of another writer, or in a file with torchtitan's
+    names. interleaved: channels (2i, 2i + 1) of a head are rotated together, as in this library.
+    halves: channels (i, i + D/2), as in Hugging Face files. auto: the order that the folder states,
+    else that of torchtitan 0.2: Llama interleaved, Qwen3 halves."""
     exclude_from_loading: Annotated[Strings, HAS_NO_EFFECT] = ()
-    """What not to load: components (model, optimizer, lr_scheduler, dataloader, train_state), and
-    shell patterns of parameter names, as "output.*", which keep their initial values."""
+    """Components (model, optimizer, lr_scheduler, dataloader, train_state) and parameters (shell
+    patterns of names, e.g. "output.*") that keep their initial values."""
     grow_vocab: Annotated[bool, SAVES, ELSEWHERE, WEIGHTS_ALONE] = False
-    """Take embedding and output head from weights of a smaller vocabulary: the rows behind theirs
-    keep their initial values."""
+    """Load embedding and output head from weights with a smaller vocabulary. Further rows keep
+    their initial values."""
     verify_on_load: bool = True
     """Compare a checkpoint's files with its checksums before loading it."""
+    save_timeout_seconds: PositiveInt = 3600
+    """Timeout of a rank that waits for other ranks while a checkpoint is saved or loaded."""
     save_before_seconds: Annotated[PositiveInt | None, SAVES] = None
-    """Seconds after the start of the job at which it saves and ends: its wall-clock limit less a
-    margin for a step and a save; if not given it has no limit."""
+    """Save and end the job this many seconds after its start. Choose the scheduler's time limit
+    less the duration of a step and a save. Not given: no limit."""
 
     def violations(self) -> Iterator[Violation]:
-        """Check what is loaded, and the type of what is exported."""
+        """Check the settings of loading and of the export."""
         exports = self.enable and self.last_save_model_only
         if self.export_dtype != "float32" and not self.last_save_in_hf:
             yield Violation(
@@ -145,7 +146,7 @@ class CheckpointConfig:
 
     @property
     def local_folder(self) -> str:
-        """Return the folder inside dump_folder in which checkpoints are saved."""
+        """Folder inside dump_folder where checkpoints are saved."""
         return self.staging_folder if is_url(self.folder) else self.folder
 
     def _load_violations(self) -> Iterator[Violation]:

@@ -1,14 +1,13 @@
-"""From which checkpoint a run starts, and what it takes from it.
+"""Which checkpoint a run starts from, and which components it loads.
 
-People come back to a checkpoint with one of three intentions, and a trainer that guesses gets two
-of them wrong. So `checkpoint.mode` names it:
+`checkpoint.mode` names the purpose of loading a checkpoint:
 
-recover    the very same run: everything, and settings that shape the training may not differ
-continue   the same weights, optimizer and data position, under other settings
-finetune   only the weights, as the beginning of a new run
+recover    resume the same run: load everything; settings that shape the training may not differ
+continue   keep weights, optimizer and data position, with other settings
+finetune   load only the weights and start at step 0
 
-A checkpoint in the run's own folder comes first, and one that this very job saved is always
-recovered whole: a job that was killed is started again with the command that started it.
+A checkpoint in the run's own folder takes precedence over `initial_load_path`, and one that this
+very job saved is always recovered: running the command of a killed job again resumes it.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.files import Content
-from torchtitan.checkpoint.folders import MANIFEST
+from torchtitan.base.files import StoredJSON
+from torchtitan.checkpoint.checksums import MANIFEST
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.checkpoint.source import Selection, Step, WeightSource
+from torchtitan.checkpoint.source import Checkpoint, ParameterFilter, WeightSource
 from torchtitan.checkpoint.steps import own_step
 from torchtitan.mesh.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
-Intention = Literal["recover", "continue", "finetune"]
-Whose = Literal["same job", "own folder", "other folder", "foreign"]
-"""A checkpoint in the run's folder, of this very job or of one with other settings; a step of ours
-elsewhere; weights that this library has not saved."""
-COMES_TO: Mapping[tuple[Whose, Intention], Intention | None] = {
+LoadMode = Literal["recover", "continue", "finetune"]
+SourceKind = Literal["same job", "own folder", "other folder", "weights"]
+"""A checkpoint in the run's folder, of this job or of one with other settings; a checkpoint of this
+library elsewhere; weights that another program saved."""
+EFFECTIVE_MODE: Mapping[tuple[SourceKind, LoadMode], LoadMode | None] = {
     ("same job", "recover"): "recover",
     ("same job", "continue"): "recover",
     ("same job", "finetune"): "recover",
@@ -44,41 +43,41 @@ COMES_TO: Mapping[tuple[Whose, Intention], Intention | None] = {
     ("other folder", "recover"): "recover",
     ("other folder", "continue"): "continue",
     ("other folder", "finetune"): "finetune",
-    ("foreign", "recover"): None,
-    ("foreign", "continue"): None,
-    ("foreign", "finetune"): "finetune",
+    ("weights", "recover"): None,
+    ("weights", "continue"): None,
+    ("weights", "finetune"): "finetune",
 }
-"""What is done by whose checkpoint it is and what is asked for; None: refused."""
+"""Mode by the kind of the source and the requested mode. None: refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What to load, and with which intention."""
+    """A checkpoint or other weights to load, and how."""
 
     source: WeightSource
-    intention: Intention
+    mode: LoadMode
     exclude: tuple[str, ...] = ()
     """Components and patterns of parameters that are not loaded."""
     differences: tuple[str, ...] = ()
-    """Settings that shape the training and are not those of the checkpoint."""
-    left_out_before: tuple[str, ...] = ()
-    """What the job that saved the source had left out already, so that it is in the source now."""
+    """Settings that shape the training and differ from the checkpoint's."""
+    already_excluded: tuple[str, ...] = ()
+    """Exclusions of the job that saved the source. What they reset is part of the source now."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """This job beside the one that saved a checkpoint."""
+    """Comparison of this job with the one that saved a checkpoint."""
 
     differences: tuple[str, ...]
-    """Settings that shape the training and differ, one line each."""
+    """Settings that shape the training and differ, a line each."""
     then: CheckpointConfig
-    """What that job was told to load."""
+    """The [checkpoint] section of that job."""
 
 
-Compare = Callable[[Content], Comparison]
-"""From a checkpoint's manifest to the comparison with this job."""
-OpenSource = Callable[[Intention], WeightSource]
-"""Opens what initial_load_path names, to take from it what is asked for."""
+Compare = Callable[[StoredJSON], Comparison]
+"""Compares this job with a checkpoint's manifest."""
+OpenSource = Callable[[LoadMode], WeightSource]
+"""Opens `initial_load_path` for a requested mode."""
 
 
 def stored_layout(manifest: Mapping[str, Any]) -> ParallelDims:
@@ -89,8 +88,8 @@ def stored_layout(manifest: Mapping[str, Any]) -> ParallelDims:
         type(n) is int and 0 < n < 2**31 for n in layout.values()
     ):
         raise CheckpointError(
-            f"a {MANIFEST} must give the layout by {', '.join(sorted(known))}, got "
-            f"{layout}; use another checkpoint, or the version that wrote this one"
+            f"{MANIFEST}: layout must have the degrees {', '.join(sorted(known))}, got {layout}; "
+            f"use another checkpoint"
         )
     return ParallelDims(**layout)
 
@@ -103,106 +102,126 @@ def choose_start(
     open_source: OpenSource,
     group: dist.ProcessGroup,
 ) -> Start | None:
-    """Return what the run with its checkpoints in `folder` starts from; None: from nothing.
+    """Return what the run starts from, or None for the initial weights.
+
+    Args:
+        settings: The [checkpoint] section.
+        folder: Parent of the run's own `step-N` folders.
+        compare: Compares this job with a checkpoint's manifest.
+        open_source: Opens `initial_load_path`.
+        group: All ranks.
 
     Raises:
-        CheckpointError: What was asked for is not there, or the mode does not allow what differs.
+        CheckpointError: The checkpoint does not exist, or its mode forbids the differences.
     """
 
     def compared(step: Path) -> Comparison:
-        return compare(Step(path=step, group=group).manifest)
+        return compare(Checkpoint(path=step, group=group).manifest)
 
     own = own_step(
         folder,
         load_step=settings.load_step,
         may_be_elsewhere=settings.initial_load_path is not None,
-        asked_for=lambda step: compared(step).then.load_step,
+        requested_by=lambda step: compared(step).then.load_step,
         verifies=settings.verify_on_load,
         group=group,
     )
     if own is not None:
         if settings.initial_load_path is not None:
             logger.info(
-                "checkpoint.initial_load_path is not read: %s, of this run itself, comes first", own
+                "checkpoint.initial_load_path is not read: %s, of this run, takes precedence", own
             )
         return _start_from_own(settings, own, comparison=compared(own), group=group)
     if settings.initial_load_path is None:
         if settings.mode == "continue":
             raise CheckpointError(
-                f'checkpoint.mode = "continue" needs a checkpoint, {folder} holds none; name one '
-                f'by checkpoint.initial_load_path, or write mode = "recover" to start from nothing'
+                f'checkpoint.mode = "continue" needs a checkpoint, and {folder} has none; set '
+                f'checkpoint.initial_load_path, or mode = "recover" to start from scratch'
             )
         return None
-    asked: Intention = "finetune" if settings.initial_load_model_only else settings.mode
-    source = open_source(asked)
-    intention = COMES_TO["other folder" if isinstance(source, Step) else "foreign", asked]
-    if intention is None:
+    return _start_from_elsewhere(settings, compared=compared, open_source=open_source)
+
+
+def _start_from_elsewhere(
+    settings: CheckpointConfig, *, compared: Callable[[Path], Comparison], open_source: OpenSource
+) -> Start:
+    requested: LoadMode = "finetune" if settings.initial_load_model_only else settings.mode
+    source = open_source(requested)
+    is_checkpoint = isinstance(source, Checkpoint)
+    mode = EFFECTIVE_MODE["other folder" if is_checkpoint else "weights", requested]
+    if mode is None:
         raise CheckpointError(
-            f"{source.path} has no {MANIFEST}: another trainer wrote it, and only its "
-            f"weights can be taken; write checkpoint.initial_load_model_only = true, with mode "
-            f'"finetune" or without a mode'
+            f"{source.path} has no {MANIFEST}: another program wrote it, and only its weights can "
+            f'be loaded; write checkpoint.initial_load_model_only = true, with mode "finetune" or '
+            f"without a mode"
         )
     differences: tuple[str, ...] = ()
-    if intention != "finetune":
+    if mode != "finetune":
         differences = compared(source.path).differences
-    if intention == "recover":
+    if mode == "recover":
         refuse_differences(source.path, differences)
-    exclude = () if intention == "recover" else settings.exclude_from_loading
-    return Start(source=source, intention=intention, exclude=exclude, differences=differences)
+    exclude = () if mode == "recover" else settings.exclude_from_loading
+    return Start(source=source, mode=mode, exclude=exclude, differences=differences)
 
 
 def _start_from_own(
     settings: CheckpointConfig, own: Path, *, comparison: Comparison, group: dist.ProcessGroup
 ) -> Start:
     then = comparison.then
-    same_exclusion = then.exclude_from_loading == settings.exclude_from_loading
-    is_same = then.mode == settings.mode and same_exclusion and not comparison.differences
-    whose: Whose = "same job" if is_same else "own folder"
-    intention = COMES_TO[whose, settings.mode]
-    assert intention is not None
+    has_same_exclusions = then.exclude_from_loading == settings.exclude_from_loading
+    is_same_job = then.mode == settings.mode and has_same_exclusions and not comparison.differences
+    kind: SourceKind = "same job" if is_same_job else "own folder"
+    mode = EFFECTIVE_MODE[kind, settings.mode]
+    assert mode is not None
     exclude = settings.exclude_from_loading if settings.mode == "continue" else ()
-    before = exclude if same_exclusion else ()
-    if intention == "recover":
+    already_excluded = exclude if has_same_exclusions else ()
+    if mode == "recover":
         refuse_differences(own, comparison.differences)
         exclude = ()
-    elif before:
-        # what began anew then is trained now: to leave it out again would throw that away
+    elif already_excluded:
+        # what they reset has been trained since; resetting it again would lose that
         logger.info(
-            "checkpoint.exclude_from_loading is not applied again: %s was saved by a job that had "
-            "left out the same",
+            "checkpoint.exclude_from_loading was applied before %s was saved, and is not again",
             own,
         )
         exclude = ()
     elif "train_state" in exclude:
         raise CheckpointError(
-            f'checkpoint.exclude_from_loading with "train_state" starts at step 0, beside {own}, '
-            f"which would stay the newest; name it by checkpoint.initial_load_path and choose "
+            f'checkpoint.exclude_from_loading with "train_state" restarts at step 0, but {own} '
+            f"would stay the newest step; set checkpoint.initial_load_path to it and choose "
             f"another job.dump_folder"
         )
     return Start(
-        source=Step(path=own, group=group, selection=Selection(exclude=exclude)),
-        intention=intention,
+        source=Checkpoint(path=own, group=group, filter=ParameterFilter(exclude=exclude)),
+        mode=mode,
         exclude=exclude,
-        differences=comparison.differences if intention == "continue" else (),
-        left_out_before=before,
+        differences=comparison.differences if mode == "continue" else (),
+        already_excluded=already_excluded,
     )
 
 
 def refuse_differences(
     place: Path, differences: tuple[str, ...], *, has_checkpoint: bool = True
 ) -> None:
-    """Raise CheckpointError with the settings that make this job another training, if any.
+    """Raise CheckpointError if settings make this job another training.
 
-    `has_checkpoint`: whether `place` is or has a checkpoint that a job could continue.
+    Args:
+        place: Checkpoint or run folder of the other job.
+        differences: Settings that differ, a line each.
+        has_checkpoint: Whether `place` has a checkpoint from which a job could continue.
     """
     if not differences:
         return
-    ways = "restore these settings to recover that run; or go on from its checkpoint with the new "
-    ways += "ones: --checkpoint.mode continue (or finetune with initial_load_path: weights alone); "
-    if not has_checkpoint:
-        ways = "it holds results but no checkpoint to go on from: restore these settings; "
+    if has_checkpoint:
+        ways = (
+            "restore these settings to recover that run; or continue from its checkpoint with the "
+            "new ones: --checkpoint.mode continue (or finetune with initial_load_path: only the "
+            "weights)"
+        )
+    else:
+        ways = "it has no checkpoint: restore these settings"
     raise CheckpointError(
         f"{place} was made by a job with other settings:\n  "
         + "\n  ".join(differences)
-        + f"\n{ways}or choose another --job.dump_folder to begin a new run"
+        + f"\n{ways}; or choose another --job.dump_folder to start a new run"
     )

@@ -1,12 +1,12 @@
-"""Between a run and the named components of its checkpoint.
+"""The state of a run as the named components of a checkpoint.
 
-model          every parameter under its name
-optimizer      every parameter's optimizer state under `<parameter>.<state>`, e.g. `.exp_avg`
-lr_scheduler   the settings of the schedule; the rate itself is a function of the step
-dataloader     the number of samples consumed, and what data they came from
-train_state    the step, the tokens seen, each rank's random generators, and what else goes on
+model          parameters by name
+optimizer      optimizer state of each parameter as `<parameter>.<state>`, e.g. `.exp_avg`
+lr_scheduler   settings of the schedule; the rate is a function of the step
+dataloader     number of samples consumed, and a fingerprint of the data
+train_state    step, tokens seen, the random generators of each rank, other tensors to resume
 
-Names come from the model alone: nothing here depends on the layout.
+Names come from the model and do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -20,33 +20,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.checkpoint.storage import Component
-from torchtitan.models.parts import HasParameters
-from torchtitan.optim.state import create_state
+from torchtitan.models.interface import HasParameters
+from torchtitan.optim.optimizer import create_state
 
 COMPONENTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 VOCABULARY = (EMBEDDING, OUTPUT)
-"""Parameters with a row for each token of the vocabulary."""
+"""Parameters with a row per token of the vocabulary."""
 MODEL_STATE: Mapping[str, str] = {"rope": "interleaved"}
-"""Stored beside the weights: the order of the rows of wq and wk, which follows from neither names
-nor shapes."""
+"""State stored with the weights: the row order of wq and wk, which names and shapes do not tell."""
 
 
 class Resumable(Protocol):
-    """Something that carries its own resume state, as JSON can hold it."""
+    """An object with JSON-compatible resume state."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore the state."""
         ...
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far the training is."""
+    """Progress of training."""
 
     step: int = 0
     tokens_seen: int = 0
@@ -54,19 +53,19 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """All that a checkpoint saves of a run."""
+    """The objects that a checkpoint saves."""
 
     model: HasParameters
     optimizer: torch.optim.Optimizer
     lr_settings: Mapping[str, Any]
-    """All that the learning rate is computed from."""
+    """Settings from which the learning rate is computed."""
     loader: Resumable
     progress: Progress
     more: Mapping[str, Tensor] = field(default_factory=dict)
-    """What else goes on where it was, in train_state: tensors that all ranks hold alike."""
+    """Replicated tensors saved in train_state."""
 
     def components(self) -> dict[str, Component]:
-        """Return the run's state as it is now; the tensors are the run's own, not copies."""
+        """Return the current state. Tensors are not copied."""
         return {
             "model": Component(tensors=model_tensors(self.model), state=MODEL_STATE),
             "optimizer": Component(tensors=optimizer_tensors(self.model, self.optimizer)),
@@ -89,7 +88,7 @@ def model_tensors(model: HasParameters) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(model: HasParameters, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's state by parameter name, made first where no step was taken yet."""
+    """Return the optimizer's state by name; create it if no step was taken yet."""
     trains = any(group["params"] for group in optimizer.param_groups)
     if trains and not optimizer.state:
         create_state(optimizer)
@@ -102,7 +101,7 @@ def optimizer_tensors(model: HasParameters, optimizer: torch.optim.Optimizer) ->
 
 
 def rng_tensors(*, rank: int) -> dict[str, Tensor]:
-    """Return the states of this rank's random generators, by names that hold the rank."""
+    """Return the states of this rank's random generators; their names include the rank."""
     states = {f"rank_{rank}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"rank_{rank}.cuda"] = torch.cuda.get_rng_state()
@@ -110,7 +109,7 @@ def rng_tensors(*, rank: int) -> dict[str, Tensor]:
 
 
 def set_rng(states: Mapping[str, Tensor]) -> None:
-    """Give this rank's random generators the states that `rng_tensors` returned, or some."""
+    """Set this rank's random generators to `states`, all or some of those of `rng_tensors`."""
     setters = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
     for name, state in states.items():
         setters[name.rpartition(".")[2]](state)

@@ -1,11 +1,11 @@
-"""Which step a path means.
+"""Which checkpoint a path means.
 
-Three questions have their answer here. What does `initial_load_path`, or `--checkpoint` of a
-script, name (`find_step`)? Which step is the newest whole one of a folder (`newest_step`)? With
-which one does a run go on in its own folder (`own_step`)?
+`resolve_step` finds the checkpoint that `initial_load_path`, or the `--checkpoint` of a tool,
+names. `newest_valid_step` finds the newest valid checkpoint of a folder. `own_step` finds the
+checkpoint with which a run resumes in its own folder.
 
-A step that was named is that step or an error. Among several, a damaged one is passed over for the
-one before it. A folder without our checksums is only taken by its own name.
+A step that the user names is used or is an error. Among several steps, a damaged one is skipped for
+the step before it. A folder without our checksums is used only if the user names it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.folders import MANIFEST, find_steps, finish_commits, list_steps
-from torchtitan.checkpoint.metadata import METADATA
-from torchtitan.checkpoint.ranks import on_first_rank
-from torchtitan.checkpoint.verify import summary, verify
+from torchtitan.checkpoint.checksums import MANIFEST, summarize, verify
+from torchtitan.checkpoint.reader import METADATA
+from torchtitan.checkpoint.storage import find_steps, list_steps, recover_commits
+from torchtitan.mesh.ranks import on_first_rank
 
 logger = logging.getLogger(__name__)
 
 
-def find_step(
+def resolve_step(
     path: Path,
     *,
     subfolder: str,
@@ -34,13 +34,18 @@ def find_step(
     verifies: bool,
     group: dist.ProcessGroup | None,
 ) -> tuple[Path, bool]:
-    """Return the folder that `path` means, and whether it is ours: a step of ours, itself or the
-    newest whole one of a checkpoint folder or a run; or the DCP folder of another writer.
+    """Return the checkpoint that `path` means, and whether this library wrote it.
 
-    `subfolder`: where a run has its checkpoints. `load_step` names one among several; -1: none.
+    Args:
+        path: Folder of a step, of checkpoints (the newest valid one is used), of a run, or of a
+            DCP checkpoint of another writer.
+        subfolder: Folder of the checkpoints inside a run's folder.
+        load_step: Step to use. -1: the newest.
+        verifies: Whether to compare checksums.
+        group: Ranks that ask together. None: this process only.
 
     Raises:
-        CheckpointError: There is no whole checkpoint, or the step that was named is damaged.
+        CheckpointError: No valid checkpoint exists, or the named step is damaged.
     """
     folders = (path, path / subfolder)
     if load_step != -1:
@@ -62,43 +67,47 @@ def find_step(
         return found
     if load_step != -1:
         raise CheckpointError(
-            f"checkpoint.load_step {load_step} is not in {path}: it must be a step of "
-            f"initial_load_path, a run's folder or a folder of checkpoints; name another"
+            f"checkpoint.load_step {load_step} must be a step of initial_load_path, a run's folder "
+            f"or a folder of checkpoints, and {path} has no such step"
         )
     for folder in folders:
         plain = on_first_rank(partial(_plain_steps, folder), group=group)
         if plain:
             raise CheckpointError(
-                f"{path} holds steps of another writer, without checksums to find the newest whole "
-                f"one by; name one: {', '.join(plain)}"
+                f"{path} holds steps of another writer, without checksums that tell the newest "
+                f"valid one; name one: {', '.join(plain)}"
             )
-        newest = newest_step(folder, verifies=verifies, group=group)
+        newest = newest_valid_step(folder, verifies=verifies, group=group)
         if newest is not None:
             return newest, True
-    instead = on_first_rank(lambda: _found_instead(path, subfolder), group=group)
+    instead = on_first_rank(lambda: _describe_content(path, subfolder), group=group)
     raise CheckpointError(
         f"a checkpoint must be the folder of a step, of checkpoints or of a run, got {path}, which "
         f"{instead}"
     )
 
 
-def newest_step(
-    folder: Path, *, verifies: bool, group: dist.ProcessGroup | None, finish: bool = False
+def newest_valid_step(
+    folder: Path, *, verifies: bool, group: dist.ProcessGroup | None, recovers: bool = False
 ) -> Path | None:
-    """Return the newest whole step of ours, the same on every rank; None if `folder` has no
-    checkpoint.
+    """Return the newest valid checkpoint, the same on every rank. None if `folder` is empty.
 
-    Each newer one that is damaged or partial is named in a warning. If it `verifies` not, only the
-    presence of the manifest is looked at. `finish` gives complete drafts their name first: only for
-    the folder's own run, since in that of another they may be written at this moment.
+    Each newer checkpoint that is damaged or incomplete is logged.
+
+    Args:
+        folder: Parent of the `step-N` folders.
+        verifies: Whether to compare checksums, or only to look for the manifest.
+        group: Ranks that ask together. None: this process only.
+        recovers: Whether to commit complete drafts first. Only for the run that owns the folder:
+            another run may be writing them.
 
     Raises:
-        CheckpointError: There are checkpoints, and none of them is whole.
+        CheckpointError: All checkpoints are damaged.
     """
 
     def look() -> list[tuple[int, bool]]:
-        if finish:
-            finish_commits(folder)
+        if recovers:
+            recover_commits(folder)
         return list_steps(folder)
 
     steps = on_first_rank(look, group=group)
@@ -111,11 +120,11 @@ def newest_step(
         if not mistakes:
             return path
         if group is None or dist.get_rank(group) == 0:
-            logger.warning("%s is damaged and is not used: %s", path, summary(mistakes))
+            logger.warning("%s is damaged and is not used: %s", path, summarize(mistakes))
     if steps:
         raise CheckpointError(
-            f"none of the {len(steps)} checkpoints in {folder} is whole, the newest is step "
-            f"{steps[-1][0]}; restore one from a copy, or move them away to start anew"
+            f"all {len(steps)} checkpoints in {folder} are damaged, the newest is step "
+            f"{steps[-1][0]}; restore one from a copy, or move them away to start from scratch"
         )
     return None
 
@@ -125,23 +134,30 @@ def own_step(
     *,
     load_step: int,
     may_be_elsewhere: bool,
-    asked_for: Callable[[Path], int],
+    requested_by: Callable[[Path], int],
     verifies: bool,
     group: dist.ProcessGroup,
 ) -> Path | None:
-    """Return the newest whole step of the run's own folder, the one that `load_step` may name
-    there; None: there is nothing, and `load_step` `may_be_elsewhere`.
+    """Return the checkpoint with which a run resumes in its own folder, None if it has none.
 
-    A job that was killed is started again by the same command: steps that a job with the same
-    `load_step` saved are its own. `asked_for` returns the one of the job that saved a step.
+    The same command restarts a killed job, so a checkpoint that a job with the same `load_step`
+    saved takes precedence over the step of that number.
+
+    Args:
+        folder: Parent of the run's `step-N` folders.
+        load_step: Step that the user names. -1: the newest.
+        may_be_elsewhere: Whether `load_step` may be a step of `initial_load_path` instead.
+        requested_by: Returns the `load_step` of the job that saved a checkpoint.
+        verifies: Whether to compare checksums.
+        group: All ranks.
 
     Raises:
-        CheckpointError: `load_step` is not there, or not the newest.
+        CheckpointError: `load_step` does not exist or is not the newest step.
     """
-    newest = newest_step(folder, verifies=verifies, group=group, finish=True)
+    newest = newest_valid_step(folder, verifies=verifies, group=group, recovers=True)
     if load_step == -1 or (newest is None and may_be_elsewhere):
         return newest
-    if newest is not None and asked_for(newest) == load_step:
+    if newest is not None and requested_by(newest) == load_step:
         return newest
     steps = on_first_rank(lambda: find_steps(folder), group=group)
     named = folder / f"step-{load_step}"
@@ -157,27 +173,27 @@ def own_step(
             f"--job.dump_folder, with --checkpoint.initial_load_path {folder} "
             f"--checkpoint.initial_load_model_only false --checkpoint.load_step {load_step}"
         )
-    if named != newest:  # it was passed over
+    if named != newest:  # it is damaged
         _refuse_damaged(named, group=group)
     return named
 
 
 def _refuse_damaged(step: Path, *, group: dist.ProcessGroup | None) -> None:
-    """Raise CheckpointError if a step that was named, which no other may replace, is damaged."""
+    """Raise CheckpointError if a checkpoint that the user named is damaged."""
     if mistakes := verify(step, group=group):
         raise CheckpointError(
-            f"{step}, asked for by name, is damaged: {summary(mistakes)}; name another step, or "
-            f"read it as it is: checkpoint.verify_on_load = false (--skip_verify of a script)"
+            f"{step} is damaged: {summarize(mistakes)}; name another step, or skip the check: "
+            f"checkpoint.verify_on_load = false (--skip_verify of a script)"
         )
 
 
 def _is_plain_dcp(path: Path) -> bool:
-    """Tell whether another writer made this DCP folder: it has no manifest of ours."""
+    """Return whether another writer made this DCP folder: it lacks our manifest."""
     return (path / METADATA).is_file() and not (path / MANIFEST).is_file()
 
 
 def _plain_steps(folder: Path) -> list[str]:
-    """Return the newest step folders of another writer, where there is none of ours."""
+    """Return up to three newest steps of another writer, [] if this library wrote one."""
     steps = list_steps(folder)
     if any(has_manifest for _, has_manifest in steps):
         return []
@@ -185,10 +201,10 @@ def _plain_steps(folder: Path) -> list[str]:
     return [str(path) for path in paths if _is_plain_dcp(path)][:3]
 
 
-def _found_instead(path: Path, subfolder: str) -> str:
+def _describe_content(path: Path, subfolder: str) -> str:
     if not path.is_dir():
         return "is a file: name its folder" if path.exists() else "does not exist"
     runs = sorted(str(run.parent) for run in path.glob(f"*/{subfolder}") if run.is_dir())
     if runs:
         return f"holds runs; name one of them: {', '.join(runs[:8])}"
-    return "holds no whole checkpoint; train with --checkpoint.enable to make one"
+    return "has no valid checkpoint; train with --checkpoint.enable to make one"

@@ -1,19 +1,31 @@
-"""Folders on disk: a checkpoint exists whole or not at all.
+"""Write and read one checkpoint folder.
 
-A step's folder holds one folder a component. A component's tensors are a plain DCP checkpoint,
-which any tool of PyTorch reads and every layout can load; everything else it knows is `state.json`.
-All of it is written under another name, each file hashed on its way to the disk, `manifest.json`
-with the checksums last, and one rename makes it the checkpoint: a run that dies or a disk that
-fills up while saving leaves the earlier checkpoints as they were."""
+A checkpoint has a folder per component. The tensors of a component are a plain DCP checkpoint,
+which any tool of PyTorch reads and every layout can load; the rest of its state is `state.json`.
+
+A checkpoint is committed complete or not at all. It is written as a draft, each file is hashed on
+its way to the disk, the manifest with the checksums comes last, and one rename commits it. A run
+that dies or fills the disk while saving leaves the earlier checkpoints unchanged. Folders:
+
+    .step-N.tmp       a draft; with a manifest it is complete and only lacks its name
+    step-N            a checkpoint
+    .step-N.deleted   being deleted
+    step-N.damaged    newer than the step that a run resumed from; never deleted
+
+A process may die between any two lines: `recover_commits` finishes what was left to do.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from itertools import count
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -21,36 +33,33 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.disks import on_each_disk
-from torchtitan.checkpoint.files import (
-    Content,
+from torchtitan.base.files import StoredJSON, read_json
+from torchtitan.checkpoint.checksums import (
+    MANIFEST,
     FileRecord,
     HashingFileSystem,
-    check_counts,
-    checked_kinds,
-    read_json,
+    is_sealed,
     write_json,
     write_sealed_json,
 )
-from torchtitan.checkpoint.folders import (
-    MANIFEST,
-    commit,
-    draft_of,
-    make_draft,
-    step_of,
-)
-from torchtitan.checkpoint.metadata import is_tensor, read_metadata
-from torchtitan.checkpoint.pieces import TensorReader, fill
-from torchtitan.checkpoint.planner import SmallOnFirstRank
-from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank, reasons, union
+from torchtitan.checkpoint.disks import on_each_disk
+from torchtitan.checkpoint.reader import TensorReader, fill, is_tensor, read_metadata
 from torchtitan.checkpoint.rows import HeadDim
+from torchtitan.mesh.ranks import on_every_rank, on_first_rank, reasons, union
 
 logger = logging.getLogger(__name__)
 STATE = "state.json"
+STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+SMALL = 1 << 10
+"""Elements up to which a tensor is small."""
 Shape = tuple[int, ...]
-_MANIFEST_KINDS = {"step": int, "components": list, "layout": dict, "config": str}
+_TEMPORARY = re.compile(r"\.step-[0-9]+\.(tmp|deleted(-[0-9]+)?)")
+_MANIFEST_TYPES = {"step": int, "components": list, "layout": dict, "config": str}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +67,36 @@ class Component:
     """One independently loadable part of a checkpoint."""
 
     tensors: Mapping[str, Tensor] | None = None
-    """Plain tensors, which every rank holds alike, or DTensors, or tensors of one rank by its
-    name; they may be none on this rank, or on all of them. None, on all ranks alike: a component
-    that has no tensors by its nature."""
+    """DTensors, plain tensors that all ranks hold alike, or tensors of one rank, whose names
+    include the rank. A rank may have none. None on all ranks: a component without tensors."""
     state: Mapping[str, Any] | None = None
-    """State other than tensors, in JSON-compatible values; the same on every rank."""
+    """JSON-compatible state, the same on every rank."""
+
+
+def list_steps(folder: Path) -> list[tuple[int, bool]]:
+    """Return the step of each `step-N` folder, ascending, and whether it has a manifest."""
+    if not folder.is_dir():
+        return []
+    matches = ((STEP_NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
+    return sorted((int(m[1]), _has_manifest(path)) for m, path in matches if m)
+
+
+def find_steps(folder: Path) -> list[int]:
+    """Return the steps of the committed checkpoints in `folder`, ascending."""
+    return [step for step, has_manifest in list_steps(folder) if has_manifest]
+
+
+def step_of(checkpoint: PurePath) -> int | None:
+    """Return the step in the name of a folder; None if it is not named `step-N`."""
+    match = STEP_NAME.fullmatch(checkpoint.name)
+    return None if match is None else int(match[1])
+
+
+def _has_manifest(checkpoint: Path) -> bool:
+    try:
+        return (checkpoint / MANIFEST).is_file()
+    except OSError:  # a damaged or unreadable folder does not hide other steps
+        return False
 
 
 def write(
@@ -73,11 +107,17 @@ def write(
     group: dist.ProcessGroup,
     disk: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write `components` from all ranks of `group` as the checkpoint `target`; `disk`: the ranks
-    that share its disk with this one, None: all of them.
+    """Write and commit the checkpoint `target` from all ranks of `group`.
+
+    Args:
+        target: The checkpoint's folder. A checkpoint of this name is replaced.
+        components: Tensors and state by component.
+        manifest: Entries added to the manifest.
+        group: All ranks.
+        disk: Ranks that share this rank's disk. None: all of `group`.
 
     Raises:
-        CheckpointError: A rank could not write its part; nothing at `target` was changed.
+        CheckpointError: A rank could not write its part. Nothing at `target` was changed.
     """
     try:
         on_each_disk(lambda: make_draft(target, list(components)), group=group, disk=disk)
@@ -86,52 +126,101 @@ def write(
             if component.tensors is not None:
                 written = _save_tensors(component.tensors, draft_of(target) / name, group=group)
                 records |= {f"{name}/{file}": record for file, record in written.items()}
-        everyone = on_every_rank(lambda: records, group=group)
+        all_records = on_every_rank(lambda: records, group=group)
         if disk is None:
-            on_first_rank(partial(_check_written, draft_of(target), everyone), group=group)
-        finish = partial(complete, target, components, manifest, everyone)
+            on_first_rank(partial(_check_visible, draft_of(target), all_records), group=group)
+        finish = partial(complete, target, components, manifest, all_records)
         on_each_disk(finish, group=group, disk=disk)
     except (CheckpointError, CheckpointException) as error:
         clear = partial(shutil.rmtree, draft_of(target), ignore_errors=True)
         on_each_disk(clear, group=group, disk=disk)
         raise CheckpointError(
-            f"{target} could not be written, the checkpoints before it are untouched; "
-            f"{_free_space(target)}; make room or mend the folder, and start again: "
-            f"{reasons(error)}"
+            f"{target} could not be written ({_free_space(target)}); the earlier checkpoints are "
+            f"unchanged: {reasons(error)}; free space or fix the folder, and run the same command "
+            f"again"
         ) from error
 
 
 def _save_tensors(
     tensors: Mapping[str, Tensor], folder: Path, *, group: dist.ProcessGroup
 ) -> dict[str, FileRecord]:
-    """Write a component's tensors, and return the records of the files that this rank wrote."""
+    """Write the tensors of a component; return the records of the files that this rank wrote."""
     files = HashingFileSystem()
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
-    writer.fs = files  # it syncs each file when it is closed
-    # also without tensors, as SGD's state is: other ranks may have some, and readers want metadata
-    planner = SmallOnFirstRank()
+    writer.fs = files  # syncs each file when it is closed
+    # also without tensors, as with SGD: other ranks may have some, and readers expect metadata
+    planner = DedupSmallTensors()
     dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
     return files.records
 
 
-def _check_written(draft: Path, everyone: list[dict[str, FileRecord]]) -> None:
-    """Refuse to commit files that this rank does not see as others wrote them."""
-    for rank, written in enumerate(everyone):
-        for name, record in written.items():
+class DedupSmallTensors(DefaultSavePlanner):
+    """Save planner that writes each small replicated tensor from the first rank that holds it.
+
+    DCP distributes replicated tensors over their ranks. For small ones, such as the optimizer's
+    step count of each parameter, each rank that resumes would then open the files of all ranks.
+    """
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return the plan of each rank, and the metadata of the checkpoint."""
+        written: set[Any] = set()
+        plans = []
+        for plan in all_plans:
+            kept = [item for item in plan.items if item.index not in written or not _is_small(item)]
+            written.update(item.index for item in plan.items)
+            plans.append(replace(plan, items=kept))
+        return super().create_global_plan(plans)
+
+
+def _is_small(item: WriteItem) -> bool:
+    return item.tensor_data is not None and item.tensor_data.chunk.sizes.numel() <= SMALL
+
+
+def _check_visible(draft: Path, all_records: list[dict[str, FileRecord]]) -> None:
+    """Raise CheckpointError if this rank does not see a file as another rank wrote it."""
+    for rank, records in enumerate(all_records):
+        for name, record in records.items():
             if not (draft / name).is_file() or (draft / name).stat().st_size != record.size:
-                raise CheckpointError(f"{draft / name}, written by rank {rank}, is not seen there")
+                raise CheckpointError(f"rank 0 does not see {draft / name}, written by rank {rank}")
+
+
+def _free_space(target: Path) -> str:
+    folder = next(path for path in target.absolute().parents if path.is_dir())
+    return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB free"
+
+
+def draft_of(target: Path) -> Path:
+    """Return the draft's folder of the checkpoint `target`."""
+    return target.with_name(f".{target.name}.tmp")
+
+
+def make_draft(target: Path, components: list[str]) -> None:
+    """Create an empty draft with a folder per component; delete what interrupted saves left."""
+    recover_commits(target.parent)
+    if target.parent.is_dir():
+        for path in target.parent.iterdir():
+            if _TEMPORARY.fullmatch(path.name):
+                _remove(path)
+    for name in components:
+        (draft_of(target) / name).mkdir(parents=True)
 
 
 def complete(
     target: Path,
     components: Mapping[str, Component],
     manifest: Mapping[str, Any],
-    everyone: list[dict[str, FileRecord]],
+    all_records: list[dict[str, FileRecord]],
 ) -> None:
-    """Write what a draft still lacks, the manifest last, and give it its name; `everyone`: the
-    records of the files that each rank wrote."""
+    """Add state and manifest to a draft, and commit it.
+
+    Args:
+        target: The checkpoint's folder.
+        components: State by component; their tensors are written already.
+        manifest: Entries added to the manifest.
+        all_records: Per rank, the records of the files that it wrote.
+    """
     draft = draft_of(target)
-    records = {name: record for each in everyone for name, record in each.items()}
+    records = {name: record for each in all_records for name, record in each.items()}
     for name, component in components.items():
         if component.state is not None:
             records[f"{name}/{STATE}"] = write_json(draft / name / STATE, component.state)
@@ -141,26 +230,101 @@ def complete(
     commit(target)
 
 
-def _free_space(target: Path) -> str:
-    folder = next(path for path in target.absolute().parents if path.is_dir())
-    return f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB are free there"
+def commit(target: Path) -> None:
+    """Rename the draft of `target`; a checkpoint of this name is deleted afterwards."""
+    draft = draft_of(target)
+    for folder in [*(path for path in draft.iterdir() if path.is_dir()), draft]:
+        _sync_folder(folder)
+    trash = None
+    if target.exists():  # from a start that died right afterwards, or had other settings
+        trash = target.rename(_free_name(target, ".{}.deleted"))
+    try:
+        draft.rename(target)
+    except OSError:
+        if trash is not None:
+            trash.rename(target)
+        raise
+    _sync_folder(target.parent)
+    for old in target.parent.glob(f".{target.name}.deleted*"):
+        _remove(old)
 
 
-def read_state(checkpoint: Path, component: str) -> Content:
-    """Return what a component knows beside its tensors."""
+def recover_commits(folder: Path) -> None:
+    """Commit the complete drafts in `folder`: their process died before the rename."""
+    if not folder.is_dir():
+        return
+    for draft in folder.glob(".step-*.tmp"):
+        target = draft.with_name(draft.name.removeprefix(".").removesuffix(".tmp"))
+        manifest = draft / MANIFEST
+        if step_of(target) is None:
+            continue
+        try:
+            is_complete = manifest.is_file() and is_sealed(manifest.read_bytes())
+            is_complete = is_complete and not target.exists()
+        except OSError as error:
+            logger.warning("%s is not used: %s", draft, error)
+            continue
+        if is_complete:
+            commit(target)
+
+
+def delete(checkpoint: Path) -> None:
+    """Delete a checkpoint; it is renamed first, so that no partial folder passes for a checkpoint.
+
+    A failure is logged: the newer checkpoints are there.
+    """
+    try:
+        trash = checkpoint.rename(_free_name(checkpoint, ".{}.deleted"))
+    except OSError as error:
+        logger.warning("%s is no longer needed, but cannot be deleted: %s", checkpoint, error)
+    else:
+        _remove(trash)
+
+
+def _remove(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("%s cannot be deleted; the next save tries again: %s", path, error)
+
+
+def set_aside_after(folder: Path, step: int, *, but: int) -> None:
+    """Rename the folders of all steps after `step` except `but` to `step-N.damaged`."""
+    for later in [n for n, _ in list_steps(folder) if n > step and n != but]:
+        checkpoint = folder / f"step-{later}"
+        aside = checkpoint.rename(_free_name(checkpoint, "{}.damaged"))
+        logger.warning("%s was not used at the start and is now %s", checkpoint, aside)
+
+
+def _free_name(checkpoint: Path, form: str) -> Path:
+    first = checkpoint.with_name(form.format(checkpoint.name))
+    names = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    return first if not first.exists() else next(name for name in names if not name.exists())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, as fsync does for the bytes of a file."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_state(checkpoint: Path, component: str) -> StoredJSON:
+    """Return the state of a component without its tensors."""
     return read_json(checkpoint / component / STATE)
 
 
-def read_manifest(checkpoint: Path) -> Content:
-    """Return what the checkpoint says of itself.
+def read_manifest(checkpoint: Path) -> StoredJSON:
+    """Return the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: The file is missing or not a JSON object, or an entry is of another kind,
-            or the folder has the name of another step.
+        CheckpointError: The file is missing or damaged, or the folder is named for another step.
     """
-    manifest = checked_kinds(read_json(checkpoint / MANIFEST), kinds=_MANIFEST_KINDS)
+    manifest = read_json(checkpoint / MANIFEST).check_types(_MANIFEST_TYPES)
     if "step" in manifest:
-        check_counts(manifest, "step")
+        manifest.check_counts("step")
     for name in manifest.get("components", ()):
         if not isinstance(name, str) or Path(name).name != name or name == "..":
             raise CheckpointError(
@@ -170,9 +334,8 @@ def read_manifest(checkpoint: Path) -> Content:
     named = step_of(checkpoint)
     if named is not None and manifest.get("step", named) != named:
         raise CheckpointError(
-            f"{checkpoint} must hold step {named}, as its name says, but its {MANIFEST} says step "
-            f"{manifest['step']}: it was renamed or copied; rename it back to "
-            f"step-{manifest['step']}, or move it away"
+            f"{checkpoint} must hold step {named}, but its {MANIFEST} has step "
+            f"{manifest['step']}; rename it to step-{manifest['step']}, or move it away"
         )
     return manifest
 
@@ -180,7 +343,7 @@ def read_manifest(checkpoint: Path) -> Content:
 def stored_names(
     checkpoint: Path, component: str, *, group: dist.ProcessGroup | None
 ) -> dict[str, bool]:
-    """Return the names of a component's entries, and whether each is a tensor."""
+    """Return the entries of a component by name, and whether each is a tensor."""
 
     def names() -> dict[str, bool]:
         stored = read_metadata(checkpoint / component).state_dict_metadata
@@ -195,22 +358,27 @@ def read_tensors(
     *,
     into: Mapping[str, Tensor],
     group: dist.ProcessGroup | None,
-    leaves_out: Callable[[str], bool] = lambda name: True,
+    may_skip: Callable[[str], bool] = lambda name: True,
     may_grow: Collection[str] = (),
-    in_halves: HeadDim = lambda name: None,
+    rope_head_dim: HeadDim = lambda name: None,
 ) -> None:
-    """Fill the tensors `into` in place from a component saved in any layout.
+    """Fill tensors in place from a component that any layout saved.
 
-    `group` are the ranks that load together; None loads in this process alone. `leaves_out` tells
-    which other names of the component may stay unread; any that may not is unexpected. Of a tensor
-    that `may_grow` fewer rows may be stored; those behind them stay as they are. `in_halves` tells
-    the width of the heads of a tensor that is stored in halves (`rows.py`); None: it is as ours.
+    Args:
+        checkpoint: Folder of the checkpoint.
+        component: Name of the component.
+        into: Tensors to fill, by name.
+        group: Ranks that load together. None: this process only.
+        may_skip: Whether a stored tensor that is not in `into` may stay unread.
+        may_grow: Tensors that may be stored with fewer rows. Further rows keep their values.
+        rope_head_dim: Head width of a tensor that is stored in the half-split order (`rows.py`),
+            None if it has the interleaved order.
 
     Raises:
         CheckpointError: Names, shapes or types differ, or a file is missing, damaged or refused.
     """
     folder = checkpoint / component
-    # of all ranks: a pipeline stage wants a part of what is there, and has no part of the rest
+    # names of all ranks: a pipeline stage has only some of the stored tensors
     wanted = union({n: (tuple(t.shape), (str(t.dtype),)) for n, t in into.items()}, group=group)
     metadata = on_first_rank(lambda: read_metadata(folder), group=group)
     readers: list[TensorReader] = []
@@ -218,17 +386,16 @@ def read_tensors(
     def open_component() -> None:
         reader = TensorReader(folder, metadata)
         reader.check_whole(into)
-        there = {name: _kind(entry) for name, entry in reader.entries.items()}
-        grown = check_match(folder, there, wanted, leaves_out=leaves_out, may_grow=may_grow)
-        reader.grow(grown)
-        reader.turn_halves({name: in_halves(name) for name in into})
+        stored = {name: _shape_and_dtype(entry) for name, entry in reader.entries.items()}
+        reader.grow(check_match(folder, stored, wanted, may_skip=may_skip, may_grow=may_grow))
+        reader.read_half_split_rope({name: rope_head_dim(name) for name in into})
         readers.append(reader)
 
     on_every_rank(open_component, group=group)
     fill(into, reader=readers[0], group=group)
 
 
-def _kind(entry: Any) -> tuple[Shape | None, str]:
+def _shape_and_dtype(entry: Any) -> tuple[Shape | None, str]:
     if not is_tensor(entry):
         return None, "raw bytes"
     return tuple(entry.size), str(entry.properties.dtype)
@@ -239,42 +406,56 @@ def check_match(
     stored: Mapping[str, tuple[Shape | None, str]],
     wanted: Mapping[str, tuple[Shape, Collection[str]]],
     *,
-    leaves_out: Callable[[str], bool],
+    may_skip: Callable[[str], bool],
     may_grow: Collection[str] = (),
     spell: Callable[[str], str] = repr,
 ) -> dict[str, Shape]:
-    """Compare stored tensors, by shape (None: raw bytes) and type, with the wanted ones, by shape
-    and possible types; return the shapes of those that grow. `spell` shows a name."""
+    """Check that stored tensors fit the wanted ones.
+
+    Args:
+        place: Folder of the stored tensors, for messages.
+        stored: Shape (None for raw bytes) and type by name.
+        wanted: Shape and accepted types by name.
+        may_skip: Whether a stored tensor that is not wanted may stay unread.
+        may_grow: Tensors that may be stored with fewer rows.
+        spell: Formats a name in messages.
+
+    Returns:
+        The wanted shapes of the tensors that grow.
+
+    Raises:
+        CheckpointError: Tensors are missing or unexpected, or have other shapes or types.
+    """
     grown, shapes, types = {}, [], []
     for name in wanted.keys() & stored.keys():
-        (shape, possible), (there, dtype) = wanted[name], stored[name]
-        if there is None:
+        (shape, accepted), (stored_shape, dtype) = wanted[name], stored[name]
+        if stored_shape is None:
             types.append(f"{spell(name)} is raw bytes, which are never loaded")
-        elif name in may_grow and there[1:] == shape[1:] and there[0] < shape[0]:
+            continue
+        if name in may_grow and stored_shape[1:] == shape[1:] and stored_shape[0] < shape[0]:
             grown[name] = shape
-            text = "%s: %d rows are of %s, the %d behind them begin anew"
-            logger.info(text, name, there[0], place, shape[0] - there[0])
-        elif there != shape:
-            shapes.append(f"{spell(name)} has shape {list(there)}, not {list(shape)}")
-        if there is not None and dtype not in possible:
-            types.append(f"{spell(name)} has type {dtype}, not {', '.join(possible)}")
+            text = "%s: %d rows come from %s, %d rows keep their initial values"
+            logger.info(text, name, stored_shape[0], place, shape[0] - stored_shape[0])
+        elif stored_shape != shape:
+            shapes.append(f"{spell(name)} has shape {list(stored_shape)}, not {list(shape)}")
+        if dtype not in accepted:
+            types.append(f"{spell(name)} has type {dtype}, not {', '.join(accepted)}")
     mistakes = {
         "missing": [spell(n) for n in wanted if n not in stored],
-        "unexpected": [spell(n) for n in stored if n not in wanted and not leaves_out(n)],
+        "unexpected": [spell(n) for n in stored if n not in wanted and not may_skip(n)],
         "of another shape": shapes,
         "of another type": types,
     }
-    if any(mistakes.values()):
+    lines = [
+        f"{len(names)} {kind}: {'; '.join(sorted(names)[:8])}" + (" ..." if len(names) > 8 else "")
+        for kind, names in mistakes.items()
+        if names
+    ]
+    if lines:
         raise CheckpointError(
-            f"{place} does not fit this job, whose model wants {len(wanted)} tensors of it:\n  "
-            + "\n  ".join(
-                f"{len(names)} {kind}: {'; '.join(sorted(names)[:8])}"
-                + (" ..." if len(names) > 8 else "")
-                for kind, names in mistakes.items()
-                if names
-            )
-            + "\nuse the model.flavor and training.dtype that it was saved with; to leave "
-            'parameters out on purpose name them: checkpoint.exclude_from_loading = ["output.*"], '
-            'or ["optimizer"]'
+            f"{place} does not fit this job, which reads {len(wanted)} tensors:\n  "
+            + "\n  ".join(lines)
+            + "\nuse the model.flavor and training.dtype of the checkpoint, or name parameters to "
+            'skip: checkpoint.exclude_from_loading = ["output.*"], or ["optimizer"]'
         )
     return grown

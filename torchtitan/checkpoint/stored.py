@@ -1,16 +1,15 @@
-"""A tensor as torch.save writes it, read from its file straight to where it belongs.
+"""Read a tensor of torch.save from its file directly into its destination.
 
-torch.load reads a tensor into new memory, from which it is then copied. The system hands out that
-memory page by page, clears it, and takes it back: of a large tensor this costs more than to read
-it, and more than to compare its checksum. So torch.load is asked for type and shape alone (on the
-meta device), and the bytes are read into the tensor that they are for; of its rows only those that
-are wanted.
+torch.load reads a tensor into new memory, from which it is then copied. The system allocates that
+memory page by page, clears it, and frees it again: for a large tensor this costs more than reading
+it. So torch.load is asked only for type and shape (on the meta device), and the bytes are read into
+the destination, only the needed rows.
 
-The bytes must lie in the file as they lie in memory: in one record of the zip, in this machine's
-byte order. So torch.save writes a contiguous tensor. One that lies in another way is read by
-torch.load, and so is a small one, for which there is memory at hand. torch.save never compresses;
-an archive with compressed records is refused, because a few of its bytes may unpack to gigabytes,
-and torch.load(mmap=True) takes the compressed bytes for weights.
+This requires that the bytes in the file are those in memory: one uncompressed zip record in this
+machine's byte order, as torch.save writes a contiguous tensor. Other tensors, and small ones, are
+read by torch.load. An archive with compressed records is refused: torch.save never compresses, a
+few bytes could expand to gigabytes, and torch.load(mmap=True) would take the compressed bytes for
+weights.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from torch import Tensor
 from torchtitan.base.errors import CheckpointError
 
 LARGE = 1 << 20
-"""Bytes from which on new memory costs more than a second look at the zip."""
+"""Number of bytes from which allocating memory costs more than parsing the zip."""
 _HEADER = struct.Struct("<4s22xHH")
-"""Of a record: the signature, and how long its name and the field behind the name are."""
+"""Local header of a zip record: signature, length of the name, length of the extra field."""
 
 
 class StoredPiece:
-    """A tensor of `length` bytes at `offset` of a file."""
+    """A tensor that torch.save wrote as `length` bytes at `offset` of a file."""
 
     def __init__(self, file: io.BufferedReader, *, offset: int, length: int) -> None:
         self._window = _Window(file, offset, length)
         self._begin: int | None = None
-        """Where the elements begin; None: `content` holds them."""
+        """Offset of the elements in the window; None if `content` has them."""
         self.content: Any = None
-        """The tensor, maybe on the meta device; or whatever else is there."""
+        """The loaded object: a tensor, possibly on the meta device, unless the file is damaged."""
         records = read_records(cast(IO[bytes], self._window))
         record = _find_elements(records, self._window) if length >= LARGE else None
         if record is not None:
@@ -57,12 +56,12 @@ class StoredPiece:
         return torch.load(self._window, map_location=device, weights_only=True)
 
     def read(self, region: tuple[slice, ...], *, into: Tensor) -> None:
-        """Copy a region of the tensor, in the type of `into`."""
+        """Copy a region of the tensor into `into`, converted to its type."""
         part: Tensor = self.content[region]
         if self._begin is None:
             into.copy_(part)
             return
-        # from the region's first element to its last
+        # elements from the first to the last of the region
         steps = zip(part.shape, part.stride(), strict=True)
         num_elements = 1 + sum((n - 1) * stride for n, stride in steps) if part.numel() else 0
         is_direct = (
@@ -85,7 +84,7 @@ class StoredPiece:
 
 
 def _lies_as_in_memory(content: Any, num_bytes: int) -> bool:
-    """Tell whether `num_bytes` are just the elements of a tensor, in their order."""
+    """Return whether `num_bytes` are exactly the elements of a contiguous tensor."""
     return (
         type(content) is Tensor
         and content.layout == torch.strided
@@ -96,21 +95,21 @@ def _lies_as_in_memory(content: Any, num_bytes: int) -> bool:
 
 
 def read_records(file: IO[bytes]) -> list[ZipInfo]:
-    """Return the records of an archive that torch.save wrote; none if the file is no archive.
+    """Return the records of a zip archive of torch.save; [] if the file is not an archive.
 
     Raises:
         CheckpointError: A record is compressed, or the archive is damaged.
     """
     file.seek(0)
-    if file.read(4) != b"PK\3\4":  # by which torch.load tells
+    if file.read(4) != b"PK\3\4":  # torch.load's own test
         return []
     try:
         with ZipFile(file) as archive:
             records = archive.infolist()
             if archive.comment or min((one.header_offset for one in records), default=0):
-                raise BadZipFile("something lies beside its records")
+                raise BadZipFile("it has bytes outside its records")
     except (BadZipFile, NotImplementedError) as error:
-        # torch's own reader is less strict: it might find other records, and unpack them
+        # torch's reader is less strict: it might find other records and decompress them
         raise CheckpointError(f"its archive is damaged: {error}") from error
     packed = [record.filename for record in records if record.compress_type != ZIP_STORED]
     if packed:
@@ -122,8 +121,8 @@ def read_records(file: IO[bytes]) -> list[ZipInfo]:
 
 
 def _find_elements(records: list[ZipInfo], window: _Window) -> tuple[int, int] | None:
-    """Return where the only storage of an archive begins, and its bytes; None: it has several, or
-    they are in another byte order."""
+    """Return offset and size of the archive's only storage; None if it has several, or another byte
+    order."""
     orders = [record for record in records if record.filename.endswith("/byteorder")]
     storages = [record for record in records if "/data/" in record.filename]
     if (len(orders), len(storages)) != (1, 1):
@@ -136,20 +135,20 @@ def _find_elements(records: list[ZipInfo], window: _Window) -> tuple[int, int] |
 
 
 def _place(record: ZipInfo, window: _Window) -> tuple[int, int] | None:
-    """Return where the bytes of a record begin, and how many they are; None: not as they are."""
+    """Return offset and size of a record's bytes; None if its header is damaged."""
     window.seek(record.header_offset)
     header = window.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
     signature, *behind = _HEADER.unpack(header)
     begin = record.header_offset + _HEADER.size + sum(behind)
-    # a size beyond the file would be asked of memory
+    # a size beyond the file would be allocated
     is_whole = signature == b"PK\3\4" and begin + record.file_size <= window.length
     return (begin, record.file_size) if is_whole else None
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, as a file of its own."""
+    """A part of a file as a file object."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
         self._file = file
@@ -171,7 +170,7 @@ class _Window(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read what there is, all that fits into `buffer`."""
+        """Read up to the end of the window into `buffer`."""
         view = memoryview(buffer).cast("B")[: max(0, self.length - self._at)]
         self._file.seek(self._offset + self._at)
         count = self._file.readinto(view)

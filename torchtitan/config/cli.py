@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from torchtitan.config.fields import FieldFacts, fields, file_key, sections
-from torchtitan.config.layers import COMMAND_LINE, Layer, Path, Setting, section, spell
+from torchtitan.config.fields import FieldFacts, fields, sections
+from torchtitan.config.layers import COMMAND_LINE, CONFIG_FILE, Layer, Path, Setting, section, spell
 from torchtitan.config.toml_files import read_value
 
 USAGE = "python -m torchtitan.train --job.config_file FILE [--section.key VALUE ...]"
@@ -41,7 +41,7 @@ def read_command_line(
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
-            mistakes.append(f"{COMMAND_LINE}: {word!r} belongs to no option{_remedy(word, tree)}")
+            mistakes.append(f"{COMMAND_LINE}: {word!r} belongs to no option{_remedy(word)}")
             continue
         name, has_value, value = word[2:].partition("=")
         path = tuple(name.split("."))
@@ -110,9 +110,8 @@ def _value(word: str, *, facts: FieldFacts | None) -> object:
     return word if is_text and not isinstance(value, (str, list) if takes_list else str) else value
 
 
-def _remedy(word: str, tree: type) -> str:
+def _remedy(word: str) -> str:
     if word.startswith("-"):
         return f"; a value that begins with - is written --section.key={word}"
-    key = file_key(tree)
-    is_file = key is not None and word.endswith(".toml")
-    return f"; write {spell(key, origin=COMMAND_LINE)} {word}" if is_file and key else ""
+    is_file = word.endswith(".toml")
+    return f"; write {spell(CONFIG_FILE, origin=COMMAND_LINE)} {word}" if is_file else ""

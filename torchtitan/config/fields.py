@@ -18,10 +18,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from torchtitan.config.layers import Path, literal
-from torchtitan.config.needs import InsteadOf, JobFile, Needs, Replaced
+from torchtitan.config.needs import InsteadOf, Needs
 from torchtitan.config.types import Own
 
-DECLARED = (Needs, InsteadOf, JobFile, Replaced, Own)
+DECLARED = (Needs, InsteadOf, Own)
 LIMITS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
 
 
@@ -41,7 +41,7 @@ class FieldFacts:
     default: object
     help: str
     declared: tuple[object, ...]
-    """Needs, InsteadOf, JobFile, Replaced and Own."""
+    """Needs, InsteadOf and Own."""
 
     @property
     def needs(self) -> list[Needs]:
@@ -57,11 +57,6 @@ class FieldFacts:
     def may_be_own(self) -> bool:
         """Whether it may name something of the user's own."""
         return any(isinstance(said, Own) for said in self.declared)
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether a later file's table replaces an earlier one's."""
-        return any(isinstance(said, Replaced) for said in self.declared)
 
     @property
     def type_text(self) -> str:
@@ -110,12 +105,6 @@ def sections(tree: type) -> Mapping[Path, type]:
 def fields(tree: type) -> Mapping[Path, FieldFacts]:
     """Every key of the tree."""
     return _laid_out(tree)[1]
-
-
-def file_key(tree: type) -> Path | None:
-    """Return the key that names the file to read, if the tree has one."""
-    found = (path for path, facts in fields(tree).items() if JobFile in map(type, facts.declared))
-    return next(found, None)
 
 
 def value_at(config: object, path: Path) -> typing.Any:

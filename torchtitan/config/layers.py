@@ -16,6 +16,8 @@ from torchtitan.base.urls import hide_credentials
 
 Path = tuple[str, ...]
 
+CONFIG_FILE: Path = ("job", "config_file")
+"""Names the file to read, so it stands on the command line alone."""
 COMMAND_LINE = "command line"
 PYTHON = "load_config(...)"
 NUM_SHOWN = 100  # characters of a value that a message repeats

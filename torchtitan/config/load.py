@@ -24,14 +24,22 @@ from torchtitan.config.cli import HELP, print_help, read_command_line
 from torchtitan.config.fields import (
     FieldFacts,
     fields,
-    file_key,
     section_fields,
     sections,
     value_at,
     values_of,
 )
 from torchtitan.config.foreign import Foreign
-from torchtitan.config.layers import COMMAND_LINE, Findings, Layer, Path, Setting, literal, spell
+from torchtitan.config.layers import (
+    COMMAND_LINE,
+    CONFIG_FILE,
+    Findings,
+    Layer,
+    Path,
+    Setting,
+    literal,
+    spell,
+)
 from torchtitan.config.names import Names
 from torchtitan.config.needs import GIVEN
 from torchtitan.config.toml_files import read_layers, read_value
@@ -111,7 +119,7 @@ def load(
     options, mistakes = read_command_line(words, tree=tree, renamed=foreign.renamed)
     layers: list[Layer] = []
     file_mistakes: list[str] = []
-    file = options.get(file_key(tree) or ())
+    file = options.get(CONFIG_FILE)
     is_read = True
     if file is not None and file.value is not None:
         try:
@@ -151,7 +159,7 @@ def build(
     found = Findings()
     merged: Layer = {}
     for raw in layers:
-        _check_place(raw, found, tree=tree)
+        _check_place(raw, found)
         layer = _with_tables(foreign.translate(raw, found), below=merged, tree=tree)
         for pair in _alternatives(tree):
             for one, other in (pair, pair[::-1]):
@@ -167,9 +175,9 @@ def build(
     config = _section(tree, (), settings=valid, found=found)
     if check_rules:
         given = {path for path, setting in merged.items() if setting.value is not None}
+        refused = given - valid.keys() - foreign.keys.keys()
         for violation in violations(config):
-            refused = given - valid.keys() - foreign.keys.keys()
-            if not _depends_on_refused(violation, refused=refused, tree=tree):
+            if refused.isdisjoint(tuple(key.split(".")) for key in violation.keys):
                 said = found.notices if violation.is_notice else found.mistakes
                 said.append(_word(violation, given=valid))
     theirs = (
@@ -217,33 +225,27 @@ def _alternatives(tree: type) -> list[tuple[Path, Path]]:
 
 
 def _with_tables(layer: Layer, *, below: Layer, tree: type) -> Layer:
-    """Put the keys of each table whose keys are free into one setting, over those below.
+    """Make one setting of the keys of each table of any keys.
 
-    A table given whole on the command line replaces the one below, its keys alone do not.
+    It replaces the table below; keys that stand on the command line are added to that.
     """
-    tables = {path: facts for path, facts in fields(tree).items() if facts.kind is dict}
-    done = {path: setting for path, setting in layer.items() if path[:-1] not in tables}
-    for table, facts in tables.items():
-        keys = {path[-1]: setting for path, setting in layer.items() if path[:-1] == table}
-        whole = done.get(table)
-        origin = next((one.origin for one in (*keys.values(), whole) if one is not None), None)
-        is_whole = whole is not None if origin == COMMAND_LINE else facts.is_replaced
-        if not is_whole and (whole is None or whole.value == {}):
-            whole = below.get(table, whole)
-        if origin is not None and whole is not None:
-            done[table] = whole
-        if keys:
-            held = whole.value if whole is not None and isinstance(whole.value, dict) else {}
-            value = held | {key: setting.value for key, setting in keys.items()}
-            value = {key: item for key, item in value.items() if item is not None}
-            last = [*keys.values()][-1]
-            done[table] = Setting(value, last.origin, table, literal(value), last.problem)
+    done = dict(layer)
+    for table in (path for path, facts in fields(tree).items() if facts.kind is dict):
+        keys = {path[-1]: done.pop(path) for path in layer if path[:-1] == table}
+        if not keys:
+            continue
+        *_, last = keys.values()
+        whole = done.get(table, below.get(table) if last.origin == COMMAND_LINE else None)
+        value = dict(whole.value) if whole is not None and isinstance(whole.value, dict) else {}
+        value |= {key: setting.value for key, setting in keys.items()}
+        value = {key: item for key, item in value.items() if item is not None}
+        done[table] = Setting(value, last.origin, table, literal(value), last.problem)
     return done
 
 
-def _check_place(layer: Layer, found: Findings, *, tree: type) -> None:
+def _check_place(layer: Layer, found: Findings) -> None:
     """Refuse the one key that a file cannot hold, before the command line's hides it."""
-    setting = layer.get(file_key(tree) or ())
+    setting = layer.get(CONFIG_FILE)
     if setting is not None and setting.is_in_file:
         found.mistakes.append(
             f"{setting.where()}: is for the command line only; to build on another file "
@@ -331,13 +333,6 @@ def _rule(detail: ErrorDetails, *, choices: Sequence[str]) -> str:
     if isinstance(value, str) and isinstance(read_value(value.lower()), (int, float)):
         return f"{rule}; write {value.lower()} without quotes" if detail["type"] in RULES else rule
     return rule
-
-
-def _depends_on_refused(violation: Violation, *, refused: set[Path], tree: type) -> bool:
-    """Tell whether a refused setting may be the reason: a key of the rule, or one misspelt."""
-    keys = {tuple(key.split(".")) for key in violation.keys}
-    misspelt = {path[:-1] for path in refused if path not in fields(tree)}
-    return bool(keys & refused or {key[:-1] for key in keys} & misspelt)
 
 
 def _word(mistake: str | Violation, *, given: Layer) -> str:

@@ -1,7 +1,7 @@
 """Find the name that was meant: every unknown section or key is answered with the nearest one.
 
-Nearest first in the section where it stands; a name that belongs elsewhere word for word wins over
-a merely similar one, since moving a key to a wrong table is the commonest slip in these files.
+A name that another section has word for word wins over a merely similar one of its own section,
+since a key in the wrong table is the commonest slip in these files.
 """
 
 from __future__ import annotations
@@ -37,68 +37,60 @@ class Names:
         return kept
 
     def _unknown(self, path: Path, setting: Setting) -> str:
-        origin, parent = setting.origin, path[:-1]
+        origin, parent, where = setting.origin, path[:-1], setting.where()
         if path in self._sections:
             form = f"{spell((*path, 'key'), origin=origin)} ..."
-            return f"{setting.where()}: {section(path)} is a section, not a key; write {form}"
+            return f"{where}: {section(path)} is a section, not a key; write {form}"
         for end in range(1, len(path)):
             if path[:end] in self._fields:
                 value = spell(path[:end], origin=origin)
-                if self._fields[path[:end]].keys:
-                    form, where = f"{value} '[{{key = value}}]'", setting.where()
-                    if origin != COMMAND_LINE:
-                        # one message for the table, whatever is in it
-                        form, where = f"[{section(path[:end])}]", origin
-                    return f"{where}: {value} is a list of tables; write {form}"
-                return f"{setting.where()}: {value} is a value, not a table"
+                if not self._fields[path[:end]].keys:
+                    return f"{where}: {value} is a value, not a table"
+                if origin == COMMAND_LINE:
+                    return (
+                        f"{where}: {value} is a list of tables; write {value} '[{{key = value}}]'"
+                    )
+                # one message for the table, whatever is in it
+                form = f"[{section(path[:end])}]"
+                return f"{origin}: {value} is a list of tables; write {form}"
         if not parent and setting.value == {}:
             path, parent = (*path, ""), path
         if parent and parent not in self._sections:
-            where = setting.where()
             if origin != COMMAND_LINE:
                 # one message for the table, whatever is in it
                 where, path = origin, (*parent, "")
             rule = f"there is no section {section(parent)}"
-            return f"{where}: {rule}{self._did_you_mean(path, origin=origin)}"
-        rule = f"{section(parent)} has no key {path[-1]!r}" if parent else "stands in no section"
-        return f"{setting.where()}: {rule}{self._did_you_mean(path, origin=origin)}"
-
-    def _did_you_mean(self, path: Path, *, origin: str) -> str:
-        name = path[-1].replace("-", "_")
-        turned_off = (*path[:-1], name.removeprefix("no_"))
-        if name.startswith("no_") and turned_off in self._fields:  # --section.no-key of tyro
-            return f"; write {spell(turned_off, origin=origin)} false"
-        guess = self._nearest(path)
-        if guess is None:
-            valid = [key[-1] for key in self._fields if key[:-1] == path[:-1]]
-            theirs = [key[-1] for key in self._theirs if key[:-1] == path[:-1]]
-            if valid or theirs:
-                return f"; valid are {', '.join(valid or theirs)}"
-            return (
-                f"; valid are {', '.join(self._tops)}, and what modules of your own bring that the "
-                f"job names"
+        else:
+            rule = (
+                f"{section(parent)} has no key {path[-1]!r}" if parent else "stands in no section"
             )
-        is_section = guess in self._sections and origin != COMMAND_LINE
-        return f"; did you mean {section(guess) if is_section else spell(guess, origin=origin)}?"
+        switch = (*parent, path[-1].replace("-", "_").removeprefix("no_"))
+        if (
+            path[-1].startswith(("no-", "no_")) and switch in self._fields
+        ):  # torchtitan's --section.no-key
+            return f"{where}: {rule}; write {spell(switch, origin=origin)} false"
+        guess = self._nearest(path)
+        if guess is not None:
+            is_section = guess in self._sections and origin != COMMAND_LINE
+            meant = section(guess) if is_section else spell(guess, origin=origin)
+            return f"{where}: {rule}; did you mean {meant}?"
+        for keys in (self._fields, self._theirs):
+            if names := [key[-1] for key in keys if key[:-1] == parent]:
+                return f"{where}: {rule}; valid are {', '.join(names)}"
+        return (
+            f"{where}: {rule}; valid are {', '.join(self._tops)}, and what modules of your own "
+            f"bring that the job names"
+        )
 
     def _nearest(self, path: Path) -> Path | None:
         """Return the key that `path` most likely means, or the section if that is unknown."""
         parent, name = path[:-1], path[-1]
         if parent and parent not in self._sections:
             joined = {".".join(known): known for known in self._sections}
-            close = difflib.get_close_matches(".".join(parent), joined, n=1)
-            if close:
-                moved = (*joined[close[0]], name)
-                return moved if moved in self._fields else joined[close[0]]
-        return (
-            _similar(name, among=[key for key in self._fields if key[-1] == name], cutoff=1.0)
-            or _similar(name, among=[key for key in self._fields if key[:-1] == parent], cutoff=0.6)
-            or _similar(name, among=[key for key in self._theirs if key[:-1] == parent], cutoff=0.6)
-            or _similar(name, among=list(self._fields), cutoff=0.75)
-        )
-
-
-def _similar(name: str, *, among: list[Path], cutoff: float) -> Path | None:
-    by_name = {key[-1]: key for key in reversed(among)}
-    close = difflib.get_close_matches(name, by_name, n=1, cutoff=cutoff)
-    return by_name[close[0]] if close else None
+            if close := difflib.get_close_matches(".".join(parent), joined, n=1):
+                meant = joined[close[0]]
+                return (*meant, name) if (*meant, name) in self._fields else meant
+        by_name = {key[-1]: key for key in reversed([*self._fields])}
+        by_name |= {key[-1]: key for key in (*self._theirs, *self._fields) if key[:-1] == parent}
+        close = difflib.get_close_matches(name, by_name, n=1, cutoff=0.7)
+        return by_name[close[0]] if close else None

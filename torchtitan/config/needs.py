@@ -83,11 +83,3 @@ class InsteadOf:
 
     def __init__(self, *keys: str) -> None:
         self.keys = keys
-
-
-class Replaced:
-    """A later file's table replaces an earlier one's; other tables merge key by key."""
-
-
-class JobFile:
-    """The field names the file to read, so it stands on the command line alone."""

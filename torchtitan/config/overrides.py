@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.fields import section_fields
-from torchtitan.config.types import STRICT, FiniteNonNegative, Text
+from torchtitan.config.types import STRICT, FiniteNonNegative, Text, in_a_list
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -106,8 +106,7 @@ def strict_section(section: Any, *, running: Callable[[], AbstractContextManager
     def fill(namespace: dict[str, Any]) -> None:
         namespace |= defaults
         namespace["__annotations__"] = {
-            # TOML has lists alone, and one value may stand for a list of one
-            name: typing.Annotated[hint, Field(strict=False), BeforeValidator(_in_a_list)]
+            name: typing.Annotated[hint, Field(strict=False), BeforeValidator(in_a_list)]
             if typing.get_origin(hint) is tuple
             else hint
             for name, hint in hints.items()
@@ -127,10 +126,6 @@ def strict_section(section: Any, *, running: Callable[[], AbstractContextManager
     for name, info in section_fields(made).items():
         info.description = docs.get(name)
     return made
-
-
-def _in_a_list(value: object) -> object:
-    return (value,) if isinstance(value, (str, int, float)) else value
 
 
 def _is_settable(hint: object) -> bool:

@@ -18,9 +18,10 @@ from typing import Any
 import tomli_w
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.fields import fields, file_key, values_of
+from torchtitan.config.fields import fields, values_of
 from torchtitan.config.layers import (
     COMMAND_LINE,
+    CONFIG_FILE,
     NUM_SHOWN,
     Layer,
     Setting,
@@ -96,9 +97,9 @@ def to_toml(config: object, *, only_changed: bool = False) -> str:
     `only_changed` leaves out those that have their default.
     """
     tables: dict[str, Any] = {}
-    left_out, facts = file_key(type(config)), fields(type(config))
+    facts = fields(type(config))
     for path, value in values_of(config).items():
-        if value is None or path == left_out:
+        if value is None or path == CONFIG_FILE:
             continue
         if only_changed and value == facts[path].default:
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -19,17 +19,13 @@ from torchtitan.base.errors import did_you_mean
 from torchtitan.base.own import is_import_path
 from torchtitan.base.urls import is_url, url_problem
 
+T = TypeVar("T")
 STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
 
 
-def _in_a_list(value: object) -> object:
-    """Let one plain string stand for a list of one."""
-    return (value,) if isinstance(value, str) else value
-
-
-def _number_in_a_list(value: object) -> object:
-    """Let one plain number stand for a list of one."""
-    return (value,) if isinstance(value, (float, int)) else value
+def in_a_list(value: object) -> object:
+    """Let one value stand for a list of one."""
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _number_as_text(value: object) -> object:
@@ -37,29 +33,15 @@ def _number_as_text(value: object) -> object:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _in_lists(value: object) -> object:
-    """Let text with commas stand for a list of names, in a list of such lists."""
-    if isinstance(value, str):
-        value = (value,)
-    if not isinstance(value, (list, tuple)):
-        return value
-    return tuple(tuple(item.split(",")) if isinstance(item, str) else item for item in value)
+def _split(value: object) -> object:
+    """Let text with commas stand for a list."""
+    return tuple(value.split(",")) if isinstance(value, str) else value
 
 
-def _in_ranges(value: object) -> object:
-    """Let text as "100-199" stand for a range, and one range for a list of one."""
-    if isinstance(value, str) or (
-        isinstance(value, (list, tuple)) and value and isinstance(value[0], int)
-    ):
-        value = (value,)
-    if not isinstance(value, (list, tuple)):
-        return value
-    return tuple(_range(item) if isinstance(item, str) else item for item in value)
-
-
-def _range(text: str) -> object:
-    first, dash, last = text.partition("-")
-    return (int(first), int(last)) if dash and f"{first}{last}".isdecimal() else text
+def _range(value: object) -> object:
+    """Let text as "100-199" stand for a range."""
+    first, dash, last = value.partition("-") if isinstance(value, str) else ("", "", "")
+    return (int(first), int(last)) if dash and f"{first}{last}".isdecimal() else value
 
 
 def named_or_number(*names: str) -> AfterValidator:
@@ -153,27 +135,13 @@ AtLeastOne = Annotated[float, Field(ge=1.0, allow_inf_nan=False)]
 AboveOne = Annotated[float, Field(gt=1.0, allow_inf_nan=False)]
 FinitePositive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 FiniteNonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-Strings = Annotated[tuple[Text, ...], Field(strict=False), BeforeValidator(_in_a_list)]
-Converters = Annotated[
-    tuple[Literal["float8", "quantize.linear.float8"], ...],
-    Field(strict=False),
-    BeforeValidator(_in_a_list),
-]
-Changing = Annotated[
-    tuple[Literal["dp_shard", "dp_replicate"], ...],
-    Field(strict=False),
-    BeforeValidator(_in_a_list),
-]
-Weights = Annotated[
-    tuple[FinitePositive, ...], Field(strict=False), BeforeValidator(_number_in_a_list)
-]
-ImportPaths = Annotated[
-    tuple[Annotated[Text, Own()], ...], Field(strict=False), BeforeValidator(_in_a_list)
-]
-Names = Annotated[tuple[Text, ...], Field(strict=False)]
-ListsOfNames = Annotated[tuple[Names, ...], Field(strict=False), BeforeValidator(_in_lists)]
+ListOf = Annotated[tuple[T, ...], Field(strict=False), BeforeValidator(in_a_list)]
+Strings = ListOf[Text]
+ImportPaths = ListOf[Annotated[Text, Own()]]
+ListsOfNames = ListOf[Annotated[ListOf[Text], BeforeValidator(_split)]]
 Range = Annotated[
-    tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=2, max_length=2)
+    tuple[Annotated[int, Field(ge=0)], ...],
+    Field(strict=False, min_length=2, max_length=2),
+    BeforeValidator(_range),
 ]
-Ranges = Annotated[tuple[Range, ...], Field(strict=False), BeforeValidator(_in_ranges)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]

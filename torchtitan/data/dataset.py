@@ -1,13 +1,18 @@
-"""The samples of a run, numbered in the order in which they are trained on.
+"""The samples of a run, numbered in training order.
 
-`dataset[k]` is the k-th sample of the whole run, on any rank of any layout. A `Dataset` decides the
-order: `sampler.py` computes from k which source the sample comes from and which of its samples it
-is. A `Source` makes the sample. `TextSource` cuts one long row of tokens, documents end to end,
-each closed by an end token: sample i is tokens i*S to i*S + S, the last one only a label, so that
-each token is predicted once per epoch. One document per sample would fill batches with padding.
-Examples to fine-tune on are another source (`sft/finetune.py`).
+`dataset[k]` is the k-th sample of the run, on any rank of any layout. A `Dataset` decides the
+order: `sampler.py` computes from k which source the sample comes from, and its number in that
+source. A `Source` makes the sample. `TextSource` cuts one long row of tokens, the
+documents in order, each followed by an end token: sample i is the tokens i*S to i*S + S, the last
+one only a label, so that each token is predicted once per epoch. One document per sample would fill
+batches with padding. Fine-tuning examples are another source (`finetune/data.py`).
 
-A dataset is small and can be sent to worker processes: it holds file names and numbers.
+A dataset holds only file names and numbers, so it is cheap to send to worker processes.
+
+Validation reads a dataset once, each sample exactly once (`PadToBatch`). Its number of samples is
+seldom a multiple of the batch over all ranks. To drop samples, or to count some twice, would make
+the mean depend on the number of ranks. So samples without labels fill the last batch: they add
+nothing to the loss, and every rank takes part in every batch.
 """
 
 from __future__ import annotations
@@ -26,23 +31,21 @@ import torch
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
-from torchtitan.data.builtin import StdlibCorpus, SyntheticCorpus
+from torchtitan.data.corpus import Corpus, FileCorpus, StdlibCorpus, SyntheticCorpus
 from torchtitan.data.files import Once, alone, divide, find_all
 from torchtitan.data.prepare import cached_store
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.sampler import Draw, Inverse, Mixture, Permutation
-from torchtitan.data.source import Corpus, FileCorpus
-from torchtitan.data.split import Side, View, build_view
 from torchtitan.data.store import TokenStore
 
 if TYPE_CHECKING:
-    from torchtitan.data.loader import Samples
+    from torchtitan.data.holdout import Holdout, HoldoutView
+    from torchtitan.data.loader import MapSamples, Samples
     from torchtitan.data.settings import TrainingConfig
     from torchtitan.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-# part of the fingerprint: a change of the algorithms of order is a change of data
+# part of the fingerprint: another algorithm of the order is other data
 ORDER = "1"
 IGNORED = -100
 
@@ -53,24 +56,25 @@ class Source(Protocol):
     num_samples: int
 
     @property
-    def stores(self) -> Sequence[TokenStore | View]:
-        """Return what they are read from."""
+    def stores(self) -> Sequence[TokenStore | HoldoutView]:
+        """Return the stores that samples are read from."""
 
     def __getitem__(self, i: int) -> Samples:
-        """Return `tokens` and `labels`, int64 [S], and `document_lengths` where they are needed."""
+        """Return `tokens` and `labels`, int64 [S], and `document_lengths` if they are needed."""
 
 
 class Dataset:
     """All samples of a run in training order; `dataset[k]` is `{"tokens", "labels"}`, int64 [S].
 
-    Where documents are told apart there are `document_lengths` too, int64: the tokens of each, one
-    after another, cut where the sample begins and ends.
+    If documents are separated, `document_lengths`, int64, holds the number of tokens of each
+    document in the sample, cut at both ends of the sample.
 
     Args:
-        sources: what samples are drawn from, in proportion to `weights`.
-        seed: with the data it decides the order.
-        fingerprint: what samples and order depend on, by name. A resumed run compares it.
-        num_epochs: the data ends when a source was read this often; None never ends.
+        sources: Samples are drawn from these in proportion to `weights`.
+        weights: Weight of each source.
+        seed: Decides the order, together with the data.
+        fingerprint: Everything that decides samples and order, by name. A resumed run compares it.
+        num_epochs: The data end when a source was read this many times. None never ends.
     """
 
     def __init__(
@@ -96,20 +100,20 @@ class Dataset:
         return self.sources[number][i]
 
     def place_of(self, k: int) -> tuple[int, int, int]:
-        """Return the number of sample k's source, the epoch of that, and its number there."""
+        """Return the source of sample k, the epoch of that source, and the number in it."""
         draw = self._mixture[k]
         epoch, index = divmod(draw.index, self.sources[draw.source].num_samples)
         order = self._order(Permutation, draw.source, epoch)
         return draw.source, epoch, order[index]
 
     def number_of(self, source: int, epoch: int, i: int) -> int:
-        """Return k of what `place_of(k)` returns."""
+        """Return k, given the result of `place_of(k)`."""
         index = self._order(Inverse, source, epoch)[i]
         before = epoch * self.sources[source].num_samples
         return self._mixture.place(Draw(source, before + index))
 
     def epoch_of(self, source: int, k: int) -> int:
-        """Return the epoch that a source is in after the first k samples."""
+        """Return the epoch of a source after the first k samples."""
         return self._mixture.count(source, first=k) // self.sources[source].num_samples
 
     def _order(self, kind: type[Permutation], source: int, epoch: int) -> Permutation:
@@ -123,17 +127,17 @@ class Dataset:
 
     @property
     def stores(self) -> list[TokenStore]:
-        """Return the stores that are read whole."""
+        """Return the stores that are read completely."""
         stores = [store for source in self.sources for store in source.stores]
         return [store for store in stores if isinstance(store, TokenStore)]
 
     def sample_hash(self, k: int) -> str:
-        """Return 16 hexadecimal digits that tell sample k's tokens from others."""
+        """Return 16 hexadecimal digits of a hash of sample k's tokens."""
         return hash_tokens(self[k]["tokens"])
 
 
 class MaskedDataset(Dataset):
-    """Keeps the labels of a pseudo-random run of each sample; the others are -100."""
+    """Keeps the labels of a pseudo-random run in each sample and sets the rest to -100."""
 
     def __getitem__(self, k: int) -> Samples:
         sample = super().__getitem__(k)
@@ -145,7 +149,7 @@ class MaskedDataset(Dataset):
 
 
 def labelled_run(k: int, *, seq_len: int, seed: int) -> tuple[int, int]:
-    """Return begin and end of the labels that sample k keeps: none, all, or a run in between."""
+    """Return start and end of the labels that sample k keeps: no label, all, or a run."""
     draw = random.Random(f"labels/{seed}/{k}").random
     kind = draw()
     if kind < 1 / 8:
@@ -157,25 +161,33 @@ def labelled_run(k: int, *, seq_len: int, seed: int) -> tuple[int, int]:
     return first, first + length
 
 
-def tells_documents(training: TrainingConfig) -> bool:
-    """Return whether samples come with the lengths of their documents."""
+def has_document_lengths(training: TrainingConfig) -> bool:
+    """Return whether samples have the lengths of their documents."""
     return training.document_attention == "within" or training.document_positions == "restart"
 
 
 class TextSource:
-    """The samples of one or more rows of tokens, one row after another.
+    """The samples of one or more rows of tokens, in order.
 
-    With `document_attention = "within"` no label crosses a document's end. `vocab_size`: any id
-    from there on was made by another tokenizer, and is a DataError.
+    With `document_attention = "within"` no label crosses a document's end.
+
+    Args:
+        stores: Rows of tokens.
+        training: Settings of the samples.
+        vocab_size: Upper limit of the ids. A larger id, made by another tokenizer, is a DataError.
     """
 
     def __init__(
-        self, stores: Sequence[TokenStore | View], training: TrainingConfig, *, vocab_size: int
+        self,
+        stores: Sequence[TokenStore | HoldoutView],
+        training: TrainingConfig,
+        *,
+        vocab_size: int,
     ) -> None:
-        self.stores: Sequence[TokenStore | View] = list(stores)
+        self.stores: Sequence[TokenStore | HoldoutView] = list(stores)
         self._seq_len, self._vocab_size = training.seq_len, vocab_size
         self._splits_labels = training.document_attention == "within"
-        self._tells_documents = tells_documents(training)
+        self._has_lengths = has_document_lengths(training)
         self._ends = list(accumulate((s.num_tokens - 1) // self._seq_len for s in stores))
         self.num_samples = self._ends[-1]
 
@@ -192,7 +204,7 @@ class TextSource:
         # a copy as int64: the model takes no other type, and the map is read-only
         row = torch.from_numpy(tokens.astype(np.int64))
         sample = {"tokens": row[:-1], "labels": row[1:]}
-        if self._tells_documents:
+        if self._has_lengths:
             begins = np.array(store.boundaries(first, stop), np.int64) - first
             if self._splits_labels:
                 sample["labels"] = sample["labels"].clone()
@@ -203,12 +215,12 @@ class TextSource:
         return sample
 
     def place_of(self, i: int) -> tuple[int, int]:
-        """Return the number of the row that sample i is cut from, and its first token there."""
+        """Return the row that holds sample i, and the first token of the sample in it."""
         number = bisect(self._ends, i)
         return number, (i - (self._ends[number - 1] if number else 0)) * self._seq_len
 
     def samples_with(self, number: int, first: int, stop: int) -> range:
-        """Return the samples that read a token from `first` to `stop` of row `number`."""
+        """Return the samples that read a token between `first` and `stop` of row `number`."""
         begin = self._ends[number - 1] if number else 0
         last = min(begin - (-stop // self._seq_len), self._ends[number])
         return range(begin + first // self._seq_len, last)
@@ -225,26 +237,32 @@ def build_dataset(
     tokenizer: Tokenizer,
     seed: int,
     held_out: bool = False,
-    side: Side | None = None,
+    holdout: Holdout | None = None,
     once: Once = alone,
 ) -> Dataset:
-    """Build the samples of text that `[training]` describes, tokenised unless that was done.
+    """Build the samples of text that `[training]` describes, tokenized first if necessary.
 
-    `held_out`: of generated text the part that is never trained on. `side`: of all documents those
-    that are held out by their hash, or the others. `once`: what looks for files. Raises DataError
-    for data that are missing, empty, damaged or too short.
+    Args:
+        training: Data and samples.
+        tokenizer: Encodes the text.
+        seed: Decides the order.
+        held_out: Select the part of generated text that is never trained on.
+        holdout: Select the documents that are held out by their hash, or the remaining ones.
+        once: Finds files in one process of this machine.
+
+    Raises:
+        DataError: Data are missing, empty, damaged or too short.
     """
-    stores = [
-        [_open(part, training, tokenizer, fills_sample=side is None, once=once) for part in parts]
-        for parts in corpora(training, held_out=held_out, once=once)
-    ]
+    stores = _open_stores(
+        training, tokenizer=tokenizer, held_out=held_out, fill_samples=holdout is None, once=once
+    )
     weights = training.weights or (1.0,)
-    if side is not None and side.held_out:
-        # each document once, in no proportion; the stores are the training's all the same
-        stores, weights = [[store for parts in stores for store in parts]], (1.0,)
+    if holdout is not None and holdout.held_out:
+        # each document once, without weights
+        stores, weights = [[store for group in stores for store in group]], (1.0,)
     sources = [
         TextSource(row, training, vocab_size=tokenizer.vocab_size)
-        for row in _rows(stores, training, side=side, end=tokenizer.eos_id)
+        for row in _rows(stores, training, holdout=holdout, end=tokenizer.eos_id)
     ]
     masked = training.dataset == "synthetic_masked"
     dataset = (MaskedDataset if masked else Dataset)(
@@ -252,8 +270,7 @@ def build_dataset(
         weights=weights,
         seed=seed,
         num_epochs=training.num_epochs,
-        # Without document_attention and document_positions: they change no sample's tokens, so a
-        # position stays valid. Whether a run may go on under others is decided elsewhere.
+        # without document_attention and document_positions: a position stays valid under others
         fingerprint={
             "data": ",".join(source.content_hash() for source in sources),
             "tokenizer": tokenizer.fingerprint,
@@ -262,57 +279,64 @@ def build_dataset(
             "weights": ":".join(map(str, Mixture(weights).weights)),
             "masked labels": str(masked),
             "order": ORDER,
-            **(side.fingerprint() if side else {}),
+            **(holdout.fingerprint() if holdout else {}),
         },
     )
-    # a store of another tokenizer mostly shows in the first sample, before any long work
+    # ids of another tokenizer are usually found in the first sample, before any long work
     dataset[0]
-    logger.info(
-        "data: %s, %s, samples of %d, %s",
-        amount(len(stores), "source"),
-        amount(dataset.num_tokens, "token"),
-        training.seq_len,
-        "repeated" if dataset.num_samples is None else f"{dataset.num_samples} in all",
-    )
+    num_sources, num_tokens = amount(len(stores), "source"), amount(dataset.num_tokens, "token")
+    total = "repeated" if dataset.num_samples is None else f"{dataset.num_samples} in all"
+    logger.info("data: %s, %s, samples of %d, %s", num_sources, num_tokens, training.seq_len, total)
     return dataset
 
 
-def _open(
-    part: Corpus | TokenStore,
+def _open_stores(
     training: TrainingConfig,
-    tokenizer: Tokenizer,
     *,
-    fills_sample: bool,
+    tokenizer: Tokenizer,
+    held_out: bool,
+    fill_samples: bool,
     once: Once,
-) -> TokenStore:
-    """Return the tokens of one part of the data; `fills_sample`: it has to hold one."""
-    if isinstance(part, TokenStore):
-        store, name = part, part.prefix
-    else:
-        cache = training.dataset_cache
-        store = cached_store(part, tokenizer=tokenizer, cache=cache, once=once)
-        name = part.name
-    if store.num_tokens <= training.seq_len and fills_sample:
-        rule = (
-            f"data must hold at least seq_len + 1 = {training.seq_len + 1} tokens, {name} has "
-            f"{store.num_tokens}; add data or lower seq_len"
-        )
-        raise DataError.at("seq_len", rule)
-    return store
+) -> list[list[TokenStore]]:
+    """Return the stores of each source; raise DataError if one must fill a sample and cannot."""
+    stores: list[list[TokenStore]] = []
+    for parts in corpora(training, held_out=held_out, once=once):
+        stores.append([])
+        for part in parts:
+            if isinstance(part, TokenStore):
+                store, name = part, part.prefix
+            else:
+                cache = training.dataset_cache
+                store = cached_store(part, tokenizer=tokenizer, cache=cache, once=once)
+                name = part.name
+            if store.num_tokens <= training.seq_len and fill_samples:
+                rule = (
+                    f"data must hold at least seq_len + 1 = {training.seq_len + 1} tokens, {name} "
+                    f"has {store.num_tokens}; add data or lower seq_len"
+                )
+                raise DataError.at("seq_len", rule)
+            stores[-1].append(store)
+    return stores
 
 
 def _rows(
-    stores: Sequence[Sequence[TokenStore]], training: TrainingConfig, *, side: Side | None, end: int
-) -> list[Sequence[TokenStore | View]]:
-    """Return what each source reads: its stores, or one view of the documents of a side."""
-    if side is None:
+    stores: Sequence[Sequence[TokenStore]],
+    training: TrainingConfig,
+    *,
+    holdout: Holdout | None,
+    end: int,
+) -> list[Sequence[TokenStore | HoldoutView]]:
+    """Return the rows of each source: its stores, or one view of the selected documents."""
+    if holdout is None:
         return [*stores]
+    from torchtitan.data.holdout import build_view
+
     names = training.paths or (training.dataset,)
     if len(names) != len(stores):
         names = (", ".join(names),)
     seq_len, cache = training.seq_len, training.dataset_cache
     return [
-        [build_view(parts, side, name=name, seq_len=seq_len, end=end, cache=cache)]
+        [build_view(parts, holdout, name=name, seq_len=seq_len, end=end, cache=cache)]
         for parts, name in zip(stores, names, strict=True)
     ]
 
@@ -320,7 +344,7 @@ def _rows(
 def corpora(
     training: TrainingConfig, *, held_out: bool, once: Once = alone
 ) -> list[list[Corpus | TokenStore]]:
-    """Return the parts of each source; with weights each entry is a source."""
+    """Return the parts of each source. With weights, each entry of `dataset_path` is a source."""
     if training.dataset == "python_stdlib":
         return [[StdlibCorpus()]]
     if training.dataset != "files":
@@ -332,14 +356,40 @@ def corpora(
     counts = Counter(file for files in groups for file in files)
     if repeated := [file for file, count in counts.items() if count > 1]:
         logger.warning(
-            "dataset_path names %s more than once, as %s: their documents are read as often",
+            "dataset_path names %s more than once, as %s: their documents are repeated",
             amount(len(repeated), "file"),
             repeated[0],
         )
     sources: list[list[Corpus | TokenStore]] = []
-    how = training.dataset_text_key, training.dataset_text_template
+    text = training.dataset_text_key, training.dataset_text_template
     for files in groups:
         texts, stores = divide(files)
-        corpus = [FileCorpus(texts, *how)] if texts else []
+        corpus = [FileCorpus(texts, *text)] if texts else []
         sources.append([*corpus, *map(TokenStore, stores)])
     return sources
+
+
+class PadToBatch:
+    """The first samples of a dataset, padded to full batches with samples without labels.
+
+    Args:
+        dataset: Samples with an end.
+        batch: Samples per batch over all ranks.
+        num_batches: Maximum number of batches. None reads all samples.
+    """
+
+    def __init__(self, dataset: MapSamples, *, batch: int, num_batches: int | None) -> None:
+        assert dataset.num_samples is not None, "validation data have an end"
+        self._dataset = dataset
+        self.num_drawn = dataset.num_samples
+        if num_batches is not None:
+            self.num_drawn = min(self.num_drawn, num_batches * batch)
+        self.num_batches = -(-self.num_drawn // batch)
+        self.num_samples: int | None = self.num_batches * batch
+        self.fingerprint, self.stores = dataset.fingerprint, dataset.stores
+
+    def __getitem__(self, k: int) -> Samples:
+        if k < self.num_drawn:
+            return self._dataset[k]
+        sample = self._dataset[0]
+        return {**sample, "labels": torch.full_like(sample["labels"], IGNORED)}

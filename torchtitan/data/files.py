@@ -1,14 +1,17 @@
-"""Which files an entry of `dataset_path` names: a path, a glob, either file of a store, or the
-folder of a saved Hugging Face dataset."""
+"""Find the files that an entry of `dataset_path` names.
+
+An entry is a path, a glob, a folder (all files below it), either file or the prefix of a token
+store, or the folder of a dataset saved by the library `datasets`. Objects of an object store are
+copied to this machine first (`fetch.py`).
+"""
 
 from __future__ import annotations
 
 import glob
 import json
 import logging
-from collections import Counter
+import re
 from collections.abc import Callable, Iterable
-from itertools import islice
 from os.path import exists, realpath
 from pathlib import Path
 from typing import Any
@@ -16,37 +19,21 @@ from typing import Any
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
 from torchtitan.base.urls import is_url
-from torchtitan.data.formats import PACKED, READ, STORES, format_of, suffix_of
+from torchtitan.data.readers import FETCHED, SAVED, STORE_SUFFIXES, check_suffix
 from torchtitan.data.settings import DEFAULT_CACHE
-from torchtitan.data.urls import SAVED, fetch_files, local_cache
 
 logger = logging.getLogger(__name__)
-
-HUB = (
-    "the order of samples is computed from the number of all samples, which a stream does not "
-    'tell, so nothing is streamed here; write training.dataset = "torchtitan.data.hub:HubText", or '
-    'download the data once: python -c "import datasets; '
-    "datasets.load_dataset('NAME', split='train').save_to_disk('data/NAME')\", and name the "
-    "folder data/NAME"
-)
-HINTS = {
-    "$": "variables are not filled in",
-    ",": 'several paths are a list: ["a.txt", "b.txt"]',
-    "[": "a glob takes [ab] for one of the letters a and b, and [[] for [",
-}
-MOST_LOOKED_AT, MOST_NAMED = 10_000, 20
 Once = Callable[[Callable[[], Any]], Any]
-"""Calls a function, here or in another process of this machine; returns what it returned, which
-must be as JSON can hold it."""
+"""Calls a function in one process of this machine and returns its result, a JSON value, in all."""
 
 
 def alone(work: Callable[[], Any]) -> Any:
-    """Call the function here: no other process of this machine needs it."""
+    """Call the function in this process."""
     return work()
 
 
 def user_path(path: str, *, key: str) -> Path:
-    """Return the path that the setting `key` gives; raise DataError if it cannot be looked up."""
+    """Return the path given by the setting `key`; raise DataError if it cannot be looked up."""
     try:
         expanded = Path(path).expanduser()
         expanded.exists()
@@ -60,144 +47,114 @@ def user_path(path: str, *, key: str) -> Path:
 def find_files(
     pattern: str, *, key: str = "dataset_path", cache: str = DEFAULT_CACHE
 ) -> list[Path]:
-    """Return the files that one entry of the setting `key` names, sorted; of a URL its copies,
-    which are made in `cache`.
+    """Return the files that one entry of the setting `key` names, sorted.
 
-    A token store appears once, as its `.idx` file. Empty files that a glob finds are left out.
-    Raises DataError if there is no file, or one that is not read, or an empty one by its name.
+    A token store appears once, as its `.idx` file. Empty files found by a glob or in a folder are
+    skipped. Objects named by a URL are copied into `cache`.
+
+    Raises:
+        DataError: No file is found, a file is not supported, or a named file is empty.
     """
     if pattern.lower().startswith("hf://"):
-        raise DataError.at(key, f"{pattern!r} names data on the Hugging Face Hub; {HUB}")
-    if is_url(pattern):
-        place = user_path(local_cache(cache), key="dataset_cache")
-        pattern = fetch_files(pattern, cache=place, key=key)
-    path = user_path(pattern, key=key)
-    if (path / SAVED).is_file():
-        return _saved(path, key=key)
-    if path.is_dir():
-        raise DataError.at(key, _folder_refusal(path, pattern))
-    if Path(f"{path}.idx").exists():
-        path = Path(f"{path}.idx")
-    named = path.exists()
-    found = [path] if named else [Path(p) for p in glob.glob(str(path), recursive=True)]
-    # realpath: without it a chain of over 40 links would count as broken
-    if broken := [p for p in found if p.is_symlink() and not exists(realpath(p))]:
         rule = (
-            f"{min(broken)} is a link to {min(broken).readlink()}, where there is no file; restore "
-            f"that, or remove the link"
+            f"must name files, got {pattern!r} on the Hugging Face Hub; to stream it, set "
+            f'training.dataset = "torchtitan.data.hub:HubText"; to shuffle it, save it once with '
+            f"datasets.load_dataset('NAME', split='train').save_to_disk('data/NAME') and name "
+            f"data/NAME"
         )
         raise DataError.at(key, rule)
-    files = _without_links({_index_of(file) for file in found if file.is_file()})
-    empty = {file for file in files if file.exists() and file.stat().st_size == 0}
+    if is_url(pattern):
+        from torchtitan.data.fetch import fetch_files  # a run on local files loads no client
+
+        pattern = fetch_files(pattern, cache=user_path(cache, key="dataset_cache"), key=key)
+    path = user_path(pattern, key=key)
+    if (path / SAVED).is_file():
+        return _files_of_saved_dataset(path, key=key)
+    if splits := sorted(saved.parent.name for saved in path.glob(f"*/{SAVED}")):
+        rule = f"must name one saved dataset, {pattern!r} holds {', '.join(splits)}"
+        raise DataError.at(key, rule)
+    if path.is_dir():
+        path = Path(glob.escape(str(path)), "**/*")
+    elif Path(f"{path}.idx").exists():
+        path = Path(f"{path}.idx")
+    is_named = path.exists()
+    found = [path] if is_named else [Path(p) for p in glob.glob(str(path), recursive=True)]
+    # realpath: exists() follows at most 40 links
+    if broken := [p for p in found if p.is_symlink() and not exists(realpath(p))]:
+        link = min(broken)
+        rule = f"{link} is a link to {link.readlink()}, which does not exist; restore it, or "
+        rule += "remove the link"
+        raise DataError.at(key, rule)
+    files = _deduplicate({_index_file(file) for file in found if file.is_file()})
     if not files:
-        raise DataError.at(key, _nothing(found, pattern))
+        rule = f"no file matches {pattern!r:.200}; relative paths start at {Path.cwd()}"
+        raise DataError.at(key, rule)
     for file in files:
-        format_of(file)
-    if empty and (named or len(empty) == len(files)):
-        raise DataError.at(key, f"a file must not be empty: {min(empty)}; remove it")
+        check_suffix(file)
+    empty = [file for file in files if file.exists() and file.stat().st_size == 0]
+    if empty and (is_named or len(empty) == len(files)):
+        raise DataError.at(key, f"a file must not be empty: {empty[0]}; remove it")
     if empty:
-        logger.warning(
-            "%d of %s in %s are empty and left out",
-            len(empty),
-            amount(len(files), "file"),
-            pattern,
-        )
-    return [file for file in files if file not in empty]
+        num_files = amount(len(files), "file")
+        logger.warning("skipping %d of %s in %s: empty", len(empty), num_files, pattern)
+    skipped = set(empty)
+    return [file for file in files if file not in skipped]
 
 
 def find_all(entries: Iterable[str], *, cache: str, once: Once = alone) -> list[list[Path]]:
-    """Return the files that each entry of `dataset_path` names, as `find_files` does."""
-    named = once(lambda: [[*map(str, find_files(entry, cache=cache))] for entry in entries])
-    return [[*map(Path, files)] for files in named]
+    """Return the files of each entry of `dataset_path`, as `find_files` does."""
+    found = once(lambda: [[*map(str, find_files(entry, cache=cache))] for entry in entries])
+    return [[*map(Path, files)] for files in found]
 
 
-def _saved(folder: Path, *, key: str) -> list[Path]:
-    """Return the files of a dataset that the library `datasets` saved to a folder."""
+def divide(files: Iterable[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """Return the files to tokenize, and the prefixes of the token stores."""
+    files = tuple(files)
+    stores = tuple(file.with_suffix("") for file in files if file.suffix in STORE_SUFFIXES)
+    return tuple(file for file in files if file.suffix not in STORE_SUFFIXES), stores
+
+
+def file_identity(file: Path) -> str:
+    """Return a string that changes when the file is written or replaced.
+
+    A copy of an object has the same identity on every machine.
+    """
+    status = file.stat()
+    copy = re.search(rf"/{FETCHED}/([0-9a-f]{{32}}/.*)", file.resolve().as_posix())
+    if copy is not None:
+        return f"{FETCHED} {copy[1]} {status.st_size}"
+    # with the change time, which also differs for a copy of equal size and modification time
+    return f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+
+
+def _files_of_saved_dataset(folder: Path, *, key: str) -> list[Path]:
     try:
         state = json.loads((folder / SAVED).read_bytes())
         files = [folder / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        rule = f"{folder / SAVED} must list the files of a saved dataset: {error}; save it anew"
+        rule = f"{folder / SAVED} must list the files of a saved dataset: {error}; "
+        rule += "save it again"
         raise DataError.at(key, rule) from error
     if missing := [file for file in files if not file.is_file()]:
-        rule = f"{missing[0]} is missing, which {folder / SAVED} lists; save the dataset anew"
+        rule = f"{folder / SAVED} lists {missing[0]}, which is missing; save the dataset again"
         raise DataError.at(key, rule)
     if not files:
         raise DataError.at(key, f"the saved dataset {folder} holds no rows; remove it")
     return files
 
 
-def _without_links(files: set[Path]) -> list[Path]:
-    """Return the files sorted, each once: a glob finds files again under links to folders."""
+def _deduplicate(files: set[Path]) -> list[Path]:
+    """Return the files sorted, each once: a glob finds a file again through links to folders."""
     kept: dict[Path, Path] = {}
-    places = {file: file.resolve() for file in files}
+    target = {file: file.resolve() for file in files}
     # a file before its links, then the shortest link
-    for file in sorted(files, key=lambda file: (file != places[file], len(file.parts), file)):
-        kept.setdefault(places[file], file)
+    for file in sorted(files, key=lambda file: (file != target[file], len(file.parts), file)):
+        kept.setdefault(target[file], file)
     if len(kept) < len(files):
-        logger.warning(
-            "%s found again through links, each is read once",
-            amount(len(files) - len(kept), "file"),
-        )
+        repeated = amount(len(files) - len(kept), "file")
+        logger.warning("%s found again through links, each is read once", repeated)
     return sorted(kept.values())
 
 
-def _index_of(file: Path) -> Path:
-    return file.with_suffix(".idx") if file.suffix in STORES else file
-
-
-def _nothing(found: list[Path], pattern: str) -> str:
-    if found:
-        others = "folders" if found[0].is_dir() else "special files"
-        return f"{pattern!r} matches {others}; name files, or a glob into folders: **/*.jsonl"
-    hints = "".join(f"; {hint}" for part, hint in HINTS.items() if part in pattern)
-    return f"no file matches {pattern!r:.200}; relative paths begin at {Path.cwd()}{hints}"
-
-
-def _folder_refusal(folder: Path, pattern: str) -> str:
-    """Say which files of a folder globs would take, and which they would not."""
-    paths = islice((path for path in folder.rglob("*") if path.is_file()), MOST_LOOKED_AT)
-    taken: Counter[str] = Counter()
-    left_out: list[str] = []
-    for path in sorted(paths):
-        # one glob for each store
-        if path.suffix == ".bin" and path.with_suffix(".idx").exists():
-            continue
-        if suffix_of(path) not in READ or not path.suffix:
-            left_out.append(path.relative_to(folder).as_posix())
-        else:
-            packed = path.suffix if path.suffix.lower() in PACKED else ""
-            taken[Path(path.name.removesuffix(packed)).suffix + packed] += 1
-    if splits := sorted(saved.parent.name for saved in folder.glob(f"*/{SAVED}")):
-        return (
-            f"{pattern!r} holds several saved datasets: {_listed(splits)}; name one, as "
-            f"{folder / splits[0]}"
-        )
-    says = f"must name files, {pattern!r} is a folder"
-    if not taken and not left_out:
-        return f"{says} without files"
-    lists = f"{_listed(left_out)} ({amount(len(left_out), 'file')})"
-    if not taken:
-        return f"{says} in which no file has a suffix that can be read: {lists}"
-    globs = (
-        f"{folder.as_posix()}/**/*{suffix} ({amount(number, 'file')})"
-        for suffix, number in sorted(taken.items())
-    )
-    rest = f"; these leave out {lists}" if left_out else ""
-    return f"{says}; name globs: {', '.join(globs)}{rest}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    shown = [*islice(names, MOST_NAMED + 1)]
-    return ", ".join(shown[:MOST_NAMED]) + (" ..." if len(shown) > MOST_NAMED else "")
-
-
-def divide(files: Iterable[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """Return the files to tokenise, and the prefixes of token stores."""
-    texts, stores = [], []
-    for file in files:
-        if file.suffix in STORES:
-            stores.append(file.with_suffix(""))
-        else:
-            texts.append(file)
-    return tuple(texts), tuple(stores)
+def _index_file(file: Path) -> Path:
+    return file.with_suffix(".idx") if file.suffix in STORE_SUFFIXES else file

@@ -1,13 +1,13 @@
-"""Text that is streamed from the Hugging Face Hub and tokenised on the way.
+"""Text streamed from the Hugging Face Hub and tokenized on the fly.
 
     python -m torchtitan.train --training.dataset torchtitan.data.hub:HubText \
         --hub.name HuggingFaceFW/fineweb-edu --hub.subset sample-10BT
 
-It is data as a user may bring them (`data/own.py`), in the form of a stream: each rank reads all
-documents and keeps its own samples, so that a run resumes exactly on any number of ranks, at the
-price that each rank fetches everything. For many ranks, or many passes, download and prepare the
-text instead: then samples are shuffled too. A stream's come in the order of its files. (The shuffle
-buffer of `datasets` is left out: what is in it is lost when a run resumes.)
+It is custom data (`data/custom.py`) in the form of a stream: each rank reads all documents and
+keeps its own samples, so a run resumes exactly on any number of ranks, but each rank fetches
+everything. For many ranks or many passes, download and prepare the text instead: then samples are
+shuffled too. The samples of a stream are in the order of its files. (The shuffle buffer of
+`datasets` is not used: its content is lost when a run resumes.)
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torchtitan.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class HubConfig:
-    """A dataset of text on the Hugging Face Hub, or files that `datasets` reads."""
+    """A dataset of text on the Hugging Face Hub, or files in a format of `datasets`."""
 
     name: str = ""
-    """owner/name on the Hub; or a format of `datasets`, as json, with data_files."""
+    """owner/name on the Hub, or a format of `datasets` such as json, with data_files."""
     subset: str | None = None
     """Subset of the dataset, if it has several."""
     split: str = "train"
-    """Split of it."""
+    """Split of the dataset."""
     revision: str | None = None
-    """Commit on the Hub: with one a resumed run reads the same text for sure."""
+    """Commit on the Hub, which ensures that a resumed run reads the same text."""
     data_files: tuple[str, ...] = ()
-    """Files in it, or on this machine; all if not given."""
+    """Files of the dataset or of this machine; all if not given."""
     text_key: str = "text"
     """Column that holds the text."""
 
@@ -42,14 +42,14 @@ SECTIONS = {"hub": HubConfig}
 
 
 class HubText:
-    """Documents end to end, each closed by an end token, cut into samples."""
+    """Documents in order, each followed by an end token, cut into samples."""
 
     def __init__(self, tokenizer: Tokenizer, seq_len: int, hub: HubConfig) -> None:
         if not hub.name:
-            raise ConfigError.at("hub.name", "must name a dataset, as owner/name; write it")
+            raise ConfigError.at("hub.name", "must name a dataset, as owner/name")
         self._tokenizer, self._seq_len, self._hub = tokenizer, seq_len, hub
         self._documents, self._left = self._open(), list[int]()
-        self._is_begun = False
+        self._has_started = False
         self.fingerprint = repr(hub)
 
     def _open(self) -> Any:
@@ -68,11 +68,12 @@ class HubText:
                 data_files=list(hub.data_files) or None,
                 streaming=True,
             )
-        except Exception as error:  # of the network, the Hub, or a name: no common class
-            said = str(error).strip().splitlines()[:1]
+        except Exception as error:  # of the network, the Hub or a name, without a common class
+            message = str(error).strip().splitlines()[:1]
             rule = (
-                f"must name what datasets can stream, got {hub.name!r}: {type(error).__name__}: "
-                f"{''.join(said)}; correct hub.name, subset, split or data_files, or the network"
+                f"must name a dataset that can be streamed, got {hub.name!r}: "
+                f"{type(error).__name__}: {''.join(message)}; check hub.name, subset, split, "
+                f"data_files and the network"
             )
             raise ConfigError.at("hub.name", rule) from error
 
@@ -85,27 +86,27 @@ class HubText:
                 yield sample
             document = next(documents, None)
             if document is None:
-                # what is left begins the next pass
-                self._documents, self._is_begun = self._open(), False
+                # the remaining tokens start the next pass
+                self._documents, self._has_started = self._open(), False
                 return
-            self._is_begun = True
+            self._has_started = True
             text = document.get(self._hub.text_key)
             if not isinstance(text, str):
                 raise DataError(
                     f"each document of {self._hub.name} must hold text under "
-                    f"{self._hub.text_key!r}, got {text!r:.60}, with columns "
-                    f"{', '.join(document)}; write another hub.text_key"
+                    f"hub.text_key = {self._hub.text_key!r}, got {text!r:.60}, with columns "
+                    f"{', '.join(document)}"
                 )
             self._left += [*self._tokenizer.encode(text), self._tokenizer.eos_id]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the stream, and the tokens that are in no sample yet."""
-        place = self._documents.state_dict() if self._is_begun else None
+        """Return the position in the stream, and the tokens after the last sample."""
+        place = self._documents.state_dict() if self._has_started else None
         return {"documents": place, "left": self._left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a stored state."""
         self._documents, self._left = self._open(), [*state["left"]]
-        self._is_begun = state["documents"] is not None
-        if self._is_begun:
+        self._has_started = state["documents"] is not None
+        if self._has_started:
             self._documents.load_state_dict(state["documents"])

@@ -1,58 +1,54 @@
-"""Tokenise a corpus once, into a store that all ranks and all later runs share.
+"""Tokenize a corpus once, into a store that all ranks and later runs share.
 
 Threads encode, since tiktoken and `tokenizers` release the interpreter lock while they work (two
 threads were measured at 1.8 times one, two processes at 2.0). Processes would have to be started
 safely beside CUDA and gloo, would import the user's main module again, and would pickle every text
 and every token.
 
-Finished stores are kept in `dataset_cache`, each in a folder named by a fingerprint of what it was
-made from. One process of a node writes it under a file lock, in a folder with another name, and
-renames that when it is complete. The others wait for the lock and find the store. `cached` does
-this for any function that fills a store. With a URL as `dataset_cache` machines share finished
-stores: each keeps its own in the default folder, and brings what another has sent. No finished
-store is ever deleted: the cache may be emptied by hand whenever no run uses it.
+Finished stores are kept in `dataset_cache`, each in a folder named by a fingerprint of its sources.
+One process per node writes the store under a file lock, in a temporary folder that is renamed when
+the store is complete. The other processes wait for the lock and find the store. `cached` does this
+for any function that fills a store. Finished stores are never deleted: the cache may be emptied by
+hand while no run uses it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
 import logging
+import os
 import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 
-from torchtitan.base.cores import num_cores
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
-from torchtitan.base.urls import is_url
+from torchtitan.data.corpus import Corpus
 from torchtitan.data.files import Once, alone, user_path
-from torchtitan.data.parts import Advance
-from torchtitan.data.source import Corpus, Piece
+from torchtitan.data.readers import Advance, Piece
 from torchtitan.data.store import StoreWriter, TokenStore, open_writer
-from torchtitan.data.text import Ids
-from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.data.urls import bring_folder, local_cache, send_folder
+from torchtitan.data.tokenizer import Ids, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# part of the fingerprint: raise it when text would be tokenised differently
+# part of the fingerprint: raise it if the same text gets other tokens
 FORMAT = 1
 ABOUT = "about.json"
 BATCH_CHARS = 1 << 19
 LOG_EVERY_SECONDS = 30.0
 # no space, over quota, over the limit of a file
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def cached_store(
@@ -64,11 +60,18 @@ def cached_store(
     advance: Advance | None = None,
     once: Once = alone,
 ) -> TokenStore:
-    """Return the tokens of a corpus, from the cache or tokenised now, as `tokenize` does.
+    """Return the tokens of a corpus, from the cache or tokenized now.
 
-    `once`: what looks at its files.
+    Args:
+        corpus: Text to tokenize.
+        tokenizer: Encodes the text.
+        cache: Folder of finished stores.
+        num_threads: Threads that encode; 0 for one per core.
+        advance: Called with each number of bytes read, instead of showing progress.
+        once: Reads the identity of the corpus in one process of this machine.
 
-    Raises DataError for text that cannot be read, and for a cache that cannot be written.
+    Raises:
+        DataError: Text cannot be read, or the cache cannot be written.
     """
 
     def write(writer: StoreWriter) -> dict[str, object]:
@@ -80,7 +83,7 @@ def cached_store(
 
     store, notes = cached(
         [FORMAT, tokenizer.fingerprint, corpus.name, once(corpus.identity)],
-        what=corpus.name,
+        name=corpus.name,
         cache=cache,
         vocab_size=tokenizer.vocab_size,
         write=write,
@@ -91,37 +94,91 @@ def cached_store(
 
 
 def cached(
-    parts: Sequence[object],
+    sources: Sequence[object],
     *,
-    what: str,
+    name: str,
     cache: str,
     vocab_size: int,
     write: Callable[[StoreWriter], Mapping[str, object]],
 ) -> tuple[TokenStore, dict[str, Any]]:
-    """Return a store and notes about it, from the cache or made now.
+    """Return a store and the notes stored with it, from the cache or written now.
 
-    `write` fills the store and returns the notes; `parts` are all that its content depends on;
-    `what` is its name for messages. Raises DataError for a cache that cannot be written.
+    Args:
+        sources: Everything that decides the content, as JSON.
+        name: Name of the content for messages.
+        cache: Folder of finished stores.
+        vocab_size: One more than the largest number in the store.
+        write: Fills the store and returns the notes.
+
+    Raises:
+        DataError: The cache cannot be written, or is damaged.
     """
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-    root = user_path(local_cache(cache), key="dataset_cache")
+    key = hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]
+    root = user_path(cache, key="dataset_cache")
     folder = root / key
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not folder.exists():
-            with _locked(root / f"{key}.lock", what=what):
+            with _locked(root / f"{key}.lock", name=name):
                 # another process may have written it meanwhile
                 if not folder.exists():
-                    shared = f"{cache.rstrip('/')}/{key}" if is_url(cache) else None
-                    _build(folder, vocab_size=vocab_size, write=write, shared=shared)
+                    _build(folder, vocab_size=vocab_size, write=write)
     except OSError as error:
-        what = f"{root}: {error.strerror or error}"
+        rule = f"cannot write tokenized data to {root}: {error.strerror or error}"
         if error.filename is not None and Path(error.filename) != root:
-            what += f" ({error.filename})"
-        room = "make room, or " if error.errno in FULL else ""
-        rule = f"cannot write tokenised data to {what}; {room}name another folder"
-        raise DataError.at("dataset_cache", rule) from error
+            rule += f" ({error.filename})"
+        room = "free space, or " if error.errno in DISK_FULL else ""
+        raise DataError.at("dataset_cache", f"{rule}; {room}name another folder") from error
     return open_cached(folder)
+
+
+def open_cached(folder: Path) -> tuple[TokenStore, dict[str, Any]]:
+    """Return a store of the cache and its notes, after checking that it is unchanged."""
+    try:
+        notes = json.loads((folder / ABOUT).read_text())
+        store = TokenStore(folder / "tokens")
+        is_unchanged = store.content_hash() == notes["content"]
+    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
+        raise DataError(f"the tokenized data in {folder} is damaged; delete it: {error}") from error
+    if not is_unchanged:
+        raise DataError(f"the tokenized data in {folder} changed since it was written; delete it")
+    return store, notes
+
+
+def _build(
+    folder: Path, *, vocab_size: int, write: Callable[[StoreWriter], Mapping[str, object]]
+) -> None:
+    unfinished = folder.with_suffix(".tmp")
+    # left by a process that was killed: this process has the lock
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        with open_writer(unfinished / "tokens", vocab_size=vocab_size) as writer:
+            notes = write(writer)
+        store = TokenStore(unfinished / "tokens")
+        about = {
+            **notes,
+            "num_documents": store.num_documents,
+            "num_tokens": store.num_tokens,
+            "content": store.content_hash(),
+        }
+        (unfinished / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def _locked(file: Path, *, name: str) -> Iterator[None]:
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        logger.info("waiting for the process that tokenizes %s", name)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def tokenize(
@@ -132,33 +189,36 @@ def tokenize(
     num_threads: int = 0,
     advance: Advance | None = None,
 ) -> int:
-    """Write all documents of a corpus, in order, each followed by the end-of-document token.
+    """Write all documents of a corpus in order, each followed by the end-of-document token.
 
-    Returns the bytes of their text. `num_threads`: 0 takes one for each core. `advance`: what is
-    told of bytes read, instead of the terminal or the log.
+    Args:
+        corpus: Text to tokenize.
+        tokenizer: Encodes the text.
+        writer: Receives the tokens.
+        num_threads: Threads that encode; 0 for one per core.
+        advance: Called with each number of bytes read, instead of showing progress.
+
+    Returns:
+        The size of the text in bytes.
     """
     num_threads = num_threads or num_cores()
     start = time.monotonic()
-    logger.info(
-        "tokenising %s (%.1f MB) with %s",
-        corpus.name,
-        corpus.num_bytes / 1e6,
-        amount(num_threads, "thread"),
-    )
+    size, threads = corpus.num_bytes / 1e6, amount(num_threads, "thread")
+    logger.info("tokenizing %s (%.1f MB) with %s", corpus.name, size, threads)
     end = np.array([tokenizer.eos_id], np.uint32)
-    shown = contextlib.nullcontext(advance) if advance else show_progress(corpus)
     text_bytes = 0
-    with shown as advance, ThreadPoolExecutor(num_threads) as threads:
+    progress = nullcontext(advance) if advance else show_progress(corpus)
+    with progress as advance, ThreadPoolExecutor(num_threads) as pool:
         # a few batches ahead keep all threads busy
-        waiting: deque[tuple[list[Piece], Future[list[Ids]]]] = deque()
+        pending: deque[tuple[list[Piece], Future[list[Ids]]]] = deque()
         for batch in _batches(corpus.pieces(advance)):
             texts = [piece.text for piece in batch]
             text_bytes += sum(len(text.encode()) for text in texts)
-            waiting.append((batch, threads.submit(tokenizer.encode_batch, texts)))
-            if len(waiting) > 2 * num_threads:
-                _write(*waiting.popleft(), end=end, writer=writer)
-        while waiting:
-            _write(*waiting.popleft(), end=end, writer=writer)
+            pending.append((batch, pool.submit(tokenizer.encode_batch, texts)))
+            if len(pending) > 2 * num_threads:
+                _write(*pending.popleft(), end=end, writer=writer)
+        while pending:
+            _write(*pending.popleft(), end=end, writer=writer)
     logger.info(
         "%s: %s, %s in %.1f s",
         corpus.name,
@@ -167,14 +227,6 @@ def tokenize(
         time.monotonic() - start,
     )
     return text_bytes
-
-
-def _write(
-    pieces: list[Piece], encoded: Future[list[Ids]], *, end: Ids, writer: StoreWriter
-) -> None:
-    for piece, ids in zip(pieces, encoded.result(), strict=True):
-        tokens = np.concatenate([ids, end]) if piece.ends_document else ids
-        writer.add(tokens, ends_document=piece.ends_document)
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
@@ -190,105 +242,45 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _build(
-    folder: Path,
-    *,
-    vocab_size: int,
-    write: Callable[[StoreWriter], Mapping[str, object]],
-    shared: str | None,
+def _write(
+    pieces: list[Piece], encoded: Future[list[Ids]], *, end: Ids, writer: StoreWriter
 ) -> None:
-    """Write a store, or bring it from the URL `shared`, where another machine may have sent it."""
-    unfinished = folder.with_suffix(".tmp")
-    # from a process that was killed: this one has the lock
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        if shared is not None and _bring(shared, unfinished):
-            unfinished.rename(folder)
-            return
-        with open_writer(unfinished / "tokens", vocab_size=vocab_size) as writer:
-            notes = write(writer)
-        store = TokenStore(unfinished / "tokens")
-        about = {
-            **notes,
-            "num_documents": store.num_documents,
-            "num_tokens": store.num_tokens,
-            "content": store.content_hash(),
-        }
-        (unfinished / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
-        unfinished.rename(folder)
-        if shared is not None:
-            _send(folder, shared)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    for piece, ids in zip(pieces, encoded.result(), strict=True):
+        tokens = np.concatenate([ids, end]) if piece.ends_document else ids
+        writer.add(tokens, ends_document=piece.ends_document)
 
 
-def _send(folder: Path, url: str) -> None:
-    try:
-        send_folder(folder, url, last=ABOUT)
-    except DataError as error:  # hours of work are here, and this machine needs no more
-        logger.warning("%s; other machines have to tokenise it themselves", error)
-
-
-def _bring(url: str, folder: Path) -> bool:
-    """Bring a store that another machine has sent; tell whether there is a whole one."""
-    if not bring_folder(url, folder, last=ABOUT):
-        return False
-    try:
-        open_cached(folder)
-    except DataError:
-        logger.warning("the tokenised data in %s is damaged, and is made anew", url)
-        shutil.rmtree(folder)
-        return False
-    return True
-
-
-def open_cached(folder: Path) -> tuple[TokenStore, dict[str, Any]]:
-    """Open a store of the cache; check that it is as it was written."""
-    try:
-        about = json.loads((folder / ABOUT).read_text())
-        store = TokenStore(folder / "tokens")
-        whole = store.content_hash() == about["content"]
-    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
-        raise DataError(f"the tokenised data in {folder} is damaged; delete it: {error}") from error
-    if not whole:
-        raise DataError(f"the tokenised data in {folder} changed since it was written; delete it")
-    return store, about
-
-
-@contextlib.contextmanager
-def _locked(file: Path, *, what: str) -> Iterator[None]:
-    lock = FileLock(file)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        logger.info("waiting for the process that tokenises %s", what)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextlib.contextmanager
+@contextmanager
 def show_progress(corpus: Corpus) -> Iterator[Advance]:
-    """Yield a function to call with bytes read: a bar on a terminal, else lines in the log."""
+    """Yield a function to call with each number of bytes read.
+
+    It advances a bar on a terminal, and otherwise logs a line every 30 seconds.
+    """
     total = corpus.num_bytes
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import Progress
 
         with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(f"tokenising {corpus.name}", total=total)
+            task = bar.add_task(f"tokenizing {corpus.name}", total=total)
             yield lambda num_bytes: bar.advance(task, num_bytes)
         return
-    done, logged = 0, time.monotonic()
+    num_read, logged_at = 0, time.monotonic()
 
     def advance(num_bytes: int) -> None:
-        nonlocal done, logged
-        done += num_bytes
-        if time.monotonic() - logged >= LOG_EVERY_SECONDS:
-            logged = time.monotonic()
-            percent = 100 * done / max(total, 1)
-            logger.info("tokenising %s: %.0f %% read", corpus.name, percent)
+        nonlocal num_read, logged_at
+        num_read += num_bytes
+        if time.monotonic() - logged_at >= LOG_EVERY_SECONDS:
+            logged_at = time.monotonic()
+            percent = 100 * num_read / max(total, 1)
+            logger.info("tokenizing %s: %.0f %% read", corpus.name, percent)
 
     yield advance
+
+
+def num_cores() -> int:
+    """Return the number of cores this process may use.
+
+    Unlike `os.cpu_count()` it respects the limits of a container or scheduler, on Linux.
+    """
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -1,16 +1,15 @@
-"""Tokenise many files beforehand: several processes, each some files at a time, then one store.
+"""Tokenize many files with several processes into one store.
 
-A large file, or neighbours that are small, become a store of their own in the folder
-`PREFIX.parts`, a cache as any (`prepare.py`). So what was stopped goes on with what is not done,
-and changed files are done again. When all are done, their documents are written one after another
-into the store, the same as if one process had read all files, and the folder is removed.
+A large file, or several small neighbours, become a store of their own in the folder `PREFIX.parts`,
+a cache like any other (`prepare.py`). So the same command resumes after an interruption, and files
+that changed are tokenized again. When all parts exist, their documents are written in order into
+the store, exactly as if one process had read all files, and the folder is removed.
 
-Processes and not only threads: reading JSON and writing stores hold the interpreter lock.
+Processes, because reading JSON and writing stores hold the interpreter lock.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import multiprocessing
 import os
@@ -23,38 +22,40 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock, Timeout
 
-from torchtitan.base.cores import num_cores
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import amount
-from torchtitan.data.prepare import cached_store, open_cached, show_progress
-from torchtitan.data.source import FileCorpus, check_heads
-from torchtitan.data.split import content_number
+from torchtitan.data.corpus import FileCorpus
+from torchtitan.data.holdout import content_number
+from torchtitan.data.prepare import cached_store, num_cores, open_cached, show_progress
+from torchtitan.data.readers import check_heads
 from torchtitan.data.store import open_writer
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# small enough that all processes end at about the same time, large enough that jobs cost nothing
+# small enough that all processes end at about the same time, large enough that a job costs little
 MAX_JOB_BYTES, NUM_JOBS = 1 << 25, 64
 
 
 @dataclass
 class Summary:
-    """What a store holds."""
+    """Counts of a store."""
 
     num_documents: int = 0
     num_tokens: int = 0
     text_bytes: int = 0
     longest: int = 0
+    """Tokens of the longest document."""
     longest_at: int = 0
-    """Number of the longest document; the first is 1."""
+    """Number of the longest document, starting at 1."""
     num_duplicates: int = 0
-    """Documents that are the same as an earlier one."""
+    """Documents equal to an earlier one."""
 
     def __str__(self) -> str:
         ratio = self.text_bytes / self.num_tokens
@@ -62,7 +63,7 @@ class Summary:
             f"{amount(self.num_documents, 'document')}, {amount(self.num_tokens, 'token')}\n"
             f"{self.text_bytes / 1e6:.1f} MB of text, {ratio:.2f} bytes per token; the longest "
             f"document, number {self.longest_at}, has {amount(self.longest, 'token')}; "
-            f"{amount(self.num_duplicates, 'document')} the same as an earlier one"
+            f"{amount(self.num_duplicates, 'document')} equal to an earlier one"
         )
 
 
@@ -71,20 +72,46 @@ def prepare_files(
 ) -> Summary:
     """Write the store `prefix` from all files of a corpus.
 
-    `num_workers`: processes; 0 takes one for each core, and never more than there is to do at once.
+    Args:
+        corpus: Files to tokenize.
+        prefix: Path of the store without the suffixes.
+        tokenizer_path: As `model.tokenizer_path`.
+        num_workers: Processes; 0 for one per core. At most one per part.
 
     Raises:
-        DataError: A file cannot be read; what is done is kept. Or another process writes `prefix`.
+        DataError: A file cannot be read, or another process writes `prefix`. Finished parts are
+            kept.
     """
     tokenizer = build_tokenizer(tokenizer_path, key="--tokenizer")
     check_heads(corpus.files)
-    with _alone(prefix):
-        return _prepare(corpus, prefix, tokenizer_path, tokenizer, num_workers)
+    folder = Path(f"{prefix}.parts")
+    with _locked(prefix):
+        folder.mkdir(exist_ok=True)
+        parts = [*_divide(corpus)]
+        num_workers = min(num_workers or num_cores(), len(parts))
+        try:
+            if num_workers == 1:
+                folders = [
+                    Path(cached_store(part, tokenizer=tokenizer, cache=str(folder)).prefix).parent
+                    for part in parts
+                ]
+            else:
+                folders = _run_workers(
+                    parts, corpus, tokenizer_path, cache=folder, num_workers=num_workers
+                )
+        except BaseException:
+            if any(folder.glob("*/about.json")):
+                logger.warning("finished parts are kept in %s; run again to resume", folder)
+            else:
+                shutil.rmtree(folder)
+            raise
+        summary = _concatenate(folders, prefix=prefix, tokenizer=tokenizer)
+        shutil.rmtree(folder)
+    return summary
 
 
 @contextmanager
-def _alone(prefix: str) -> Iterator[None]:
-    """Keep other processes from the same work; raises DataError if one is at it."""
+def _locked(prefix: str) -> Iterator[None]:
     file = Path(f"{prefix}.parts.lock")
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(file)
@@ -101,63 +128,40 @@ def _alone(prefix: str) -> Iterator[None]:
         lock.release()
 
 
-def _prepare(
-    corpus: FileCorpus, prefix: str, tokenizer_path: str, tokenizer: Tokenizer, num_workers: int
-) -> Summary:
-    folder = Path(f"{prefix}.parts")
-    folder.mkdir(exist_ok=True)
-    each = [*_divided(corpus)]
-    num_workers = min(num_workers or num_cores(), len(each))
-    try:
-        if num_workers == 1:
-            parts = [
-                cached_store(one, tokenizer=tokenizer, cache=str(folder)).prefix for one in each
-            ]
-        else:
-            parts = _in_processes(each, corpus, tokenizer_path, str(folder), num_workers)
-    except BaseException:
-        if any(folder.glob("*/about.json")):
-            logger.warning("what is done is kept in %s: start again to go on from there", folder)
-        else:
-            shutil.rmtree(folder)
-        raise
-    summary = _put_together(parts, prefix=prefix, tokenizer=tokenizer)
-    shutil.rmtree(folder)
-    return summary
-
-
-def _divided(corpus: FileCorpus) -> Iterator[FileCorpus]:
-    """Yield neighbouring files together, until there are enough bytes for a job."""
-    enough = min(MAX_JOB_BYTES, corpus.num_bytes // NUM_JOBS)
+def _divide(corpus: FileCorpus) -> Iterator[FileCorpus]:
+    """Yield neighbouring files together, up to the size of a job."""
+    job_bytes = min(MAX_JOB_BYTES, corpus.num_bytes // NUM_JOBS)
     files: list[Path] = []
     size = 0
     for file in corpus.files:
         files.append(file)
         size += file.stat().st_size
-        if size >= enough:
+        if size >= job_bytes:
             yield replace(corpus, files=tuple(files))
             files, size = [], 0
     if files:
         yield replace(corpus, files=tuple(files))
 
 
-def _in_processes(
-    each: Sequence[FileCorpus],
-    whole: FileCorpus,
+def _run_workers(
+    parts: Sequence[FileCorpus],
+    corpus: FileCorpus,
     tokenizer_path: str,
-    folder: str,
+    *,
+    cache: Path,
     num_workers: int,
-) -> list[str]:
-    """Return the prefix of each part."""
+) -> list[Path]:
+    """Tokenize the parts of a corpus in processes; return the folder of each store."""
     num_threads = max(num_cores() // num_workers, 1)
     # not forked: threads of this process may hold locks
     spawn = multiprocessing.get_context("spawn")
     with (
-        ProcessPoolExecutor(num_workers, spawn, _start_worker) as pool,
-        show_progress(whole) as advance,
+        ProcessPoolExecutor(num_workers, spawn, _init_worker) as pool,
+        show_progress(corpus) as advance,
     ):
         jobs = {
-            pool.submit(_tokenize, one, tokenizer_path, folder, num_threads): one for one in each
+            pool.submit(_tokenize, part, tokenizer_path, str(cache), num_threads): part
+            for part in parts
         }
         try:
             for job in as_completed(jobs):
@@ -165,17 +169,17 @@ def _in_processes(
                 advance(jobs[job].num_bytes)
         except BrokenProcessPool as error:
             raise DataError(
-                "a process ended before its work, perhaps for want of memory; try fewer --workers"
+                "a process ended before its work, perhaps out of memory; try fewer --workers"
             ) from error
         except BaseException:
-            # what has begun is done and kept, what waits is not begun
+            # running jobs finish and are kept, waiting jobs are cancelled
             pool.shutdown(cancel_futures=True)
             raise
         return [job.result() for job in jobs]
 
 
-def _start_worker() -> None:
-    """End at once, without a traceback, by a signal to all or when the parent is gone."""
+def _init_worker() -> None:
+    """End this process without a traceback on SIGINT, and when its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -187,30 +191,29 @@ def _start_worker() -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-@functools.cache
+@cache
 def _tokenizer(path: str) -> Tokenizer:
-    """Build the tokenizer once in a process: a large vocabulary takes long to read."""
-    return build_tokenizer(path)
+    return build_tokenizer(path)  # once per process: reading a large vocabulary takes long
 
 
-def _tokenize(corpus: FileCorpus, tokenizer_path: str, folder: str, num_threads: int) -> str:
-    """Run in a process; return the prefix of the store."""
-    return cached_store(
-        corpus,
+def _tokenize(part: FileCorpus, tokenizer_path: str, cache: str, num_threads: int) -> Path:
+    store = cached_store(
+        part,
         tokenizer=_tokenizer(tokenizer_path),
-        cache=folder,
+        cache=cache,
         num_threads=num_threads,
         advance=lambda num_bytes: None,
-    ).prefix
+    )
+    return Path(store.prefix).parent
 
 
-def _put_together(parts: Sequence[str], *, prefix: str, tokenizer: Tokenizer) -> Summary:
+def _concatenate(folders: Sequence[Path], *, prefix: str, tokenizer: Tokenizer) -> Summary:
     summary = Summary()
     hashes = array("Q")
     with open_writer(prefix, vocab_size=tokenizer.vocab_size) as writer:
-        for part in parts:  # one open at a time: each holds several files
-            store, about = open_cached(Path(part).parent)
-            summary.text_bytes += about["text_bytes"]
+        for folder in folders:  # one store open at a time: each holds several files
+            store, notes = open_cached(folder)
+            summary.text_bytes += notes["text_bytes"]
             for number in range(store.num_documents):
                 document = store.document(number)
                 writer.add(document, ends_document=True)

@@ -7,16 +7,20 @@ position in the data is a single number, and all ranks, workers and resumed runs
 
 The permutation is a Feistel network over pairs of digits, as in format-preserving encryption (Black
 and Rogaway, "Ciphers with arbitrary finite domains", 2002): each round adds a keyed hash of one
-digit to the other, which can be undone whatever the hash is, so all rounds together are one-to-one.
+digit to the other, which can be undone for any hash, so all rounds together are one-to-one.
 The pairs number a little over n; a value of n or more is sent through again until it falls below n
 (cycle walking), which again is one-to-one.
+
+`SkippedSamples` excludes samples from the global order, as set by `training.skip_samples`. Numbers
+stay the same: sample 500 is the same sample with and without skipped samples. The remaining samples
+are counted by places: place 0 is the first number that is not skipped.
 """
 
 from __future__ import annotations
 
 import struct
 import sys
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -129,3 +133,29 @@ class Mixture:
         return bisect_left(
             range(most), num_samples, key=lambda first: self.count(source, first=first)
         )
+
+
+class SkippedSamples:
+    """Numbers that are passed over, as ranges (first, last), in order and disjoint."""
+
+    def __init__(self, ranges: Sequence[Sequence[int]] = ()) -> None:
+        self._firsts = [first for first, _ in ranges]
+        self._ends = [last + 1 for _, last in ranges]
+        sizes = [last + 1 - first for first, last in ranges]
+        self._before = [0, *accumulate(sizes)]
+        self._begins = [a - n for a, n in zip(self._firsts, self._before, strict=False)]
+
+    def number(self, place: int) -> int:
+        """Return the number of the sample at a place."""
+        return place + self._before[bisect_right(self._begins, place)]
+
+    def place(self, number: int) -> int:
+        """Return how many samples before a number are not skipped."""
+        i = bisect_left(self._ends, number)
+        inside = max(0, number - self._firsts[i]) if i < len(self._firsts) else 0
+        return number - self._before[i] - inside
+
+    def holds(self, number: int) -> bool:
+        """Return whether a number is skipped."""
+        i = bisect_right(self._ends, number)
+        return i < len(self._firsts) and self._firsts[i] <= number

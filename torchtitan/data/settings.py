@@ -1,4 +1,4 @@
-"""What a run trains on and is measured on: the sections [training] and [validation]."""
+"""The sections [training] and [validation]: data, samples and batches."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.base.errors import Violation
-from torchtitan.config.needs import AtLeast, InsteadOf, Needs, Replaced
+from torchtitan.base.urls import hide_credentials, is_url
+from torchtitan.config.needs import AtLeast, InsteadOf, Needs
 from torchtitan.config.types import (
     STRICT,
     FinitePositive,
     ImportPaths,
+    ListOf,
     LocalPath,
     MinusOneOrMore,
     Own,
-    PathOrURL,
-    Ranges,
+    Range,
     Share,
     Strings,
     Text,
-    Weights,
 )
 
 WORKERS = Needs("num_workers", AtLeast(1))
@@ -34,11 +34,11 @@ OF_EXAMPLES = Needs("dataset", SUPERVISED)
 
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
-    """Return text, and the key whose value follows it, in turn; raise ValueError if it is wrong."""
+    """Return pairs of literal text and the key that follows it; raise ValueError if it is wrong."""
     parts = []
     for literal, key, form, conversion in Formatter().parse(template):
         if key == "" or form or conversion:
-            raise ValueError("braces must hold a key alone")
+            raise ValueError("braces must hold only a key")
         parts.append((literal, key))
     if not any(key for _, key in parts):
         raise ValueError("no key in braces")
@@ -46,8 +46,8 @@ def template_parts(template: str) -> list[tuple[str, str | None]]:
 
 
 def template_rule(error: ValueError) -> str:
-    """Say what is wrong with a template."""
-    return f'must hold keys in braces, as "{{title}} {{body}}": {error}; mend it'
+    """Return the rule that a template breaks."""
+    return f'must hold keys in braces, as "{{title}} {{body}}": {error}'
 
 
 DatasetKind = Annotated[
@@ -69,12 +69,12 @@ DEFAULT_STEPS = 10000
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataLoaderConfig:
-    """How samples are read; no setting here changes which samples, or their order."""
+    """How samples are read. No setting here changes the samples or their order."""
 
     num_workers: NonNegativeInt = 0
-    """Processes that read ahead on each rank; 0 reads in the trainer itself."""
+    """Processes that read ahead on each rank. 0 reads in the trainer."""
     persistent_workers: Annotated[bool, WORKERS] = False
-    """For torchtitan's files: here the workers live as long as the run, whatever is said."""
+    """Accepted for torchtitan's files. Workers always live as long as the run."""
     pin_memory: bool = False
     """Read into page-locked memory for faster copies to the GPU (CUDA only)."""
     prefetch_factor: Annotated[PositiveInt | None, WORKERS] = None
@@ -86,93 +86,88 @@ class TrainingConfig:
     """Data, batch sizes, length and precision of the training."""
 
     steps: Annotated[int, Field(ge=-1)] = -1
-    """Optimizer steps; 0: none, what the job starts from is saved and exported. -1: as many as
-    num_epochs takes, or 10000 without it. With both, the run ends at whichever comes first."""
+    """Optimizer steps. 0: save and export the start without training. -1: the steps of num_epochs,
+    or 10000 without it. With both, the run ends at the earlier one."""
     seq_len: PositiveInt = 2048
-    """Tokens of a sample."""
+    """Tokens per sample."""
     local_batch_size: PositiveInt = 8
-    """Samples of one forward pass on one data-parallel rank."""
+    """Samples per forward pass on one data-parallel rank."""
     global_batch_size: MinusOneOrMore = -1
-    """Samples of one optimizer step over all ranks; a multiple of local_batch_size times the
-    data-parallel degree, the rest is gradient accumulation. -1: no accumulation."""
+    """Samples per optimizer step over all ranks, a multiple of local_batch_size times the
+    data-parallel degree. The rest is gradient accumulation. -1: no accumulation."""
     max_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm; inf never clips."""
     document_attention: Literal["across", "within"] = "across"
-    """across: a token attends to all before it in its sample; within: to those of its own document
-    alone, and no label crosses a document's end."""
+    """across: a token attends to all previous tokens of its sample. within: only to tokens of its
+    document, and no label crosses a document's end."""
     document_positions: Literal["continue", "restart"] = "continue"
-    """Positions count on through a sample, or restart at 0 with each document in it."""
+    """Positions continue through a sample, or restart at 0 with each document."""
     dataset: DatasetKind = "python_stdlib"
     """python_stdlib: sources of this Python's library; synthetic: generated text; synthetic_masked:
-    the same with a random number of labels per sample masked, to compare layouts with; files:
-    what dataset_path names; examples: chats, or prompts and completions, of dataset_path, to
-    fine-tune on; synthetic_examples: generated ones; or a class of your own: see
-    torchtitan.data.own."""
+    the same with a random number of labels per sample masked, to compare layouts; files: the files
+    of dataset_path; examples: chats, or prompts and completions, of dataset_path, to fine-tune on;
+    synthetic_examples: generated examples; or a custom class: see torchtitan.data.custom."""
     dataset_path: Annotated[Strings, Needs("dataset", READS_FILES)] = ()
     """Text (.txt, .md, .py ...), JSON (.jsonl, .json), tables (.csv, .tsv, .parquet, .arrow),
-    archives of these (.zip, .tar), token stores (.bin/.idx), folders of datasets.save_to_disk;
-    globs allowed, .gz and .zst too; or URLs of these, as s3://bucket/corpus/**/*.jsonl."""
-    dataset_weights: Annotated[Weights, Needs("dataset", "files")] = ()
-    """One weight for each dataset_path: samples are drawn from them in this proportion. Empty: one
-    source."""
+    token stores (.bin/.idx), folders of datasets.save_to_disk; text compressed as .gz, .bz2, .xz
+    and .zst; globs and folders of these; or URLs, as s3://bucket/corpus/**/*.jsonl."""
+    dataset_weights: Annotated[ListOf[FinitePositive], Needs("dataset", "files")] = ()
+    """One weight per dataset_path: samples are drawn in this proportion. Empty: one source."""
     dataset_mixture: Annotated[
         dict[Text, FinitePositive],
         Needs("dataset", "files"),
         InsteadOf("dataset_path", "dataset_weights"),
-        Replaced(),
     ] = Field(default_factory=dict)
     """A table of files, as in dataset_path, with the weight of each, instead of dataset_path and
     dataset_weights."""
     dataset_text_key: str = "text"
     """Key of a JSON object, or column of a table, that holds the text."""
     dataset_text_template: Annotated[Text | None, Needs("dataset", "files")] = None
-    """Text made of several keys, as "{title}\\n{body}", instead of dataset_text_key; a brace is
-    written twice."""
+    """Text made of several keys, as "{title}\\n{body}", instead of dataset_text_key. Write a brace
+    twice."""
     chat_template: Annotated[LocalPath | None, OF_EXAMPLES] = None
-    """Jinja file that makes text of the messages of examples; if not given, the template that came
-    with the tokenizer."""
+    """Jinja file that renders the messages of examples. Default: the tokenizer's template."""
     packing: Annotated[
         Literal["packed", "padded"],
         OF_EXAMPLES,
         Needs("document_attention", "within"),
     ] = "padded"
-    """padded: a sample is one example; packed: as many as it holds, kept apart by
+    """padded: a sample is one example. packed: a sample holds several examples, separated by
     document_attention."""
     long_examples: Annotated[Literal["truncate", "skip"], OF_EXAMPLES] = "truncate"
-    """What becomes of an example longer than seq_len: its beginning is kept, or it is left out."""
-    dataset_cache: PathOrURL = DEFAULT_CACHE
-    """Folder for tokenised data, kept under a fingerprint of the files and the tokenizer; or a URL,
-    for machines to share it by."""
-    skip_samples: Ranges = ()
-    """Samples that are not trained on, by ranges of their first and last number in the order of the
-    run, as [[100, 199]]; the order of all others stays. On the command line: 100-199 400-415."""
+    """Cut an example longer than seq_len at its end, or skip it."""
+    dataset_cache: Text = DEFAULT_CACHE
+    """Folder for tokenized data, named by a fingerprint of the files and the tokenizer."""
+    skip_samples: ListOf[Range] = ()
+    """Samples to skip, as ranges of their first and last number in the order of the run, such as
+    [[100, 199]]. The order of the other samples stays. On the command line: 100-199 400-415."""
     num_epochs: PositiveInt | None = None
-    """Passes over the data before the run ends; if not given it repeats, reshuffled, for all
-    steps. The learning rate is planned over the steps that the run takes."""
+    """Passes over the data before the run ends. Default: repeat, reshuffled, for all steps. The
+    learning rate is planned over the steps that the run takes."""
     dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
     """Workers and prefetch."""
     dtype: Literal["bfloat16", "float32"] = "float32"
     """Type of the stored weights and of the optimizer's state."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type in which weights are gathered and layers computed. auto: bfloat16 where the devices of
-    all ranks multiply it by themselves (or the weights are stored in it), else float32."""
+    """Type of gathered weights and of computation. auto: bfloat16 if the devices of all ranks
+    multiply it natively (or the weights are stored in it), else float32."""
     mixed_precision_reduce: Literal["float32"] = "float32"
-    """Type in which gradients are summed across ranks."""
+    """Type of gradients while they are summed across ranks."""
     enable_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory; layers visit the GPU."""
+    """Keep weights, gradients and optimizer state in host memory, and copy layers to the GPU."""
     loss: Annotated[Text, Own("cross_entropy")] = "cross_entropy"
-    """What is minimised, a loss of each token: cross-entropy, or a function of your own, from
-    float32 logits (tokens, vocabulary) and labels (tokens) to losses (tokens)."""
+    """Loss per token: cross-entropy, or a custom function from float32 logits (tokens, vocabulary)
+    and labels (tokens) to losses (tokens)."""
     callbacks: ImportPaths = ()
-    """Classes of your own that follow the run: see torchtitan.callbacks.Callbacks."""
+    """Custom classes that follow the run: see torchtitan.callbacks.Callbacks."""
     loss_chunks: NonNegativeInt = 0
-    """Chunks of tokens whose logits exist one after the other; 1: all at once. 0: as many as the
-    sizes call for."""
+    """Number of chunks of tokens whose logits are computed in turn. 1: all at once. 0: chosen by
+    the sizes."""
     gc_freq: PositiveInt = 50
-    """Collect Python garbage every this many steps, on all ranks at once, and never in between."""
+    """Steps between collections of Python garbage, on all ranks at the same step."""
 
     def __post_init__(self) -> None:
-        """Settle the default; with num_epochs it follows from the data, at assembly."""
+        """Set the default. With num_epochs it follows from the data, when the run is built."""
         if self.steps == -1 and self.num_epochs is None:
             object.__setattr__(self, "steps", DEFAULT_STEPS)
 
@@ -183,11 +178,11 @@ class TrainingConfig:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Return the weight of each entry; empty if they are one source."""
+        """Return the weight of each entry, empty for one source."""
         return tuple(self.dataset_mixture.values()) or self.dataset_weights
 
     def violations(self) -> Iterator[Violation]:
-        """Check paths, weights, template and batch."""
+        """Check paths, weights, cache, template and batch."""
         if self.dataset in READS_FILES and not self.paths:
             keys = ("dataset", "dataset_path", "dataset_mixture")
             yield Violation(keys, "needs dataset_path; name the files to read")
@@ -197,8 +192,15 @@ class TrainingConfig:
                 ("dataset_weights", "dataset_path"),
                 f"must hold one weight for each dataset_path, got {num_weights} for {num_paths}",
             )
+        if is_url(self.dataset_cache):
+            url = hide_credentials(self.dataset_cache)
+            rule = (
+                f"must be a folder, got the URL {url!r}; upload the store that "
+                f"scripts/prepare_data.py writes, and name its URL in dataset_path"
+            )
+            yield Violation(("dataset_cache",), rule)
         ends = [number for one in self.skip_samples for number in one]
-        # the first of a range may be its last; each begins behind the one before
+        # a range may hold one number; each range starts after the previous one
         if any(a > b or (i % 2 and a == b) for i, (a, b) in enumerate(pairwise(ends))):
             rule = (
                 f"must hold ranges of a first and a last number, in order and apart, got "
@@ -206,12 +208,12 @@ class TrainingConfig:
             )
             yield Violation(("skip_samples",), rule)
         yield from self._template_violations()
-        whole, local = self.global_batch_size, self.local_batch_size
-        if whole != -1 and whole % local:
+        total, local = self.global_batch_size, self.local_batch_size
+        if total != -1 and total % local:
             yield Violation(
                 ("global_batch_size", "local_batch_size"),
-                f"must be -1 or a multiple of local_batch_size ({local}), got {whole}; "
-                f"try {max(whole // local, 1) * local}",
+                f"must be -1 or a multiple of local_batch_size ({local}), got {total}; "
+                f"try {max(total // local, 1) * local}",
             )
 
     def _template_violations(self) -> Iterator[Violation]:
@@ -223,43 +225,42 @@ class TrainingConfig:
         except ValueError as error:
             yield Violation((key,), template_rule(error))
         if self.dataset_text_key != "text":
-            rule = "is another way to say dataset_text_key; remove one"
+            rule = "replaces dataset_text_key; remove one"
             yield Violation((key, "dataset_text_key"), rule)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ValidationConfig:
-    """The loss on data that are not trained on; what is not said here is as in [training]."""
+    """Validation on data that are not trained on. Other settings are those of [training]."""
 
     enable: bool = False
-    """Measure the loss on held-out data; it changes no number of the training."""
+    """Measure the loss on held-out data. It changes no number of the training."""
     dataset: DatasetKind | None = None
-    """Kind of data, as training.dataset, which it is if not given; of the generated ones a part
-    that is never trained on."""
+    """Kind of data, as training.dataset, which is the default. Of generated data, a part that is
+    never trained on."""
     dataset_path: Strings = ()
-    """Files to measure the loss on, of the kinds that training.dataset_path takes."""
+    """Files to measure the loss on, as training.dataset_path."""
     split: Share | None = None
-    """Part of the training's documents to hold out of the training and measure the loss on, chosen
-    by a hash of their content; instead of dataset. They are held out while enable is false too."""
+    """Fraction of the training documents to hold out and measure the loss on, chosen by a hash of
+    their content, instead of dataset. They are held out even if enable is false."""
     local_batch_size: PositiveInt | None = None
-    """Samples of one forward pass on one data-parallel rank; training's if not given."""
+    """Samples per forward pass on one data-parallel rank. Default: training's."""
     seq_len: PositiveInt | None = None
-    """Tokens of a sample; training's if not given."""
+    """Tokens per sample. Default: training's."""
     freq: PositiveInt = 10
-    """Validate every this many steps; the first and the last step are always validated."""
+    """Steps between validations. The first and the last step are always validated."""
     steps: int = -1
-    """Batches of one validation, always the same; -1: all samples, each once."""
+    """Batches per validation, always the same. -1: all samples, each once."""
     dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
-    """Workers and prefetch, started anew for each validation."""
+    """Workers and prefetch, started for each validation."""
 
     def violations(self) -> Iterator[Violation]:
-        """Check the number of batches, and that a part of the training's data is not named beside
-        other data."""
+        """Check the number of batches, and that split and other data are not both given."""
         if self.enable and self.steps < 1 and self.steps != -1:
             yield Violation(("steps", "enable"), f"must be -1 or at least 1, got {self.steps}")
         if self.split is not None and (self.dataset or self.dataset_path):
             yield Violation(
                 ("split", "dataset", "dataset_path"),
-                "holds out documents of the training's data, and cannot be given together with "
-                "dataset or dataset_path; remove either",
+                "holds out documents of the training data, and cannot be combined with dataset or "
+                "dataset_path; remove either",
             )

@@ -1,11 +1,10 @@
-"""Tokenised text on disk, in the `.bin`/`.idx` format of Megatron-LM's indexed datasets.
+"""Tokens on disk, in the `.bin`/`.idx` format of Megatron-LM's indexed datasets.
 
-Training reads tokens at random places, over and over, from a corpus that may be far larger than
-memory. So text is tokenised once, and the result is mapped into memory: the kernel loads the pages
-that are read, and all ranks of a node share them. The format is Megatron's because other tools
-write and read it.
+Training reads tokens at random positions of a corpus that may be far larger than memory. So text is
+tokenized once and the result is mapped into memory: the kernel loads the pages that are read, and
+all ranks of a node share them. The format is Megatron's because other tools write and read it.
 
-`PREFIX.bin` holds the tokens of all documents one after another, little-endian. `PREFIX.idx` holds
+`PREFIX.bin` holds the tokens of all documents in order, little-endian. `PREFIX.idx` holds
 
     9 bytes   MMIDIDX\\0\\0
     uint64    version, 1
@@ -13,10 +12,10 @@ write and read it.
     uint64    number of sequences, n
     uint64    number of document boundaries, documents + 1
     int32[n]  tokens of each sequence
-    int64[n]  where each sequence starts in the .bin file, in bytes
+    int64[n]  start of each sequence in the .bin file, in bytes
     int64[.]  index of each document's first sequence, and n at the end
 
-A document is usually one sequence; the writer cuts those whose length int32 cannot hold.
+A document is usually one sequence. The writer cuts documents whose length int32 cannot hold.
 """
 
 from __future__ import annotations
@@ -46,17 +45,21 @@ TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 MAX_SEQUENCE = 2**31 - 1
 CHUNK = 1 << 20
 NUM_HASHED_CHUNKS = 64
-WRITE_ANEW = "write the store anew, for example with scripts/prepare_data.py"
+WRITE_AGAIN = "write the store again, for example with scripts/prepare_data.py"
 
 
 class TokenStore:
-    """A store opened for reading: `PREFIX.bin` and `PREFIX.idx`, mapped, not loaded.
+    """The tokens of documents, mapped from `PREFIX.bin` and `PREFIX.idx`.
 
-    Raises DataError if a file is missing, cut short, damaged or of another format. `checked`:
-    another process has checked the index before.
+    Args:
+        prefix: Path of both files without the suffix.
+        is_checked: Skip the check of the index, which another process has done.
+
+    Raises:
+        DataError: A file is missing, cut short, damaged or of another format.
     """
 
-    def __init__(self, prefix: str | Path, *, checked: bool = False) -> None:
+    def __init__(self, prefix: str | Path, *, is_checked: bool = False) -> None:
         self.prefix = str(prefix)
         index_file, token_file = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         token_size = _size(token_file)
@@ -68,31 +71,26 @@ class TokenStore:
         self.lengths = _map(index_file, "<i4", HEADER.size, num_sequences)
         self._pointers = _map(index_file, "<i8", pointers_at, num_sequences)
         self.document_starts = _map(index_file, "<i8", starts_at, num_boundaries)
-        if not checked:
+        if not is_checked:
             self._check_documents(index_file)
-            end = self._check_sequences(index_file, item_size=dtype.itemsize)
-            if end != token_size:
+            size = self._check_sequences(index_file, item_size=dtype.itemsize)
+            if size != token_size:
                 raise DataError(
-                    f"{token_file} must be {end} bytes by its index, got {token_size}; "
+                    f"{token_file} must be {size} bytes by its index, got {token_size}; "
                     f"one of the two files is cut short or belongs to another store"
                 )
         self.tokens: npt.NDArray[Any] = _map(token_file, dtype, 0, token_size // dtype.itemsize)
 
-    @property
-    def stores(self) -> list[TokenStore]:
-        """Return what is read: this store, as a view of several returns them."""
-        return [self]
-
     def __reduce__(self) -> tuple[Callable[[str], TokenStore], tuple[str]]:
         # a worker process maps the files again
-        return partial(TokenStore, checked=True), (self.prefix,)
+        return partial(TokenStore, is_checked=True), (self.prefix,)
 
     def _check_documents(self, file: Path) -> None:
         """Raise DataError unless the documents divide the sequences, in order."""
         num_sequences, starts = len(self.lengths), self.document_starts
         if starts[0] != 0 or starts[-1] != num_sequences:
             raise DataError(
-                f"{file} is damaged: its documents do not cover its sequences; {WRITE_ANEW}"
+                f"{file} is damaged: its documents do not cover its sequences; {WRITE_AGAIN}"
             )
         for first in range(0, len(starts), CHUNK):
             # one more, to compare the last one with
@@ -101,16 +99,16 @@ class TokenStore:
             if wrong.size:
                 number = first + int(wrong[0])
                 raise DataError(
-                    f"{file} is damaged: documents must follow one another, document {number} (the "
+                    f"{file} is damaged: documents must follow each other, document {number} (the "
                     f"first is 0) has the sequences {starts[number]} to {starts[number + 1]} of "
-                    f"{num_sequences}; {WRITE_ANEW}"
+                    f"{num_sequences}; {WRITE_AGAIN}"
                 )
 
     def _check_sequences(self, file: Path, *, item_size: int) -> int:
-        """Return where the last sequence ends, in bytes.
+        """Return the size of all sequences in bytes.
 
-        Raises DataError unless each begins where the one before it ends: training reads the tokens
-        as one row, so it would train on what is in a gap.
+        Raises DataError unless each sequence starts at the end of the previous one: training reads
+        the tokens as one row, so it would train on the content of a gap.
         """
         end = 0
         for first in range(0, len(self.lengths), CHUNK):
@@ -120,19 +118,24 @@ class TokenStore:
             pointers = self._pointers[first : first + CHUNK]
             wrong = np.flatnonzero((lengths < 0) | (pointers != expected))
             if wrong.size:
-                place = int(wrong[0])
-                what = f"begins at byte {pointers[place]}, the one before ends at {expected[place]}"
-                if lengths[place] < 0:
-                    what = f"has {lengths[place]} tokens"
-                sequence = first + place
-                # right: documents without a sequence come before the one that has it
+                i = int(wrong[0])
+                fault = f"starts at byte {pointers[i]}, the previous one ends at {expected[i]}"
+                if lengths[i] < 0:
+                    fault = f"has {lengths[i]} tokens"
+                sequence = first + i
+                # right: documents without a sequence precede the one that has it
                 number = int(np.searchsorted(self.document_starts, sequence, "right")) - 1
                 raise DataError(
                     f"{file} is damaged: sequence {sequence}, of document {number} (the first is "
-                    f"0), {what}; {WRITE_ANEW}"
+                    f"0), {fault}; {WRITE_AGAIN}"
                 )
             end = int(ends[-1])
         return end
+
+    @property
+    def stores(self) -> list[TokenStore]:
+        """Return this store. A view of several stores returns them."""
+        return [self]
 
     @property
     def num_tokens(self) -> int:
@@ -144,10 +147,30 @@ class TokenStore:
         """Return the number of documents."""
         return len(self.document_starts) - 1
 
-    def boundaries(self, first: int, stop: int) -> list[int]:
-        """Return the tokens after `first` and before `stop` that begin a document.
+    def read(self, first: int, stop: int) -> npt.NDArray[Any]:
+        """Return the tokens from `first` to `stop`, mapped, in their stored type."""
+        return self.tokens[first:stop]
 
-        Found by a binary search, so nothing is loaded whole. Empty documents have no boundary.
+    def document(self, number: int) -> npt.NDArray[Any]:
+        """Return the tokens of one document, mapped, in their stored type."""
+        return self.tokens[self.first_token(number) : self.first_token(number + 1)]
+
+    def first_token(self, document: int) -> int:
+        """Return the start of a document; after the last document, the number of tokens."""
+        sequence = int(self.document_starts[document])
+        if sequence == len(self._pointers):
+            return self.num_tokens  # documents without a sequence, at the end
+        return int(self._pointers[sequence]) // self.tokens.dtype.itemsize
+
+    def document_at(self, token: int) -> int:
+        """Return the number of the document that holds a token."""
+        assert 0 <= token < self.num_tokens
+        return bisect_right(range(self.num_documents), token, key=self.first_token) - 1
+
+    def boundaries(self, first: int, stop: int) -> list[int]:
+        """Return the tokens after `first` and before `stop` that start a document.
+
+        A binary search reads only a few entries of the index. Empty documents have no boundary.
         """
         number = bisect_right(range(self.num_documents), first, key=self.first_token)
         starts: list[int] = []
@@ -158,39 +181,18 @@ class TokenStore:
         return starts
 
     def runs(self, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield store number, begin and end of the tokens from `first` to `stop`: of this store,
-        number 0."""
+        """Yield the tokens from `first` to `stop` as (index in `stores`, start, stop)."""
         yield 0, first, stop
 
     def place(self, number: int, token: int) -> int | None:
-        """Return where a token of store `number`, which is this one, is read."""
+        """Return the position of a token of `stores[number]` in this store."""
         assert number == 0
         return token
 
-    def document_at(self, token: int) -> int:
-        """Return the number of the document that a token belongs to."""
-        assert 0 <= token < self.num_tokens
-        return bisect_right(range(self.num_documents), token, key=self.first_token) - 1
-
-    def read(self, first: int, stop: int) -> npt.NDArray[Any]:
-        """Return the tokens from `first` to `stop`, as they are stored, mapped."""
-        return self.tokens[first:stop]
-
-    def document(self, number: int) -> npt.NDArray[Any]:
-        """Return the tokens of one document, as they are stored, mapped."""
-        return self.tokens[self.first_token(number) : self.first_token(number + 1)]
-
-    def first_token(self, document: int) -> int:
-        """Return where a document begins; of the one behind the last: the number of tokens."""
-        sequence = int(self.document_starts[document])
-        if sequence == len(self._pointers):
-            return self.num_tokens  # documents without a sequence, at the end
-        return int(self._pointers[sequence]) // self.tokens.dtype.itemsize
-
     def content_hash(self) -> str:
-        """Return a SHA-256 of both files; it does not depend on where or when they were written.
+        """Return a SHA-256 of both files, independent of their path and age.
 
-        Of a file over 64 MiB it takes the size and 64 chunks of 1 MiB, spread evenly.
+        A file over 64 MiB is sampled: its size and 64 chunks of 1 MiB, evenly spread.
         """
         digest = hashlib.sha256()
         for suffix in (".idx", ".bin"):
@@ -211,7 +213,7 @@ def _size(file: Path) -> int:
     except OSError as error:
         raise DataError(
             f"a token store must have both .bin and .idx, cannot read {file}: {error.strerror}; "
-            f"{WRITE_ANEW}"
+            f"{WRITE_AGAIN}"
         ) from error
 
 
@@ -221,7 +223,7 @@ def _read_header(file: Path) -> tuple[np.dtype[Any], int, int]:
         header = handle.read(HEADER.size)
     check_fetched(file, header)
     if len(header) < HEADER.size:
-        raise DataError(f"{file} is cut short: {size} bytes are less than a header; {WRITE_ANEW}")
+        raise DataError(f"{file} is cut short: {size} bytes are less than a header; {WRITE_AGAIN}")
     magic, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
     if magic != MAGIC or version != VERSION:
         raise DataError(f"{file} is not an index in Megatron's format, version {VERSION}")
@@ -234,13 +236,13 @@ def _read_header(file: Path) -> tuple[np.dtype[Any], int, int]:
     if size not in (needed, needed + num_sequences):
         raise DataError(
             f"{file} must be {needed} bytes for its {num_sequences} sequences and "
-            f"{num_boundaries} document boundaries, got {size}; it is damaged: {WRITE_ANEW}"
+            f"{num_boundaries} document boundaries, got {size}; it is damaged: {WRITE_AGAIN}"
         )
     return np.dtype(TYPES[code]), num_sequences, num_boundaries
 
 
 def _map(file: Path, dtype: Any, offset: int, count: int) -> npt.NDArray[Any]:
-    # a plain array: slicing an np.memmap costs several times as much
+    # a plain array: slicing an np.memmap is several times slower
     return np.asarray(np.memmap(file, dtype, mode="r", offset=offset, shape=(count,)))
 
 
@@ -252,9 +254,9 @@ def _hashed_offsets(size: int) -> Iterator[int]:
 
 
 class StoreWriter:
-    """Writes a store document by document; made by `open_writer`.
+    """Writes a store document by document. Built by `open_writer`.
 
-    Tokens go straight to the file; 12 bytes per document are held in memory for the index.
+    Tokens go straight to the file. The index takes 12 bytes of memory per document.
     """
 
     def __init__(self, file: BinaryIO, *, vocab_size: int) -> None:
@@ -262,7 +264,7 @@ class StoreWriter:
         self._code = 8 if vocab_size <= 2**16 else 4 if vocab_size <= 2**31 else 5
         self._dtype = np.dtype(TYPES[self._code])
         self._lengths, self._starts = array("i"), array("q", [0])
-        self._open = 0
+        self._open_length = 0
         self.num_tokens = 0
 
     @property
@@ -271,22 +273,22 @@ class StoreWriter:
         return len(self._starts) - 1
 
     def add(self, ids: npt.NDArray[Any], *, ends_document: bool) -> None:
-        """Append tokens to the open document and, if so told, end it."""
+        """Append tokens to the current document, and end it if asked to."""
         assert ids.size == 0 or ids.max() <= np.iinfo(self._dtype).max, "id exceeds vocab_size"
         self._file.write(ids.astype(self._dtype).tobytes())
         self.num_tokens += len(ids)
-        self._open += len(ids)
-        while self._open > MAX_SEQUENCE:
+        self._open_length += len(ids)
+        while self._open_length > MAX_SEQUENCE:
             self._lengths.append(MAX_SEQUENCE)
-            self._open -= MAX_SEQUENCE
+            self._open_length -= MAX_SEQUENCE
         if ends_document:
-            self._lengths.append(self._open)
-            self._open = 0
+            self._lengths.append(self._open_length)
+            self._open_length = 0
             self._starts.append(len(self._lengths))
 
     def write_index(self, file: BinaryIO) -> None:
-        """Write the index of all that was added."""
-        assert self._open == 0, "the last document was not ended"
+        """Write the index of all documents."""
+        assert self._open_length == 0, "the last document was not ended"
         file.write(HEADER.pack(MAGIC, VERSION, self._code, len(self._lengths), len(self._starts)))
         lengths = np.array(self._lengths, "<i4")
         file.write(lengths.tobytes())
@@ -301,7 +303,7 @@ class StoreWriter:
 
 @contextmanager
 def open_writer(prefix: str | Path, *, vocab_size: int) -> Iterator[StoreWriter]:
-    """Yield a writer; at the end the whole store exists, after an error nothing does.
+    """Yield a writer of the store `prefix`, which exists only after the context ends without error.
 
     Tokens are uint16 if `vocab_size` allows it, else int32, else int64.
     """

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 from torchtitan.base.errors import DataError, did_you_mean
 from torchtitan.data.text import any_of
+from torchtitan.finetune.chat import Message
 from torchtitan.generate.generator import Generator
 from torchtitan.generate.sampling import Sampling
 from torchtitan.generate.text import check_chats, encode_chats, stream_tokens
-from torchtitan.sft.chat import Message
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

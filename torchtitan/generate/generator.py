@@ -16,14 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.source import WeightSource
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
-from torchtitan.models.cast import cast
-from torchtitan.models.contract import LanguageModel
+from torchtitan.finetune.chat import ChatTemplate
+from torchtitan.finetune.chat_files import find_template
+from torchtitan.models.interface import LanguageModel, cast
 from torchtitan.models.spec import ModelSpec
 from torchtitan.optim.loss import build_loss
 from torchtitan.parallel.expert import apply_expert_parallel, find_undealt
 from torchtitan.parallel.tensor import apply_tensor_parallel, find_misfit, find_unplanned
-from torchtitan.sft.chat import ChatTemplate
-from torchtitan.sft.chat_files import find_template
 
 DTYPES = ("float32", "bfloat16", "float16")
 

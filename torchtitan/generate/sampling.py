@@ -19,7 +19,7 @@ import torch
 
 from torchtitan.base.errors import UserError
 from torchtitan.models.attention import KVCache
-from torchtitan.models.contract import LanguageModel
+from torchtitan.models.interface import LanguageModel
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

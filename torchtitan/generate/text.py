@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from torchtitan.base.errors import ConfigError
 from torchtitan.data.text import check_characters
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.finetune.chat import ChatTemplate, Conversation, Message
+from torchtitan.finetune.examples import Encoder
+from torchtitan.finetune.shapes import parse_example
 from torchtitan.generate.generator import Generator
 from torchtitan.generate.sampling import Sampling, draw, generate
-from torchtitan.sft.chat import ChatTemplate, Conversation, Message
-from torchtitan.sft.examples import Encoder
-from torchtitan.sft.shapes import parse_example
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.files import Content, read_json
+from torchtitan.base.files import StoredJSON, read_json
 from torchtitan.hf.config import CARRIED, read_config
 from torchtitan.hf.names import CONFIG
 
@@ -43,14 +43,6 @@ def files_to_copy(tokenizer_path: str, *, chat_template: str | None) -> Mapping[
     if chat_template is not None:  # transformers reads this file first
         files[CHAT_TEMPLATE] = Path(chat_template).expanduser()
     return files
-
-
-def has_chat_template(files: Mapping[str, Path]) -> bool:
-    """Tell whether a chat template is among the files of a tokenizer that were found."""
-    config = files.get("tokenizer_config.json")
-    return CHAT_TEMPLATE in files or (
-        config is not None and read_json(config).get("chat_template") is not None
-    )
 
 
 def warn_of_other_tokenizer(tokenizer_path: str, *, origin: Path) -> None:
@@ -97,12 +89,12 @@ def generation_config(
     folder, or one made of what config.json carries. A text ends at the token that ends a turn
     first, then at those of the base and of the tokenizer."""
     file = None if folder is None else folder / GENERATION_CONFIG
-    about = Content(Path(CONFIG), carried)
+    about = StoredJSON(Path(CONFIG), carried)
     if file is not None and file.is_file():
         content = read_json(file)
     else:
         ids = ("bos_token_id", "pad_token_id")
-        content = Content(
+        content = StoredJSON(
             about.path, {key: carried[key] for key in ids if carried[key] is not None}
         )
     ends = end_tokens(content) | end_tokens(about) | {eos_id}
@@ -111,7 +103,7 @@ def generation_config(
     return {**kept, "eos_token_id": [turn_id, *sorted(ends - {turn_id})]}
 
 
-def end_tokens(content: Content) -> frozenset[int]:
+def end_tokens(content: StoredJSON) -> frozenset[int]:
     """Return the ids under eos_token_id: one, several, or none where it is null or not there."""
     given = content.get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.files import Content
+from torchtitan.base.files import StoredJSON
 
 FLOAT8 = "F8_E4M3"
 SCALE = "_scale_inv"
@@ -24,7 +24,7 @@ Blocks = tuple[int, int]
 """Rows and columns of one."""
 
 
-def stored_blocks(config: Content) -> Blocks | None:
+def stored_blocks(config: StoredJSON) -> Blocks | None:
     """Return the blocks that a config.json says its weights are scaled by; None: they are not.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.files import Content, checked_kinds, read_json
+from torchtitan.base.files import StoredJSON, read_json
 from torchtitan.hf.blocks import stored_blocks
 from torchtitan.hf.names import CONFIG
 from torchtitan.hf.rope import (
@@ -25,7 +25,6 @@ from torchtitan.hf.rope import (
     stored_scaling,
     their_scaling,
 )
-from torchtitan.models.rope_scaling import YarnScaling
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import NO_HF_FILES, HFFormat, ModelSpec
 
@@ -87,7 +86,7 @@ def sizes_of(architecture: DecoderConfig, format: HFFormat = NO_HF_FILES) -> Siz
     """Return the sizes of a model as its config.json says them."""
     sizes = {key: getattr(architecture, size.ours) for key, size in size_table(format).items()}
     sizes |= {key: list(range(sizes[key] or 0)) for key in format.first_layers}
-    sizes |= {key: none for key, none in format.none_there.items() if sizes[key] is None}
+    sizes |= {key: none for key, none in format.none_as.items() if sizes[key] is None}
     if "head_dim" in sizes:
         sizes["head_dim"] = architecture.head_width
     return {**sizes, "rope_scaling": their_scaling(architecture.rope_scaling)}
@@ -109,7 +108,7 @@ def find_unsaid(architecture: DecoderConfig, format: HFFormat) -> str | None:
     return f"of a {format.architecture} {'; '.join(wrong)}" if wrong else None
 
 
-def read_config(folder: Path) -> Content:
+def read_config(folder: Path) -> StoredJSON:
     """Return the config.json of a folder, its counts and other sizes being numbers."""
     content = read_json(folder / CONFIG)
     given = {k: value for k, value in content.items() if value is not None or k in NULLABLE}
@@ -119,14 +118,14 @@ def read_config(folder: Path) -> Content:
         "rope_parameters": dict,
         **{key: int for key in NULLABLE if given.get(key) is not None},
     }
-    config = checked_kinds(Content(content.path, given), kinds=kinds)
+    config = StoredJSON(content.path, given).check_types(kinds)
     for key, size in SIZES.items():
         if size.kind is float:
             check_number(config, key)
     return config
 
 
-def stored_sizes(config: Content, format: HFFormat = NO_HF_FILES) -> Sizes:
+def stored_sizes(config: StoredJSON, format: HFFormat = NO_HF_FILES) -> Sizes:
     """Return the sizes that a config.json says, those it leaves out as transformers fills them in.
 
     `format` adds those of a family.
@@ -139,11 +138,9 @@ def stored_sizes(config: Content, format: HFFormat = NO_HF_FILES) -> Sizes:
     absent = {key: size.absent for key, size in table.items() if size.absent is not NEEDED}
     absent |= {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // max(heads, 1)}
     given = {format.aliases.get(key, key): value for key, value in config.items()}
-    said = Content(config.path, {**absent, **given})
+    said = StoredJSON(config.path, {**absent, **given})
     own = {key: table[key].kind for key in (*format.more_counts, *format.first_layers)}
-    checked_kinds(
-        said, kinds={key: k for key, k in own.items() if k is not float and said[key] is not None}
-    )
+    said.check_types({key: k for key, k in own.items() if k is not float and said[key] is not None})
     for key, kind in own.items():
         if kind is float:
             check_number(said, key)
@@ -153,7 +150,7 @@ def stored_sizes(config: Content, format: HFFormat = NO_HF_FILES) -> Sizes:
 
 
 def check_config(
-    config: Content,
+    config: StoredJSON,
     *,
     spec: ModelSpec,
     architecture: DecoderConfig,
@@ -183,7 +180,7 @@ def check_config(
     )
 
 
-def family_of(config: Content, *, models: Mapping[str, ModelSpec]) -> ModelSpec:
+def family_of(config: StoredJSON, *, models: Mapping[str, ModelSpec]) -> ModelSpec:
     """Return which of the families a config.json is of.
 
     Raises:
@@ -200,12 +197,12 @@ def family_of(config: Content, *, models: Mapping[str, ModelSpec]) -> ModelSpec:
     )
 
 
-def architecture_of(config: Content, *, spec: ModelSpec) -> DecoderConfig:
+def architecture_of(config: StoredJSON, *, spec: ModelSpec) -> DecoderConfig:
     """Return the model of a config.json, whether or not a flavor has its sizes."""
     sizes, table = stored_sizes(config, spec.hf), size_table(spec.hf)
     counts = {key: sizes[key] for key, size in table.items() if size.kind is int}
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
-    least = {key: 0 if none == 0 else 1 for key, none in spec.hf.none_there.items()}
+    least = {key: 0 if none == 0 else 1 for key, none in spec.hf.none_as.items()}
     is_odd = any(
         n is not None and not least.get(key, 1) <= n <= LARGEST for key, n in counts.items()
     )
@@ -223,7 +220,7 @@ def architecture_of(config: Content, *, spec: ModelSpec) -> DecoderConfig:
         size.ours: float(sizes[key]) if size.kind is float else sizes[key]
         for key, size in table.items()
     }
-    ours |= {table[key].ours: sizes[key] or None for key in spec.hf.none_there}
+    ours |= {table[key].ours: sizes[key] or None for key in spec.hf.none_as}
     ours |= spec.hf.implied
     ours["rope_scaling"] = stored_scaling(rope_table(config))
     for key, name in spec.hf.first_layers.items():
@@ -239,7 +236,7 @@ def architecture_of(config: Content, *, spec: ModelSpec) -> DecoderConfig:
     return architecture
 
 
-def check_family(config: Content, *, format: HFFormat) -> None:
+def check_family(config: StoredJSON, *, format: HFFormat) -> None:
     """Refuse a model of another family, or with a feature that ours lacks."""
     if config.get("architectures") != [format.architecture]:
         raise CheckpointError(
@@ -274,7 +271,7 @@ def new_config(
     """Return the config.json of a model; `carried` holds what is in `CARRIED`."""
     scaling = architecture.rope_scaling
     context = {}
-    if isinstance(scaling, YarnScaling):
+    if scaling is not None and scaling.type == "yarn":
         # transformers 4.53 stretches by its quotient with the original, and passes the factor over
         context["max_position_embeddings"] = int(scaling.factor * scaling.original_max_position)
     return {

@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from torchtitan.checkpoint.files import write_json
-from torchtitan.checkpoint.folders import commit, draft_of
+from torchtitan.checkpoint.checksums import write_json
 from torchtitan.checkpoint.state import MODEL_STATE
-from torchtitan.checkpoint.storage import STATE
+from torchtitan.checkpoint.storage import STATE, commit, draft_of
 from torchtitan.hf.config import architecture_of, family_of, read_config
 from torchtitan.hf.folder import open_folder
-from torchtitan.models.cast import cast
+from torchtitan.models.interface import cast
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 

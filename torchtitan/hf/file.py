@@ -22,14 +22,13 @@ from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import check_is_file
-from torchtitan.checkpoint.plain import row_order
-from torchtitan.checkpoint.ranks import on_first_rank, reason
-from torchtitan.checkpoint.source import ALL, Selection
+from torchtitan.checkpoint.source import ALL, ParameterFilter, row_order
 from torchtitan.checkpoint.state import EMBEDDING, OUTPUT
 from torchtitan.checkpoint.stored import read_records
 from torchtitan.hf.folder import NO_WEIGHT
 from torchtitan.hf.names import Names, Place
 from torchtitan.hf.read import DTYPES, HFWeights, Open, StoredTensor, check_fit, stack
+from torchtitan.mesh.ranks import on_first_rank, reason
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec, RopeOrder
 
@@ -45,7 +44,7 @@ def open_file(
     *,
     spec: ModelSpec,
     architecture: DecoderConfig,
-    selection: Selection = ALL,
+    filter: ParameterFilter = ALL,
     rope: Literal["auto", "interleaved", "halves"] = "auto",
     group: dist.ProcessGroup | None,
 ) -> HFWeights:
@@ -63,7 +62,7 @@ def open_file(
     def order(theirs: bool) -> RopeOrder:
         # a file may be of this library too, of whose folders each says its order
         said: RopeOrder | None = "halves" if theirs else None
-        return row_order(path, said=said, setting=rope, spec=spec, may_assume=False)
+        return row_order(path, stated=said, setting=rope, spec=spec, may_assume=False)
 
     def survey() -> dict[str, StoredTensor]:
         tensors = map_file(path)
@@ -86,14 +85,14 @@ def open_file(
         found = stack(path, places)
         if architecture.tie_embeddings and _holds_embedding_twice(tensors, found):
             del found[OUTPUT]
-        check_fit(path, found, spec=spec, architecture=architecture, selection=selection)
+        check_fit(path, found, spec=spec, architecture=architecture, filter=filter)
         logger.info("%s has no sizes but shapes: the others are those of model.flavor", path)
         return found
 
     return HFWeights(
         path=path,
         tensors=on_first_rank(survey, group=group),
-        selection=selection,
+        filter=filter,
         group=group,
         open_tensor=_opener(path),
     )

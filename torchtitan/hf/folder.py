@@ -17,12 +17,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.base.files import check_is_file
-from torchtitan.checkpoint.files import read_json
-from torchtitan.checkpoint.ranks import on_first_rank, reason
-from torchtitan.checkpoint.source import ALL, Selection
+from torchtitan.base.files import check_is_file, read_json
+from torchtitan.checkpoint.checksums import summarize
+from torchtitan.checkpoint.source import ALL, ParameterFilter
 from torchtitan.checkpoint.state import OUTPUT
-from torchtitan.checkpoint.verify import summary
 from torchtitan.hf.blocks import SCALE, Blocks, stored_blocks
 from torchtitan.hf.config import (
     SEEN_IN_SHAPES,
@@ -33,6 +31,7 @@ from torchtitan.hf.config import (
 )
 from torchtitan.hf.names import CONFIG, INDEX, WEIGHTS, Names, Place
 from torchtitan.hf.read import HFWeights, StoredTensor, attach_scales, check_fit, stack
+from torchtitan.mesh.ranks import on_first_rank, reason
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 
@@ -51,7 +50,7 @@ def open_folder(
     *,
     spec: ModelSpec,
     architecture: DecoderConfig,
-    selection: Selection = ALL,
+    filter: ParameterFilter = ALL,
     chosen: Collection[str] = (),
     group: dist.ProcessGroup | None,
 ) -> HFWeights:
@@ -67,8 +66,8 @@ def open_folder(
     def survey() -> dict[str, StoredTensor]:
         _check_is_folder(path)
         # with parameters left out, their names and shapes say more exactly what has to agree
-        exempt = {*chosen, *(SEEN_IN_SHAPES if selection.exclude else ())}
-        exempt |= {"vocab_size"} if selection.may_grow else set()
+        exempt = {*chosen, *(SEEN_IN_SHAPES if filter.exclude else ())}
+        exempt |= {"vocab_size"} if filter.may_grow else set()
         config = read_config(path)
         check_config(config, spec=spec, architecture=architecture, seen_elsewhere=exempt)
         there, ours = stored_sizes(config), sizes_of(architecture)
@@ -87,11 +86,11 @@ def open_folder(
         if there["tie_word_embeddings"]:
             # some writers save the tied head all the same, which transformers does not read either
             found.pop(OUTPUT, None)
-        check_fit(path, found, spec=spec, architecture=architecture, selection=selection)
+        check_fit(path, found, spec=spec, architecture=architecture, filter=filter)
         return found
 
     tensors = on_first_rank(survey, group=group)
-    return HFWeights(path=path, tensors=tensors, selection=selection, group=group)
+    return HFWeights(path=path, tensors=tensors, filter=filter, group=group)
 
 
 def _check_is_folder(path: Path) -> None:
@@ -142,7 +141,7 @@ def _survey(
     absent = [f"{name} in {file}" for name, file in sorted(left)]
     if absent := [text for text in absent if not NO_WEIGHT.match(text)]:
         raise CheckpointError(
-            f"{path / INDEX} names what is not there: {summary(absent)}; get the folder again"
+            f"{path / INDEX} names what is not there: {summarize(absent)}; get the folder again"
         )
     if more:
         text = "%s has %d tensors of layers behind the last, as %s: they are not read"

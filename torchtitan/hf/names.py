@@ -81,7 +81,7 @@ class Names:
             for name in self.format.names
             for layer in range(self.architecture.num_layers if "*" in name else 1)
         }
-        due = set(filter(self.architecture.has, named))
+        due = set(filter(self.architecture.has_parameter, named))
         wrong = {
             f"the files of a {self.format.architecture} have no name for": set(ours) - due,
             "the model lacks, of what they hold,": due - set(ours),

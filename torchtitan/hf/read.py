@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint import storage
-from torchtitan.checkpoint.pieces import PieceReader, fill
-from torchtitan.checkpoint.ranks import reason
-from torchtitan.checkpoint.source import Selection
+from torchtitan.checkpoint.reader import PieceReader, fill
+from torchtitan.checkpoint.source import ParameterFilter
 from torchtitan.hf.blocks import FLOAT8, SCALE, Blocks, Scaled
 from torchtitan.hf.names import Names, Place
+from torchtitan.mesh.ranks import reason
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 
@@ -142,7 +142,7 @@ class HFWeights:
     path: Path
     tensors: Mapping[str, StoredTensor]
     """By our names; those that we have no name for, by theirs."""
-    selection: Selection
+    filter: ParameterFilter
     group: dist.ProcessGroup | None
     open_tensor: Open = open_slice
 
@@ -156,10 +156,12 @@ class HFWeights:
         Raises:
             CheckpointError: A file is missing or damaged.
         """
-        wanted = self.selection.wanted(into, names=self.names)
+        wanted = self.filter.wanted(into, names=self.names)
         reader = _Reader(self)
         reader.grow({name: tensor.shape for name, tensor in wanted.items()})
-        reader.turn_halves({name: tensor.head_dim for name, tensor in reader.stored.items()})
+        reader.read_half_split_rope(
+            {name: tensor.head_dim for name, tensor in reader.stored.items()}
+        )
         fill(wanted, reader=reader, group=self.group)
 
 
@@ -221,7 +223,7 @@ def check_fit(
     *,
     spec: ModelSpec,
     architecture: DecoderConfig,
-    selection: Selection,
+    filter: ParameterFilter,
 ) -> None:
     """Compare the selected names, shapes and types with those of the model."""
     names = Names(spec.hf, architecture)
@@ -237,9 +239,9 @@ def check_fit(
         {
             name: (tuple(parameter.shape), DTYPES)
             for name, parameter in spec.build_meta(architecture).named_parameters()
-            if not selection.leaves_out(name)
+            if not filter.excludes(name)
         },
-        leaves_out=selection.leaves_out,
-        may_grow=selection.may_grow,
+        may_skip=filter.excludes,
+        may_grow=filter.may_grow,
         spell=both,
     )

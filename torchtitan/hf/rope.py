@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf
+from typing import Any
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.files import Content
-from torchtitan.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from torchtitan.base.files import StoredJSON
+from torchtitan.models.sizes import RopeScaling
 
 ORIGINAL = "original_max_position_embeddings"
 OUR_NAMES = {"rope_type": "type", ORIGINAL: "original_max_position"}
@@ -19,41 +20,36 @@ OUR_NAMES = {"rope_type": "type", ORIGINAL: "original_max_position"}
 _NEEDED = object()
 _FACTOR = {"factor": _NEEDED}
 _ORIGINAL = {**_FACTOR, ORIGINAL: _NEEDED}
-KINDS: Mapping[str, tuple[type[RopeScaling], Mapping[str, object]]] = {
-    "linear": (LinearScaling, _FACTOR),
-    "llama3": (
-        Llama3Scaling,
-        {**_ORIGINAL, "low_freq_factor": _NEEDED, "high_freq_factor": _NEEDED},
-    ),
-    "yarn": (
-        YarnScaling,
-        {
-            **_ORIGINAL,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "attention_factor": None,
-            "mscale": None,
-            "mscale_all_dim": None,
-        },
-    ),
+KINDS: Mapping[str, Mapping[str, object]] = {
+    "linear": _FACTOR,
+    "llama3": {**_ORIGINAL, "low_freq_factor": _NEEDED, "high_freq_factor": _NEEDED},
+    "yarn": {
+        **_ORIGINAL,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": None,
+        "mscale": None,
+        "mscale_all_dim": None,
+    },
 }
-"""Each type's class, and its keys with their defaults; they are our fields but for `OUR_NAMES`."""
+"""The keys of each type with their defaults. They are fields of `RopeScaling` but for `OUR_NAMES`.
+"""
 NUMBERS = (
-    *dict.fromkeys(key for _, keys in KINDS.values() for key in keys),
+    *dict.fromkeys(key for keys in KINDS.values() for key in keys),
     "rope_theta",
     "partial_rotary_factor",
 )
 READ = ("rope_type", "type", "truncate", *NUMBERS)
 
 
-def rope_table(config: Content) -> Content:
+def rope_table(config: StoredJSON) -> StoredJSON:
     """Return the table of the rotation in a config.json, without its nulls.
 
     Raises:
         CheckpointError: It has a key that is not read, or a value that is not a number.
     """
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = Content(config.path, {k: value for k, value in given.items() if value is not None})
+    rope = StoredJSON(config.path, {k: value for k, value in given.items() if value is not None})
     unread = {k: value for k, value in rope.items() if k not in READ}
     if rope.get("truncate", True) is not True:  # whole pairs alone bound yarn's blend
         unread["truncate"] = rope["truncate"]
@@ -68,7 +64,7 @@ def rope_table(config: Content) -> Content:
     return rope
 
 
-def check_number(content: Content, key: str) -> None:
+def check_number(content: StoredJSON, key: str) -> None:
     """Refuse a value under `key` that is not a positive number."""
     # exact: JSON's true is an int to isinstance
     value = content.get(key, 1)
@@ -79,7 +75,7 @@ def check_number(content: Content, key: str) -> None:
         )
 
 
-def stored_scaling(rope: Content) -> RopeScaling | None:
+def stored_scaling(rope: StoredJSON) -> RopeScaling | None:
     """Return the scaling that a table describes; None: there is none."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -90,8 +86,7 @@ def stored_scaling(rope: Content) -> RopeScaling | None:
             f"rope_type {kind!r} with {', '.join(rope)}, which is not built; take a model without "
             f"it"
         )
-    scaling, keys = KINDS[kind]
-    values = {key: rope.get(key, default) for key, default in keys.items()}
+    values: dict[str, Any] = {key: rope.get(key, default) for key, default in KINDS[kind].items()}
     for key, value in values.items():
         if value is _NEEDED:
             raise CheckpointError(
@@ -103,15 +98,17 @@ def stored_scaling(rope: Content) -> RopeScaling | None:
             f"{rope.path}: 'factor' of the rotation must be 1 or more, got {rope['factor']}; "
             f"write the one that the model was trained with"
         )
-    return scaling(**{OUR_NAMES.get(key, key): value for key, value in values.items()})
+    return RopeScaling(type=kind, **{OUR_NAMES.get(k, k): value for k, value in values.items()})
 
 
 def their_scaling(scaling: RopeScaling | None) -> Mapping[str, object] | None:
     """Return the table of a scaling."""
     if scaling is None:
         return None
-    kind, keys = next((k, keys) for k, (of, keys) in KINDS.items() if isinstance(scaling, of))
-    values = {key: getattr(scaling, OUR_NAMES.get(key, key)) for key in keys}
-    if isinstance(scaling, YarnScaling):
+    values = {key: getattr(scaling, OUR_NAMES.get(key, key)) for key in KINDS[scaling.type]}
+    if scaling.type == "yarn":
         values["attention_factor"] = scaling.temperature  # where none is set, what follows
-    return {"rope_type": kind, **{k: value for k, value in values.items() if value is not None}}
+    return {
+        "rope_type": scaling.type,
+        **{k: value for k, value in values.items() if value is not None},
+    }

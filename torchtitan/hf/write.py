@@ -27,16 +27,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.base.errors import CheckpointError
-from torchtitan.checkpoint.files import HashingFile, write_json
-from torchtitan.checkpoint.folders import commit, draft_of
-from torchtitan.checkpoint.metadata import is_tensor
-from torchtitan.checkpoint.pieces import TensorReader, fill
-from torchtitan.checkpoint.ranks import on_every_rank, on_first_rank
+from torchtitan.checkpoint.checksums import HashingFile, write_json
+from torchtitan.checkpoint.reader import TensorReader, fill, is_tensor
 from torchtitan.checkpoint.rows import to_their_rows
+from torchtitan.checkpoint.storage import commit, draft_of
 from torchtitan.hf.beside import GENERATION_CONFIG
 from torchtitan.hf.card import CARD
 from torchtitan.hf.config import find_unsaid, new_config
 from torchtitan.hf.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, INDEX, WEIGHTS, Names
+from torchtitan.mesh.ranks import on_every_rank, on_first_rank
 from torchtitan.models.spec import EACH
 
 logger = logging.getLogger(__name__)

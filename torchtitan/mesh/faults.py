@@ -1,163 +1,73 @@
-"""Faults that concern all ranks at once.
+"""Faults: losses that are not finite, ranks that hang, and the exit codes of a failed rank.
 
-All ranks alike find that a step's loss or gradient norm is not finite, since both enter one reduced
-figure (`optim.clip.global_norm`), and then no optimizer changes a weight. Only then do the ranks
-spend time to tell each other what they saw.
+The loss and gradient norm of a step enter one reduced figure (`optim.clip.global_norm`), so all
+ranks find together that it is not finite, and no optimizer changes a weight. Only then do the ranks
+exchange which of them saw it first.
 
-A rank that hangs in a step is found by the timeout of the step's collectives. A save has no such
-limit, since storage may be slow: there each rank keeps counting in the job's store while it works,
-and a rank whose count stands still hangs. Rank 0 watches all others, and they watch rank 0, so that
-the store gets few requests per second from any number of ranks.
+A rank that hangs is detected by the timeout of the other ranks' collectives: in a step
+`comm.train_timeout_seconds`, in a save, which depends on the storage,
+`checkpoint.save_timeout_seconds`. Shortly before the other ranks give up, a C thread of
+`faulthandler`, which needs no interpreter, writes the stacks of all threads to this rank's log.
 
-What a rank that hangs was doing is in its log: shortly before the others give up on it, a thread of
-C, which needs no interpreter, writes down the stacks of all threads there.
+torch's flight recorder keeps the newest `comm.trace_buf_size` collectives of this rank in memory.
+NCCL writes its own to a file when one takes too long; those of gloo are written here by each rank
+that ends with a fault. `python -m torchtitan.tools.hang` reads the files of all ranks. Sends and
+receives of gloo are not recorded.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
-import logging
+import json
 import math
+import os
+import pickle
 import re
-import signal
-import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.distributed_c10d import _world
 
-from torchtitan.base.errors import ConfigError, NonFiniteError, StalledError, UserError
-from torchtitan.mesh.verdict import HUNG, STOPPED
-
-logger = logging.getLogger(__name__)
-BEATS = 10
-"""Signs of life within the time after which a silent rank counts as hung."""
-
+from torchtitan.base.errors import ConfigError, NonFiniteError, StoppedError, UserError
+from torchtitan.mesh.settings import CommConfig
 
 PART_OF_TIMEOUT = 0.9
-"""Stacks are written before others give up on this rank: they may be killed with it."""
-PR_SET_PDEATHSIG = 1
+"""Part of the timeout after which stacks are written, before other ranks give up on this one."""
 
 
-class PeerError(RuntimeError):
-    """Another rank hangs; started again, the run resumes."""
-
-
-class Pulse:
-    """This rank's sign of life and what is known of the others', in `store`.
-
-    A rank hangs if it gives none for `limit_seconds`. The count is made by a thread of its own: it
-    goes on while a rank writes to slow storage, and stops with the process.
-    """
-
-    def __init__(
-        self, store: dist.Store | None, *, rank: int, world_size: int, limit_seconds: float
-    ) -> None:
-        self._store, self._rank, self._limit = store, rank, limit_seconds
-        self._peers = range(1, world_size) if rank == 0 else range(1)
-        self._seen: dict[int, float] = {}
-        """When each rank that is watched last counted on."""
-
-    @contextmanager
-    def beating(self) -> Iterator[None]:
-        """Show that this rank lives, and watch others, while inside."""
-        if self._store is None or not self._peers:
-            yield
-            return
-        seen = self._seen = dict.fromkeys(self._peers, time.monotonic())
-        ended = threading.Event()
-        threading.Thread(
-            target=self._beat, args=(self._store, seen, ended), name="pulse", daemon=True
-        ).start()
-        try:
-            yield
-        finally:
-            self._seen = {}
-            ended.set()
-
-    def _beat(self, store: dist.Store, seen: dict[int, float], ended: threading.Event) -> None:
-        # only into `seen`: an answer that comes after the save must not look like a silent rank
-        counts: dict[int, int] = {}
-        while not ended.is_set():
-            try:
-                store.add(f"pulse/{self._rank}", 1)
-                for peer in self._peers:
-                    count = store.add(f"pulse/{peer}", 0)
-                    if counts.get(peer) != count:
-                        counts[peer], seen[peer] = count, time.monotonic()
-            except RuntimeError as error:
-                # whoever holds it is gone or hangs: rank 0 or the launcher, found by the silence
-                logger.warning("the job's store gives no answer: %s", error)
-                return
-            ended.wait(self._limit / BEATS)
-
-    def complaint(self, *, seconds: float, awake_since: float = 0.0) -> str:
-        """Say which ranks were silent for so long, not counting the time before `awake_since`;
-        "" if none was."""
-        limit = time.monotonic() - seconds
-        silent = [str(rank) for rank, seen in self._seen.items() if max(seen, awake_since) < limit]
-        if not silent:
-            return ""
-        return (
-            f"no sign of life from rank{'s' * (len(silent) > 1)} {', '.join(silent)} for "
-            f"{seconds:g} s while a checkpoint was saved (comm.train_timeout_seconds is "
-            f"{self._limit:g}): hung, stopped or cut off; start again to resume from the last "
-            f"checkpoint"
-        )
-
-    def suspicion(self) -> str:
-        """Say which ranks have been silent for long enough to be why something else failed."""
-        return self.complaint(seconds=self._limit / 2)
-
-    def watch(self, save: Future[None]) -> None:
-        """Wait until `save` is done, which is `beating`.
-
-        Raises:
-            PeerError: Names the ranks that hang.
-        """
-        interval = self._limit / BEATS
-        awake_since = now = time.monotonic()
-        while wait([save], timeout=interval).not_done:
-            before, now = now, time.monotonic()
-            if now - before > 3 * interval:
-                awake_since = now  # this rank was stopped itself, and maybe the whole job
-            if complaint := self.complaint(seconds=self._limit, awake_since=awake_since):
-                raise PeerError(complaint)
-
-
-def exit_code_of(error: BaseException, environ: Mapping[str, str]) -> int:
-    """Return what a rank leaves with: an error's own code, or 1; where it has waited too long for
-    another one, or for data, what its launcher, if it has one, starts again by."""
-    if isinstance(error, UserError) and not isinstance(error, StalledError):
+def exit_code_of(error: BaseException) -> int:
+    """Return what a rank leaves with: the error's own code, 4 after a collective that timed out
+    because another rank hangs, else 1."""
+    if isinstance(error, UserError):
         return error.exit_code
-    # torch has no class for it: the words of gloo, NCCL's watchdog and the store
+    return StoppedError.exit_code if is_timeout(error) else 1
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Return whether `error` is a collective's time-out. torch has no class for it: these are the
+    words of gloo, NCCL's watchdog and the store."""
     words = "timed out waiting|collective operation timeout|wait timeout"
-    is_peer = isinstance(error, PeerError) or (
-        isinstance(error, RuntimeError) and re.search(words, str(error), re.IGNORECASE) is not None
-    )
-    is_hang = isinstance(error, StalledError) or (is_peer and environ.get("WORLD_SIZE", "1") != "1")
-    if not is_hang:
-        return 1
-    return HUNG if "TORCHELASTIC_RUN_ID" in environ else STOPPED
+    is_known = re.search(words, str(error), re.IGNORECASE) is not None
+    return is_known and isinstance(error, RuntimeError) and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 @contextmanager
 def refuse_exits() -> Iterator[None]:
-    """Turn what is no `Exception`, as SystemExit in code of the user's own, into an error: it would
-    end the process without a word, and with the exit code of a run that is done.
+    """Turn a SystemExit of custom code into an error: it would end the process silently, with the
+    exit code of a finished run.
 
-    KeyboardInterrupt passes, since a session's signals raise it.
+    KeyboardInterrupt passes, since signals in a session raise it.
 
     Raises:
-        ConfigError: Names the line that raised it.
+        ConfigError: Names the line that raised the exit.
     """
     try:
         yield
@@ -218,8 +128,46 @@ def stacks_of_stalls(
             faulthandler.cancel_dump_traceback_later()
 
 
-def end_with_launcher() -> None:
-    """Have this process killed when its launcher dies: the nodes that are left start without it,
-    and it would write to the same folder."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
+SUFFIX = ".json"
+NEWEST = 1000
+"""Collectives of a file; each takes about 1 KB."""
+
+
+def enable_recorder(settings: CommConfig, *, dump_folder: Path, rank: int) -> None:
+    """Tell torch to remember collectives; before the first process group is made. Files that this
+    rank has left at an earlier start are removed."""
+    if not settings.trace_buf_size:
+        return
+    folder = dump_folder / settings.save_traces_folder
+    prefix = str(folder / settings.save_traces_file_prefix)
+    for file in (f"{prefix}{rank}", f"{prefix}{rank}{SUFFIX}"):
+        Path(file).unlink(missing_ok=True)
+    if torch.cuda.is_available():
+        folder.mkdir(parents=True, exist_ok=True)  # NCCL makes none
+    # read when the group is made, hence the environment
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(settings.trace_buf_size)
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+    os.environ[PREFIX] = prefix
+    os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = prefix
+
+
+def write_collectives() -> Path | None:
+    """Write what this rank has called to a file, and return it; None: nothing is remembered."""
+    prefix = os.environ.get(PREFIX)
+    if not prefix or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    dump = torch._C._distributed_c10d._dump_fr_trace
+    known: dict[str, Any] = pickle.loads(dump())  # our own bytes
+    known["entries"] = known["entries"][-NEWEST:]
+    rank, groups = dist.get_rank(), {}
+    for group, ranks in _world.pg_group_ranks.items():
+        if not isinstance(group, dist.ProcessGroup):  # this rank is not a member
+            continue
+        members = json.dumps(sorted(ranks))
+        groups[group.group_name] = {"desc": group.group_desc, "ranks": members}
+    known |= {"pg_config": groups, "rank": rank, "written": time.time()}
+    file = Path(f"{prefix}{rank}{SUFFIX}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(known) + "\n", encoding="utf-8")
+    return file

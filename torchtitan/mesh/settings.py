@@ -12,8 +12,8 @@ from pydantic.dataclasses import dataclass
 from torchtitan.base.errors import Violation
 from torchtitan.config.types import (
     STRICT,
-    Changing,
     Degree,
+    ListOf,
     ListsOfNames,
     LocalPath,
     MinusOneOrMore,
@@ -206,10 +206,7 @@ class CommConfig:
 class ElasticConfig:
     """Runs that outlive a node: jobs started with a range of nodes, `--nnodes 2:4`."""
 
-    may_change: Changing = ("dp_shard",)
-    """Degrees that may differ from those on all nodes, while nodes are missing: dp_shard is
+    may_change: ListOf[Literal["dp_shard", "dp_replicate"]] = ("dp_shard",)
+    """Degrees that may differ from those on all nodes while nodes are missing: dp_shard is
     parallelism.data_parallel_shard_degree, dp_replicate data_parallel_replicate_degree. All others
-    stay, and so does the global batch. Empty: the run waits until the missing nodes are back."""
-    wait_seconds: PositiveInt = 3600
-    """Longest wait for nodes, where those that are there are too few for any layout; and of a node
-    that came back, to be let in."""
+    stay, and so does the global batch."""

@@ -1,91 +1,83 @@
-"""Ending a run when it is asked to: by a signal, or by its deadline.
+"""Stop a run early: on a signal, at its deadline, or when a callback asks.
 
-A scheduler that wants its machines back sends a signal (SIGTERM, or SIGUSR1 where Slurm is told
-to) to some or all ranks and kills them a little later; a person presses Ctrl-C. No rank may leave
-on its own: the others would wait for it in their next collective. So a signal is only noted, and
-the ranks exchange these notes in every step (`agreement.py`): all of them learn of it in the same
-step, save together and end. Before the first step there is nothing to save, and a signal ends a
-rank at once.
+A scheduler that needs its machines sends a signal (SIGTERM, or SIGUSR1 if Slurm is told to) to some
+or all ranks and kills them a little later; a user presses Ctrl-C. No rank may leave on its own: the
+other ranks would wait for it in their next collective. So a rank records the signal, and the ranks
+exchange these records in every step (`sync.py`): all of them learn of it in the same step, save
+together and end. Before the first step there is nothing to save, and a signal ends a rank at once.
 
-A rank that waits for data that do not come takes part in no step. It ends by itself: after the time
-that other ranks would wait for it, or soon after it was asked to stop. Its main thread sees to that
-while it waits for data workers; where it reads data itself, the thread of the signals does.
-
-Python runs a signal's handler between two of its own instructions, which is too late for a process
-that hangs in a collective. Here the C handler itself wakes a thread, so a second signal ends the
-process whatever it is doing.
+A rank that waits for data takes part in no step. An alarm ends the wait before the other ranks'
+collectives time out; if this is the only rank, soon after a signal.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
-import select
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.base.errors import StalledError, StoppedError, UserError
-from torchtitan.base.log import amount, erase_line, is_terminal, note_in_file
-from torchtitan.mesh.faults import exit_code_of
+from torchtitan.base.errors import StalledError, StoppedError
+from torchtitan.base.log import amount, erase_line, is_terminal
 
 logger = logging.getLogger(__name__)
+PART_FOR_DATA = 0.8
+"""Part of the timeout. The wait ends before `stacks_of_stalls` reads frames that it would free."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-SECONDS_FOR_DATA = 10.0
-"""How long data may still take on a rank that is asked to stop."""
-SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_OF_ONE_REQUEST = 1.0
 """A scheduler signals the launcher and the ranks, and the launcher passes it on: one request."""
+SECONDS_FOR_DATA = 5.0
+"""How long data may still take on the only rank once it is asked to stop."""
 
 
 class WaitInterrupted(Exception):  # noqa: N818 - no error
-    """The only rank was asked to stop while it waited for data; its text says why."""
+    """A signal came while the only rank waited for data."""
 
 
-@dataclass
-class _Wait:
-    began: float
-    limit: float
-    describe: Callable[[], str]
-    asked: float | None = None
-    """When the request to stop was first seen."""
+class _WaitEnded(BaseException):
+    """Raised in the code that produces data, which must not catch it."""
 
 
 class StopRequest:
-    """What this rank has been asked, by signals (`watch_signals`) or by the clock."""
+    """Requests to stop this rank, by signals (`watch_signals`) or by the clock."""
 
     def __init__(
         self,
         *,
         clock: Callable[[], float] = time.monotonic,
         leave: Callable[[int], None] = os._exit,
+        takes_signals: bool = False,
     ) -> None:
-        self._clock, self._leave = clock, leave
+        self.is_asked: Callable[[], bool] = lambda: False
+        """Whether a callback asks to stop."""
+        self.data_timeout_seconds = 300.0
+        """How long other ranks wait for this one by now."""
+        self._clock, self._leave, self._takes_signals = clock, leave, takes_signals
         self._started = clock()
         self._seconds: int | None = None
         self._first_signal: float | None = None
-        self.is_asked: Callable[[], bool] = lambda: False
-        """Whether code of the user's own asks for the end."""
-        self._deferring = False
-        self._wait: _Wait | None = None
-        # held while a signal is judged, so that none falls between set-up and the first step
-        self._lock = threading.RLock()  # a session's handler may interrupt whoever holds it
+        self._defers = self._waits_alone = False
+        self._replaced: dict[signal.Signals, Any] | None = None
 
     def end_after(self, seconds: int | None, *, started: float | None = None) -> None:
-        """Ask for the end of the run so long after it `started`, by default when this request was
-        made; None: never."""
+        """Stop the run this many seconds after it `started`, by default when this request was
+        made. None sets no limit."""
         self._seconds = seconds
         self._started = self._started if started is None else started
 
     @property
     def is_signalled(self) -> bool:
-        """Tell whether a signal has come."""
+        """Return whether a signal has come."""
         return self._first_signal is not None
 
     def votes(self) -> list[int]:
@@ -95,83 +87,87 @@ class StopRequest:
         return [int(self.is_signalled), int(late), int(self.is_asked())]
 
     def defer(self) -> None:
-        """From now on a signal is only noted: the step loop agrees on it with all ranks."""
-        with self._lock:
-            self._deferring = True
+        """From now on only note a signal: the step loop agrees on it with all ranks."""
+        self._defers = True
+        if self._takes_signals and self._replaced is None:
+            self.install()
+
+    def install(self) -> None:
+        """Handle the signals of this process. Until then they have their default effect."""
+        handlers = {**dict.fromkeys(SIGNALS, self.on_signal), signal.SIGALRM: self.on_alarm}
+        self._replaced = {number: signal.signal(number, h) for number, h in handlers.items()}
+
+    def uninstall(self) -> None:
+        """Restore the handlers that `install` replaced."""
+        for number, handler in (self._replaced or {}).items():
+            signal.signal(number, handler)
+        self._replaced = None
 
     @contextmanager
-    def waiting(self, limit_seconds: float, *, describe: Callable[[], str]) -> Iterator[None]:
-        """Let the wait for data inside end by `look`; `describe` says who owes them."""
-        self._wait = _Wait(self._clock(), limit_seconds, describe)
-        try:
-            yield
-        finally:
-            self._wait = None
-
-    def look(self) -> None:
-        """End the wait for data if it is time; called while it lasts, by the thread that waits.
+    def waiting_for_data(self) -> Iterator[None]:
+        """Limit the wait for data inside to most of `data_timeout_seconds`; after a signal to the
+        only rank to `SECONDS_FOR_DATA`.
 
         Raises:
-            StalledError: They have not come for too long.
+            StalledError: No data came in time.
             WaitInterrupted: This rank, the only one, was asked to stop.
-            StoppedError: A rank of several was, a while ago: the others wait for it.
         """
-        is_alone = dist.get_world_size() == 1
-        error = self._complaint(patience=0 if is_alone else SECONDS_FOR_DATA)
-        if isinstance(error, StoppedError) and is_alone:
-            raise WaitInterrupted(describe(self.votes()))
-        if error is not None:
-            raise error
+        if self._replaced is None:
+            yield
+            return
+        limit = PART_FOR_DATA * self.data_timeout_seconds
+        self._waits_alone = dist.get_world_size() == 1
+        is_asked = self._waits_alone and self.is_signalled
+        signal.setitimer(signal.ITIMER_REAL, SECONDS_FOR_DATA if is_asked else limit)
+        try:
+            yield
+        except _WaitEnded as ended:
+            if self._waits_alone and self.is_signalled:
+                raise WaitInterrupted from None
+            raise StalledError(
+                f"rank {dist.get_rank()} waited {limit:g} s for data, most of "
+                f"comm.train_timeout_seconds (comm.init_timeout_seconds until the first step is "
+                f"done): {ended}; run the same command to resume"
+            ) from None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._waits_alone = False
 
-    def look_from_aside(self) -> None:
-        """End this process where `look` should have ended the wait, and could not."""
-        error = self._complaint(patience=SECONDS_FOR_DATA, late=2 * SECONDS_BETWEEN_LOOKS)
-        if error is not None:
-            note_in_file(str(error))
-            os.write(2, f"{erase_line(sys.stderr)}{error}\n".encode())
-            self._leave(exit_code_of(error, os.environ))
+    def on_alarm(self, number: int, frame: FrameType | None) -> None:
+        """Handle the end of the time for data: raise in the main thread, which waits for them."""
+        raise _WaitEnded(_source_of_data(frame))
 
-    def _complaint(self, *, patience: float, late: float = 0.0) -> UserError | None:
-        wait, now = self._wait, self._clock() - late
-        if wait is None:
-            return None
-        if reason := describe(self.votes()):
-            wait.asked = wait.asked or now
-            if now - wait.asked >= patience:
-                return StoppedError(
-                    f"stopped by {reason} while it waited for data: {wait.describe()}; nothing was "
-                    f"saved since the last checkpoint"
-                )
-        if now - wait.began >= wait.limit:
-            return StalledError(
-                f"rank {dist.get_rank()} has waited {wait.limit:g} s for data, most of "
-                f"comm.train_timeout_seconds (until the first step is done "
-                f"comm.init_timeout_seconds): {wait.describe()}; start again to resume"
-            )
-        return None
-
-    def on_signal(self, number: int) -> None:
-        """Note a signal, or end this process: before `defer`, and on a second one."""
+    def on_signal(self, number: int, frame: FrameType | None = None) -> None:
+        """Handle a signal: note the first one, leave on a second one and before `defer`."""
         name, now = signal.Signals(number).name, self._clock()
-        with self._lock:
-            first = self._first_signal
-            if first is None:
-                self._first_signal = now
-            if first is None and not self._deferring:
+        if self._first_signal is None:
+            self._first_signal = now
+            if not self._defers:
                 logger.warning("%s before the first step: nothing to save", name)
                 self._leave(StoppedError.exit_code)
-            elif first is None:
+            else:
                 logger.warning("%s: stopping after this step, or the next; again to quit", name)
-            elif now - first >= SECONDS_OF_ONE_REQUEST:
-                # no logging: the thread that hangs may hold its lock
-                cursor = "\x1b[?25h" if is_terminal(sys.stderr) else ""  # a bar hides it
-                line = f"{erase_line(sys.stderr)}{cursor}{name} again: quitting\n"
-                os.write(2, line.encode())
-                self._leave(128 + number)
+                if self._waits_alone:
+                    signal.setitimer(signal.ITIMER_REAL, SECONDS_FOR_DATA)
+        elif now - self._first_signal >= SECONDS_OF_ONE_REQUEST:
+            cursor = "\x1b[?25h" if is_terminal(sys.stderr) else ""  # a progress bar hides it
+            os.write(2, f"{erase_line(sys.stderr)}{cursor}{name} again: quitting\n".encode())
+            self._leave(128 + number)
 
 
-def begin_together(stop: StopRequest) -> None:
-    """Wait for all ranks, so that none meets a signal in set-up while others train.
+def _source_of_data(frame: FrameType | None) -> str:
+    """Return which processes, or which line of the dataset, `frame` waits for."""
+    if workers := multiprocessing.active_children():
+        pids = ", ".join(str(worker.pid) for worker in workers)
+        return f"no data from its data workers (processes {pids})"
+    stack = traceback.extract_stack(frame)
+    custom = [f for f in stack if not f.filename.startswith((sys.prefix, sys.base_prefix))]
+    at = (custom or stack)[-1]
+    return f"the dataset is still in {at.name}, {at.filename}:{at.lineno}"
+
+
+def sync_before_training(stop: StopRequest) -> None:
+    """Wait for all ranks, so that no rank gets a signal in set-up while others train.
 
     Raises:
         StoppedError: A rank has left on a signal that this one got too.
@@ -186,7 +182,7 @@ def begin_together(stop: StopRequest) -> None:
 
 
 def describe(votes: Sequence[int]) -> str | None:
-    """Say why the run stops, from the votes summed over all ranks; None where it goes on."""
+    """Return why the run stops, from the votes summed over all ranks; None if it does not."""
     num_signalled, num_late, num_asked = votes
     if num_signalled:
         return f"a signal (to {amount(num_signalled, 'rank')})"
@@ -196,60 +192,23 @@ def describe(votes: Sequence[int]) -> str | None:
 
 
 @contextmanager
-def watch_signals() -> Iterator[StopRequest]:
-    """Take the signals that ask for an end, inside; call from the main thread."""
-    request = StopRequest()
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    thread = threading.Thread(target=_pass_on, args=(reader, request), name="signals", daemon=True)
-    thread.start()
-    woken_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+def watch_signals(*, leave: Callable[[int], None] = os._exit) -> Iterator[StopRequest]:
+    """Handle signals while the context is open. `leave` ends the process with an exit code.
+
+    Only the main thread receives signals; other threads handle nothing.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    request = StopRequest(leave=leave, takes_signals=is_main)
+    # Several ranks wait for each other during set-up, in C++, where no handler of Python runs.
+    # They keep the default handlers, which end a process at once, until `defer`.
+    if is_main and os.environ.get("WORLD_SIZE", "1") == "1":
+        request.install()
     try:
-        with _handling(_do_nothing):
-            yield request
+        yield request
     finally:
-        signal.set_wakeup_fd(woken_before)
-        os.close(writer)  # ends the thread
-        thread.join()
+        request.uninstall()
 
 
-@contextmanager
-def watch_session() -> Iterator[StopRequest]:
-    """Do the same in a process that goes on after the run, a notebook say: what would end it raises
-    KeyboardInterrupt instead. Only the main thread gets signals; in another one none is taken."""
-    request = StopRequest(leave=_interrupt)
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-    with _handling(lambda number, frame: request.on_signal(number)):
-        yield request
-
-
-def _interrupt(exit_code: int) -> None:
+def interrupt(exit_code: int) -> None:
+    """Raise KeyboardInterrupt: a `leave` for processes that continue, such as a notebook."""
     raise KeyboardInterrupt
-
-
-@contextmanager
-def _handling(handler: Callable[[int, object], None]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, each in before.items():
-            signal.signal(number, each)
-
-
-def _do_nothing(number: int, frame: object) -> None:
-    """Stand in for the default, which would end the process; the thread does the work."""
-
-
-def _pass_on(reader: int, request: StopRequest) -> None:
-    while True:
-        if not select.select([reader], [], [], SECONDS_BETWEEN_LOOKS)[0]:
-            request.look_from_aside()
-            continue
-        if not (numbers := os.read(reader, 1)):
-            break
-        if numbers[0] in SIGNALS:  # other signals with a handler, SIGCHLD say, wake it too
-            request.on_signal(numbers[0])
-    os.close(reader)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +28,6 @@ import torchtitan
 from torchtitan.base.errors import CheckpointError, DataError
 from torchtitan.config.layers import flatten
 from torchtitan.config.toml_files import parse
-from torchtitan.metrics.hardware import checked_hardware
 from torchtitan.metrics.rows import Row, read_rows
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,18 @@ _KINDS = {
     **{"world_size": int, "hardware": dict, "versions": dict, "git": dict},
 }
 """Types of what tools read of rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What a start of a run ran on."""
+
+    resumed_from: int
+    """The step that was loaded; 0 for a new run."""
+    world_size: int
+    ranks_per_machine: int
+    device: str
+    """The product name of rank 0's device."""
 
 
 class Stepping(Protocol):
@@ -154,8 +166,39 @@ def read_ledger(run: Path) -> list[Row]:
                     f"{kind.__name__}, got {str(row[key])[:60]!r}; restore the file"
                 )
         if "hardware" in row:
-            checked_hardware(row["hardware"], place=path)
+            _check_hardware(row["hardware"], place=path)
     return rows
+
+
+def newest_hardware(rows: Sequence[Row]) -> Hardware | None:
+    """Return what the newest start ran on; None if the rows do not have it.
+
+    A resumed run drops the figures beyond the step it resumes from, so those behind `resumed_from`
+    were measured on this hardware.
+    """
+    starts = (row for row in reversed(rows) if row["event"] == "start" and "hardware" in row)
+    newest = next(starts, None)
+    return None if newest is None else Hardware(**newest["hardware"])
+
+
+def read_hardware(run: Path) -> Hardware:
+    """Return what a run's newest start ran on; raise DataError if its ledger does not have it."""
+    found = newest_hardware(read_ledger(run))
+    if found is None:
+        raise DataError(f"{run / LEDGER} must have a start with its hardware, got none")
+    return found
+
+
+def _check_hardware(found: dict[str, Any], *, place: Path) -> None:
+    kinds = {"resumed_from": int, "world_size": int, "ranks_per_machine": int, "device": str}
+    is_record = {key: type(value) for key, value in found.items()} == kinds and all(
+        (key != "resumed_from") <= n < 2**31 for key, n in found.items() if key != "device"
+    )
+    if not is_record:
+        raise DataError(
+            f"{place} must hold {', '.join(kinds)}: three whole numbers and a device's name, got "
+            f"{str(found)[:100]}; restore it"
+        )
 
 
 def hash_manifest(checkpoint: Path) -> str:

@@ -22,7 +22,7 @@ from itertools import islice
 import torch
 
 from torchtitan.base.device import memory_peak_gib, peak_flops, reset_memory_peak
-from torchtitan.mesh.process_group import gather
+from torchtitan.mesh.ranks import gather
 from torchtitan.metrics.rows import Row
 from torchtitan.metrics.stragglers import KINDS, OWN, Stragglers
 

@@ -54,7 +54,7 @@ class ProgressBar:
     """
 
     def __init__(self, *, done_steps: int, total_steps: int, show: bool, color: bool) -> None:
-        self._bar = _fitting_bar(color=color) if show else None
+        self._bar = _bar(color=color) if show else None
         if self._bar is not None:
             self._bar.add_task(_TRAINING, total=total_steps, completed=done_steps)
 
@@ -86,31 +86,18 @@ class ProgressBar:
             self._bar.update(self._bar.task_ids[0], description=activity, refresh=True)
 
 
-def _fitting_bar(*, color: bool) -> Progress:
-    """Return a bar that leaves out what a narrow terminal has no room for."""
+def _bar(*, color: bool) -> Progress:
     from rich import progress
-    from rich.console import Console, RenderableType
-    from rich.constrain import Constrain
+    from rich.console import Console
 
-    activity, steps = progress.TextColumn("{task.description:<10}"), progress.MofNCompleteColumn()
-    elapsed = progress.TextColumn("elapsed"), progress.TimeElapsedColumn()
-    left = progress.TextColumn("left"), progress.TimeRemainingColumn()
-    wide = activity, progress.BarColumn(bar_width=None), steps, *elapsed, *left
-    # soft: the terminal wraps long lines itself, and gives them back whole when they are copied
-    console = Console(stderr=True, no_color=not color, soft_wrap=True)
-
-    class FittingBar(progress.Progress):
-        def get_renderable(self) -> RenderableType:
-            # a terminal writes ^C behind the bar: on a full line that would begin the next one,
-            # and the bar above it would never be erased
-            room = console.width - len("^C") - 1
-            self.expand = room >= 60
-            narrow = (activity, steps, *left) if room >= 40 else (activity, steps)
-            self.columns = wide if self.expand else narrow
-            return Constrain(super().get_renderable(), room)
-
-    return FittingBar(
-        console=console,
+    return progress.Progress(
+        progress.TextColumn("{task.description:<10}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
+        # soft: the terminal wraps long lines itself, and gives them back whole when they are copied
+        console=Console(stderr=True, no_color=not color, soft_wrap=True),
         refresh_per_second=2,
         transient=True,
         redirect_stdout=is_terminal(sys.stdout),  # else what is piped away would turn up here

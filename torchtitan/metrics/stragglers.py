@@ -6,21 +6,18 @@ tells ranks apart is time that each spends alone:
 
     data       waiting for the next batch
     update     clipping and the optimizer's step, of every step: no collective is inside
-    products   the same small products on each device, at logged steps
 
-A rank that lacks a part of its core or memory bandwidth is behind in its updates, a device with
-lower clocks in products too. On CUDA the device's own clock times them. At a logged step these
-three numbers travel with the loss, in the one gather that is made anyway, and each rank's are
-compared with the median of the others: for the update with those of its pipeline stage, whose
-ranks hold as many parameters. Any busy machine lets a process wait for some milliseconds now and
-then, so a rank is named once it is the slowest at five logged steps in a row, then at the 10th, the
-20th ...
+A rank that lacks a part of its core or memory bandwidth is behind in its updates. On CUDA the
+device's own clock times them. At a logged step these two numbers travel with the loss, in the one
+gather that is made anyway, and each rank's are compared with the median of the others: for the
+update with those of its pipeline stage, whose ranks hold as many parameters. Any busy machine lets
+a process wait for some milliseconds now and then, so a rank is named once it is the slowest at five
+logged steps in a row, then at the 10th, the 20th ...
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,21 +26,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from torchtitan.mesh.process_group import gather
+from torchtitan.mesh.ranks import gather
 
 logger = logging.getLogger(__name__)
 KINDS = {
     "data": ("waiting for data", "look at the storage and training.dataloader.num_workers"),
-    "update": ("optimizer updates", "is another program on it?"),
-    "products": ("products", "is it throttled (`nvidia-smi -q -d PERFORMANCE`), or shared?"),
+    "update": ("optimizer updates", "is it throttled (`nvidia-smi -q -d PERFORMANCE`), or shared?"),
 }
 """What is timed, and where to look."""
 OWN = "own_times"
-PRODUCTS = {"cuda": (2048, 32), "cpu": (192, 1)}
-"""Size of the products, and how many are timed at once: about a millisecond on an H100, 0.3 on a
-core."""
-ROUNDS, SECONDS_BETWEEN = 3, 1.0
-"""How often products are timed, of which the quickest counts, and at least how far apart."""
 IN_A_ROW = 5
 """Logged steps at which a rank must be the slowest to be named."""
 NAME_BYTES = 64
@@ -69,7 +60,6 @@ class Stragglers:
         self._stages = [rank * num_stages // len(hosts) for rank in range(len(hosts))]
         self._update_seconds = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._products, self._products_due = 0.0, -math.inf
         self._behind, self._num_behind = 0, 0
 
     @contextmanager
@@ -92,10 +82,7 @@ class Stragglers:
             torch.cuda.synchronize(self._device)
             self._update_seconds = sum(a.elapsed_time(b) for a, b in self._events) / 1e3
             self._events.clear()
-        if (now := self._clock()) >= self._products_due:
-            self._products_due = now + SECONDS_BETWEEN
-            self._products = time_products(self._device)
-        seconds = [data_seconds / num_steps, self._update_seconds / num_steps, self._products]
+        seconds = [data_seconds / num_steps, self._update_seconds / num_steps]
         self._update_seconds = 0.0
         return list(torch.tensor(seconds, dtype=torch.float64).to(self._device).unbind())
 
@@ -159,27 +146,6 @@ def medians_of_others(values: Mapping[int, float]) -> dict[int, float]:
         low, high = (by_size[middle + (middle >= place)] for middle in (lower, upper))
         medians[key] = (values[low] + values[high]) / 2
     return medians
-
-
-def time_products(device: torch.device) -> float:
-    """Return the seconds of a fixed amount of products, once the device is done with all else."""
-    size, num = PRODUCTS[device.type]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a_NN = torch.ones(size, size, dtype=dtype, device=device)
-    out_NN = torch.empty_like(a_NN)
-    best = math.inf
-    for _ in range(ROUNDS):
-        started = _now(device)
-        for _ in range(num):
-            torch.mm(a_NN, a_NN, out=out_NN)
-        best = min(best, _now(device) - started)
-    return best
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def build_stragglers(

@@ -1,9 +1,9 @@
 """Traces of whole steps: what every rank did, and when, by torch's profiler.
 
 Every `profile_freq` steps the last `profiler_active` of them are recorded, on all ranks at once,
-and each rank writes its own file. `chrome://tracing` and https://ui.perfetto.dev draw it; for a
-pipeline `python -m torchtitan.plan schedule --measured RUN` does. A profiler on all the time would
-cost memory without end, one started by hand would miss the step that was slow.
+and each rank writes its own file. `chrome://tracing` and https://ui.perfetto.dev draw it. A
+profiler on all the time would cost memory without end, one started by hand would miss the step that
+was slow.
 """
 
 from __future__ import annotations

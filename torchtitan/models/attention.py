@@ -1,73 +1,95 @@
-"""Causal self-attention with grouped queries, and the cache that makes decoding linear.
+"""Causal self-attention: grouped queries, documents, windows, and the cache for decoding.
 
-Everything goes through `scaled_dot_product_attention`: fused kernels on GPU and CPU alike, no
-S x S matrix and no mask, ever. Causality is a flag; grouped queries are one too, so keys and values
-are not copied once per query head. A decoding step asks with one query about all keys so far, which
-needs no mask either. The fused alternatives (FlexAttention, flash-attn) lack a CPU backward or are
-one more dependency.
+Everything runs through fused kernels, on GPU and CPU alike, so that no S x S matrix of scores and
+no S x S mask is ever in memory. Causality and grouped queries are flags of
+`scaled_dot_product_attention`. A decoding step attends from one query to all cached keys, which
+needs no mask either. The alternatives, FlexAttention and flash-attn, lack a CPU backward or are one
+more dependency.
 
-Shapes: B batch (1: one sequence of it), S sequence, T keys so far, C = dim, H query heads, K
-key/value heads, D head width.
+Documents that are packed into one sequence do not attend to each other. On a GPU in 16 bits, flash
+attention's variable-length kernel takes all sequences in one call, with the start of each document.
+Otherwise attention runs document by document, which is equally fast if they are long.
+
+A window (arXiv:2004.05150) limits each query to the last W keys. The variable-length kernel has it
+as an argument. Otherwise the first W queries run as plain causal attention, and the remaining ones
+in blocks of b queries, each with its W + b - 1 keys and a mask of that size. So memory and work
+grow with S x W.
+
+Shapes: B batch (1: one sequence of it), S sequence, T keys, C = dim, H query heads, K key/value
+heads, D head width, N = B S tokens.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from copy import copy
 from functools import partial
+from itertools import accumulate
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
-from torchtitan.models.contract import Attends
-from torchtitan.models.document_attention import attend_within, takes_lengths
-from torchtitan.models.documents import Documents
+from torchtitan.base.device import to_device
+from torchtitan.models.interface import AttentionModule, Documents
 from torchtitan.models.rope import Rope
 from torchtitan.models.sizes import DecoderConfig
-from torchtitan.models.window_attention import window_attention
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+VARLEN_HEAD_MULTIPLE = 8
+"""The variable-length kernel needs heads of a multiple of this width."""
+MIN_WINDOW_BLOCK = 256
+"""Least number of queries per block of windowed attention."""
 
 
 class SequenceCache:
-    """Keys and values of the tokens of one sequence that one layer has seen, or what it makes them
-    of: two tensors, each with heads and a width of its own.
+    """Cached keys and values of one sequence in one layer.
 
-    The storage is allocated once, for `max_len` tokens, and written in place: for use without
-    gradients. What the first tokens bring decides its type and its heads, of which a rank of tensor
-    parallelism has its own.
+    Latent attention stores two other tensors instead, each with its own heads and width. The
+    storage is allocated at the first `append`, which determines its dtype and heads, and is written
+    in place, for use without gradients.
+
+    Args:
+        max_len: Number of tokens to allocate.
     """
 
     def __init__(self, max_len: int) -> None:
         self._max_len = max_len
-        self._kv: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._kv: tuple[Tensor, Tensor] | None = None
         self.length = 0
 
-    def append(
-        self, k_1KSD: torch.Tensor, v_1KSD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store S more tokens and return the keys and values of all tokens so far."""
+    def append(self, k_1KSD: Tensor, v_1KSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store S more tokens, and return the keys and values of all tokens so far."""
         start, stop = self.length, self.length + k_1KSD.shape[2]
         # the causal flag aligns first query with first key: right for a prompt or one token
         assert start == 0 or stop == start + 1, "feed one token after the prompt"
         assert stop <= self._max_len, "the cache is full"
         if self._kv is None:
-            self._kv = self._storage(k_1KSD), self._storage(v_1KSD)
+            self._kv = self._allocate(k_1KSD), self._allocate(v_1KSD)
         for stored, new in zip(self._kv, (k_1KSD, v_1KSD), strict=True):
             stored[:, :, start:stop] = new
         self.length = stop
         k_1KTD, v_1KTD = (stored[:, :, :stop] for stored in self._kv)
         return k_1KTD, v_1KTD
 
-    def _storage(self, new_1KSD: torch.Tensor) -> torch.Tensor:
+    def _allocate(self, new_1KSD: Tensor) -> Tensor:
         _, num_heads, _, width = new_1KSD.shape
         return new_1KSD.new_empty(1, num_heads, self._max_len, width)
 
 
 LayerCache = Sequence[SequenceCache]
-"""Of one layer, for each sequence of the batch."""
+"""The caches of one layer, one per sequence of the batch."""
 
 
 class KVCache:
-    """A `LayerCache` for each layer, by the layer's name; `max_lens` are those of the sequences."""
+    """The caches of all layers.
+
+    Args:
+        config: Sizes of the model.
+        max_lens: Number of tokens to allocate for each sequence.
+    """
 
     def __init__(self, config: DecoderConfig, *, max_lens: Sequence[int]) -> None:
         self.layers: dict[str, LayerCache] = {
@@ -75,65 +97,19 @@ class KVCache:
         }
 
     def of(self, sequences: Sequence[int]) -> KVCache:
-        """Return the same cache, not a copy, for some sequences of the batch."""
+        """Return a view of the cache for some sequences of the batch."""
         part = copy(self)
         part.layers = {name: [layer[i] for i in sequences] for name, layer in self.layers.items()}
         return part
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens seen so far of each sequence: the position of its next one."""
+        """Number of cached tokens of each sequence, which is the position of its next token."""
         return [sequence.length for sequence in next(iter(self.layers.values()))]
 
 
-def attend_cached(
-    q_BHSD: torch.Tensor,
-    k_BKSD: torch.Tensor,
-    v_BKSD: torch.Tensor,
-    *,
-    cache: LayerCache,
-    window: int | None = None,
-) -> torch.Tensor:
-    """Store the new keys and values, and attend to all so far, one sequence after another.
-
-    Sequences of a batch may be of any lengths, and there is neither padding nor a mask. The matrix
-    products around it, where decoding spends its time, take the whole batch.
-    """
-    rows = zip(cache, q_BHSD.split(1), k_BKSD.split(1), v_BKSD.split(1), strict=True)
-    return torch.cat(
-        [causal_attention(q, *row.append(k, v), window=window) for row, q, k, v in rows]
-    )
-
-
-def causal_attention(
-    q_BHSD: torch.Tensor,
-    k_BKSD: torch.Tensor,
-    v_BKSD: torch.Tensor,
-    documents: Documents | None = None,
-    *,
-    window: int | None = None,
-) -> torch.Tensor:
-    """Attend from each query to the keys up to its own, or from one query to all keys.
-
-    With `documents` a query sees those of its own document alone, with a window the last `window`
-    of them.
-    """
-    batch, _, num_queries, _ = q_BHSD.shape
-    is_cut = window is not None and num_queries > 1 and window < num_queries
-    if documents is None and is_cut and takes_lengths(q_BHSD):
-        documents = Documents(((num_queries,),) * batch)  # whole sequences
-    if documents is not None:
-        return attend_within(q_BHSD, k_BKSD, v_BKSD, documents=documents, window=window)
-    return window_attention(q_BHSD, k_BKSD, v_BKSD, window=window)
-
-
-class Attention(Attends):
-    """Multi-head attention in which several query heads share one key/value head (GQA).
-
-    `attend` takes the queries, keys and values of the tokens at hand, and the documents that keep
-    them apart, if any do. It may be replaced by something that knows of tokens elsewhere; decoding
-    has a cache instead.
-    """
+class Attention(AttentionModule):
+    """Multi-head attention with grouped queries (GQA): query heads share key/value heads."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -156,13 +132,13 @@ class Attention(Attends):
 
     def forward(
         self,
-        x_BSC: torch.Tensor,
+        x_BSC: Tensor,
         rope: Rope,
         documents: Documents | None = None,
         cache: LayerCache | None = None,
-    ) -> torch.Tensor:
-        """Mix the tokens, each with those before it and, if there is a cache, with those in it."""
-        # the number of heads is left to -1: tensor parallelism gives each rank a part of them
+    ) -> Tensor:
+        """Attend from each token to those before it, including cached ones."""
+        # heads are -1 because tensor parallelism gives each rank some of them
         q_BSHD = self.wq(x_BSC).unflatten(-1, (-1, self.head_dim))
         k_BSKD = self.wk(x_BSC).unflatten(-1, (-1, self.head_dim))
         v_BSKD = self.wv(x_BSC).unflatten(-1, (-1, self.head_dim))
@@ -176,3 +152,196 @@ class Attention(Attends):
         else:
             out_BHSD = attend_cached(q_BHSD, k, v, cache=cache, window=self.window)
         return self.wo(out_BHSD.transpose(1, 2).flatten(-2))
+
+
+def attend_cached(
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    cache: LayerCache,
+    window: int | None = None,
+) -> Tensor:
+    """Append keys and values to the cache, and attend to all of it, sequence by sequence.
+
+    The sequences may differ in length, without padding or a mask. The matrix products around this
+    function, where decoding spends its time, take the full batch.
+
+    Args:
+        q_BHSD: Queries of the new tokens.
+        k_BKSD: Their keys.
+        v_BKSD: Their values.
+        cache: Caches of this layer.
+        window: Number of keys per query, itself included.
+    """
+    rows = zip(cache, q_BHSD.split(1), k_BKSD.split(1), v_BKSD.split(1), strict=True)
+    return torch.cat(
+        [causal_attention(q, *row.append(k, v), window=window) for row, q, k, v in rows]
+    )
+
+
+def causal_attention(
+    q_BHSD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    documents: Documents | None = None,
+    *,
+    window: int | None = None,
+) -> Tensor:
+    """Attend from each query to the keys up to its own position, or from one query to all keys.
+
+    Args:
+        q_BHSD: Queries.
+        k_BKTD: Keys. T is S unless there is a single query.
+        v_BKTD: Values.
+        documents: Documents that do not attend to each other.
+        window: Number of keys per query, itself included.
+    """
+    batch, _, num_queries, _ = q_BHSD.shape
+    is_windowed = window is not None and num_queries > 1 and window < num_queries
+    if documents is None and is_windowed and can_use_varlen(q_BHSD):
+        documents = Documents(((num_queries,),) * batch)  # each sequence is one document
+    if documents is None:
+        return window_attention(q_BHSD, k_BKTD, v_BKTD, window=window)
+    attend = varlen_attention if can_use_varlen(q_BHSD) else document_attention
+    return attend(q_BHSD, k_BKTD, v_BKTD, documents, window)
+
+
+def can_use_varlen(q_BHSD: Tensor) -> bool:
+    """Return whether the variable-length kernel supports these queries."""
+    fits = q_BHSD.dtype in HALF_DTYPES and q_BHSD.shape[-1] % VARLEN_HEAD_MULTIPLE == 0
+    return q_BHSD.device.type == "cuda" and fits
+
+
+def document_attention(
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    documents: Documents,
+    window: int | None = None,
+) -> Tensor:
+    """Attend within each document, one after another.
+
+    Args:
+        q_BHSD: Queries.
+        k_BKSD: Keys.
+        v_BKSD: Values.
+        documents: Documents of each sequence.
+        window: Number of keys per query, itself included.
+    """
+    rows = []
+    for lengths, *sequence in zip(
+        documents.lengths, q_BHSD.split(1), k_BKSD.split(1), v_BKSD.split(1), strict=True
+    ):
+        # split, not slices: the gradient of each slice would be a tensor of the full length
+        parts = zip(*(x.split(lengths, dim=2) for x in sequence), strict=True)
+        rows.append(
+            torch.cat([window_attention(q, k, v, window=window) for q, k, v in parts], dim=2)
+        )
+    return torch.cat(rows)
+
+
+def varlen_attention(
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    documents: Documents,
+    window: int | None = None,
+) -> Tensor:
+    """Attend within each document by flash attention's variable-length kernel; not run yet.
+
+    Args:
+        q_BHSD: Queries.
+        k_BKSD: Keys.
+        v_BKSD: Values.
+        documents: Documents of each sequence.
+        window: Number of keys per query, itself included.
+    """
+    grouped = {}
+    if k_BKSD.shape[1] != q_BHSD.shape[1]:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            grouped = {"enable_gqa": True}
+        else:  # torch 2.11
+            group = q_BHSD.shape[1] // k_BKSD.shape[1]
+            k_BKSD, v_BKSD = (x.repeat_interleave(group, dim=1) for x in (k_BKSD, v_BKSD))
+    starts = documents.cached("starts", lambda: _flat_starts(documents, q_BHSD.device))
+    longest = max(max(row) for row in documents.lengths)
+    before = -1 if window is None else window - 1
+    q_NHD, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BKSD, v_BKSD))
+    # the same `starts` twice: torch 2.15 uses cuDNN's kernel only where it can see they are equal
+    out_NHD: Tensor = varlen_attn(
+        q_NHD, k, v, starts, starts, longest, longest, window_size=(before, 0), **grouped
+    )
+    return out_NHD.unflatten(0, (len(q_BHSD), -1)).transpose(1, 2)
+
+
+def _flat_starts(documents: Documents, device: torch.device) -> Tensor:
+    """Return the start of each document in the row of all N tokens, then N, int32."""
+    lengths = (length for row in documents.lengths for length in row)
+    return to_device(list(accumulate(lengths, initial=0)), device).int()
+
+
+def window_attention(
+    q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, window: int | None
+) -> Tensor:
+    """Attend from each query to the last `window` keys up to its own, or from one query to the last
+    keys of all.
+
+    Args:
+        q_BHSD: Queries.
+        k_BKTD: Keys. T is S unless there is a single query.
+        v_BKTD: Values.
+        window: Number of keys per query, itself included. None: all.
+    """
+    num_queries, num_keys = q_BHSD.shape[2], k_BKTD.shape[2]
+    if window is None or num_keys <= window:
+        return fused_attention(q_BHSD, k_BKTD, v_BKTD, is_causal=num_queries > 1)
+    if num_queries == 1:
+        return fused_attention(q_BHSD, k_BKTD[:, :, -window:], v_BKTD[:, :, -window:])
+    assert num_queries == num_keys, "one query, or as many as keys"
+    block = max(MIN_WINDOW_BLOCK, window // 4)
+    first, *blocks = q_BHSD.split(
+        [window, *(min(block, num_keys - at) for at in range(window, num_keys, block))], dim=2
+    )
+    keys = slice(None), slice(None), slice(0, window)
+    outs = [fused_attention(first, k_BKTD[keys], v_BKTD[keys], is_causal=window > 1)]
+    stop = window
+    for q in blocks:
+        start, stop = stop, stop + q.shape[2]
+        keys = slice(None), slice(None), slice(start - window + 1, stop)
+        # of these keys the first query sees 0 to W - 1, and each next query one further
+        shape = stop - start, stop - start + window - 1
+        mask_ST = torch.ones(shape, dtype=torch.bool, device=q.device).tril(window - 1).triu()
+        outs.append(fused_attention(q, k_BKTD[keys], v_BKTD[keys], mask_ST=mask_ST))
+    return torch.cat(outs, dim=2)
+
+
+def fused_attention(
+    q_BHSD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    *,
+    is_causal: bool = False,
+    mask_ST: Tensor | None = None,
+) -> Tensor:
+    """Call PyTorch's attention such that a fused kernel runs.
+
+    On CUDA the flash kernel supports only 16 bits, and the memory-efficient kernel, which supports
+    float32, has no grouped query heads. PyTorch would silently use a third kernel, with
+    S x S scores. So grouped heads in float32 are repeated. Read in PyTorch's sources, not seen on a
+    GPU.
+
+    Args:
+        q_BHSD: Queries.
+        k_BKTD: Keys.
+        v_BKTD: Values.
+        is_causal: Attend to the keys up to each query's own position.
+        mask_ST: Keys that each query attends to. Default: all.
+    """
+    group = q_BHSD.shape[1] // k_BKTD.shape[1]
+    if group > 1 and q_BHSD.device.type == "cuda" and q_BHSD.dtype not in HALF_DTYPES:
+        k_BKTD, v_BKTD = (x.repeat_interleave(group, dim=1) for x in (k_BKTD, v_BKTD))
+        group = 1
+    return F.scaled_dot_product_attention(
+        q_BHSD, k_BKTD, v_BKTD, attn_mask=mask_ST, is_causal=is_causal, enable_gqa=group > 1
+    )

@@ -1,25 +1,23 @@
-"""The decoder-only transformer: one plain module that calls nothing parallel.
+"""The decoder-only transformer, as one plain module that calls nothing parallel.
 
 Parameter names are torchtitan's, so that checkpoints interchange. Every parallel layout is applied
-to this module from outside. So it holds no buffers (nothing to move, cast or re-create after meta
-construction), and a block maps `(x, rope)` to `x`, so that activation checkpointing, compilation
-and sharding can wrap it. A pipeline stage is this module with the rest removed (`keep_only`);
-`layers` is a dictionary keyed by number, so that a stage with layers 8 to 15 keeps their names.
+to this module from outside. For this purpose it holds no buffers (nothing to move, cast or
+re-create after meta construction), and a block maps `(x, rope)` to `x`, so that activation
+checkpointing, compilation and sharding can wrap it. A pipeline stage is this module with the other
+parts removed (`prune_to_stage`). `layers` is a dictionary by number, so that a stage with layers 8
+to 15 keeps their names.
 
 Shapes: B batch, S sequence, C = dim, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan.models.attention import Attention, KVCache, LayerCache
-from torchtitan.models.contract import CastsWeights, LanguageModel
-from torchtitan.models.documents import Documents
+from torchtitan.models.interface import Documents, LanguageModel, Output, TiedOutput
 from torchtitan.models.rope import Rope, build_rope
 from torchtitan.models.sizes import DecoderConfig
 
@@ -33,13 +31,13 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
         self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
 
-    def forward(self, x_BSC: torch.Tensor) -> torch.Tensor:
-        """Transform each token by itself."""
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        """Transform each token independently."""
         return self.w2(F.silu(self.w1(x_BSC)) * self.w3(x_BSC))
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward, each with a norm before it and a residual connection."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -50,57 +48,27 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x_BSC: torch.Tensor,
+        x_BSC: Tensor,
         rope: Rope,
         documents: Documents | None = None,
         cache: LayerCache | None = None,
-    ) -> torch.Tensor:
-        """Apply the block; only decoding has a cache."""
+    ) -> Tensor:
+        """Apply the block. Only decoding passes a cache."""
         x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), rope, documents, cache)
-        return x_BSC + self.feed_forward(self.ffn_norm(x_BSC))
+        return x_BSC + self.transform(self.ffn_norm(x_BSC))
 
-
-HeadLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From the head's input (B, S, C), its weight (V, C) and labels (B, S) to the summed loss."""
-
-
-class Output(nn.Linear, CastsWeights):
-    """The output head: logits or, given labels, the loss.
-
-    The head computes the loss, so that the logits of a long sequence never exist all at once. The
-    trainer sets `loss`.
-    """
-
-    loss: HeadLoss
-
-    def forward(self, x_BSC: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits, or the summed loss, a scalar in float32."""
-        if labels_BS is None:
-            return F.linear(x_BSC, self.weight.to(x_BSC.dtype))
-        return self.loss(x_BSC, self.weight, labels_BS)
-
-
-class TiedOutput(nn.Module):
-    """The same without a weight of its own: it is given the embedding's."""
-
-    loss: HeadLoss
-
-    def forward(
-        self, x_BSC: torch.Tensor, weight_VC: torch.Tensor, labels_BS: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the logits, or the summed loss."""
-        if labels_BS is None:
-            return F.linear(x_BSC, weight_VC.to(x_BSC.dtype))
-        return self.loss(x_BSC, weight_VC, labels_BS)
+    def transform(self, x_BSC: Tensor) -> Tensor:
+        """Transform each token independently."""
+        return self.feed_forward(x_BSC)
 
 
 class Decoder(LanguageModel):
-    """Tokens to logits, or one pipeline stage of the way.
+    """The transformer from tokens to logits, or one pipeline stage of it.
 
-    With tied embeddings there is no `output.weight`: a parameter under two names would be untied by
-    meta construction with `to_empty()`. The head then multiplies by `tok_embeddings.weight` outside
-    that module's own forward, so a parallel layer must keep `tok_embeddings` in the root's FSDP
-    group (gathered for the whole forward) and never shard it as a group of its own.
+    With tied embeddings there is no `output.weight`, because a parameter under two names would be
+    untied by meta construction with `to_empty()`. The head then multiplies by
+    `tok_embeddings.weight` outside that module's own forward. So `tok_embeddings` must stay in the
+    root's FSDP group, which is gathered for the entire forward, and never form a group of its own.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -116,20 +84,24 @@ class Decoder(LanguageModel):
 
     def forward(
         self,
-        tokens_BS: torch.Tensor,
-        positions: torch.Tensor | None = None,
+        tokens_BS: Tensor,
+        positions: Tensor | None = None,
         documents: Documents | None = None,
-        labels: torch.Tensor | None = None,
+        labels: Tensor | None = None,
         cache: KVCache | None = None,
-    ) -> torch.Tensor:
-        """Return the logits of the token after each one, in the dtype of the computation.
+    ) -> Tensor:
+        """Return the logits in the dtype of the computation, or the summed loss in float32.
 
-        With labels it returns their summed loss instead, float32. `positions` (int64, (S) or (B,
-        S)) are the tokens' places in the sequence; by default they follow what the cache holds, or
-        start at 0. `documents` keep attention inside them. A pipeline stage takes the (B, S, C)
-        residual stream of the stage before it in the place of the tokens, then needs positions, and
-        returns the stream unless it has the head. With a cache it returns only the logits after the
-        last token, (B, 1, V): those of a long prompt would be large.
+        A pipeline stage returns the residual stream (B, S, C) unless it has the head.
+
+        Args:
+            tokens_BS: Token ids. A stage without the embedding takes the residual stream instead.
+            positions: Positions of the tokens, int64 (S) or (B, S). By default they continue the
+                cache or start at 0. A stage without the embedding needs them.
+            documents: Documents that attention keeps apart.
+            labels: Next tokens (B, S). With labels the loss is returned.
+            cache: Keys and values of earlier tokens. With a cache only the logits of the last token
+                are returned, (B, 1, V), because those of a long prompt would be large.
         """
         if positions is None:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)

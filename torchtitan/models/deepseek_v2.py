@@ -1,8 +1,8 @@
-"""DeepSeek-V2-Lite: DeepSeek-V3's sizes and names with a router as before it (arXiv:2405.04434).
+"""DeepSeek-V2-Lite: DeepSeek-V3's modules and names, and the earlier router (arXiv:2405.04434).
 
-The router takes a softmax over all experts, without groups, a bias or a sum to divide by. That is
-one kind of files of Hugging Face, and V3's another. The large V2 chooses groups by their best
-expert alone, which is not built. `tiny` and `tiny8` are our own.
+The router takes a softmax over all experts, without groups, bias or normalization of the weights.
+It is a family of its own because Hugging Face's files differ from V3's. The large V2, which chooses
+groups by their best expert, is not supported. `tiny` and `tiny8` are for tests.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ HF = HFFormat(
         "routed_scaling_factor": ("expert_weight_scale", 1.0),
     },
     lacks=_V3.lacks,
-    none_there={"first_k_dense_replace": 0, "n_shared_experts": 0},
+    none_as={"first_k_dense_replace": 0, "n_shared_experts": 0},
     implied={"norm_expert_weights": False},
 )
 

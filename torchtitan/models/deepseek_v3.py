@@ -1,31 +1,31 @@
 """DeepSeek-V3: latent attention, and experts chosen by groups (arXiv:2412.19437).
 
-The router scores each expert by itself (sigmoid); a token chooses the best groups of experts first,
-then experts among them, by score plus a bias that balances the load; the weights, without the bias,
-are divided by their sum and scaled. A shared expert gets every token, and the first layers have no
-experts. `671B` is the published model, without the layers that predict further tokens. `16B` is
-what torchtitan 0.2 calls so: the sizes of DeepSeek-V2-Lite (arXiv:2405.04434), whose router takes a
-softmax, here with V3's bias; its files are those of the family deepseek_v2. The `mscale` of V2-Lite
-is 0.707, which torchtitan rounds to 0.70, and leaves out up to 4096 tokens. `tiny`, `tiny8` and
-`debugmodel` are our own.
+The router scores each expert independently (sigmoid). A token first chooses the best groups of
+experts, then experts among them, by score plus a bias that balances the load. The weights, without
+the bias, are divided by their sum and scaled. A shared expert gets every token, and the first
+layers have no experts.
+
+`671B` is the published model, without the layers that predict further tokens. `16B` is the model
+of that name in torchtitan 0.2: the sizes of DeepSeek-V2-Lite (arXiv:2405.04434), whose router takes
+a softmax, with V3's bias. Its files are those of the family deepseek_v2. The `mscale` of V2-Lite is
+0.707, which torchtitan rounds to 0.70 and ignores up to 4096 tokens. `tiny` and `tiny8` are for
+tests.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import nn
-
 from torchtitan.models import llama3, qwen3_moe
-from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Constant, Init, Normal
 from torchtitan.models.mla import LatentAttention
-from torchtitan.models.moe import MoEBlock
-from torchtitan.models.rope_scaling import YarnScaling
-from torchtitan.models.sizes import DecoderConfig, MLAConfig
+from torchtitan.models.moe import MoEDecoder
+from torchtitan.models.sizes import DecoderConfig, MLAConfig, RopeScaling
 from torchtitan.models.spec import HFFormat, ModelSpec, TensorRole
 
-YARN = YarnScaling(factor=40.0, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0)
+YARN = RopeScaling(
+    type="yarn", factor=40.0, original_max_position=4096, mscale=1.0, mscale_all_dim=1.0
+)
 
 LARGE = MLAConfig(
     dim=7168,
@@ -84,9 +84,14 @@ TINY = replace(
     num_kv_heads=4,
     hidden_dim=96,
     vocab_size=263,
-    # a short context of pretraining, so that short sequences meet all kinds of wavelength
-    rope_scaling=YarnScaling(
-        factor=8.0, original_max_position=64, beta_fast=4.0, mscale=0.8, mscale_all_dim=0.5
+    # a short pretraining context, so that short sequences have all kinds of wavelengths
+    rope_scaling=RopeScaling(
+        type="yarn",
+        factor=8.0,
+        original_max_position=64,
+        beta_fast=4.0,
+        mscale=0.8,
+        mscale_all_dim=0.5,
     ),
     q_lora_rank=24,
     kv_lora_rank=16,
@@ -177,7 +182,7 @@ HF = HFFormat(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     names=NAMES,
-    rotary=frozenset(),  # pairs are neighbours there too
+    rotary=frozenset(),  # Hugging Face rotates neighbours too
     fixed={
         "hidden_act": "silu",
         "attention_bias": False,
@@ -203,7 +208,7 @@ HF = HFFormat(
         "routed_scaling_factor": ("expert_weight_scale", 2.5),
     },
     lacks=frozenset({"head_dim"}),
-    none_there={"first_k_dense_replace": 0, "n_shared_experts": 0, "n_group": 1, "topk_group": 1},
+    none_as={"first_k_dense_replace": 0, "n_shared_experts": 0, "n_group": 1, "topk_group": 1},
     implied={"expert_score": "sigmoid", "expert_bias": True},
     float32=frozenset({BIAS}),
     more_layers="num_nextn_predict_layers",
@@ -211,7 +216,7 @@ HF = HFFormat(
 
 
 def initial(config: DecoderConfig, name: str) -> Init:
-    """Say how a parameter starts: what makes latents and heads as Llama's wq."""
+    """Return how a parameter is initialized: matrices of latents and heads like Llama's wq."""
     match name.split("."):
         case ["layers", _, "attention", "wq_a" | "wq_b" | "wkv_a" | "wkv_b", "weight"]:
             return Normal(std=0.02)
@@ -220,19 +225,17 @@ def initial(config: DecoderConfig, name: str) -> Init:
     return qwen3_moe.initial(config, name)
 
 
-class DeepSeekV3(Decoder):
-    """The decoder with latent attention, and experts in all layers but the first few."""
+class DeepSeekV3(MoEDecoder):
+    """The decoder with experts, latent attention and DeepSeek's initial weights."""
 
     def __init__(self, config: DecoderConfig) -> None:
         assert isinstance(config, MLAConfig)
         super().__init__(config)
-        sparse = {name: MoEBlock(config) for name in self.layers if config.has_experts(int(name))}
-        self.layers = nn.ModuleDict({**self.layers, **sparse})
         for block in self.layers.values():
             block.attention = LatentAttention(config)
 
     def initial(self, name: str) -> Init:
-        """Say how a parameter starts."""
+        """Return how a parameter is initialized."""
         return initial(self.config, name)
 
 

@@ -1,7 +1,7 @@
 """Initial weights from a counter-based generator: every layout starts from the same bits.
 
 Element i of a parameter is a pure function of (seed, the parameter's name, i), where i counts the
-elements of the whole parameter in row-major order. So each rank evaluates only its own shard:
+elements of the unsharded parameter in row-major order. So each rank evaluates only its own shard:
 nothing is drawn in full, sent or skipped. The alternatives are a "seed checkpoint" made on one
 device, or torch's generator advanced for each shard, whose numbers depend on the device and on how
 the tensor was split.
@@ -65,21 +65,21 @@ Init = Normal | Constant
 
 
 class Initializable(Protocol):
-    """A module that says how each of its parameters starts."""
+    """A module with an initialization rule for each parameter."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Walk the parameters; their names are the same in every layout."""
+        """Yield names, which are the same in every layout, and parameters."""
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Walk the buffers: there must be none."""
+        """Yield the buffers. There must be none."""
 
     def initial(self, name: str) -> Init:
-        """Return the rule for a parameter, or fail on a name it does not know."""
+        """Return the rule for a parameter, or raise for an unknown name."""
 
 
 @torch.no_grad()
 def initialize(model: Initializable, *, seed: int) -> None:
-    """Fill every parameter, or this rank's shard of it, in place; no rank talks to another.
+    """Fill every parameter, or this rank's shard of it, in place and without communication.
 
     Works on plain tensors and DTensors, on CPU and GPU, in any float dtype (the float32 value is
     rounded). Parameters must have storage: call it after `to_empty()`.
@@ -105,15 +105,15 @@ def make_key(name: str, *, seed: int) -> tuple[int, int]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_offsets(parameter: torch.Tensor) -> list[torch.Tensor]:
     """Return one int64 vector per dimension; their outer sum is this rank's flat global indices.
 
-    A shard is cut as by `torch.chunk`, like DTensor and FSDP2 do: uneven and empty shards, and
-    several mesh axes on one dimension in any order, come out as they are.
+    Shards are cut as by `torch.chunk`, like DTensor and FSDP2 do. They may be uneven or empty, and
+    several mesh axes may shard one dimension in any order.
     """
     indices = [torch.arange(size, device="cpu") for size in parameter.shape]
     if isinstance(parameter, DTensor):
@@ -125,7 +125,7 @@ def local_offsets(parameter: torch.Tensor) -> list[torch.Tensor]:
                 indices[placement.dim] = _shard(indices[placement.dim], placement, degree, rank)
             else:
                 assert isinstance(placement, Replicate), f"no rule fills a {placement} tensor"
-        # the placements of FSDP2 over uneven pieces of another axis do not say how it has cut them
+        # FSDP2's placements do not describe how it cuts the uneven shards of another axis
         assert tuple(map(len, indices)) == tuple(parameter.to_local().shape), (
             f"{tuple(parameter.shape)} must divide evenly by tp to be sharded by FSDP as well"
         )
@@ -153,7 +153,15 @@ def fill_normal(
     offsets: Sequence[torch.Tensor],
     chunk: int | None = None,
 ) -> None:
-    """Fill `out` with the truncated normal's values at the outer sum of `offsets`."""
+    """Fill `out` with values of the truncated normal distribution.
+
+    Args:
+        out: Tensor to fill.
+        std: Standard deviation before truncation.
+        key: Key of the parameter, see `make_key`.
+        offsets: Global indices of the elements, as one vector per dimension, to be added.
+        chunk: Number of elements at a time.
+    """
     if out.numel() == 0:
         return
     # a Weyl sequence: index times an odd constant; it distributes over the sum of the offsets

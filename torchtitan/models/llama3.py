@@ -1,13 +1,14 @@
 """Llama 3: its sizes and its initial weights (arXiv:2407.21783).
 
-The architecture is `Decoder`; a family of models is this one file: sizes, the roles of modules
-under tensor parallelism and the names in Hugging Face's files as data, initial weights as a pure
-function from a parameter's name. Flavors with names of torchtitan 0.2 are the same models there.
-`small` is what the first run trains: `debugmodel` without its rope scaling. `tiny` has an odd
-vocabulary and sizes that few degrees divide, for tests of uneven shards; `tiny8` has eight layers
-and sizes that 4 divides, for tests of tensor and pipeline parallelism. `narrow` has two heads, so
-that a CPU can attend over 128k tokens. `100M`, most of it layers by its small vocabulary, is for
-measuring on one machine.
+The architecture is `Decoder`. A family is one file like this: sizes, the roles of modules under
+tensor parallelism and the names in Hugging Face's files are data, and initial weights are a pure
+function of a parameter's name. Flavors with names of torchtitan 0.2 are the same models there.
+
+`small` is `debugmodel` without rope scaling. `tiny` has an odd vocabulary and sizes that few
+degrees divide, for tests of uneven shards. `tiny8` has eight layers and sizes divisible by 4, for
+tests of tensor and pipeline parallelism. `narrow` has two heads, so that a CPU can attend over 128k
+tokens. `100M` has a small vocabulary, so that most of it is layers, for measurements on one
+machine.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ from dataclasses import replace
 
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.init import Constant, Init, Normal
-from torchtitan.models.rope_scaling import Llama3Scaling
-from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.sizes import DecoderConfig, RopeScaling
 from torchtitan.models.spec import HFFormat, ModelSpec, TensorRole
 
-LLAMA_31 = Llama3Scaling(factor=8.0, original_max_position=8192)
-LLAMA_32 = Llama3Scaling(factor=32.0, original_max_position=8192)
+LLAMA_31 = RopeScaling(type="llama3", factor=8.0, original_max_position=8192)
+LLAMA_32 = RopeScaling(type="llama3", factor=32.0, original_max_position=8192)
 
 SMALL = DecoderConfig(
     dim=256, num_layers=6, num_heads=16, num_kv_heads=16, hidden_dim=768, vocab_size=2048
@@ -137,10 +137,10 @@ HF = HFFormat(
 
 
 def initial(config: DecoderConfig, name: str) -> Init:
-    """Say how a parameter starts: torchtitan's standard deviations, each cut at 3 of them.
+    """Return how a parameter is initialized: torchtitan's standard deviations, truncated at 3.
 
-    What writes into the residual stream (wo, w2, and w3, which scales w2's input) starts smaller
-    the deeper the layer, so that the stream's variance does not grow with the depth.
+    Matrices that write into the residual stream (wo, w2, and w3, which scales w2's input) are
+    smaller in deeper layers, so that the variance of the stream does not grow with depth.
     """
     match name.split("."):
         case ["tok_embeddings", "weight"]:
@@ -157,14 +157,14 @@ def initial(config: DecoderConfig, name: str) -> Init:
             return Constant(1.0)
         case ["output", "weight"]:
             return Normal(std=config.dim**-0.5)
-    raise AssertionError(f"no rule says how the parameter {name} starts")
+    raise AssertionError(f"no rule initializes the parameter {name}")
 
 
 class Llama3(Decoder):
     """The decoder with Llama 3's initial weights."""
 
     def initial(self, name: str) -> Init:
-        """Say how a parameter starts."""
+        """Return how a parameter is initialized."""
         return initial(self.config, name)
 
 

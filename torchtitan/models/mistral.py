@@ -1,8 +1,8 @@
-"""Mistral 7B: its sizes; a token attends to a window of those before it (arXiv:2310.06825).
+"""Mistral 7B: its sizes, and sliding-window attention (arXiv:2310.06825).
 
-Everything else is Llama's, initial weights included. From version 0.2 on the window is gone: `7B`
-is version 0.3, `7B-v0.1` the first one. `tiny`, `tiny8` and `debugmodel` are our own, with windows
-that short sequences exceed.
+All else is Llama's, including the initial weights. `7B-v0.1` is the first version. `7B` is version
+0.3, which like 0.2 has no window. `tiny`, `tiny8` and `debugmodel` are for tests, with windows that
+short sequences exceed.
 """
 
 from __future__ import annotations

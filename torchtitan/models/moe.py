@@ -1,25 +1,24 @@
-"""Mixture of experts: each token is sent to few of many feed-forwards, whose results are weighed.
+"""Mixture of experts: each token is sent to a few of many feed-forwards, weighted by a router.
 
-The router scores the experts for each token; the best K get it. All choices are then sorted by
-expert, so that each expert multiplies its tokens as one matrix, and sorted back. No token is
-dropped, and no expert padded: an expert may get any number of tokens, none too. (A fixed number of
-places per expert would make all products of one shape, at the price that what a token comes to
-depends on the other tokens of the batch.)
+The router scores the experts for each token, and the best K get it. The choices are then sorted by
+expert, so that each expert multiplies its tokens as one matrix, and sorted back. An expert may get
+any number of tokens, including none: no token is dropped and no expert padded. (A fixed capacity
+per expert would give all products one shape, but the result for a token would depend on the other
+tokens of the batch.)
 
-Both ways rows are gathered, in backward too, and a token's K results are added up in the order of
-its choices: nothing is scattered into sums, whose order would be left to chance on a GPU. So the
-same input gives the same bits, and a block that is recomputed chooses the same experts again.
+Rows are gathered in both directions, in backward too, and a token's K results are added in the
+order of its choices. Nothing is scattered into sums, whose order is not deterministic on a GPU. So
+equal inputs give equal bits, and a block that is recomputed chooses the same experts again.
 
-The choice jumps where two scores nearly tie: rounding may then send a token elsewhere. Scores are
-therefore computed in float32, whatever the type of the rest.
+The choice is discontinuous: where two scores nearly tie, rounding may send a token elsewhere. So
+scores are computed in float32 in every dtype of the model.
 
-Nothing here knows of other ranks. What may reach them, or decide otherwise, takes the place of an
-attribute: which experts are chosen (`Router.choose`) and who hears of it (`Router.on_choice`), a
-loss of the router's own (`Router.extra_loss`), where rows are multiplied (`Experts.exchange`) and
-how (`Experts.compute`).
+Nothing here knows of other ranks. Layouts and load balancing replace attributes: the choice of
+experts (`Router.choose`) and its observer (`Router.on_choice`), an auxiliary loss
+(`Router.extra_loss`), where rows are multiplied (`Experts.exchange`) and how (`Experts.compute`).
 
-Shapes: B batch, S sequence, C = dim, H width of an expert, E experts, K experts of a token,
-N = B S K rows, one for each choice.
+Shapes: B batch, S sequence, C = dim, H width of an expert, E experts, G groups of experts,
+K experts per token, N = B S K rows, one per choice.
 """
 
 from __future__ import annotations
@@ -33,55 +32,62 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.attention import LayerCache
-from torchtitan.models.contract import CastsWeights
-from torchtitan.models.decoder import Block, FeedForward
-from torchtitan.models.documents import Documents
-from torchtitan.models.rope import Rope
-from torchtitan.models.routing import ChoosesExperts, Compute, Routes, StackedExperts
-from torchtitan.models.sizes import MoEConfig
+from torchtitan.models.decoder import Block, Decoder, FeedForward
+from torchtitan.models.interface import (
+    CastsWeights,
+    Compute,
+    GroupedExperts,
+    MoELayer,
+    RouterModule,
+)
+from torchtitan.models.sizes import DecoderConfig, MoEConfig
 
 TINY = 1e-20
-"""Added to the sum that weights are divided by, as sigmoids may all be zero."""
+"""Added to the sum that weights are divided by, since all sigmoids may be zero."""
 
 
 class Gate(nn.Linear, CastsWeights):
-    """The router's matrix. Its product is at least float32, whatever the type of its input."""
+    """The router's matrix. Its product is float32 or wider, for inputs of any dtype."""
 
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__(dim, num_experts, bias=False)
         self.product = wide_product
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """Return the logits of the experts."""
+        """Return the logits of the experts (B, S, E)."""
         return self.product(x_BSC, self.weight)
 
 
 def wide_product(x_BSC: Tensor, weight_EC: Tensor) -> Tensor:
-    """Multiply in float32 at least."""
+    """Return x @ weight.T, computed in float32 or wider."""
     wide = torch.promote_types(x_BSC.dtype, torch.float32)
-    # first in the type of the input, as FSDP gathers it: the same numbers in every layout
+    # round to the input's dtype first, as FSDP gathers it: the same numbers in every layout
     return F.linear(x_BSC.to(wide), weight_EC.to(x_BSC.dtype).to(wide))
 
 
 def best_experts(scores_BSE: Tensor, *, num: int, num_groups: int = 1, kept: int = 1) -> Tensor:
-    """Return the `num` experts with the highest scores (B, S, K), the best first.
+    """Return the `num` experts with the highest scores, best first, (B, S, K).
 
-    Of equal scores the one with the lower index is chosen. With `num_groups` groups of neighbours
-    only the experts of the best `kept` groups are; a group's score is the sum of its best two.
+    Of equal scores the lower index is chosen.
+
+    Args:
+        scores_BSE: Scores of the experts.
+        num: Number of experts to choose.
+        num_groups: Number of groups of neighbouring experts.
+        kept: Number of groups to choose from. A group's score is the sum of its best two.
     """
     if kept < num_groups:
         groups_BSGE = scores_BSE.unflatten(-1, (num_groups, -1))
         best_BSG = groups_BSGE.topk(min(2, groups_BSGE.shape[-1])).values.sum(-1)
         order_BSG = best_BSG.sort(dim=-1, descending=True, stable=True).indices
-        is_left_out = torch.ones_like(best_BSG, dtype=torch.bool)
-        is_left_out = is_left_out.scatter(-1, order_BSG[..., :kept], False)
-        scores_BSE = groups_BSGE.masked_fill(is_left_out[..., None], -torch.inf).flatten(-2)
-    # topk leaves open which of equal scores it takes
+        is_excluded_BSG = torch.ones_like(best_BSG, dtype=torch.bool)
+        is_excluded_BSG = is_excluded_BSG.scatter(-1, order_BSG[..., :kept], False)
+        scores_BSE = groups_BSGE.masked_fill(is_excluded_BSG[..., None], -torch.inf).flatten(-2)
+    # topk does not define which of equal scores it returns
     return scores_BSE.sort(dim=-1, descending=True, stable=True).indices[..., :num]
 
 
-class Router(ChoosesExperts):
+class Router(RouterModule):
     """Chooses the experts of each token, and their weights."""
 
     def __init__(self, config: MoEConfig) -> None:
@@ -100,16 +106,16 @@ class Router(ChoosesExperts):
         self.on_choice = self.extra_loss = None
 
     def forward(self, x_BSC: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the experts of each token (B, S, K), the best first, and their weights in float32.
+        """Return the experts of each token, best first, and their weights in float32, (B, S, K).
 
-        A bias counts in choosing alone.
+        The bias affects the choice but not the weights.
         """
         logits_BSE = self.gate(x_BSC)
         scores_BSE = logits_BSE.softmax(-1) if self.is_softmax else logits_BSE.sigmoid()
         ids_BSK = self.choose(scores_BSE.detach(), bias_E)
         if self.norms and self.is_softmax:
-            # the same as those of all divided by their sum, but the others have no gradient at all:
-            # of one that is nothing but rounding Adam would make a step
+            # equal to dividing by the sum, but the experts not chosen have no gradient at all,
+            # not one of rounding errors, from which Adam would make a step
             weights_BSK = logits_BSE.gather(-1, ids_BSK).softmax(-1)
         else:
             weights_BSK = scores_BSE.gather(-1, ids_BSK)
@@ -128,7 +134,7 @@ class Router(ChoosesExperts):
 
 
 class _WithLoss(torch.autograd.Function):
-    """A tensor as it is, that brings a loss with it: backward begins there too."""
+    """Returns the tensor, and starts a backward of the loss whenever the tensor has one."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
@@ -140,7 +146,7 @@ class _WithLoss(torch.autograd.Function):
         return grads[0], ctx.loss
 
 
-class _Rows(torch.autograd.Function):
+class _Reorder(torch.autograd.Function):
     """See `reorder`."""
 
     @staticmethod
@@ -156,39 +162,48 @@ class _Rows(torch.autograd.Function):
 
 
 def reorder(x: Tensor, order_N: Tensor, back_N: Tensor, times: int = 1) -> Tensor:
-    """Return rows of x in another order, each of them `times` times, by gathers in both directions.
+    """Repeat each row `times` times and permute the result, by gathers in both directions.
 
-    Row i is x[order[i] // times], and `back` undoes `order`.
+    Args:
+        x: Rows.
+        order_N: Row i of the result is x[order[i] // times].
+        back_N: Inverse permutation of `order_N`.
+        times: Number of copies of each row.
     """
-    rows: Tensor = _Rows.apply(x, order_N, back_N, times)
+    rows: Tensor = _Reorder.apply(x, order_N, back_N, times)
     return rows
 
 
-def multiply_in_turn(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Send rows, sorted by expert, so many for each, through its w2(silu(w1 x) * w3 x), one expert
-    after another."""
+def multiply_per_expert(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Apply each expert's w2(silu(w1 x) * w3 x) to its rows, expert by expert.
+
+    Args:
+        x_NC: Rows sorted by expert.
+        counts_E: Number of rows per expert.
+        weights: w1, w2 and w3 of all experts, stacked.
+    """
     rows = x_NC.split(counts_E.tolist())  # the host waits for the device
-    # unbound and not indexed, whose backward would make a whole stack for each expert
-    each = zip(rows, *(w.to(x_NC.dtype).unbind() for w in weights), strict=True)
+    # unbind, not indexing, whose backward would allocate a full stack per expert
+    experts = zip(rows, *(w.to(x_NC.dtype).unbind() for w in weights), strict=True)
     return torch.cat(
         [
             F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
-            for expert, (x, w1, w2, w3) in enumerate(each)
-            if len(x) or not expert  # with no row at all there still are gradients: zeros
+            for i, (x, w1, w2, w3) in enumerate(experts)
+            if len(x) or i == 0  # without any rows there still are gradients, of zeros
         ]
     )
 
 
 def multiply_grouped(x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """The same by three grouped products; `can_group` says where they can be had."""
+    """Do the same by three grouped products, where `parallel.expert.can_group` allows it."""
     ends_E = counts_E.to(x_NC.device, non_blocking=True).cumsum(0, dtype=torch.int32)
     w1, w2, w3 = (w.to(x_NC.dtype).mT for w in weights)
     hidden_NH = F.silu(F.grouped_mm(x_NC, w1, offs=ends_E)) * F.grouped_mm(x_NC, w3, offs=ends_E)
     return F.grouped_mm(hidden_NH, w2, offs=ends_E)
 
 
-class Experts(StackedExperts, CastsWeights):
-    """The experts of a layer: feed-forwards with SwiGLU, their matrices stacked."""
+class Experts(GroupedExperts, CastsWeights):
+    """The experts of a layer: SwiGLU feed-forwards with stacked matrices."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -197,10 +212,10 @@ class Experts(StackedExperts, CastsWeights):
         self.w1 = nn.Parameter(torch.empty(num, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(num, hidden_dim, dim))
-        self.compute: Compute = multiply_in_turn
+        self.compute: Compute = multiply_per_expert
 
     def forward(self, x_BSC: Tensor, ids_BSK: Tensor, weights_BSK: Tensor) -> Tensor:
-        """Return the weighted sum of what a token's experts make of it, summed in float32."""
+        """Return the weighted sum of the results of each token's experts, added in float32."""
         num_chosen = ids_BSK.shape[-1]
         sorted_N, order_N = ids_BSK.flatten().sort(stable=True)
         back_N = order_N.argsort()
@@ -213,10 +228,10 @@ class Experts(StackedExperts, CastsWeights):
         return (out_BSKC.to(weights_BSK.dtype) * weights_BSK[..., None]).sum(-2).to(x_BSC.dtype)
 
 
-class MoE(Routes, CastsWeights):
-    """A router and its experts, in the place of a feed-forward.
+class MoE(MoELayer, CastsWeights):
+    """A router and its experts, in place of a feed-forward.
 
-    The shared experts, to which every token is sent, are one feed-forward as wide as all of them.
+    All shared experts together are one feed-forward of their total width.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -231,7 +246,7 @@ class MoE(Routes, CastsWeights):
             self.expert_bias = nn.Parameter(bias_E, requires_grad=False)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """Transform each token by itself."""
+        """Transform each token independently."""
         out_BSC = self.route(x_BSC)
         return out_BSC if self.shared_experts is None else out_BSC + self.shared_experts(x_BSC)
 
@@ -248,13 +263,16 @@ class MoEBlock(Block):
         del self.feed_forward
         self.moe = MoE(config)
 
-    def forward(
-        self,
-        x_BSC: Tensor,
-        rope: Rope,
-        documents: Documents | None = None,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        """Apply the block; only decoding has a cache."""
-        x_BSC = x_BSC + self.attention(self.attention_norm(x_BSC), rope, documents, cache)
-        return x_BSC + self.moe(self.ffn_norm(x_BSC))
+    def transform(self, x_BSC: Tensor) -> Tensor:
+        """Transform each token independently."""
+        return self.moe(x_BSC)
+
+
+class MoEDecoder(Decoder):
+    """The decoder with experts in all layers but the first `num_dense_layers`."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        assert isinstance(config, MoEConfig)
+        super().__init__(config)
+        sparse = {name: MoEBlock(config) for name in self.layers if config.has_experts(int(name))}
+        self.layers = nn.ModuleDict({**self.layers, **sparse})

@@ -1,9 +1,9 @@
 """Qwen2 and Qwen2.5, dense: their sizes, and where they differ from Llama (arXiv:2412.15115).
 
-The matrices that make queries, keys and values have a bias. The sizes are Qwen2.5's; those of Qwen2
-of the same names are the same models. The larger ones have an epsilon of the norms of 1e-5 as they
-were pretrained, and of 1e-6 in what was published as Instruct: a flavor each. `tiny`, `tiny8` and
-`debugmodel` are our own; `tiny8` and `debugmodel` are tied, as the small ones of Qwen are.
+The projections to queries, keys and values have a bias. The sizes are Qwen2.5's; Qwen2's models of
+the same names have the same sizes. The norms of the larger base models have an epsilon of 1e-5, and
+those of the Instruct models 1e-6, so each has two flavors. `tiny`, `tiny8` and `debugmodel` are for
+tests; the latter two have tied embeddings, like the small models of Qwen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LARGE = DecoderConfig(
     qkv_bias=True,
 )
 TIED = replace(LARGE, vocab_size=151_936, num_kv_heads=2, tie_embeddings=True)
-"""What the sizes up to 3B share."""
+"""Common to the sizes up to 3B."""
 INSTRUCT = {
     "14B": replace(LARGE, dim=5120, num_layers=48, num_heads=40, num_kv_heads=8, hidden_dim=13_824),
     "32B": replace(LARGE, dim=5120, num_layers=64, num_heads=40, num_kv_heads=8, hidden_dim=27_648),
@@ -63,14 +63,14 @@ HF = HFFormat(
     model_type="qwen2",
     names={**llama3.HF.names, **BIASES},
     rotary=llama3.HF.rotary | {"layers.*.attention.wq.bias", "layers.*.attention.wk.bias"},
-    # without use_sliding_window, sliding_window and max_window_layers say nothing
+    # without use_sliding_window, sliding_window and max_window_layers have no effect
     fixed={"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False},
     each_layer={"layer_types": "full_attention"},
 )
 
 
 def initial(config: DecoderConfig, name: str) -> Init:
-    """Say how a parameter starts: as Llama's, biases at 0."""
+    """Return how a parameter is initialized: biases with 0, all else as in Llama."""
     match name.split("."):
         case ["layers", _, "attention", "wq" | "wk" | "wv", "bias"]:
             return Constant(0.0)
@@ -81,7 +81,7 @@ class Qwen2(Decoder):
     """The decoder with Qwen2's initial weights."""
 
     def initial(self, name: str) -> Init:
-        """Say how a parameter starts."""
+        """Return how a parameter is initialized."""
         return initial(self.config, name)
 
 

@@ -1,9 +1,9 @@
 """Qwen3, dense: its sizes, and where it differs from Llama (arXiv:2505.09388).
 
-Each query and key is normed before it is rotated, and heads are 128 wide whatever the width of the
-residual stream. All else is Llama's and taken from there: the other roles under tensor parallelism,
-names and initial weights. `tiny`, `tiny8` and `small` are our own, as Llama's, with heads that are
-not dim / num_heads wide; `tiny8` is tied, as the small ones of Qwen are.
+Each query and key head is normalized before it is rotated, and heads are 128 wide for every width
+of the residual stream. All else is taken from Llama: the other roles under tensor parallelism,
+names and initial weights. `tiny`, `tiny8` and `small` are for tests, with heads that are not
+dim / num_heads wide; `tiny8` has tied embeddings, like the small models of Qwen.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LARGE = DecoderConfig(
     qk_norm=True,
 )
 TIED = replace(LARGE, tie_embeddings=True)
-"""What the sizes up to 4B share."""
+"""Common to the sizes up to 4B."""
 
 FLAVORS = {
     "tiny": replace(
@@ -94,7 +94,7 @@ HF = HFFormat(
 
 
 def initial(config: DecoderConfig, name: str) -> Init:
-    """Say how a parameter starts: as Llama's, norms of heads as the other norms."""
+    """Return how a parameter is initialized: norms of heads with 1, all else as in Llama."""
     match name.split("."):
         case ["layers", _, "attention", "q_norm" | "k_norm", "weight"]:
             return Constant(1.0)
@@ -105,7 +105,7 @@ class Qwen3(Decoder):
     """The decoder with Qwen3's initial weights."""
 
     def initial(self, name: str) -> Init:
-        """Say how a parameter starts."""
+        """Return how a parameter is initialized."""
         return initial(self.config, name)
 
 

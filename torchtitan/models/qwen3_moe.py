@@ -2,19 +2,17 @@
 
 Attention, norms and dense layers are Qwen3's (arXiv:2505.09388). The router takes a softmax over
 all experts, and the weights of the chosen ones are divided by their sum. `tiny`, `tiny8` and
-`debugmodel` are our own; the first layer of `tiny8` is dense. In `debugmodel` a token meets as many
-weights as in Qwen3's dense `small`.
+`debugmodel` are for tests. The first layer of `tiny8` is dense. `debugmodel` multiplies a token by
+the same number of weights as Qwen3's dense `small`.
 """
 
 from __future__ import annotations
 
 import math
 
-from torch import nn
-
 from torchtitan.models import qwen3
 from torchtitan.models.init import Constant, Init, Normal
-from torchtitan.models.moe import MoEBlock
+from torchtitan.models.moe import MoEDecoder
 from torchtitan.models.sizes import DecoderConfig, MoEConfig
 from torchtitan.models.spec import HFFormat, ModelSpec, TensorRole
 
@@ -95,7 +93,7 @@ HF = HFFormat(
 
 
 def initial(config: DecoderConfig, name: str) -> Init:
-    """Say how a parameter starts: those of an expert as those of a dense feed-forward."""
+    """Return how a parameter is initialized: experts like a dense feed-forward."""
     match name.split("."):
         case ["layers", _, "moe", "router", "gate", "weight"] | [*_, "experts", "w1"]:
             return Normal(std=0.02)
@@ -108,17 +106,11 @@ def initial(config: DecoderConfig, name: str) -> Init:
     return qwen3.initial(config, name)
 
 
-class Qwen3MoE(qwen3.Qwen3):
-    """Qwen3 with experts in all layers but the first few."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        assert isinstance(config, MoEConfig)
-        super().__init__(config)
-        sparse = {name: MoEBlock(config) for name in self.layers if config.has_experts(int(name))}
-        self.layers = nn.ModuleDict({**self.layers, **sparse})
+class Qwen3MoE(MoEDecoder):
+    """The decoder with experts and Qwen3's initial weights."""
 
     def initial(self, name: str) -> Init:
-        """Say how a parameter starts."""
+        """Return how a parameter is initialized."""
         return initial(self.config, name)
 
 

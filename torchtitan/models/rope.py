@@ -1,53 +1,54 @@
-"""Rotary position embedding: each pair of channels turns by an angle that grows with the position.
+"""Rotary position embedding: pairs of channels are rotated by angles that grow with the position.
 
-Pairs are neighbouring channels (2i, 2i + 1), the layout of Meta's and torchtitan's weights; Hugging
-Face pairs i with i + D/2 instead and permutes wq and wk to make up for it. Neighbours are a complex
-number in memory, and turning it is one product: an operator in forward and two in backward, one of
-them small, where cosines and sines apart take seven and eight. Compiled blocks keep to real
-numbers: inductor fuses those.
+A pair is two neighbouring channels (2i, 2i + 1), the layout of Meta's and torchtitan's weights.
+Hugging Face pairs i with i + D/2 and permutes wq and wk to make up for it. Neighbours are a complex
+number in memory, and rotating it is one product: one operator in forward and two in backward, where
+separate cosines and sines take seven and eight. Compiled blocks use real numbers, which inductor
+fuses.
 
-Cosines and sines are computed from integer positions once a forward rather than kept in a buffer. A
+Cosines and sines are computed from integer positions once per forward, not kept in a buffer. A
 complex buffer is destroyed by `model.to(dtype)`, a real one is rounded by it, and either needs care
-on the meta device; computing costs S x D/2 cosines, nothing beside one layer. Angles are float64,
-since float32 is off by 0.008 rad at position 131072; the rotation is float32, whatever the model
-computes in.
+on the meta device. Computing them costs S x D/2 cosines, which is negligible beside one layer.
+Angles are float64, since float32 is off by 0.008 rad at position 131072. The rotation is float32 in
+every dtype of the model.
 
-For contexts longer than those of pretraining the frequencies are scaled (`rope_scaling.py`).
+For contexts longer than those of pretraining the frequencies are scaled (`RopeScaling`).
 
 Shapes: B batch, S sequence, H heads, D width of a head, P = D/2 pairs.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 
 import torch
+from torch import Tensor
 
-from torchtitan.models.rope_scaling import (
-    LinearScaling,
-    Llama3Scaling,
-    RopeScaling,
-    YarnScaling,
-)
+from torchtitan.models.sizes import RopeScaling
+
+logger = logging.getLogger(__name__)
 
 
 class Rope:
-    """The rotation at S positions, or at B x S of them: float32 `cos` and `sin` of (..., S, P).
+    """The rotation at S positions, or at B x S positions.
 
-    `turn` is both as complex numbers.
+    This is a plain class because FSDP's mixed precision casts every float tensor that it finds
+    among a block's arguments to bfloat16, in tuples, dictionaries and dataclasses too.
 
-    A plain class on purpose: FSDP's mixed precision casts every float tensor that it finds in a
-    block's arguments to bfloat16, inside tuples, dictionaries and dataclasses too.
+    Args:
+        cos: Cosines of the angles, float32 (..., S, P).
+        sin: Sines of the angles, float32 (..., S, P).
     """
 
-    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos = cos
         self.sin = sin
         self.turn = torch.complex(cos, sin)
 
-    def rotate(self, x_BSHD: torch.Tensor) -> torch.Tensor:
-        """Turn the channel pairs of queries or keys; the dtype stays."""
-        # complex numbers must begin at even places: slices of latent attention may not
+    def rotate(self, x_BSHD: Tensor) -> Tensor:
+        """Rotate the channel pairs of queries or keys, and return them in their dtype."""
+        # complex numbers must start at even offsets, which slices of latent attention may not
         pairs_BSHP2 = x_BSHD.float().contiguous().unflatten(-1, (-1, 2))
         if torch.compiler.is_compiling():
             cos, sin = self.cos[..., None, :], self.sin[..., None, :]  # the same for all heads
@@ -65,43 +66,69 @@ class Rope:
         return turned_BSHP2.flatten(-2).type_as(x_BSHD)
 
 
+def build_rope(
+    positions: Tensor, *, head_dim: int, theta: float, scaling: RopeScaling | None
+) -> Rope:
+    """Compute the rotation at integer positions.
+
+    YaRN's temperature multiplies cosines and sines, as in the paper and in Hugging Face's code:
+    queries and keys grow by it, scores by its square, and attention kernels need no change.
+
+    Args:
+        positions: Positions of the tokens, (S) or (B, S).
+        head_dim: Number of channels that are rotated per head.
+        theta: Base of the wavelengths.
+        scaling: Growth of the wavelengths.
+    """
+    freqs_P = frequencies(head_dim, theta=theta, scaling=scaling, device=positions.device)
+    angles = positions[..., None] * freqs_P
+    size = 1.0 if scaling is None else scaling.temperature
+    return Rope((size * angles.cos()).float(), (size * angles.sin()).float())
+
+
 def frequencies(
     head_dim: int, *, theta: float, scaling: RopeScaling | None, device: torch.device
-) -> torch.Tensor:
-    """Return the radians per position of each channel pair, float64 of shape (P,).
+) -> Tensor:
+    """Return the radians per position of each channel pair, float64 (P,).
 
     RoFormer (arXiv:2104.09864), then scaled.
+
+    Args:
+        head_dim: Number of channels that are rotated per head.
+        theta: Base of the wavelengths.
+        scaling: Growth of the wavelengths.
+        device: Device of the result.
     """
     exponents_P = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     freqs_P = theta**-exponents_P
-    match scaling:
-        case None:
-            return freqs_P
-        case LinearScaling():
-            return freqs_P / scaling.factor
-        case Llama3Scaling():
-            keep_P = _kept_by_llama3(freqs_P, scaling)
-        case YarnScaling():
-            keep_P = _kept_by_yarn(freqs_P, scaling, theta=theta)
+    if scaling is None:
+        return freqs_P
+    if scaling.type == "linear":
+        return freqs_P / scaling.factor
+    if scaling.type == "llama3":
+        keep_P = _kept_by_llama3(freqs_P, scaling)
+    else:
+        assert scaling.type == "yarn"
+        keep_P = _kept_by_yarn(freqs_P, scaling, theta=theta)
     return keep_P * freqs_P + (1 - keep_P) * freqs_P / scaling.factor
 
 
-def _kept_by_llama3(freqs_P: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """Return the part of each frequency that stays, as in Llama 3.1's model code.
+def _kept_by_llama3(freqs_P: Tensor, scaling: RopeScaling) -> Tensor:
+    """Return the share of each frequency that stays unscaled, as in Llama 3.1's code.
 
-    0: few turns in the old context, stretched in full; 1: many turns, left alone; between them
-    linear in the number of turns.
+    It is 0 for few turns in the original context, 1 for many, and linear in the number of turns
+    between them.
     """
     turns_P = freqs_P * scaling.original_max_position / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     return ((turns_P - low) / (high - low)).clamp(0, 1)
 
 
-def _kept_by_yarn(freqs_P: torch.Tensor, scaling: YarnScaling, *, theta: float) -> torch.Tensor:
-    """Return the part of each frequency that stays, as in YaRN's and Hugging Face's code.
+def _kept_by_yarn(freqs_P: Tensor, scaling: RopeScaling, *, theta: float) -> Tensor:
+    """Return the share of each frequency that stays unscaled, as in YaRN's and Hugging Face's code.
 
-    0 and 1 as for Llama 3.1, but between them linear in the number of the pair, hence in the
-    logarithm of its turns, from a whole pair to a whole pair.
+    It is linear in the index of the pair, hence in the logarithm of its turns, between two pairs
+    with about beta_fast and beta_slow turns.
     """
     head_dim = 2 * len(freqs_P)
 
@@ -111,21 +138,24 @@ def _kept_by_yarn(freqs_P: torch.Tensor, scaling: YarnScaling, *, theta: float) 
 
     first = max(math.floor(pair_with(scaling.beta_fast)), 0)
     last = min(math.ceil(pair_with(scaling.beta_slow)), head_dim - 1)
-    # a step where the whole ramp lies on one pair, or beyond the pairs there are
+    # a step where the ramp is on a single pair, or outside of the existing pairs
     width = max(last - first, 1)
     pairs_P = torch.arange(len(freqs_P), dtype=torch.float64, device=freqs_P.device)
     return 1 - ((pairs_P - first) / width).clamp(0, 1)
 
 
-def build_rope(
-    positions: torch.Tensor, *, head_dim: int, theta: float, scaling: RopeScaling | None
-) -> Rope:
-    """Compute the rotation at integer positions, (S) or (B, S).
-
-    YaRN's temperature multiplies cosines and sines, as in the paper and in Hugging Face's code:
-    queries and keys grow by it, scores by its square, without a word to the attention kernels.
-    """
-    freqs_P = frequencies(head_dim, theta=theta, scaling=scaling, device=positions.device)
-    angles = positions[..., None] * freqs_P
-    size = scaling.temperature if isinstance(scaling, YarnScaling) else 1.0
-    return Rope((size * angles.cos()).float(), (size * angles.sin()).float())
+def warn_beyond_rope(scaling: RopeScaling | None, *, seq_len: int) -> None:
+    """Log a warning if sequences are longer than the scaled rotation reaches."""
+    if scaling is None or scaling.type == "linear":
+        return
+    reached = int(scaling.factor * scaling.original_max_position)
+    if reached < seq_len:
+        logger.warning(
+            "The rope scaling reaches %d positions (factor %g x original_max_position %d), "
+            "training.seq_len is %d; to reach as many raise model.rope_scaling.factor to %g",
+            reached,
+            scaling.factor,
+            scaling.original_max_position,
+            seq_len,
+            seq_len / scaling.original_max_position,
+        )

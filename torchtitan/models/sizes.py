@@ -1,21 +1,88 @@
 """The sizes of a decoder. A job may override each of them: they are keys of [model].
 
-No torch here: settings are read without it.
+Settings are read without torch, so nothing here imports it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from torchtitan.base.errors import Violation
-from torchtitan.models.rope_scaling import RopeScaling
 
 OF_FAMILY = {"of_family": True}
-"""Marks what the family says and no job: another module, with other parameters."""
-SCORES = ("softmax", "sigmoid")
-"""Ways in which a router scores experts."""
+"""Marks a field that the family sets and no job can change, because it changes the module."""
+EXPERT_SCORES = ("softmax", "sigmoid")
+ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "factor",
+        "original_max_position",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
+}
+"""Types of `RopeScaling`, and the fields that each type uses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary wavelengths grow for contexts longer than those of pretraining.
+
+    A model adapts to a longer context with far fewer tokens of training if distances look as they
+    did before. The fields are the keys of [model.rope_scaling], described by
+    `RopeScalingConfig`.
+    """
+
+    type: str
+    """linear: all wavelengths grow (position interpolation, arXiv:2306.15595). llama3: only long
+    wavelengths grow, as in Llama 3.1. yarn: the same, and attention is sharpened
+    (arXiv:2309.00071)."""
+    factor: float
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    def __post_init__(self) -> None:
+        used = ROPE_KEYS.get(self.type)
+        assert used is not None, f"no type {self.type!r} among {', '.join(ROPE_KEYS)}"
+        is_given = self.original_max_position > 0
+        assert is_given or "original_max_position" not in used, f"{self.type} needs it"
+
+    @property
+    def used(self) -> dict[str, Any]:
+        """Fields that the type uses."""
+        return {key: getattr(self, key) for key in ROPE_KEYS[self.type]}
+
+    @property
+    def temperature(self) -> float:
+        """Factor on rotated queries and keys: sqrt(1/t) in YaRN's paper."""
+        if self.type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self._growth(1.0)
+
+    @property
+    def score_growth(self) -> float:
+        """Factor on the scores of latent attention."""
+        return self._growth(self.mscale_all_dim or 0.0) ** 2
+
+    def _growth(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +92,11 @@ class DecoderConfig:
     dim: int
     """Width of the residual stream."""
     num_layers: int
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     num_heads: int
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int
-    """Key and value heads; each serves num_heads / num_kv_heads query heads."""
+    """Number of key and value heads. Each serves num_heads / num_kv_heads query heads."""
     hidden_dim: int
     """Width of the feed-forward layer."""
     vocab_size: int
@@ -39,20 +106,20 @@ class DecoderConfig:
     rope_theta: float = 500_000.0
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
-    """Stretch of the rotary wavelengths; None: as theta gives them."""
+    """Growth of the rotary wavelengths. None: they follow from rope_theta."""
     tie_embeddings: bool = False
-    """The output head is the embedding matrix: no parameter of its own."""
+    """The output head multiplies by the embedding and has no parameter of its own."""
     head_dim: int | None = None
-    """Width of one attention head; dim / num_heads if there is none."""
+    """Width of an attention head. Default: dim / num_heads."""
     qk_norm: bool = field(default=False, metadata=OF_FAMILY)
-    """Each query and key is normed, head by head, before it is rotated."""
+    """Each query and key head is normalized before it is rotated."""
     qkv_bias: bool = field(default=False, metadata=OF_FAMILY)
-    """The matrices that make queries, keys and values add a bias."""
+    """The projections to queries, keys and values have a bias."""
     window: int | None = None
-    """Tokens that a token attends to, itself the last; all up to itself if there is none."""
+    """Number of tokens that a token attends to, itself included. Default: all up to itself."""
 
     def given(self, *, of_family: bool) -> dict[str, Any]:
-        """Return what is not None: that which the family says, or the sizes that a job may set."""
+        """Return the fields that are not None: those of the family, or those that a job may set."""
         return {
             one.name: value
             for one in fields(self)
@@ -63,31 +130,32 @@ class DecoderConfig:
 
     @classmethod
     def missing(cls, sizes: Mapping[str, Any]) -> list[str]:
-        """Return the sizes without a default that are not among these."""
+        """Return the required fields that are not in `sizes`."""
         return [one.name for one in fields(cls) if one.default is MISSING and one.name not in sizes]
 
     @property
     def head_width(self) -> int:
-        """Width of one attention head."""
+        """Width of the rotated part of an attention head."""
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
-    def has(self, name: str) -> bool:
-        """Tell whether a model of these sizes has a parameter of the family's."""
+    def has_parameter(self, name: str) -> bool:
+        """Return whether a model of these sizes has one of the family's parameters."""
         return not (self.tie_embeddings and name == "output.weight")
 
     def violations(self) -> Iterator[Violation]:
-        """Yield what keeps these sizes from being a model, by key, with what would fit."""
-        yield from self._wrong_heads()
+        """Yield each rule that these sizes break, with keys as in [model]."""
+        yield from self._head_violations()
         heads, kv_heads = self.num_heads, self.num_kv_heads
         if heads % kv_heads:
             fitting = [str(n) for n in range(1, heads + 1) if heads % n == 0]
             yield Violation(
                 ("num_kv_heads", "num_heads"),
-                f"num_kv_heads must divide num_heads, got {kv_heads} and {heads}; write "
-                f"num_kv_heads = {heads}, or one of {', '.join(fitting[:-1][-6:]) or heads}",
+                f"num_kv_heads must divide num_heads, got num_kv_heads = {kv_heads} and "
+                f"num_heads = {heads}; write num_kv_heads = {heads}, or one of "
+                f"{', '.join(fitting[:-1][-6:]) or heads}",
             )
 
-    def _wrong_heads(self) -> Iterator[Violation]:
+    def _head_violations(self) -> Iterator[Violation]:
         dim, heads = self.dim, self.num_heads
         if self.head_dim is None and dim % heads:
             below = dim // heads * heads
@@ -100,45 +168,45 @@ class DecoderConfig:
             given = "" if self.head_dim is not None else f" (dim {dim} / num_heads {heads})"
             yield Violation(
                 ("head_dim", "num_heads", "dim"),
-                f"head_dim must be even, since channels turn in pairs, got "
+                f"head_dim must be even, since channels are rotated in pairs, got "
                 f"{self.head_width}{given}; write head_dim = {self.head_width + 1}",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(DecoderConfig):
-    """Sizes of a decoder with a mixture of experts: in most layers a token takes few of many
-    feed-forwards, the experts."""
+    """Sizes of a decoder with a mixture of experts: in most layers each token is sent to a few of
+    many feed-forwards."""
 
     num_experts: int
-    """Experts of a layer."""
+    """Number of experts per layer."""
     num_experts_per_token: int
-    """Experts that a token is sent to."""
+    """Number of experts that a token is sent to."""
     expert_hidden_dim: int
-    """Width of an expert; hidden_dim is that of the layers without experts."""
+    """Width of an expert. hidden_dim is the width of layers without experts."""
     norm_expert_weights: bool = True
-    """The weights of the experts that a token is sent to are divided by their sum."""
+    """The weights of a token's experts are divided by their sum."""
     num_dense_layers: int | None = None
-    """First layers, which have one feed-forward instead of experts; none if not given."""
+    """Number of first layers that have one feed-forward instead of experts. Default: 0."""
     num_shared_experts: int | None = None
-    """Experts that every token is sent to, beside those that it chooses; none if not given."""
+    """Number of experts that every token is sent to in addition. Default: 0."""
     num_expert_groups: int | None = None
-    """Groups of experts, of which a token chooses num_limited_groups first; one if not given."""
+    """Number of groups of experts. A token first chooses num_limited_groups of them. Default: 1."""
     num_limited_groups: int | None = None
-    """Groups whose experts a token may choose; all if not given."""
+    """Number of groups whose experts a token may choose. Default: all."""
     expert_bias: bool = False
-    """Each expert has a bias, added to its score in choosing alone, that balances the load."""
+    """Each expert has a bias that is added to its score for the choice, to balance the load."""
     expert_score: str = "softmax"
-    """How the router scores experts: softmax, over all of them, or sigmoid, each by itself."""
+    """How the router scores experts: softmax over all experts, or sigmoid for each expert."""
     expert_weight_scale: float = 1.0
-    """The weights of experts are multiplied by this at last."""
+    """The weights of experts are multiplied by this after all else."""
 
     def has_experts(self, layer: int) -> bool:
-        """Tell whether a layer has experts."""
+        """Return whether a layer has experts."""
         return layer >= (self.num_dense_layers or 0)
 
-    def has(self, name: str) -> bool:
-        """Tell whether a model of these sizes has a parameter of the family's."""
+    def has_parameter(self, name: str) -> bool:
+        """Return whether a model of these sizes has one of the family's parameters."""
         match name.split("."):
             case ["layers", layer, "feed_forward", *_]:
                 return not self.has_experts(int(layer))
@@ -146,22 +214,33 @@ class MoEConfig(DecoderConfig):
                 lacks = part == "expert_bias" and not self.expert_bias
                 lacks = lacks or (part == "shared_experts" and not self.num_shared_experts)
                 return self.has_experts(int(layer)) and not lacks
-        return super().has(name)
+        return super().has_parameter(name)
 
     def violations(self) -> Iterator[Violation]:
-        """Yield what keeps these sizes from being a model, by key, with what would fit."""
+        """Yield each rule that these sizes break, with keys as in [model]."""
         yield from super().violations()
-        if self.expert_score not in SCORES:
+        if self.expert_score not in EXPERT_SCORES:
             yield Violation(
-                ("expert_score",), f"must be {' or '.join(SCORES)}, got '{self.expert_score}'"
+                ("expert_score",),
+                f"must be {' or '.join(EXPERT_SCORES)}, got '{self.expert_score}'",
             )
         if self.num_experts_per_token > self.num_experts:
             yield Violation(
                 ("num_experts_per_token", "num_experts"),
-                f"a token is sent to different experts, got {self.num_experts_per_token} of "
-                f"{self.num_experts}; write num_experts_per_token = {self.num_experts} or fewer",
+                f"must be at most num_experts, got {self.num_experts_per_token} of "
+                f"{self.num_experts}",
             )
-        groups, kept = self.num_expert_groups or 1, self.num_limited_groups or 1
+        yield from self._group_violations()
+        if not self.has_experts(self.num_layers - 1):
+            yield Violation(
+                ("num_dense_layers", "num_layers"),
+                f"must leave a layer with experts, got {self.num_dense_layers} of "
+                f"{self.num_layers} layers",
+            )
+
+    def _group_violations(self) -> Iterator[Violation]:
+        groups, limit = self.num_expert_groups or 1, self.num_limited_groups or 1
+        chosen, in_groups = self.num_experts_per_token, limit * self.num_experts // groups
         if self.num_experts % groups:
             yield Violation(
                 ("num_expert_groups", "num_experts"),
@@ -170,27 +249,19 @@ class MoEConfig(DecoderConfig):
         elif groups > 1 and self.num_limited_groups is None:
             yield Violation(
                 ("num_expert_groups", "num_limited_groups"),
-                f"groups alone limit nothing, got {groups}; write num_limited_groups, of how many "
-                f"a token may choose experts, or leave both out",
+                f"needs num_limited_groups, the number of groups that a token chooses experts "
+                f"from, got {groups} groups; set it, or remove this",
             )
-        elif kept > groups:
+        elif limit > groups:
             yield Violation(
                 ("num_limited_groups", "num_expert_groups"),
-                f"must be at most num_expert_groups, got {kept} of {groups}",
+                f"must be at most num_expert_groups, got {limit} of {groups}",
             )
-        elif self.num_limited_groups and kept * self.num_experts // groups < (
-            chosen := self.num_experts_per_token
-        ):
+        elif self.num_limited_groups and in_groups < chosen:
             yield Violation(
                 ("num_limited_groups", "num_experts_per_token"),
-                f"leaves {kept * self.num_experts // groups} experts to a token that is sent to "
-                f"{chosen}; raise it, or lower num_experts_per_token",
-            )
-        if not self.has_experts(self.num_layers - 1):
-            yield Violation(
-                ("num_dense_layers", "num_layers"),
-                f"a layer must be left to have experts, got num_dense_layers "
-                f"{self.num_dense_layers} of {self.num_layers}; write fewer, or take a dense model",
+                f"leaves a token {in_groups} experts to choose {chosen} from; raise it, or lower "
+                f"num_experts_per_token",
             )
 
 
@@ -198,51 +269,51 @@ class MoEConfig(DecoderConfig):
 class MLAConfig(MoEConfig):
     """Sizes of a decoder with multi-head latent attention and experts: DeepSeek's.
 
-    A head of queries and keys is qk_nope_head_dim + qk_rope_head_dim wide, one of values
-    v_head_dim; there are as many of each, so num_kv_heads is num_heads.
+    Query and key heads are qk_nope_head_dim + qk_rope_head_dim wide, value heads v_head_dim. There
+    are equal numbers of each, so num_kv_heads is num_heads.
     """
 
     q_lora_rank: int | None = None
-    """Width of the latent that queries are made of; made of the stream itself if not given."""
+    """Width of the latent that queries are made of. Default: made of the residual stream itself."""
     kv_lora_rank: int
     """Width of the latent that keys and values are made of."""
     qk_nope_head_dim: int
-    """Channels of a query's or key's head that are not rotated."""
+    """Number of channels of a query or key head that are not rotated."""
     qk_rope_head_dim: int
-    """Those that are; a key's are the same in all heads."""
+    """Number of channels that are rotated. All heads of a key share them."""
     v_head_dim: int
-    """Width of a head of values."""
+    """Width of a value head."""
 
     @property
     def head_width(self) -> int:
-        """Width of what is rotated of a head."""
+        """Width of the rotated part of an attention head."""
         return self.qk_rope_head_dim
 
-    def has(self, name: str) -> bool:
-        """Tell whether a model of these sizes has a parameter of the family's."""
+    def has_parameter(self, name: str) -> bool:
+        """Return whether a model of these sizes has one of the family's parameters."""
         match name.split("."):
             case ["layers", _, "attention", "wq", *_]:
                 return self.q_lora_rank is None
             case ["layers", _, "attention", "wq_a" | "q_norm" | "wq_b", *_]:
                 return self.q_lora_rank is not None
-        return super().has(name)
+        return super().has_parameter(name)
 
-    def _wrong_heads(self) -> Iterator[Violation]:
+    def _head_violations(self) -> Iterator[Violation]:
         if self.head_dim is not None:
             yield Violation(
                 ("head_dim",),
-                f"latent attention has heads of qk_nope_head_dim + qk_rope_head_dim, and of "
-                f"v_head_dim, got head_dim {self.head_dim}; remove it, and set those",
+                f"has no effect on latent attention, got {self.head_dim}; remove it, and set "
+                f"qk_nope_head_dim, qk_rope_head_dim and v_head_dim",
             )
         if self.qk_rope_head_dim % 2:
             yield Violation(
                 ("qk_rope_head_dim",),
-                f"must be even, since channels turn in pairs, got {self.qk_rope_head_dim}; write "
-                f"{self.qk_rope_head_dim + 1}",
+                f"must be even, since channels are rotated in pairs, got {self.qk_rope_head_dim}; "
+                f"write {self.qk_rope_head_dim + 1}",
             )
         if self.num_kv_heads != self.num_heads:
             yield Violation(
                 ("num_kv_heads", "num_heads"),
-                f"latent attention has a head of keys and values for each of queries, got "
-                f"{self.num_kv_heads} and {self.num_heads}; write num_kv_heads = {self.num_heads}",
+                f"must be num_heads with latent attention, got {self.num_kv_heads} and "
+                f"{self.num_heads}; write num_kv_heads = {self.num_heads}",
             )

@@ -1,27 +1,29 @@
-"""What the rest of the library knows of a model: how to build it, how it is split, its flavors.
+"""The description of a model family: how to build it, how it is split, its flavors.
 
-`ModelSpec` is one entry of `MODELS`, a dictionary;
+`ModelSpec` is one entry of `MODELS`, a table of modules that are imported when they are looked up:
 a registry with decorators would hide where an entry comes from and depend on the order of imports.
-`contract.py` says what the module itself must be.
+`interface.py` defines the module that a family builds, and `check_contract` compares the two.
 
-Three things hold for every family: all state is parameters (`ModelSpec.find_buffers`), tensor
-parallelism places every parameter or is refused (`ModelSpec.tensor_plan`), and a tensor of Hugging
-Face is one parameter, or one entry along its first dimension (`HFFormat.find_shared`).
+Three rules hold for every family. All state is parameters, because nothing would fill, cast, move
+or save a buffer. Tensor parallelism places every parameter, or is refused
+(`ModelSpec.tensor_plan`). A tensor of Hugging Face is one parameter, or one entry of a parameter
+along its first dimension (`HFFormat.find_shared`).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
+from torchtitan.models.init import Constant, Normal
+from torchtitan.models.interface import LanguageModel
 from torchtitan.models.sizes import DecoderConfig
-
-if TYPE_CHECKING:
-    from torchtitan.models.contract import LanguageModel
 
 TensorRole = Literal[
     "vocabulary",
@@ -38,67 +40,72 @@ TensorRole = Literal[
     "gate",
     "experts",
 ]
-"""What a module does where several ranks share a layer's matrices.
+"""The role of a module when several ranks share a layer's matrices.
 
-vocabulary: an embedding, split by rows. norm: works on each token by itself, its weights are
-copies. head_norm: the same on each attention head (B, S, H, D), of which a rank has its own.
-gather: takes the whole sequence, for all the matrices in it. column: a matrix split by columns of
-its output. gathered_column: the same, that gathers its input itself. copied: a matrix of which each
-rank has all, for its own part of the sequence. shared: no weights, gathers what all heads use. row:
-one split by rows of its input, whose parts of the result are summed. head: the
-matrix, or what multiplies by the embedding's, from the whole sequence to logits. route: sends each
-token to experts, on each rank those of its own part of the sequence. gate: multiplies those by its
-weights, which are copies, in `product(x, weight)`. experts: never split by this axis, see
-`parallel/expert.py`.
+- vocabulary: an embedding, sharded by rows.
+- norm: works on each token independently. Its weights are replicated.
+- head_norm: works on each attention head (B, S, H, D) independently. A rank has its own heads.
+- gather: contains matrices, and gathers the sequence for all of them.
+- column: a matrix sharded by its output channels.
+- gathered_column: a column that gathers its own input.
+- row: a matrix sharded by its input channels. The partial results are summed.
+- copied: a replicated matrix, applied to the rank's part of the sequence.
+- shared: a module without weights whose result, used by all heads, is gathered.
+- head: makes the logits from the gathered sequence, with its own weight or the embedding's.
+- route: sends the tokens of the rank's part of the sequence to experts.
+- gate: multiplies these tokens by its replicated weights in `product(x, weight)`.
+- experts: not sharded by tensor parallelism, see `parallel/expert.py`.
 """
 
-
 EACH = "#"
-"""In a name of Hugging Face: the place of a tensor in a parameter of ours."""
+"""Stands for the index along a parameter's first dimension in a name of Hugging Face."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HFFormat:
-    """How the files of Hugging Face spell a family, whose sizes they call as Llama does."""
+    """How Hugging Face's files store a family: tensor names, and the sizes in config.json.
+
+    The sizes that Llama has too are read and written by `hf/config.py` for every family.
+    """
 
     architecture: str
-    """What `architectures` of config.json names."""
+    """Entry of `architectures` in config.json."""
     model_type: str
-    """`model_type` of config.json."""
+    """`model_type` in config.json."""
     names: Mapping[str, str]
-    """Their name of each parameter by ours, a star for the layer in both. With a # in theirs each
-    entry along the first dimension is a tensor by itself, whose number stands there: experts."""
+    """Hugging Face's name of each parameter by our name. A star in both is the layer. A # means
+    that each entry along the first dimension, such as an expert, is a tensor of its own."""
     rotary: frozenset[str]
-    """Those of ours whose rows, or elements, are channels of heads that the rotation pairs: theirs
-    are in another order."""
+    """Our names of the parameters whose rows or elements are rotated channels of heads, which are
+    in another order there."""
     fixed: Mapping[str, object]
-    """Keys of config.json that must have this value if they are there: `Decoder` knows no other."""
+    """Keys of config.json that must have this value if present, as `Decoder` supports no other."""
     each_layer: Mapping[str, object] = field(default_factory=dict)
-    """The same for keys that hold a list, one value per layer."""
+    """Like `fixed`, for keys with a list of one value per layer."""
     more_counts: Mapping[str, tuple[str, int | float | bool | None]] = field(default_factory=dict)
-    """Counts, or null, factors and switches that the family's config.json holds beyond Llama's:
-    what the class of its sizes calls each, and what transformers takes where it is left out."""
+    """Keys of config.json for sizes that Llama lacks: our name of the size, and the value that
+    transformers uses if the key is missing."""
     lacks: frozenset[str] = frozenset()
-    """Keys of Llama's that say nothing of this family."""
-    none_there: Mapping[str, int] = field(default_factory=dict)
-    """What a count is there where there is none here; 0 there is none here."""
+    """Keys of Llama's config.json that have no meaning for this family."""
+    none_as: Mapping[str, int] = field(default_factory=dict)
+    """Value that config.json uses where a size is None here, such as `n_group: 1`."""
     implied: Mapping[str, object] = field(default_factory=dict)
-    """Sizes that no key says, for all models in such files have them so."""
+    """Sizes that all models of the family share and config.json does not state."""
     first_layers: Mapping[str, str] = field(default_factory=dict)
-    """Keys that list the first few layers, from 0 on: what the sizes call their number."""
+    """Keys that list the first layers, from 0 on: our name of the size that counts them."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names by which some versions of transformers write a key."""
+    """Other spellings of a key that some versions of transformers write."""
     float32: frozenset[str] = frozenset()
-    """Those of ours that are stored in float32 whatever the type of the others."""
+    """Our names of the parameters that are always stored in float32."""
     more_layers: str = ""
-    """Key for how many layers of another kind lie behind the last one, which are not read: DeepSeek
-    predicts further tokens with them. No such layer is written."""
+    """Key for the number of extra layers after the last one. They are neither read nor written:
+    DeepSeek predicts further tokens with them."""
 
     def find_shared(self) -> list[str]:
-        """Return the names in which `names` is not one to one; there must be none.
+        """Return the names in `names` that break its one-to-one rule. There must be none.
 
-        Reading and writing rename tensor by tensor: a tensor of theirs that holds several of our
-        parameters would be overwritten, and one that several layers share is in one of them.
+        Weights are renamed tensor by tensor. A tensor that held two parameters would be
+        overwritten, and a tensor that several layers shared would be read into one of them.
         """
         counts = Counter(self.names.values())
         return [
@@ -112,7 +119,7 @@ NO_HF_FILES = HFFormat(architecture="", model_type="", names={}, rotary=frozense
 """For a family that Hugging Face does not have."""
 
 RopeOrder = Literal["interleaved", "halves"]
-"""Which channels of a head turn together: (2i, 2i + 1), as here, or (i, i + D/2)."""
+"""Which channels of a head are rotated together: (2i, 2i + 1), as here, or (i, i + D/2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,39 +131,94 @@ class ModelSpec:
     flavors: Mapping[str, DecoderConfig]
     """Sizes by name."""
     build: Callable[[DecoderConfig], LanguageModel]
-    """Makes the module on the device that is the default when it is called, meta included."""
+    """Builds the module on the current default device, which may be meta."""
     tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
     """Roles by module name, a star for any layer: how tensor parallelism splits the model. Empty:
-    it is not split. Every module with parameters needs a role, so that each parameter lies on the
-    tp axis, split or copied: `parallel.tensor.find_unplanned` refuses others by name, and
-    `parallel.build` checks that every parameter lies on all ranks of its stage, since the global
-    gradient norm counts copies along a parameter's own mesh."""
+    the model cannot be split. Every module with parameters needs a role, because the global
+    gradient norm relies on each parameter being on the tp axis, sharded or replicated.
+    `parallel.tensor.find_unplanned` reports a module without one."""
     stages: bool = False
     """Whether `forward` also runs a pipeline stage, which lacks some of the parts."""
     hf: HFFormat = NO_HF_FILES
-    """Its weights in the files of Hugging Face."""
+    """How Hugging Face's files store the model."""
     torchtitan_rope: RopeOrder = "interleaved"
-    """The order of the rows of wq and wk in checkpoints of torchtitan 0.2, by the same names."""
+    """Row order of wq and wk in checkpoints of torchtitan 0.2, which use the same names."""
 
     @property
     def sizes(self) -> type[DecoderConfig]:
-        """The class of its flavors; all fields of it are keys of [model]."""
+        """Class of the flavors, whose fields are keys of [model]."""
         return type(next(iter(self.flavors.values())))
 
     @property
     def of_family(self) -> dict[str, Any]:
-        """What all its flavors have in common and no job can change."""
+        """Fields that all flavors have in common and no job can change."""
         return next(iter(self.flavors.values())).given(of_family=True)
 
     def build_meta(self, config: DecoderConfig) -> LanguageModel:
-        """Build the module without memory for its parameters."""
+        """Build the module on the meta device, without memory for its parameters."""
         with torch.device("meta"):
             return self.build(config)
 
-    def find_buffers(self, model: LanguageModel) -> list[str]:
-        """Return the names of a model's buffers; there must be none.
 
-        All state is parameters: initial weights, FSDP, pipeline stages and checkpoints go by
-        parameter names, and nothing would fill, cast, move or save a buffer.
-        """
-        return [name for name, _ in model.named_buffers()]
+def check_contract(model: nn.Module, *, spec: ModelSpec) -> None:
+    """Check a full model on the meta device, and its spec, against `LanguageModel`.
+
+    A family that breaks the contract is wrong code, so the checks are assertions. For a family that
+    a job names by import path they are reported as an error of `model.name`.
+    """
+    assert isinstance(model, LanguageModel), (
+        f"{spec.name} must build a torchtitan.models.interface.LanguageModel, got a "
+        f"{type(model).__module__}.{type(model).__qualname__}"
+    )
+    roles = get_args(TensorRole)
+    unknown = sorted({str(role) for role in spec.tensor_plan.values() if role not in roles})
+    assert not unknown, f"roles in tensor_plan must be of {', '.join(roles)}, got {unknown}"
+    shared = spec.hf.find_shared()
+    assert not shared, (
+        f"HFFormat must give each parameter one tensor of its own, with a star for the layer in "
+        f"both names or in neither, got {shared}"
+    )
+    _check_parts(model)
+    _check_parameters(model)
+
+
+def _check_parts(model: LanguageModel) -> None:
+    for name, kind in {
+        "tok_embeddings": nn.Embedding,
+        "layers": nn.ModuleDict,
+        "norm": nn.Module,
+        "output": nn.Module,
+    }.items():
+        part = getattr(model, name, None)
+        assert isinstance(part, kind), f"must have {name}, an nn.{kind.__name__}, got {part!r}"
+    last = model.config.num_layers - 1
+    assert list(model.layers) == [str(number) for number in range(last + 1)], (
+        f"layers must be numbered 0 to {last} (config.num_layers), got {', '.join(model.layers)}"
+    )
+    assert model.output is not None
+    is_tied = next(model.output.parameters(), None) is None
+    assert is_tied == model.config.tie_embeddings, (
+        f"output must have a weight of its own unless config.tie_embeddings, got tie_embeddings = "
+        f"{model.config.tie_embeddings} and {model.output}"
+    )
+    parameters = inspect.signature(model.forward)
+    try:
+        parameters.bind("tokens", "positions", "documents", "labels")
+    except TypeError as error:
+        raise AssertionError(
+            f"forward must take tokens, positions, documents and labels, got {parameters}"
+        ) from error
+
+
+def _check_parameters(model: LanguageModel) -> None:
+    buffers = [name for name, _ in model.named_buffers()]
+    assert not buffers, f"a model must have no buffers, got {', '.join(buffers)}"
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        assert first == name, f"a parameter must have one name, got {first} and {name}"
+        assert parameter.ndim, f"a parameter must have a dimension, to be sharded: give {name} one"
+        rule: object = model.initial(name)
+        assert isinstance(rule, Normal | Constant), (
+            f"initial({name!r}) must return a Normal or a Constant, got {rule!r}"
+        )

@@ -1,34 +1,34 @@
-"""Balancing the load of experts: a bias in choosing, losses of the router, and what is reported.
+"""Load balancing of experts: a bias of the choice, auxiliary losses, and metrics.
 
-Left alone, a router sends more and more tokens to the experts that learned first. Four ways against
-it, each off unless its setting is given:
+Without balancing, a router sends more and more tokens to the experts that learned first. There are
+four remedies, each off by default:
 
-**A bias** (arXiv:2408.15664) is added to the experts' scores in choosing alone. After each step it
-grows by a fixed rate for experts with fewer tokens than the mean, and falls for those with more:
+**A bias** (arXiv:2408.15664) is added to the experts' scores for the choice only. After each step
+it grows by a fixed rate for experts with fewer tokens than the mean, and falls for those with more:
 
     b_i += rate * sign(mean - n_i),  n_i tokens of expert i in the global batch
 
-No gradient is bent by it. The numbers are integers, summed over all ranks once per step, so that
-every layout has the same biases bit for bit, as long as it makes the same choices.
+It changes no gradient. The counts are integers, summed over all ranks once per step, so that all
+layouts that make the same choices have bit-identical biases.
 
 **Losses**, sums over tokens t under the divisor of the model's own loss, N valid labels:
 
     sequence  w / N * sum_t sum_i f_i s'_ti,  f_i = E n_i / (K S), n_i of the sequence of S tokens
-    global    the same, with n_i of the whole global batch, of the step before
+    global    the same, with n_i of the global batch of the previous step
     z         w / N * sum_t logsumexp(logits_t)^2
 
-with s' the scores of a token divided by their sum. The first is that of DeepSeek-V3
-(arXiv:2412.19437, 17 to 20), except that choices count as they were made, bias included. Where a
-sequence is cut over ranks, its counts are summed over them; the rest is a sum over tokens, which
-any rank may have. The second follows arXiv:2501.11873: over a global batch experts may specialise,
-which a balance within each sequence, or each rank's few, forbids. The counts of a step are known
-when it is over, so those of the step before take their place: the loss is then a sum over tokens
-too, the same for any cut of the batch into ranks and microbatches. The third is ST-MoE's
-(arXiv:2202.08906). Their gradients join those of the model where the router computes its weights;
-the model's loss stays what it is, and each is reported by itself.
+where s' are the scores of a token divided by their sum. The first is DeepSeek-V3's
+(arXiv:2412.19437, 17 to 20), except that choices count as they were made, including the bias. If
+ranks split a sequence, its counts are summed over them, and the rest is a sum over the tokens of
+any rank. The second follows arXiv:2501.11873: over a global batch experts may specialize, which a
+balance within each sequence, or within each rank's few, prevents. The counts of a step are known
+only after it, so those of the previous step are used. The loss is then a sum over tokens too, equal
+for any split of the batch into ranks and microbatches. The third is ST-MoE's (arXiv:2202.08906).
+Their gradients join those of the model where the router computes its weights. The model's loss does
+not change, and each auxiliary loss is reported separately.
 
-Only training counts: nothing without gradients, a block that is recomputed no second time, and no
-token that only fills a sample up.
+Only training counts: not forwards without gradients, not the second forward of a recomputed block,
+and not padding.
 
 Shapes: L layers with experts, B sequences, S tokens of each on this rank, E experts, K of a token,
 F figures.
@@ -47,10 +47,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.dims import Mesh
-from torchtitan.models.contract import Counts
+from torchtitan.models.interface import Counts, MoELayer, TrainableParams, find_moe_layers
 from torchtitan.models.moe import TINY
-from torchtitan.models.routing import Routes, find_routes
-from torchtitan.models.trained import Trained
 from torchtitan.optim.settings import RouterConfig
 
 LOSSES = ("sequence_loss", "global_loss", "z_loss")
@@ -58,12 +56,12 @@ FIGURES = ("tokens", "entropy", *LOSSES)
 
 
 def check_balance(settings: RouterConfig, *, model: nn.Module) -> None:
-    """Check that the model has what the settings are for.
+    """Check that the model has the experts, and their bias, that the settings need.
 
     Raises:
-        ConfigError: It has no experts, or no bias.
+        ConfigError: It has none.
     """
-    routes = find_routes(model).values()
+    routes = find_moe_layers(model).values()
     default = RouterConfig()
     given = [key for key, value in vars(default).items() if getattr(settings, key) != value]
     if given and not routes:
@@ -81,17 +79,23 @@ def build_balance(
     *,
     parts: Iterable[nn.Module],
     counts: Counts,
-    trained: Trained,
+    trained: TrainableParams,
     mesh: Mesh,
     device: torch.device,
 ) -> Balance | None:
-    """Build what follows the routers of this rank's parts of the model; None: it has no experts.
+    """Build the load balancing of this rank's parts of the model, or None if it has no experts.
 
-    `counts`: of the whole model. `trained`: a bias that it leaves out is not moved.
+    Args:
+        settings: The section [router].
+        parts: This rank's parts of the model.
+        counts: Counts of the full model.
+        trained: Parameters to train. Other biases are not updated.
+        mesh: The device mesh.
+        device: Device of the counts.
     """
     if not counts.num_experts:
         return None
-    routes = {name: route for part in parts for name, route in find_routes(part).items()}
+    routes = {name: route for part in parts for name, route in find_moe_layers(part).items()}
     axes = {"cp": mesh.dims.cp, "tp": mesh.dims.tp}
     return Balance(
         settings,
@@ -105,19 +109,24 @@ def build_balance(
 
 
 class Balance:
-    """Counts what the routers choose, moves their biases, and adds their losses.
+    """Counts the choices of routers, updates their biases, and adds auxiliary losses.
 
-    `routes`: this rank's layers with experts; it may have none. `frozen`: those whose bias stays.
-    `num_experts`: of every rank's.
-    `groups`: the ranks that, one group after the other, hold the rest of this rank's sequences.
-    `tp`: this rank's place among those that route a part each of the same ones, and their number.
+    Args:
+        settings: The section [router].
+        routes: This rank's mixtures of experts by name, possibly none.
+        frozen: Names of those whose bias is not updated.
+        num_experts: Number of experts of each layer of the full model, by name.
+        groups: Groups to sum over, one after another, to cover this rank's sequences.
+        tp: This rank's index in its tensor parallel group, which splits the same sequences, and the
+            size of the group.
+        device: Device of the counts.
     """
 
     def __init__(
         self,
         settings: RouterConfig,
         *,
-        routes: Mapping[str, Routes],
+        routes: Mapping[str, MoELayer],
         frozen: Container[str] = (),
         num_experts: Mapping[str, int],
         groups: Sequence[dist.ProcessGroup],
@@ -130,7 +139,7 @@ class Balance:
         self._num_experts_L1 = sizes_L1
         self._is_expert_LE = torch.arange(max(self._sizes), device=device) < sizes_L1
         self._counts_LE = self._is_expert_LE.long() * 0
-        self._last_LE = self._counts_LE.clone()  # of all ranks, in the last step that was taken
+        self._last_LE = self._counts_LE.clone()  # of all ranks, in the last step not skipped
         self._sums_LF = torch.zeros(
             len(self._sizes), len(FIGURES), dtype=torch.float64, device=device
         )
@@ -139,7 +148,7 @@ class Balance:
         self._is_new = False
         self._tp, self._is_text = tp, None
         self._num_seen: Counter[int] = Counter()
-        self._counted = WeakTensorKeyDictionary()  # by what a layer chose, as long as that lives
+        self._counted = WeakTensorKeyDictionary()  # by the tensor of choices, while it exists
         rows = {name: self._names.index(name) for name in routes}
         for name, route in routes.items():
             route.router.on_choice = partial(self._count, rows[name])
@@ -149,15 +158,17 @@ class Balance:
         biases = {rows[name]: route.expert_bias for name, route in moved.items()}
         self._biases = {row: bias for row, bias in biases.items() if bias is not None}
 
-    def begin(self, divisor: Tensor, *, padding: Sequence[Tensor | None] = ()) -> None:
-        """Begin a step whose losses are divided by `divisor`.
+    def begin(self, divisor: Tensor, *, is_text: Sequence[Tensor | None] = ()) -> None:
+        """Start a step.
 
-        `padding`: which tokens of this rank only fill samples up, batch by batch, bool (B, S);
-        None: none do.
+        Args:
+            divisor: Number of valid labels that losses are divided by.
+            is_text: Whether each token of this rank is no padding, bool (B, S) per batch. None: all
+                tokens.
         """
         self._divisor = divisor
-        told = [is_padding for is_padding in padding if is_padding is not None]
-        self._is_text = self._own_part(~torch.cat(told)) if told else None
+        given = [batch for batch in is_text if batch is not None]
+        self._is_text = self._own_part(torch.cat(given)) if given else None
         self._num_seen.clear()
         self._counted.clear()
         self._counts_LE.zero_()
@@ -170,7 +181,7 @@ class Balance:
         return parts[rank] if rank < len(parts) else x_BS[:, :0]
 
     def _next_text(self, row: int, ids_BSK: Tensor) -> Tensor:
-        """Return 1 for each token that counts, of the batches that come to a layer in turn."""
+        """Return 1 for each token that counts, of the next batch of a layer, (B, S)."""
         if self._is_text is None:
             return torch.ones_like(ids_BSK[..., 0])
         start = self._num_seen[row]
@@ -179,9 +190,9 @@ class Balance:
 
     @torch.no_grad()
     def _count(self, row: int, scores_BSE: Tensor, ids_BSK: Tensor) -> None:
-        """Hear of the choices of a layer's tokens."""
+        """Count the choices of a layer's tokens."""
         text_BS = self._next_text(row, ids_BSK)
-        # a block that is recomputed asks for its losses again, with the same tensor
+        # a recomputed block computes its losses again, with the same tensor
         self._counted[ids_BSK] = text_BS
         num = self._counts_LE.shape[1]
         self._counts_LE[row] += _counts(ids_BSK, text_BS, num=num).sum(0)
@@ -190,7 +201,7 @@ class Balance:
         self._is_new = True
 
     def _loss(self, row: int, logits_BSE: Tensor, scores_BSE: Tensor, ids_BSK: Tensor) -> Tensor:
-        """Return a layer's own losses, of this rank's tokens."""
+        """Return the auxiliary losses of a layer for this rank's tokens."""
         settings, text_BS = self._settings, self._counted[ids_BSK]
         shares_BSE = _shares(scores_BSE) * text_BS[..., None]
         losses: dict[str, Tensor] = {}
@@ -206,7 +217,7 @@ class Balance:
         if settings.z_loss_weight:
             squares_BS = logits_BSE.logsumexp(-1).square()
             losses["z_loss"] = settings.z_loss_weight * (squares_BS * text_BS).sum()
-        if self._is_new:  # a block that is recomputed chooses no second time
+        if self._is_new:  # a recomputed block does not choose again
             self._is_new = False
             for name, loss in losses.items():
                 self._sums_LF[row, FIGURES.index(name)] += loss.detach() / self._divisor
@@ -221,13 +232,13 @@ class Balance:
 
     @torch.no_grad()
     def update(self, *, norm: Tensor) -> None:
-        """End a step on all ranks, and move the biases if it was taken: if `norm` is finite."""
+        """End a step on all ranks. Update the biases unless it was skipped: if `norm` is finite."""
         # one reduction; float64 holds integers exactly
         whole = torch.cat([self._counts_LE.double(), self._sums_LF], 1)
         dist.all_reduce(whole)
         counts_LE = whole[:, : self._counts_LE.shape[1]].long()
         self._figures_LF = whole[:, self._counts_LE.shape[1] :]
-        was_taken = norm.isfinite()  # which the host does not know yet
+        was_taken = norm.isfinite()  # on the device: the host does not know it yet
         above_LE = counts_LE * self._num_experts_L1 - counts_LE.sum(1, keepdim=True)
         moves_LE = -self._settings.bias_update_rate * above_LE.sign().float() * was_taken
         for row, bias_E in self._biases.items():
@@ -235,11 +246,11 @@ class Balance:
         self._last_LE.copy_(torch.where(was_taken, counts_LE, self._last_LE))
 
     def state(self) -> dict[str, Tensor]:
-        """Return what the next step goes by, besides the biases; it may be filled in place."""
+        """Return the state for checkpoints besides the biases. It may be filled in place."""
         return {"router.last_counts": self._last_LE} if self._settings.global_loss_weight else {}
 
     def figures(self) -> dict[str, Tensor]:
-        """Return the figures of the last step, the same on all ranks; on the device."""
+        """Return the metrics of the last step, equal on all ranks, on the device."""
         counts_LE, sums_LF = self._last_LE, self._figures_LF
         load_L = (counts_LE * self._num_experts_L1).amax(1) / counts_LE.sum(1)
         dead = self._is_expert_LE & (counts_LE == 0)
@@ -261,8 +272,7 @@ class Balance:
 
 
 def _counts(ids_BSK: Tensor, text_BS: Tensor, *, num: int) -> Tensor:
-    """Count in each sequence how often tokens chose each expert; bincount would wait for the
-    device."""
+    """Count the choices of each expert per sequence. (bincount would wait for the device.)"""
     counts_BE = ids_BSK.new_zeros(len(ids_BSK), num)
     each_BSK = text_BS[..., None].expand_as(ids_BSK)
     return counts_BE.scatter_add_(1, ids_BSK.flatten(1), each_BSK.flatten(1))
@@ -273,6 +283,6 @@ def _shares(scores_BSE: Tensor) -> Tensor:
 
 
 def _load(counts: Tensor) -> Tensor:
-    """Return counts (..., E) over their mean: 1 where they are even, and where there are none."""
+    """Return counts (..., E) over their mean. They are 1 if all are equal, or all are 0."""
     total = counts.sum(-1, keepdim=True)
     return torch.where(total > 0, counts.double() * counts.shape[-1] / total.clamp(min=1), 1.0)

@@ -1,9 +1,8 @@
-"""Clipping by the global norm of gradients that are spread over ranks.
+"""Clipping by the global norm of gradients that are sharded over ranks.
 
-A gradient is a plain tensor, or a DTensor whose local part is this rank's share. Every rank adds
-up the squares of its local parts, those of which n ranks hold a copy weighed by 1/n, and one sum
-over all ranks gives the norm that a single device would see, whatever mix of sharding, copies and
-pipeline stages the job has.
+A gradient is a plain tensor, or a DTensor with a local part. Every rank adds up the squares of its
+local parts, weighted by 1/n if n ranks hold copies, and one sum over all ranks gives the norm that
+a single device would compute, for any mix of sharding, copies and pipeline stages.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.init import local_part
 
 CHUNK = 1 << 16
-"""Elements to a partial norm on CPU."""
+"""Elements per partial norm on CPU."""
 
 
 def num_copies(grad: Tensor) -> int:
@@ -35,18 +34,20 @@ def num_copies(grad: Tensor) -> int:
 
 
 def _chunks(local: Tensor) -> Sequence[Tensor]:
-    # the CPU's kernel adds up squares one by one in float32: over 4 million it is off by 7e-5,
-    # over a chunk by 1e-8; a GPU's adds in a tree
-    return local.flatten().split(CHUNK) if local.device.type == "cpu" else (local,)
+    # the CPU kernel adds squares one by one in float32: over 4 million it is off by 7e-5, over a
+    # chunk by 1e-8; the GPU kernel adds in a tree
+    if local.device.type != "cpu" or not local.numel():  # torch 2.11 cannot split none on paper
+        return (local,)
+    return local.flatten().split(CHUNK)
 
 
 @torch.no_grad()
 def global_norm(parameters: Iterable[nn.Parameter], *, loss: Tensor) -> Tensor:
     """Return the 2-norm of all gradients, a float32 scalar, the same on every rank.
 
-    `loss` is this rank's own loss: if any rank's is not finite the norm is not finite either, so
-    that this one figure tells every rank whether the step may be taken. A sharded gradient's mesh
-    must have all ranks of its pipeline stage (`parallel.build` checks it).
+    `loss` is this rank's loss. If any rank's loss is not finite, neither is the norm, so that this
+    one number decides on every rank whether to skip the step. The mesh of a sharded gradient must
+    have all ranks of its pipeline stage (`parallel.parallelize` checks it).
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     chunks_by_copies: dict[int, list[Tensor]] = defaultdict(list)

@@ -1,22 +1,22 @@
 """The loss: the sum of the cross-entropies of valid tokens over the number of valid tokens.
 
-Labels hold `IGNORE_INDEX` where no loss is due; there is no other mask. The sum is taken here, the
-division by the valid tokens of the whole global batch is the step loop's, so that the result does
-not depend on how the batch is cut into microbatches, accumulation steps or ranks. (A mean taken
-per microbatch weighs a token by the emptiness of its batch.)
+Labels hold `IGNORE_INDEX` where no loss is due, and there is no other mask. The sum is computed
+here. The step loop divides it by the valid tokens of the global batch, so that the result does not
+depend on the split of the batch into microbatches, accumulation steps or ranks. (A mean per
+microbatch would give more weight to the tokens of a microbatch with few valid ones.)
 
-The logits are the largest tensor of all, V numbers per token where the stream has C, and nobody
-needs them: what is needed are the loss and its gradients, which add up token by token. So the
-head's product, the softmax and both gradients are computed for some tokens at a time, in one
-buffer, and the N x V logits never exist. The gradients are computed in the forward pass, while the
-logits are there: the product is computed three times, as by plain autograd, and backward only
-multiplies by the incoming gradient. (Recomputing the logits in backward would be a fourth product,
-and a fifth where a pipeline computes gradients of inputs and weights apart. It pays where many
-microbatches wait for their backward, since each would hold a gradient as large as the weight.)
+The logits are the largest tensor of all, V numbers per token where the stream has C, but only the
+loss and its gradients are needed, which are sums over tokens. So the head's product, the softmax
+and both gradients are computed for some tokens at a time, in one buffer, and the N x V logits never
+exist. The gradients are computed in the forward pass, while the logits exist: three products, as
+with plain autograd, and backward only multiplies by the incoming gradient. (Recomputing the logits
+in backward would be a fourth product, and a fifth where a pipeline computes gradients of inputs and
+weights separately. It pays where many microbatches wait for their backward, since each would hold a
+gradient as large as the weight.)
 
-Under tensor parallelism each rank has the logits of its own part of the vocabulary. A softmax needs
-only three numbers per token from the others: the largest logit, the sum of exponentials and the
-label's logit. So the parts are never gathered, which would cost V numbers instead.
+With tensor parallelism each rank has the logits of its own part of the vocabulary. A softmax needs
+only three numbers per token from the other ranks: the largest logit, the sum of exponentials and
+the label's logit. So the logits are never gathered, which would cost V numbers instead.
 
 Shapes: B samples, S tokens, N = B S, M tokens of a chunk, C width, V vocabulary or this rank's part
 of it.
@@ -34,14 +34,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.own import is_import_path, load_object, within
+from torchtitan.base.own import is_import_path, load_object
 
+LOSS = "training.loss"
 IGNORE_INDEX = -100
 
 FEW_LOGITS = 2**24
-"""Up to so many are computed at once: 64 MiB."""
+"""Up to this number of logits, 64 MiB, are computed at once."""
 FEWEST_TOKENS = 512
-"""A chunk has at least so many: a product of fewer rows spends its time reading the weight."""
+"""Least number of tokens per chunk: with fewer rows a product is bound by reading the weight."""
 PRODUCT = 2**22
 """Elements of a gradient that are added at a time, if the addition is not part of the product."""
 
@@ -57,14 +58,15 @@ def build_loss(
     recompute: bool = False,
     token_losses: TokenLosses | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return what makes the head's input (B, S, C), its weight (V, C) and labels a summed loss.
+    """Return a function from the head's input (B, S, C), its weight (V, C) and labels to the loss.
 
-    `group` are the ranks that each have an equal part of the vocabulary, in their order; None: this
-    rank has all of it. The tokens are taken in `num_chunks` chunks, 0: as `chunk_size` finds right.
-    Gradients are computed in the forward pass and held until backward, or, with `recompute`, in
-    backward from the input and the weight. A label outside the vocabulary makes the loss NaN.
+    The loss is a sum, and NaN if a label is outside the vocabulary.
 
-    `token_losses` take the place of the cross-entropy, on ranks that have all of the vocabulary.
+    Args:
+        group: Ranks with equal parts of the vocabulary, in their order. None: this rank has it all.
+        num_chunks: Number of chunks of tokens. 0: see `chunk_size`.
+        recompute: Compute gradients in backward from input and weight, not in forward.
+        token_losses: Replaces the cross-entropy. Requires `group` to be None.
     """
     assert group is None or token_losses is None
 
@@ -89,11 +91,16 @@ def build_loss(
 
 
 def chunk_size(num_tokens: int, vocab_size: int, *, width: int, num_chunks: int = 0) -> int:
-    """Return how many tokens have their logits at once; `vocab_size` is that of this rank's part.
+    """Return the number of tokens per chunk.
 
-    With `num_chunks` that is given. Else a 16th of the tokens, but no more than `width`, which
-    makes a chunk's logits as large as the weight, and no fewer than make an efficient product. Few
-    logits are not worth a second chunk.
+    By default it is a 16th of the tokens, but at most `width`, so that the logits of a chunk are no
+    larger than the weight, and at least `FEWEST_TOKENS`. Few logits are one chunk.
+
+    Args:
+        num_tokens: Number of tokens.
+        vocab_size: Size of this rank's part of the vocabulary.
+        width: Width of the head's input.
+        num_chunks: Number of chunks, if it is given.
     """
     if num_chunks:
         return ceil(num_tokens / num_chunks)
@@ -113,15 +120,15 @@ class _Head:
     def __call__(
         self, x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, is_wanted: Sequence[bool]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the summed loss and the gradients of input and weight, where they are wanted.
+        """Return the summed loss and the wanted gradients of input and weight.
 
-        That of the weight is float32, whatever the weight is.
+        The gradient of the weight is float32.
         """
         weight_VC = weight_VC.to(x_NC.dtype)  # on one rank it comes as it is stored
         dx_NC = torch.empty_like(x_NC) if is_wanted[0] else None
         dweight_VC = torch.zeros_like(weight_VC, dtype=torch.float32) if is_wanted[1] else None
         loss_N = torch.empty_like(labels_N, dtype=torch.float32)
-        # the same memory for all chunks: fresh one would cost more than what is computed in it
+        # one buffer for all chunks: allocating each would cost more than its computation
         logits_MV = x_NC.new_empty(self.size, len(weight_VC))
         in_place = logits_MV.dtype == torch.float32
         exact_MV = logits_MV if in_place else torch.empty_like(logits_MV, dtype=torch.float32)
@@ -142,7 +149,7 @@ class _Head:
         return loss_N.sum(), dx_NC, dweight_VC
 
     def _loss(self, logits_MV: Tensor, labels_M: Tensor, *, slope: bool) -> Tensor:
-        """Return each token's loss; with `slope` its gradient takes the place of the logits."""
+        """Return each token's loss. With `slope`, overwrite the logits by their gradient."""
         part = logits_MV.shape[1]
         rank = 0 if self.group is None else dist.get_rank(self.group)
         whole = part if self.group is None else part * dist.get_world_size(self.group)
@@ -171,16 +178,19 @@ class _Head:
 
 @dataclass(frozen=True)
 class _OwnHead(_Head):
-    """The same with the loss of each token by a function of the user's own."""
+    """Computes the same with a custom loss of each token."""
 
     token_losses: TokenLosses
 
     def _loss(self, logits_MV: Tensor, labels_M: Tensor, *, slope: bool) -> Tensor:
         is_due_M = labels_M != IGNORE_INDEX
         with torch.set_grad_enabled(slope):
-            # tokens without a loss have equal logits: what is left out cannot be infinite
+            # tokens without a loss get equal logits, so that their unused loss is finite
             leaf_MV = logits_MV.detach().where(is_due_M[:, None], 0.0).requires_grad_(slope)
             loss_M = self.token_losses(leaf_MV, labels_M.where(is_due_M, 0))
+            if loss_M.shape != labels_M.shape:  # a sum would be taken for each token's
+                rule = f"must return the loss of each of {len(labels_M)} tokens by itself"
+                raise ConfigError.at(LOSS, f"{rule}, got a shape of {tuple(loss_M.shape)}")
             due_M = loss_M.where(is_due_M, 0.0)
             summed = due_M.sum()
         if slope:
@@ -189,38 +199,22 @@ class _OwnHead(_Head):
 
 
 def find_loss(name: str) -> TokenLosses | None:
-    """Return the user's own loss; None: cross-entropy.
+    """Return the custom loss of each token, or None for cross-entropy.
 
     Raises:
-        ConfigError: It is not there, or is no loss of each token by itself that has a gradient.
+        ConfigError: It cannot be imported or called.
     """
     if not is_import_path(name):
         return None
-    key = "training.loss"
-    losses: TokenLosses = load_object(name, key=key)
-    logits_MV = torch.linspace(-2, 2, 15).reshape(3, 5).sin().requires_grad_()
-    labels_M = torch.tensor([4, 0, 2])
-    with within(name, key=key):
-        together = losses(logits_MV, labels_M)
-        is_right = isinstance(together, Tensor) and together.shape == labels_M.shape
-        if is_right and together.requires_grad:
-            [last] = losses(logits_MV[2:], labels_M[2:])
-            is_right = torch.allclose(together[2], last, rtol=1e-5, atol=1e-6)
-            if is_right:
-                return losses
-            got = "a loss of the last token that depends on the others"
-        else:
-            got = f"{together!r:.80}"
-    rule = (
-        f"'{name}' must return the loss of each token by itself, a tensor (tokens) with gradients, "
-        f"from logits (tokens, vocabulary) and labels (tokens), got {got}; mend it: sums and "
-        f"means are taken over the global batch"
-    )
-    raise ConfigError.at(key, rule)
+    losses: TokenLosses = load_object(name, key=LOSS)
+    if not callable(losses):
+        rule = f"'{name}' must be a function of logits (tokens, vocabulary) and labels (tokens)"
+        raise ConfigError.at(LOSS, f"{rule}, got {losses!r:.80}")
+    return losses
 
 
 def _add_product(total_VC: Tensor, left_VM: Tensor, right_MC: Tensor) -> None:
-    """Add a product to float32 sums; one that is rounded to less, in parts of little memory."""
+    """Add a product to float32 sums. A product in 16 bits is computed and added in small parts."""
     if right_MC.dtype == total_VC.dtype:
         total_VC.addmm_(left_VM, right_MC)
         return
@@ -231,11 +225,11 @@ def _add_product(total_VC: Tensor, left_VM: Tensor, right_MC: Tensor) -> None:
 
 
 class _Held(torch.autograd.Function):
-    """A zero that gives a tensor a gradient which is known already.
+    """A zero whose backward returns a precomputed gradient.
 
-    Each gradient has a node of its own, which runs once also where a pipeline computes those of
-    inputs and weights apart. So it may scale in place: a copy would be as large as the weight. Run
-    again, it would find its tensor changed, and autograd raises an error.
+    Each gradient has a node of its own, which runs once also where a pipeline computes the
+    gradients of inputs and weights separately. So it may scale in place, where a copy would be as
+    large as the weight. If it ran again, autograd would raise, because the tensor was changed.
     """
 
     @staticmethod
@@ -251,7 +245,7 @@ class _Held(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """A zero that computes the gradients of a loss when it is asked for them."""
+    """A zero whose backward computes the gradients of a loss."""
 
     @staticmethod
     def forward(ctx: Any, x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, head: _Head) -> Tensor:

@@ -1,18 +1,18 @@
-"""Muon: the momentum of a matrix, orthogonalised, is its update; the same in every layout.
+"""Muon: updates a matrix by its orthogonalized momentum, equally in every layout.
 
-The update of a matrix is its momentum M = U S V^T with all singular values brought near 1, about
+The update of a matrix is its momentum M = U S V^T with all singular values moved close to 1, about
 U V^T, by five steps of a Newton-Schulz iteration (Jordan, kellerjordan.github.io/posts/muon). It is
 scaled by 0.2 sqrt(max(rows, columns)), which gives it the size of an AdamW update, so that
 learning rate and weight decay of AdamW carry over (arXiv:2502.16982). Embeddings, the output head,
 norms and biases are updated by AdamW.
 
-A singular value belongs to the whole matrix, so one rank needs all of it. Each matrix has one owner
-among the ranks that hold a part of it: they send it their parts of the momentum, it orthogonalises
-the matrix, and sends every rank its part of the result. Owners are chosen such that all ranks have
-about equal work, copies included, and nothing is computed twice. The alternatives, to gather each
-matrix on every rank or to orthogonalise each shard by itself, repeat the work and train another
-model. Each way takes one all-to-all for all matrices together. Momentum stays sharded as the
-parameters are, in steps and checkpoints.
+Singular values need the unsharded matrix. Each matrix has one owner among the ranks that hold a
+part of it: they send it their parts of the momentum, it orthogonalizes the matrix, and sends every
+rank its part of the result. Owners are chosen such that all ranks have about equal work, copies
+included, and nothing is computed twice. The alternatives are to gather each matrix on every rank,
+which repeats the work, or to orthogonalize each shard by itself, which trains a different model.
+Each direction takes one all-to-all for all matrices together. Momentum is sharded like the
+parameters, in steps and checkpoints.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from torch import Tensor
 from torchtitan.models.init import local_offsets, local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the odd polynomial of degree 5; steepest at 0, so that few steps do. It does not converge to 1
-but leaves singular values between about 0.7 and 1.2."""
+"""Coefficients of an odd polynomial of degree 5. It is steep at 0, so that few steps suffice, and
+leaves singular values between about 0.7 and 1.2 instead of converging to 1."""
 NUM_STEPS = 5
 EPS = 1e-7
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Return about U V^T of a matrix U S V^T, or of each of a batch, computed in its own type."""
+    """Return about U V^T of a matrix U S V^T, or of each matrix of a batch, in its dtype."""
     a, b, c = COEFFICIENTS
     add_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
     is_tall = matrix.shape[-2] > matrix.shape[-1]
@@ -52,13 +52,13 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 def cost(shape: Sequence[int]) -> int:
-    """Return the multiplications of a step of the iteration."""
+    """Return the number of multiplications per step of the iteration."""
     short, long = sorted(shape)
     return short * short * (2 * long + short)
 
 
 def scale(shape: Sequence[int]) -> float:
-    """Return what gives an orthogonal matrix the root mean square of an AdamW update, about 0.2."""
+    """Return the factor that gives an orthogonal matrix the RMS of an AdamW update, about 0.2."""
     return 0.2 * math.sqrt(max(shape))
 
 
@@ -75,7 +75,7 @@ class Box:
         return math.prod(self.sizes)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the part of a whole tensor."""
+        """Return this part of an unsharded tensor."""
         for dim, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
             tensor = tensor.narrow(dim, start, size)
         return tensor
@@ -83,22 +83,22 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A matrix to orthogonalise: a parameter, or one of a parameter's batch."""
+    """A matrix to orthogonalize: a parameter, or one entry of a stacked parameter."""
 
     name: str
     index: int | None
-    """Its place in the batch."""
+    """Its index in a stacked parameter."""
     shape: tuple[int, ...]
     parts: Mapping[int, Box]
-    """What each rank holds of it, if anything."""
+    """The part that each rank holds. Ranks without a part are missing."""
     owner: int
-    """The rank that orthogonalises it."""
+    """The rank that orthogonalizes it."""
     senders: frozenset[int]
-    """Those that send the owner their parts: one of the ranks with equal parts."""
+    """The ranks that send the owner their part: one of all ranks with equal parts."""
 
 
 def find_box(parameter: Tensor) -> Box:
-    """Return which part of a parameter this rank holds."""
+    """Return the part of a parameter that this rank holds."""
     starts, sizes = [], []
     strides = torch.empty(parameter.shape, device="meta").stride()
     for offsets, stride in zip(local_offsets(parameter), strides, strict=True):
@@ -112,11 +112,14 @@ def find_box(parameter: Tensor) -> Box:
 def plan_work(
     shapes: Mapping[str, Sequence[int]], boxes: Sequence[Mapping[str, Box]]
 ) -> list[Matrix]:
-    """Cut parameters into matrices and choose the owner of each.
+    """Split parameters into matrices, and choose the owner of each.
 
-    `boxes`: of each rank, what it holds of every parameter that it shares. The dearest matrix goes
-    first, to the rank with the least work until then; one that some ranks hold as a whole, to one
-    of these.
+    The most expensive matrix is assigned first, to the rank with the least work so far. If some
+    ranks hold all of a matrix, its owner is one of them.
+
+    Args:
+        shapes: Shape of each parameter.
+        boxes: For each rank, the parts of the parameters that it holds.
     """
     found: list[Matrix] = []
     work: Counter[int] = Counter()
@@ -140,7 +143,7 @@ def plan_work(
 
 
 def _part(box: Box | None, index: int | None) -> Box | None:
-    """Return what a rank holds of one matrix of a parameter; None: nothing."""
+    """Return the part of one matrix that a rank holds, or None if it holds none."""
     if box is None or not box.numel:
         return None
     if index is None:
@@ -150,9 +153,9 @@ def _part(box: Box | None, index: int | None) -> Box | None:
 
 
 def _choose_senders(parts: Mapping[int, Box], *, owner: int) -> frozenset[int]:
-    """Of ranks with equal parts choose the one in the owner's place among its equals.
+    """Choose among ranks with equal parts the one at the owner's index among its equals.
 
-    That is the owner's own copy of the model, or itself.
+    This rank is in the owner's copy of the model, or is the owner.
     """
     holders: dict[Box, list[int]] = {}
     for rank in sorted(parts):
@@ -162,30 +165,37 @@ def _choose_senders(parts: Mapping[int, Box], *, owner: int) -> frozenset[int]:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon over all ranks of the job, with another optimizer for what is no matrix."""
+    """Muon over all ranks of the job, with AdamW for all parameters but matrices.
+
+    All ranks must build it and step together.
+
+    Args:
+        groups: Parameter groups of matrices, or of matrices stacked along one dimension.
+        names: Name of each of their parameters.
+        adamw: Optimizer of all other parameters.
+        lr: Learning rate.
+        momentum: Momentum.
+        dtype: Dtype of the iteration and of communication.
+        device: Device of the parameters.
+    """
 
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
         *,
         names: Mapping[Tensor, str],
-        others: torch.optim.Optimizer,
+        adamw: torch.optim.Optimizer,
         lr: float,
         momentum: float,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Build it, on every rank of the job at once; each step takes all of them too.
-
-        `groups` hold matrices or batches of them, `others` updates all other parameters. `dtype` is
-        that of the iteration and of what is sent, `device` where the parameters are.
-        """
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "momentum": momentum})
         self._groups = list(self.param_groups)
-        self._others = others
+        self._adamw = adamw
         # one list and one state for both, as the schedule and checkpoints see them
-        self.param_groups += others.param_groups
-        self.state = others.state
+        self.param_groups += adamw.param_groups
+        self.state = adamw.state
         parameters = {names[p]: p for group in self._groups for p in group["params"]}
         for p in parameters.values():
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -220,14 +230,14 @@ class Muon(torch.optim.Optimizer):
                     local = local_part(p)
                     local.mul_(1 - group["lr"] * group["weight_decay"])
                     local.add_(moved[self._names[p]], alpha=-group["lr"] * scale(p.shape[-2:]))
-        self._others.step()
+        self._adamw.step()
 
     def _momenta(self) -> dict[str, Tensor]:
-        """Add the gradients to this rank's parts of the momentum; return Nesterov's, to be sent."""
+        """Update this rank's parts of the momentum, and return Nesterov's momentum."""
         found = {}
         for group in self._groups:
             for p in group["params"]:
-                if p.grad is None:  # of a parameter without a part in the loss
+                if p.grad is None:  # a parameter that the loss does not depend on
                     momentum = torch.zeros_like(local_part(p))
                 else:
                     grad, buffer = local_part(p.grad), local_part(self.state[p]["momentum_buffer"])
@@ -237,7 +247,7 @@ class Muon(torch.optim.Optimizer):
         return found
 
     def _gather(self, momenta: Mapping[str, Tensor]) -> dict[Matrix, Tensor]:
-        """Return the whole matrices that this rank owns."""
+        """Return the unsharded matrices that this rank owns."""
         whole = {matrix: self._nothing.new_empty(matrix.shape) for matrix in self.own}
         sent = [[self._slab(momenta, m) for m in to] for to in self._to_owners]
         received = [[m.parts[rank] for m in of] for rank, of in enumerate(self._from_senders)]
@@ -251,7 +261,7 @@ class Muon(torch.optim.Optimizer):
         return whole
 
     def _scatter(self, whole: Mapping[Matrix, Tensor], *, into: Mapping[str, Tensor]) -> None:
-        """Send each rank its parts of this rank's matrices, and put those of others in place."""
+        """Send each rank its parts of this rank's matrices, and store the parts received."""
         sent = [
             [m.parts[rank].of(whole[m]) for m in to] for rank, to in enumerate(self._to_holders)
         ]
@@ -262,7 +272,7 @@ class Muon(torch.optim.Optimizer):
             self._slab(into, matrix).copy_(part)
 
     def _slab(self, tensors: Mapping[str, Tensor], matrix: Matrix) -> Tensor:
-        """Return this rank's part of a matrix, out of that of its parameter."""
+        """Return this rank's part of a matrix, a slice of its part of the parameter."""
         tensor = tensors[matrix.name]
         start = self._boxes[matrix.name].starts[0]
         return tensor if matrix.index is None else tensor[matrix.index - start]

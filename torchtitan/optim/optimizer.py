@@ -1,42 +1,40 @@
-"""The optimizer: Muon or one of torch's own, with each parameter in the group where it belongs.
+"""The optimizer: Muon, one of torch's, or a custom one, over groups of parameters.
 
-Norm scales and biases are not decayed: pulling them to zero does not regularise the function that a
-layer computes. Name patterns decide which parameters those are, and which have a learning rate or a
-decay of their own; each combination forms a parameter group of the optimizer.
+Norm scales and biases are not decayed, because pulling them to zero does not regularize the
+function that a layer computes. Name patterns select these parameters, and those with a learning
+rate or weight decay of their own. Each combination is a parameter group of the optimizer.
+
+A custom optimizer is any `torch.optim.Optimizer` that works elementwise. Checkpoints hold the
+tensors in `state[p]`. That state is allocated as zeros before the first step, so that a checkpoint
+can fill it. An optimizer that keeps anything but tensors, or starts from other values, would change
+its course at a resume, so `check_optimizer` compares one step of a small parameter from each state.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan.base.errors import ConfigError, did_you_mean
+from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import amount
-from torchtitan.base.own import is_import_path
-from torchtitan.models.parts import HasParameters
-from torchtitan.models.trained import check_pattern
+from torchtitan.base.own import is_import_path, load_object, make, within
+from torchtitan.base.patterns import check_pattern, matches
+from torchtitan.models.interface import HasParameters
 from torchtitan.optim.muon import Muon
-from torchtitan.optim.own import check_own, make_optimizer
 from torchtitan.optim.settings import WITH_BETAS, GroupConfig, OptimizerConfig
-from torchtitan.optim.state import create_state
 
 logger = logging.getLogger(__name__)
 
-REFUSED_OPTIONS: Mapping[str, str] = {
-    "capturable": "a step is not recorded as a CUDA graph",
-    "dampening": "torch takes the first gradient undamped only if no state was made before, and a "
-    "checkpoint may make it",
-    "differentiable": "no gradient is taken through a step",
-    "maximize": "the loss is to fall",
-}
-"""Arguments of torch's classes that do not fit the step."""
+NAME, OPTIONS = "optimizer.name", "optimizer.options"
+REFUSED_OPTIONS = frozenset({"capturable", "dampening", "differentiable", "maximize"})
+"""Arguments of torch's classes that the step does not support. (With dampening torch takes the
+first gradient undamped only if no state exists, and a checkpoint may have made it.)"""
 
 
 def build_optimizer(
@@ -46,28 +44,74 @@ def build_optimizer(
     dtype: torch.dtype = torch.float32,
     sections: Mapping[str, object] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over the parameters of `model` that require gradients, on all ranks.
+    """Build the optimizer over the parameters that require gradients. All ranks must call this.
 
-    `dtype`: in which Muon computes. `sections`: the user's own, for an optimizer of theirs.
+    Args:
+        model: Holds the parameters.
+        settings: The section [optimizer].
+        dtype: Dtype of Muon's iteration.
+        sections: Custom sections that a custom optimizer may ask for.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if is_import_path(settings.name):
-        return make_optimizer(_groups(named, settings), settings=settings, sections=sections)
+        return _build_custom(_groups(named, settings), settings=settings, sections=sections)
     if settings.name != "Muon":
-        return _torchs_own(_groups(named, settings), settings=settings)
-    matrices = {name: p for name, p in named.items() if _is_muons(name, p, settings)}
+        return _build_torch(_groups(named, settings), settings=settings)
+    matrices = {name: p for name, p in named.items() if _uses_muon(name, p, settings)}
     vectors = {name: p for name, p in named.items() if name not in matrices}
-    others = _torchs_own(_groups(vectors, settings), settings=settings)
-    create_state(others)
+    adamw = _build_torch(_groups(vectors, settings), settings=settings)
+    create_state(adamw)
     return Muon(
         _groups(matrices, settings),
         names={p: name for name, p in matrices.items()},
-        others=others,
+        adamw=adamw,
         lr=settings.lr,
         momentum=settings.muon_momentum,
         dtype=dtype,
         device=next(p.device for _, p in model.named_parameters()),
     )
+
+
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the optimizer's state (zeros) without updating parameters."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = lr
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                value.fill_(1.0 if key == "mu_product" else 0.0)  # NAdam's product of decays
+
+
+def supports_found_inf(optimizer: torch.optim.Optimizer, *, device: torch.device) -> bool:
+    """Return whether `optimizer_step` decides on the device if a norm on `device` is finite.
+
+    The weights must be on the same device: elsewhere the flag would be read before it arrives.
+    """
+    weights = optimizer.param_groups[0]["params"][:1]
+    return bool(optimizer.defaults.get("fused")) and all(
+        weight.device.type == device.type for weight in weights
+    )
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, *, norm: Tensor) -> None:
+    """Update the weights unless `norm`, the global gradient norm, is not finite; clear gradients.
+
+    A fused kernel reads this on the device, by the flag that torch's gradient scaler sets. With
+    other kernels the host waits for the norm.
+    """
+    if supports_found_inf(optimizer, device=norm.device):
+        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif norm.isfinite():
+        optimizer.step()
+    optimizer.zero_grad()
 
 
 def check_optimizer(
@@ -76,119 +120,110 @@ def check_optimizer(
     trained: Mapping[str, Tensor],
     sections: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
-    """Check the settings against the parameters of the whole model that are trained.
-
-    Logs how many of them Muon updates, and how many each group has.
+    """Check the settings against the trained parameters of the full model, and log the groups.
 
     Raises:
-        ConfigError: A pattern matches nothing, or torch's class does not take an option.
+        ConfigError: A pattern matches nothing, or the optimizer does not take an option, cannot be
+            built, or has a state that checkpoints cannot hold.
     """
     left, shares = dict(trained), []
     for number, group in enumerate(settings.groups, start=1):
         for pattern in group.params:
             check_pattern(pattern, trained, key="optimizer.groups", what="trained parameter")
-        own = {name for name in left if _matches(name, group.params)}
-        if not own:
+        chosen = {name for name in left if matches(name, group.params)}
+        if not chosen:
             rule = (
                 f"table {number} has no parameter of its own: those before it match all of "
                 f"{', '.join(group.params)}; put it first, or remove it"
             )
             raise ConfigError.at("optimizer.groups", rule)
-        left = {name: p for name, p in left.items() if name not in own}
-        shares.append(_share(number, group, size=len(own)))
+        left = {name: p for name, p in left.items() if name not in chosen}
+        shares.append(_describe_group(number, group, size=len(chosen)))
     if settings.name == "Muon":
-        for pattern in set(settings.muon_excluded_params) - set(
-            OptimizerConfig.muon_excluded_params
-        ):
-            check_pattern(pattern, trained, key="optimizer.muon_excluded_params", what="parameter")
-        size = sum(_is_muons(name, p, settings) for name, p in trained.items())
-        if not size:
-            rule = (
-                "must leave Muon a matrix to train, got none; remove a pattern, or write "
-                'optimizer.name = "AdamW"'
-            )
-            raise ConfigError.at("optimizer.muon_excluded_params", rule)
-        muons = f"Muon updates {amount(size, 'parameter')}, AdamW {len(trained) - size}"
-        shares.insert(0, muons)
+        shares.insert(0, _check_muon(settings, trained=trained))
     if is_import_path(settings.name):
-        check_own(settings, sections=sections)
+        _check_custom(settings, sections=sections)
     else:
         _check_options(settings)
     if shares:
         logger.info("%s", "; ".join(shares))
 
 
-def _share(number: int, group: GroupConfig, *, size: int) -> str:
-    own = (("lr", group.lr), ("weight_decay", group.weight_decay))
-    given = " and ".join(f"{key} {value:g}" for key, value in own if value is not None)
+def _describe_group(number: int, group: GroupConfig, *, size: int) -> str:
+    values = (("lr", group.lr), ("weight_decay", group.weight_decay))
+    given = " and ".join(f"{key} {value:g}" for key, value in values if value is not None)
     return f"group {number}: {amount(size, 'parameter')} at {given}"
 
 
-def _check_options(settings: OptimizerConfig) -> None:
-    taken = {"params", "lr", "weight_decay", *_arguments(settings)}
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(_class(settings)).parameters.items()
-        if name not in taken
-    }
-    for name, value in settings.options.items():
-        rule = _problem(name, value, defaults=defaults, settings=settings)
-        if rule:
-            raise ConfigError.at("optimizer.options", rule)
-    try:
-        _try_step(settings)
-    except Exception as error:  # whatever torch's code makes of them
+def _check_muon(settings: OptimizerConfig, *, trained: Mapping[str, Tensor]) -> str:
+    """Check that Muon updates a parameter, and describe how many."""
+    for pattern in set(settings.muon_excluded_params) - set(OptimizerConfig.muon_excluded_params):
+        check_pattern(pattern, trained, key="optimizer.muon_excluded_params", what="parameter")
+    size = sum(_uses_muon(name, p, settings) for name, p in trained.items())
+    if not size:
         rule = (
-            f"torch.optim.{_class(settings).__name__} refuses them: {error}; correct or remove it"
+            "must leave Muon a matrix to train, got none; remove a pattern, or write "
+            'optimizer.name = "AdamW"'
         )
-        raise ConfigError.at("optimizer.options", rule) from error
+        raise ConfigError.at("optimizer.muon_excluded_params", rule)
+    return f"Muon updates {amount(size, 'parameter')}, AdamW {len(trained) - size}"
 
 
-def _problem(
-    name: str, value: object, *, defaults: Mapping[str, object], settings: OptimizerConfig
-) -> str:
-    """Say what is wrong with one of the options, or nothing."""
-    if name not in defaults:
-        known = defaults.keys() - REFUSED_OPTIONS.keys()
-        return (
-            f"{name!r} is no argument of torch.optim.{_class(settings).__name__} without a "
-            f"setting of its own{did_you_mean(name, known)}; valid are "
-            f"{', '.join(sorted(known))}"
+def _check_options(settings: OptimizerConfig) -> None:
+    cls = f"torch.optim.{_class(settings).__name__}"
+    refused = {name for name in REFUSED_OPTIONS if settings.options.get(name)}
+    with_settings = {"lr", "weight_decay", *_arguments(settings)}
+    for name in settings.options:
+        if name in refused | with_settings:
+            rule = f"must be arguments of {cls} that fit the step and have no setting of their own"
+            raise ConfigError.at(OPTIONS, f"{rule}, got {name!r}")
+    try:
+        _build_torch([{"params": [torch.zeros(1, requires_grad=True)]}], settings=settings)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError.at(OPTIONS, f"{cls} refuses them: {error}") from error
+
+
+def _check_custom(settings: OptimizerConfig, *, sections: Mapping[str, object]) -> None:
+    """Check that a checkpoint can hold the state of a custom optimizer."""
+
+    def first_step(*, state_first: bool) -> tuple[Tensor, Mapping[str, object]]:
+        p = torch.ones(2, 3, requires_grad=True)
+        groups = [{"params": [p], "weight_decay": settings.weight_decay, "lr_scale": 1.0}]
+        optimizer = _build_custom(groups, settings=settings, sections=sections)
+        if state_first:
+            create_state(optimizer)
+        p.grad = torch.full_like(p, 0.5)
+        with within(settings.name, key=NAME):
+            optimizer.step()
+        return p.detach(), optimizer.state[p]
+
+    weight, state = first_step(state_first=False)
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            rule = f"'{settings.name}' must keep only tensors in its state, for checkpoints"
+            raise ConfigError.at(NAME, f"{rule}, got {value!r:.60} for {key!r}")
+    if not torch.equal(weight, first_step(state_first=True)[0]):
+        raise ConfigError.at(
+            NAME,
+            f"'{settings.name}' must initialize its state with zeros, because checkpoint loading "
+            f"allocates zeros",
         )
-    if name in REFUSED_OPTIONS and value:
-        return f"{name!r} cannot be used: {REFUSED_OPTIONS[name]}; remove it"
-    if isinstance(defaults[name], bool):
-        is_right, kind = isinstance(value, bool), "true or false"
-    else:
-        is_right = isinstance(value, (int, float)) and not isinstance(value, bool)
-        kind = "a number"
-    return "" if is_right else f"{name!r} must be {kind}, got {value!r}; correct or remove it"
 
 
-def _try_step(settings: OptimizerConfig) -> None:
-    parameter = torch.zeros(2, requires_grad=True)
-    parameter.grad = torch.ones(2)
-    _torchs_own([{"params": [parameter]}], settings=settings).step()
-
-
-def _matches(name: str, patterns: Collection[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _is_muons(name: str, parameter: Tensor, settings: OptimizerConfig) -> bool:
-    """Tell whether Muon updates a parameter: a matrix, or matrices stacked along one dimension."""
-    return parameter.ndim in (2, 3) and not _matches(name, settings.muon_excluded_params)
+def _uses_muon(name: str, parameter: Tensor, settings: OptimizerConfig) -> bool:
+    """Return whether Muon updates a parameter: a matrix, or stacked matrices."""
+    return parameter.ndim in (2, 3) and not matches(name, settings.muon_excluded_params)
 
 
 def _groups(named: Mapping[str, Tensor], settings: OptimizerConfig) -> list[dict[str, Any]]:
-    """Deal the parameters out to groups; `lr_scale` is a group's part of the scheduled rate."""
+    """Divide the parameters into groups; `lr_scale` is a group's share of the scheduled rate."""
     left, groups = dict(named), []
-    for own in (*settings.groups, GroupConfig(params=("*",))):
-        chosen = {name for name in left if _matches(name, own.params)}
-        kept = {name for name in chosen if _matches(name, settings.no_decay_params)}
-        decay = settings.weight_decay if own.weight_decay is None else own.weight_decay
-        lr_scale = 1.0 if own.lr is None else own.lr / settings.lr
-        for names, weight_decay in ((chosen - kept, decay), (kept, 0.0)):
+    for group in (*settings.groups, GroupConfig(params=("*",))):
+        chosen = {name for name in left if matches(name, group.params)}
+        undecayed = {name for name in chosen if matches(name, settings.no_decay_params)}
+        decay = settings.weight_decay if group.weight_decay is None else group.weight_decay
+        lr_scale = 1.0 if group.lr is None else group.lr / settings.lr
+        for names, weight_decay in ((chosen - undecayed, decay), (undecayed, 0.0)):
             groups.append(
                 {
                     "params": [p for name, p in left.items() if name in names],
@@ -197,25 +232,25 @@ def _groups(named: Mapping[str, Tensor], settings: OptimizerConfig) -> list[dict
                 }
             )
         left = {name: p for name, p in left.items() if name not in chosen}
-    # a rank that trains nothing keeps one, empty: torch refuses an optimizer without any
+    # a rank that trains nothing keeps an empty group: torch refuses an optimizer without groups
     return [group for group in groups if group["params"]] or groups[:1]
 
 
 def _class(settings: OptimizerConfig) -> type[torch.optim.Optimizer]:
-    """Return torch's class of that name; Muon's is the one beside it."""
+    """Return torch's class of that name. With Muon it is the one for all but matrices."""
     name = "AdamW" if settings.name == "Muon" else settings.name
     found: type[torch.optim.Optimizer] = getattr(torch.optim, name)
     return found
 
 
-def _torchs_own(
+def _build_torch(
     groups: list[dict[str, Any]], *, settings: OptimizerConfig
 ) -> torch.optim.Optimizer:
     return _class(settings)(groups, lr=settings.lr, **_arguments(settings), **settings.options)
 
 
 def _arguments(settings: OptimizerConfig) -> dict[str, Any]:
-    """Return what the settings say to torch's class, besides rates and decay."""
+    """Return the arguments of torch's class besides rates, decay and options."""
     implementation = settings.implementation
     if implementation == "fused" and _class(settings) not in (torch.optim.Adam, torch.optim.AdamW):
         implementation = "foreach"  # torch's other fused kernels do not support sharded parameters
@@ -229,26 +264,23 @@ def _arguments(settings: OptimizerConfig) -> dict[str, Any]:
     return arguments
 
 
-def skips_by_itself(optimizer: torch.optim.Optimizer, *, device: torch.device) -> bool:
-    """Tell whether `take_step` changes nothing if the norm, on `device`, is not finite.
-
-    That needs the weights on the same device: elsewhere the flag would be read before it arrives.
-    """
-    weights = optimizer.param_groups[0]["params"][:1]
-    return bool(optimizer.defaults.get("fused")) and all(
-        weight.device.type == device.type for weight in weights
-    )
-
-
-def take_step(optimizer: torch.optim.Optimizer, *, norm: Tensor) -> None:
-    """Update the weights by their gradients, whose global norm is `norm`, and clear these.
-
-    With a norm that is not finite they stay. A fused kernel reads that on the device, by the flag
-    that torch's gradient scaler sets; the others wait for it.
-    """
-    if skips_by_itself(optimizer, device=norm.device):
-        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-        optimizer.step()
-    elif norm.isfinite():
-        optimizer.step()
-    optimizer.zero_grad()
+def _build_custom(
+    groups: list[dict[str, Any]], *, settings: OptimizerConfig, sections: Mapping[str, object]
+) -> torch.optim.Optimizer:
+    """Build the optimizer at the import path `optimizer.name`."""
+    fixed = {
+        "params": groups,
+        "lr": settings.lr,
+        "weight_decay": settings.weight_decay,
+        **sections,
+    }
+    parameters = inspect.signature(load_object(settings.name, key=NAME)).parameters.keys()
+    for option in settings.options:
+        if option in fixed or option not in parameters:
+            rule = f"must be arguments of {settings.name} without a setting of their own"
+            raise ConfigError.at(OPTIONS, f"{rule}, got {option!r}")
+    made = make(settings.name, key=NAME, offered=fixed | dict(settings.options))
+    if not isinstance(made, torch.optim.Optimizer):
+        rule = f"'{settings.name}' must be a torch.optim.Optimizer"
+        raise ConfigError.at(NAME, f"{rule}, got {made!r:.80}")
+    return made

@@ -1,23 +1,22 @@
 """The learning rate: warmup, stable, decay, as a pure function of the step.
 
 Nothing is kept between steps, so a resumed run cannot read a stale rate and two runs with the same
-settings agree to the last digit. The shape is the one of "MiniCPM" (arXiv 2404.06395): linear
-warmup to the peak, a flat part, and a decay over the last `decay_ratio` of the schedule.
+settings agree to the last digit. The shape is that of "MiniCPM" (arXiv 2404.06395): linear warmup
+to the peak, a flat part, and a decay over the last `decay_ratio` of the schedule.
 
-A decay that reached 0 at the last step would waste that step, so it is the step after the last one
-that would have the floor, as in torchtitan 0.2.
+A decay that reached 0 at the last step would waste that step. So the decay ends one step after the
+last, as in torchtitan 0.2.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 
 import torch
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.own import load_object, within
+from torchtitan.base.own import load_object
 from torchtitan.optim.settings import LRSchedulerConfig
 
 Schedule = Callable[[int], float]
@@ -33,10 +32,15 @@ _REMAINING: dict[str, Callable[[float], float]] = {
 def build_schedule(settings: LRSchedulerConfig, *, peak_lr: float, training_steps: int) -> Schedule:
     """Return the learning rate as a function of the step, 1 for the first.
 
-    Of T steps, W warm up: step s <= W has s/W of the peak. D decay, which is decay_ratio * T or all
-    after the warmup: step s has the part that `decay_type` leaves at (s - 1 - (T - D)) / D, so that
-    step T + 1 would have `min_lr_factor * peak_lr`, and has it if training goes on. With
-    `decay_end = "last_step"` step T has it already: (s - (T - D)) / D.
+    Of T steps, the first W warm up: step s <= W has s/W of the peak. The last D decay, which are
+    decay_ratio * T or all after the warmup: step s has the share that `decay_type` leaves at
+    (s - 1 - (T - D)) / D. So step T + 1 would have `min_lr_factor * peak_lr`, and has it if
+    training continues. With `decay_end = "last_step"` step T has it already: (s - (T - D)) / D.
+
+    Args:
+        settings: The section [lr_scheduler].
+        peak_lr: Learning rate after the warmup.
+        training_steps: Number of steps of the run, the default of `total_steps`.
     """
     total = settings.total_steps or training_steps
     warmup = settings.num_warmup_steps(total)
@@ -60,33 +64,32 @@ def build_schedule(settings: LRSchedulerConfig, *, peak_lr: float, training_step
 
 
 def find_decay(name: str) -> Callable[[float], float]:
-    """Return the shape of a decay: from the part that is done, 0 to 1, to the part that is left.
+    """Return the shape of a decay, from the share of the decay done, 0 to 1, to the share of the
+    rate left.
 
     Raises:
-        ConfigError: A function of the user's own is not there, or returns no finite number.
+        ConfigError: A custom function cannot be imported or called, or, when it is called, returns
+            no finite number >= 0, with which weights would become NaN or climb.
     """
     if name in _REMAINING:
         return _REMAINING[name]
     key = "lr_scheduler.decay_type"
     decay: Callable[[float], float] = load_object(name, key=key)
+    if not callable(decay):
+        rule = f"'{name}' must be a function from 0 to 1 of the decay done to the part left"
+        raise ConfigError.at(key, f"{rule}, got {decay!r:.80}")
 
     def checked(progress: float) -> float:
-        with within(name, key=key):
-            left = decay(progress)
-        if not isinstance(left, (int, float)) or not 0 <= left <= sys.float_info.max:
-            rule = (
-                f"'{name}' must return a number from 0 on for each part from 0 to 1 of the decay "
-                f"that is done, got {left!r:.80} for {progress}; mend it"
-            )
-            raise ConfigError.at(key, rule)
+        left = decay(progress)
+        if not 0 <= left < math.inf:
+            rule = f"'{name}' must return a finite number from 0 on"
+            raise ConfigError.at(key, f"{rule}, got {left!r:.80} for {progress}")
         return left
 
-    for percent in range(101):
-        checked(percent / 100)
     return checked
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Write the learning rate of the coming step into every parameter group, each its own part."""
+    """Write the learning rate of the next step into every parameter group, times its scale."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]

@@ -28,7 +28,7 @@ REFUSED: Mapping[str, str] = {
     "Rprop": "keeps step sizes of its own, so that no schedule reaches it",
     "SparseAdam": "needs sparse gradients",
 }
-"""Optimizers of torch that do not fit the step."""
+"""Optimizers of torch that the step does not support, and why."""
 
 OPTIMIZERS = (
     "Adadelta",
@@ -44,7 +44,7 @@ OPTIMIZERS = (
 )
 
 WITH_BETAS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Muon")
-"""Those that beta1, beta2 and eps are for."""
+"""Optimizers that use beta1, beta2 and eps."""
 
 
 def _not_refused(name: object) -> object:
@@ -104,11 +104,11 @@ class OptimizerConfig:
     frozen_params: Strings = ()
     """Parameter names (shell patterns) that are not trained: no gradient, no optimizer state."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """How the update runs: one kernel for all (fused; Adam and AdamW alone, others: foreach), one
-    for each operation (foreach), or a plain loop."""
+    """How the update runs: one kernel (fused; only Adam and AdamW, else foreach), one kernel per
+    operation (foreach), or a loop over parameters."""
 
     def violations(self) -> Iterator[Violation]:
-        """Check that each group says something of some parameter."""
+        """Yield a violation for each group without patterns or without values."""
         for number, group in enumerate(self.groups, start=1):
             if not group.params:
                 yield Violation(("groups",), f"table {number} needs a pattern in params; add one")
@@ -144,7 +144,7 @@ class LRSchedulerConfig:
     """The decay ends at this multiple of optimizer.lr."""
 
     def __post_init__(self) -> None:
-        """Settle the default, so that resolved settings say how long the warmup is."""
+        """Fill in the default, so that resolved settings state the length of the warmup."""
         if self.warmup_steps is None and self.warmup_ratio is None:
             object.__setattr__(self, "warmup_steps", DEFAULT_WARMUP_STEPS)
 
@@ -158,17 +158,17 @@ class LRSchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RouterConfig:
-    """How tokens are kept from crowding at a few experts; all off by default."""
+    """Load balancing of experts; all off by default."""
 
     bias_update_rate: Annotated[FiniteNonNegative, Needs("lora.rank", 0)] = 0.0
     """After each step the bias of an expert with fewer tokens than the mean grows by this, that of
     one with more falls; 0: biases stay. Needs a model with expert_bias."""
     sequence_loss_weight: FiniteNonNegative = 0.0
-    """Weight of the loss that balances the experts within each sequence; 0: there is none."""
+    """Weight of the loss that balances the experts within each sequence; 0: no such loss."""
     global_loss_weight: FiniteNonNegative = 0.0
-    """Weight of the loss that balances the experts over the global batch; 0: there is none."""
+    """Weight of the loss that balances the experts over the global batch; 0: no such loss."""
     z_loss_weight: FiniteNonNegative = 0.0
-    """Weight of the loss that keeps the router's logits small; 0: there is none."""
+    """Weight of the loss that keeps the router's logits small; 0: no such loss."""
     log_layers: bool = False
     """Report the load of each layer too, and in metrics.jsonl the tokens of each expert."""
 
@@ -178,14 +178,14 @@ ACTS = Needs("action", ("skip", "clip"))
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SpikesConfig:
-    """What becomes of a step whose loss or gradient norm jumps."""
+    """Handling of steps whose loss or gradient norm jumps."""
 
     action: Literal["none", "skip", "clip"] = "none"
     """skip: weights and optimizer stay as they were; clip: the gradients are scaled down to the
-    median norm of the last steps; none: nothing is looked at."""
+    median norm of the last steps; none: no detection."""
     window: Annotated[int, Field(ge=4, le=100_000), ACTS] = 128
-    """Steps whose loss and gradient norm say what is normal; before there are as many nothing
-    spikes."""
+    """Number of last steps that define a normal loss and gradient norm; the first ones of a run
+    never spike."""
     deviations: Annotated[FinitePositive, ACTS] = 8.0
-    """A figure spikes that is so many standard deviations, found by the median absolute deviation
-    and at least a hundredth of the median, above the median."""
+    """A figure spikes if it is this number of standard deviations above the median; the standard
+    deviation is estimated by the median absolute deviation, at least a hundredth of the median."""

@@ -1,17 +1,17 @@
-"""Steps whose loss or gradient norm jumps: left out, or their gradients made small.
+"""Steps whose loss or gradient norm jumps: they are skipped, or their gradients clipped.
 
 A figure spikes when it is above the robust bound of the last `window` steps,
 
     median + deviations * max(1.4826 * MAD, median / 100)
 
-with MAD the median absolute deviation, which times 1.4826 is the standard deviation of normal
-numbers (Rousseeuw and Croux, 1993). The hundredth keeps figures that hardly move from a bound that
-everything is above. There is no bound before `window` figures are there. Every finite figure is
-among the last ones afterwards, spikes too: the median does not mind a few, and a level that lasts
-becomes the normal one after half a window, so that no run leaves out steps forever.
+where MAD is the median absolute deviation, and 1.4826 MAD the standard deviation of a normal
+distribution (Rousseeuw and Croux, 1993). The hundredth keeps the bound above figures that hardly
+vary. The first `window` steps have no bound. Every finite figure enters the window, spikes too: a
+few do not move the median, and a lasting level becomes the normal one after half a window, so that
+no run skips steps forever.
 
-The figures are sums over all ranks, the same bits on each, so all decide alike, on the device: the
-host reads what was decided when the device works on the next step.
+The figures are sums over all ranks, with the same bits on each, so all ranks decide alike. They
+decide on the device, and the host reads the decision while the device works on the next step.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.base.transfer import HostCopy
+from torchtitan.base.device import HostCopy
 from torchtitan.optim.settings import SpikesConfig
 
 logger = logging.getLogger(__name__)
 FIGURES = ("loss", "grad_norm")
 PER_DEVIATION = 1.4826
 LEAST_DEVIATION = 0.01
-"""As a part of the median."""
+"""Relative to the median."""
 OnSpike = Callable[[int, str, float, float], None]
 
 
 def robust_bounds(last_FW: Tensor, *, deviations: float) -> tuple[Tensor, Tensor]:
     """Return the medians and the bounds (F,) of the last W values of F figures, oldest first.
 
-    The bounds are infinite if the oldest value is: if there are not W of them yet.
+    The bounds are infinite as long as the oldest value is, before W values exist.
     """
-    # of an even number the upper one of the two in the middle
+    # the upper median of an even number
     middle = last_FW.shape[1] // 2
     median_F = last_FW.sort(1).values[:, middle]
     mad_F = (last_FW - median_F[:, None]).abs().sort(1).values[:, middle]
@@ -48,11 +48,15 @@ def robust_bounds(last_FW: Tensor, *, deviations: float) -> tuple[Tensor, Tensor
     return median_F, torch.where(last_FW[:, 0].isfinite(), bound_F, torch.inf)
 
 
-class Spikes:
-    """Holds the last figures, and decides what becomes of a step.
+class SpikeDetector:
+    """Detects spikes, and skips or clips their steps.
 
-    `equal_ranks` is the number of ranks that hold the same losses. `on_spike` is called on this
-    rank with the step, the figure's name, its value and its bound, one step later.
+    Args:
+        settings: The section [spikes].
+        equal_ranks: Number of ranks that hold the same losses.
+        device: Device of the figures.
+        on_spike: Called one step later, on this rank, with the step, the name of the figure, its
+            value and its bound.
     """
 
     def __init__(
@@ -67,26 +71,31 @@ class Spikes:
         shape = len(FIGURES), settings.window
         self._last_FW = torch.full(shape, torch.inf, dtype=torch.float64, device=device)
         self._num_spikes = torch.zeros((), dtype=torch.int64, device=device)
-        self._untold: tuple[HostCopy, int] | None = None
+        self._pending: tuple[HostCopy, int] | None = None
 
     @torch.no_grad()
-    def judge(
+    def check(
         self, step: int, *, loss_sum: Tensor, divisor: Tensor, norm: Tensor, max_norm: float
     ) -> tuple[Tensor, Tensor | float]:
-        """Return the norm to take the step with, infinite if it is left out, and the one to clip
-        at.
+        """Return the norm for `optimizer_step`, infinite to skip the step, and the norm to clip at.
 
-        `loss_sum`: of this rank. `divisor`: valid tokens of the global batch. `norm`: of all
-        gradients, before clipping. All ranks must call this.
+        All ranks must call this.
+
+        Args:
+            step: Current step.
+            loss_sum: Summed loss of this rank.
+            divisor: Number of valid tokens in the global batch.
+            norm: Global gradient norm before clipping.
+            max_norm: Norm to clip at without a spike.
         """
-        self.tell()
+        self.log_pending()
         total = loss_sum.double().clone()  # `loss_sum` is still to be reported
         dist.all_reduce(total)
         now_F = torch.stack([total / self._equal_ranks / divisor, norm.double()])
         median_F, bound_F = robust_bounds(self._last_FW, deviations=self._settings.deviations)
         spikes_F = now_F > bound_F
         is_spike = spikes_F.any() & now_F.isfinite().all()
-        self._untold = HostCopy(torch.cat([spikes_F.double() * is_spike, now_F, bound_F])), step
+        self._pending = HostCopy(torch.cat([spikes_F.double() * is_spike, now_F, bound_F])), step
         newer_FW = torch.cat([self._last_FW[:, 1:], now_F[:, None]], 1)
         self._last_FW.copy_(torch.where(now_F.isfinite().all(), newer_FW, self._last_FW))
         self._num_spikes += is_spike
@@ -95,11 +104,11 @@ class Spikes:
             return norm, torch.where(is_spike, smaller, torch.full_like(norm, max_norm))
         return torch.where(is_spike, torch.inf, norm), max_norm
 
-    def tell(self) -> None:
-        """Tell of the last step, if that was not done yet."""
-        if self._untold is None:
+    def log_pending(self) -> None:
+        """Log a spike of the last step, unless that was done."""
+        if self._pending is None:
             return
-        (on_host, step), self._untold = self._untold, None
+        (on_host, step), self._pending = self._pending, None
         values = on_host.read()
         n = len(FIGURES)
         done = "left out" if self._settings.action == "skip" else "clipped to the median norm"
@@ -118,10 +127,10 @@ class Spikes:
                 self._on_spike(step, name, value, bound)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what the next step goes by; it may be filled in place."""
-        window = self._settings.window  # in the name: with another one the figures begin anew
+        """Return the state for checkpoints, which may be filled in place."""
+        window = self._settings.window  # in the name, so that another window starts from scratch
         return {f"spikes.last_{window}": self._last_FW, "spikes.number": self._num_spikes}
 
     def figures(self) -> dict[str, Tensor]:
-        """Return the number of spikes so far; on the device."""
+        """Return the number of spikes so far, on the device."""
         return {"spikes": self._num_spikes}

@@ -13,9 +13,8 @@ fourth ...: recomputation ends with the last tensor that backward needs, the inp
 product, so the seventh of Llama's would be kept for nothing. The same holds for the sum after it.
 
 A product whose output is only one rank's term of a sum (`wo`, `w2`) is not kept, since under
-sequence parallelism it is tp times as large as the part of the sum that this rank keeps. Nor is it
-computed again where its sum is kept: nothing else reads it, so empty memory stands for it until the
-kept sum replaces that.
+sequence parallelism it is tp times as large as the part of the sum that this rank keeps. (So `wo`'s
+runs again although its sum is kept: one more product per block under tensor parallelism.)
 
 **Collectives** of a recomputed block are repeated, on all ranks alike, but for the sum that "op"
 keeps: the gathers along the sequence under tensor parallelism, since to keep their outputs is to
@@ -37,14 +36,13 @@ microseconds a block.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -52,9 +50,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from torchtitan.base.dispatch import DispatchMode
-from torchtitan.models.contract import Attends
-from torchtitan.models.routing import ChoosesExperts, Routes, StackedExperts
+from torchtitan.models.interface import AttentionModule, GroupedExperts, MoELayer, RouterModule
 from torchtitan.parallel.one_operator import WHOLE_ATTENTION
 
 T = TypeVar("T")
@@ -86,7 +82,7 @@ def apply_activation_checkpointing(model: nn.Module, *, mode: Mode, option: str)
     if mode == "none":
         return
     for module in model.modules():
-        if isinstance(module, ChoosesExperts):
+        if isinstance(module, RouterModule):
             module.choose = partial(_choose_once, module.choose)
     whole = partial(checkpoint, use_reentrant=False, context_fn=_contexts)
     by_operator = partial(checkpoint, use_reentrant=False, context_fn=_contexts_by_operator)
@@ -97,15 +93,15 @@ def apply_activation_checkpointing(model: nn.Module, *, mode: Mode, option: str)
             continue
         if not is_by_operator:
             block.forward = partial(whole, block.forward)
-        elif not any(isinstance(module, StackedExperts) for module in block.modules()):
+        elif not any(isinstance(module, GroupedExperts) for module in block.modules()):
             block.forward = partial(by_operator, block.forward)
         else:
             for module in block.modules():
-                if isinstance(module, StackedExperts):
+                if isinstance(module, GroupedExperts):
                     module.forward = partial(whole, module.forward)
-                if isinstance(module, Attends):
+                if isinstance(module, AttentionModule):
                     module.forward = partial(by_operator, module.forward)
-                if isinstance(module, Routes) and module.shared_experts is not None:
+                if isinstance(module, MoELayer) and module.shared_experts is not None:
                     shared = module.shared_experts
                     shared.forward = partial(by_operator, shared.forward)
 
@@ -160,10 +156,8 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
 
 def _contexts_by_operator() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The same where some operators' outputs are kept."""
-    policy = _Policy()
-    (run, again), (keep, take) = _contexts(), create_selective_checkpoint_contexts(policy)
-    # outside of what hands out kept outputs: it sees the operators that run again
-    return _Together(run, keep), _Together(again, _SkipTerms(policy.stand_ins), take)
+    (run, again), (keep, take) = _contexts(), create_selective_checkpoint_contexts(_Policy())
+    return _Together(run, keep), _Together(again, take)
 
 
 class _Together(AbstractContextManager[None]):
@@ -180,19 +174,11 @@ class _Together(AbstractContextManager[None]):
         self._open.__exit__(*error)
 
 
-StandIn = Callable[[DTensor], DTensor]
-"""Makes what stands for a product, from the product's first factor."""
-
-
 class _Policy:
     """Says of each operator of one run of a block, in their order, whether its output is kept."""
 
     def __init__(self) -> None:
         self._seen: Counter[tuple[str, bool]] = Counter()
-        self._terms: set[int] = set()  # products, by number, that are terms of sums over ranks
-        self._last_term: tuple[int, int, StandIn] | None = None
-        self.stand_ins: list[StandIn | None] = []
-        """What stands for each product that is not kept; None: it runs again."""
 
     def __call__(
         self, context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
@@ -201,17 +187,9 @@ class _Policy:
         again = context.is_recompute
         name = operator.name()
         if name in PRODUCTS:
-            number = self._number("product", again)
-            if not again:
-                if hasattr(context, "op_output"):
-                    self._note_product(number, context.op_output)
-                else:  # torch 2.11
-                    self._note_product(number, _stand_for_output(*args[-2:]))
-            keeps = self._keeps_product(number)
+            keeps = self._number("product", again) % 2 == 0 and not _is_term(*args[-2:])
         elif name in SUMS:
             keeps = self._number("sum", again) % 2 == 1
-            if not again:
-                self._note_sum(args[0].numel(), keeps=keeps)
         else:
             keeps = name in ATTENTION
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
@@ -221,59 +199,10 @@ class _Policy:
         self._seen[kind, again] += 1
         return self._seen[kind, again]
 
-    def _keeps_product(self, number: int) -> bool:
-        return number % 2 == 0 and number not in self._terms
 
-    def _note_product(self, number: int, output: Tensor) -> None:
-        if isinstance(output, DTensor) and any(p.is_partial() for p in output.placements):
-            self._terms.add(number)
-            shape = output.to_local().shape
-            make = partial(_stand_in, shape=shape, placements=output.placements)
-            self._last_term = len(self.stand_ins), shape.numel(), make
-        if not self._keeps_product(number):
-            self.stand_ins.append(None)
-
-    def _note_sum(self, size: int, *, keeps: bool) -> None:
-        """If a sum is kept, let the product that went into it be left out."""
-        if keeps and self._last_term is not None and self._last_term[1] == size:
-            self.stand_ins[self._last_term[0]] = self._last_term[2]
-        self._last_term = None
-
-
-def _stand_for_output(left: Tensor, right: Tensor) -> Tensor:
-    """Return what is laid out as the product of two factors, written to by nothing."""
+def _is_term(left: Tensor, right: Tensor) -> bool:
+    """Return whether the product of two factors is one rank's term of a sum over ranks."""
     if not isinstance(left, DTensor) or not isinstance(right, DTensor):
-        return left
+        return False
     pairs = zip(left.placements, right.placements, strict=True)
-    placements = [
-        Partial() if a.is_shard(1) or b.is_shard(0) else b if b.is_shard(1) else a for a, b in pairs
-    ]
-    shape = left.to_local().shape[0], right.to_local().shape[1]
-    local = left.to_local().new_empty(shape)
-    return DTensor.from_local(local, left.device_mesh, placements, run_check=False)
-
-
-def _stand_in(left: DTensor, *, shape: torch.Size, placements: Sequence[Placement]) -> DTensor:
-    """Return memory that nothing was written to, in the place of a product."""
-    empty = left.to_local().new_empty(shape)
-    return DTensor.from_local(empty, left.device_mesh, placements, run_check=False)
-
-
-class _SkipTerms(DispatchMode):
-    """Leaves out products of which a kept sum was made; it sees those that would run again."""
-
-    def __init__(self, stand_ins: Sequence[StandIn | None]) -> None:
-        super().__init__()
-        self._stand_ins, self._place = stand_ins, 0
-
-    def __enter__(self) -> Any:
-        self._place = 0
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() in PRODUCTS:
-            make = self._stand_ins[self._place]
-            self._place += 1
-            if make is not None:
-                return make(args[-2])
-        return func(*args, **(kwargs or {}))
+    return any(a.is_shard(1) or b.is_shard(0) or a.is_partial() or b.is_partial() for a, b in pairs)

@@ -32,8 +32,7 @@ import torch._functorch.config
 from torch import Tensor, nn
 
 from torchtitan.base.errors import ConfigError, did_you_mean
-from torchtitan.models.contract import Attends
-from torchtitan.models.routing import Routes
+from torchtitan.models.interface import AttentionModule, MoELayer
 from torchtitan.parallel.settings import CompileConfig
 
 INDUCTOR = "inductor"
@@ -53,25 +52,6 @@ def check_backend(settings: CompileConfig, *, is_installed: bool) -> None:
             f"must be inductor, another one that is installed ({others}), or aot_eager or eager, "
             f"which generate no code; got '{settings.backend}'{guess}",
         )
-
-
-def check_compile(settings: CompileConfig, *, device_type: str) -> None:
-    """Check that this machine has something to compile with."""
-    check_backend(settings, is_installed=True)
-    if not settings.enable:
-        return
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    if settings.backend == INDUCTOR and device_type == "cpu":
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler as error:
-            raise ConfigError.at(
-                "compile.enable",
-                "needs a C++ compiler on CPUs, and inductor finds none; install one (g++), or name "
-                "yours in the environment variable CXX, or write compile.enable = false",
-            ) from error
 
 
 def apply_compile(
@@ -105,7 +85,7 @@ def apply_compile(
             compiled[shared] = budgeted
         block.forward = MethodType(compiled[shared], block) if is_own_method else compiled[shared]
     for module in model.modules():
-        if isinstance(module, Attends) and opaque_attention:
+        if isinstance(module, AttentionModule) and opaque_attention:
             module.attend = torch.compiler.disable(
                 module.attend, reason="it talks to other ranks, or depends on lengths"
             )
@@ -118,7 +98,7 @@ def _leave_out_routes(model: nn.Module) -> bool:
     """Leave routers and experts out of compiled graphs, in place; tell whether there are any."""
     disabled: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
     for module in model.modules():
-        if isinstance(module, Routes):
+        if isinstance(module, MoELayer):
             assert isinstance(module.route, MethodType)
             shared = module.route.__func__
             if shared not in disabled:  # one for all layers: a graph holds for that alone

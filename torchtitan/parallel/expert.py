@@ -38,9 +38,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.mesh.settings import ParallelismConfig
-from torchtitan.models.contract import LanguageModel
-from torchtitan.models.moe import multiply_grouped, multiply_in_turn, reorder
-from torchtitan.models.routing import Compute, StackedExperts
+from torchtitan.models.interface import Compute, GroupedExperts, LanguageModel
+from torchtitan.models.moe import multiply_grouped, multiply_per_expert, reorder
 from torchtitan.parallel.activation import keep_for_recomputation
 
 logger = logging.getLogger(__name__)
@@ -82,14 +81,14 @@ def apply_expert_parallel(model: nn.Module, *, mesh: DeviceMesh) -> None:
         experts.exchange = exchange
 
 
-def _all_experts(model: nn.Module) -> list[StackedExperts]:
-    return [module for module in model.modules() if isinstance(module, StackedExperts)]
+def _all_experts(model: nn.Module) -> list[GroupedExperts]:
+    return [module for module in model.modules() if isinstance(module, GroupedExperts)]
 
 
 def group_products(model: nn.Module, *, device_type: str, dtype: torch.dtype) -> None:
     """Have experts multiplied by grouped products where there is a kernel for them, else one after
     another; the log says which."""
-    ours = [module for module in _all_experts(model) if module.compute is multiply_in_turn]
+    ours = [module for module in _all_experts(model) if module.compute is multiply_per_expert]
     if not ours:
         return
     sizes = {size for experts in ours for p in experts.parameters() for size in p.shape[1:]}

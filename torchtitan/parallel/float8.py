@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.models.contract import CastsWeights
+from torchtitan.models.interface import CastsWeights
 from torchtitan.parallel.settings import MULTIPLE, Float8Config
 
 SECTION = "quantize.linear.float8"

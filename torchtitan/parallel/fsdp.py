@@ -42,7 +42,7 @@ from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import ParallelDims
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.init import local_part
-from torchtitan.models.routing import StackedExperts, untrained
+from torchtitan.models.interface import GroupedExperts, router_biases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def apply_fsdp(
     for block in blocks:
         is_kept = reshard.keeps_last and block is blocks[-1]
         frees = False if is_kept else reshard.after_forward
-        experts = [module for module in block.modules() if isinstance(module, StackedExperts)]
+        experts = [module for module in block.modules() if isinstance(module, GroupedExperts)]
         for module in experts:
             _shard_experts(module, mesh=experts_mesh or mesh, arguments=arguments, frees=frees)
         fully_shard(block, reshard_after_forward=frees, **arguments)
@@ -141,7 +141,7 @@ def apply_fsdp(
 
 
 def _shard_experts(
-    experts: StackedExperts, *, mesh: DeviceMesh, arguments: Mapping[str, Any], frees: bool | int
+    experts: GroupedExperts, *, mesh: DeviceMesh, arguments: Mapping[str, Any], frees: bool | int
 ) -> None:
     """Shard a layer's experts: each rank gets whole ones, or else a part of the width of each."""
     shapes, num_ranks = [local_part(p).shape for p in experts.parameters()], mesh.shape[-1]
@@ -164,7 +164,7 @@ def _arguments(training: TrainingConfig, *, mesh: DeviceMesh, model: nn.Module) 
         cast_forward_inputs=False,  # the rotary cos and sin must stay float32
     )
     arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
-    arguments["ignored_params"] = set(untrained(model))
+    arguments["ignored_params"] = set(router_biases(model))
     if training.enable_cpu_offload:
         pin = mesh.device_type == "cuda"
         arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=pin)

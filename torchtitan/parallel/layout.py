@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import ParallelDims
-from torchtitan.models.contract import Counts, LanguageModel
+from torchtitan.models.interface import Counts, LanguageModel, TrainableParams
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
-from torchtitan.models.trained import Trained
 from torchtitan.parallel.fsdp import Reshard
 from torchtitan.parallel.pipeline.layout import PipelineLayout
 from torchtitan.parallel.settings import Float8Config
@@ -31,7 +30,7 @@ class Layout:
     """How linear layers compute in float8; None: they do not."""
     accumulation: int
     """Microbatches of local_batch_size samples that a rank accumulates in a step."""
-    trained: Trained
+    trained: TrainableParams
     """Which parameters are trained."""
     adapt: Callable[[LanguageModel], None] | None
     """Changes the layers of a model on the meta device, before it is cut or split; None: nothing

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.contract import CastsWeights
+from torchtitan.models.interface import CastsWeights
 
 
 class _Linear(nn.Linear):

@@ -14,7 +14,7 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.settings import ParallelismConfig
-from torchtitan.models.contract import Attends, LanguageModel, has_window
+from torchtitan.models.interface import AttentionModule, LanguageModel, has_window
 from torchtitan.parallel.context.attention import Ranks, build_attention
 from torchtitan.parallel.context.layout import SequenceLayout, SequenceShard
 
@@ -23,18 +23,18 @@ def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> 
     """Check that the model's attention can be split over ranks.
 
     Raises:
-        ConfigError: A block has no `Attends`; or a window, which Ulysses alone keeps; or the ranks
-            of Ulysses, times those of tensor parallelism, do not divide the heads.
+        ConfigError: A block has no `AttentionModule`, or a window, which only Ulysses supports, or
+            the ranks of Ulysses times those of tensor parallelism do not divide the heads.
     """
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     if cp == 1:
         return
     for name, block in model.layers.items():
-        if not any(isinstance(module, Attends) for module in block.modules()):
+        if not any(isinstance(module, AttentionModule) for module in block.modules()):
             raise ConfigError.at(
                 "parallelism.context_parallel_degree",
                 f"must be 1 for a model whose blocks attend in their own way, got {cp}: "
-                f"layers.{name} holds no Attends (torchtitan.models.contract)",
+                f"layers.{name} holds no AttentionModule (torchtitan.models.interface)",
             )
     if parallelism.context_parallel_rotate_method != "ulysses":
         if has_window(model):
@@ -94,7 +94,7 @@ def apply_context_parallel(
         return
     ranks = Ranks(group=mesh.data.get_group("cp"), layout=build_layout(parallelism))
     for module in model.modules():
-        if isinstance(module, Attends):
+        if isinstance(module, AttentionModule):
             module.attend = build_attention(
                 parallelism.context_parallel_rotate_method,
                 ranks=ranks,

@@ -4,13 +4,25 @@ A schedule class of torch decides the order when it is built, from three numbers
 rank and microbatches. Here it is built around a stand-in stage, so the table is available without
 ranks or a model. The runtime executes the same table; nothing is copied from it by hand.
 Only this file imports `torch.distributed.pipelining`, whose internals change.
+
+A pipeline schedule of one's own, read from a CSV file in torch's compute-only format.
+
+A row stands for a rank; each cell is empty or one action, stage-letter-microbatch: `0F3` is stage
+0's forward of microbatch 3, `B` a whole backward, `I` and `W` its halves for inputs and weights,
+`(0F3;3B1)OVERLAP_F_B` two in turn. All is checked when the file is read: a schedule that misses an
+action, or in which two ranks wait for each other, would hang a run after its first step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import csv
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -30,8 +42,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import PipelineStage
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.parallel.batch import Batch
-from torchtitan.parallel.pipeline.ranges import record_actions
+from torchtitan.parallel.execution import Batch
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 # the letters of torch's tables and CSV files
@@ -276,8 +287,6 @@ class Runtime:
             loss_fn=loss,
             scale_grads=False,
         )
-        for stage in self._schedule._stages:
-            record_actions(stage)
         self._trains = any(action.kind != "forward" for row in table for action in row)
         for owner in (self._schedule, *self._schedule._stages):
             owner.stage_index_to_group_rank = dict(enumerate(ranks))
@@ -286,17 +295,12 @@ class Runtime:
     def run(self, microbatches: Sequence[Batch]) -> None:
         """Run a batch through the table; `loss` gets the loss of each microbatch."""
         run = self._schedule.step if self._trains else self._schedule.eval
-        inputs = [
-            (
-                (part.tokens,) if self._holds_first else (),
-                {
-                    "positions": part.positions,
-                    "documents": part.documents,
-                    "labels": part.labels,
-                },
-            )
-            for part in microbatches
-        ]
+        inputs: list[tuple[tuple[Tensor, ...], dict[str, object]]] = []
+        for part in microbatches:
+            given: dict[str, object] = {"positions": part.positions, "labels": part.labels}
+            if part.documents is not None:  # halves of backwards of torch 2.11 take no None
+                given["documents"] = part.documents
+            inputs.append(((part.tokens,) if self._holds_first else (), given))
         # the model has the labels already; torch asks for a target where there is a loss
         target = torch.cat([part.labels for part in microbatches]) if self._holds_last else None
         run(inputs, target=target, return_outputs=False)
@@ -348,3 +352,125 @@ def lower(table: Table) -> dict[int, list[_Action]]:
 
 def _as_torch(action: Action) -> _Action:
     return _Action.from_str(str(action))
+
+
+_SINGLE = re.compile(r"(\d+)([FBIW])(\d+)")
+_PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
+# of a file that is all wrong the first are named
+_MAX_MISTAKES = 10
+
+
+def read_csv(path: str | Path) -> Table:
+    """Return the table of a schedule file.
+
+    Raises:
+        ConfigError: naming the file and what is malformed, missing, repeated or never reached.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            lines = [line for line in csv.reader(file) if any(cell.strip() for cell in line)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"{path} cannot be read as a schedule in CSV: {reason}; name a file with a row of "
+            f"actions for each pipeline rank"
+        ) from error
+    mistakes: list[str] = []
+    table = [_parse_row(line, rank=rank, mistakes=mistakes) for rank, line in enumerate(lines)]
+    if not table:
+        mistakes.append("no row holds an action; write a row for each pipeline rank")
+    mistakes = mistakes or [*islice(_mistakes(table), _MAX_MISTAKES)] or _stuck(table)
+    if mistakes:
+        raise ConfigError([f"{path}: {line}" for line in mistakes[:_MAX_MISTAKES]])
+    return table
+
+
+def _parse_row(cells: list[str], *, rank: int, mistakes: list[str]) -> list[Action]:
+    row = []
+    for column, cell in enumerate(cells, start=1):
+        text = cell.strip()
+        if not text:
+            continue
+        pair = _PAIR.fullmatch(text)
+        parts = pair.groups() if pair else (text,)
+        for part in parts:
+            action = _SINGLE.fullmatch(part)
+            if action is None:
+                mistakes.append(
+                    f"rank {rank}, cell {column}: {text!r} is no action; write stage, one of "
+                    "F B I W, microbatch, as in 0F3"
+                )
+                continue
+            stage, letter, microbatch = action.groups()
+            row.append(Action(int(stage), KINDS[letter], int(microbatch)))
+    return row
+
+
+def _mistakes(table: Table) -> Iterator[str]:
+    """Yield what keeps every stage from doing each microbatch exactly once, on one rank."""
+    rank_of: dict[int, int] = {}
+    for rank, row in enumerate(table):
+        for action in row:
+            if rank_of.setdefault(action.stage, rank) != rank:
+                yield f"stage {action.stage} is on ranks {rank_of[action.stage]} and {rank}"
+                return
+    counts = Counter(action for row in table for action in row)
+    microbatches = range(1 + max(action.microbatch for action in counts))
+    for stage, microbatch in ((s, m) for s in range(1 + max(rank_of)) for m in microbatches):
+        f, b, i, w = (counts[Action(stage, kind, microbatch)] for kind in KINDS.values())
+        if f != 1 or (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
+            yield (
+                f"stage {stage} has {f} F, {b} B, {i} I and {w} W of microbatch {microbatch}; one "
+                "F, and either one B or one I and one W, are due"
+            )
+
+
+def _stuck(table: Table) -> list[str]:
+    """Play the table through; where no rank can go on, name what each of them waits at."""
+    done = {action for _, action, _ in in_order(table)}
+    return [
+        f"rank {rank} never gets past {next(a for a in row if a not in done)}: what it needs "
+        "is not done before it"
+        for rank, row in enumerate(table)
+        if not done.issuperset(row)
+    ]
+
+
+def in_order(table: Table) -> Iterator[tuple[int, Action, list[Action]]]:
+    """Yield rank, action and what it had to wait for, each action after all of that.
+
+    It ends early where every rank waits for another.
+    """
+    num_stages = 1 + max(action.stage for row in table for action in row)
+    num_done = [0] * len(table)
+    done: set[Action] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(table):
+            for action in row[num_done[rank] :]:
+                needs = [
+                    next((one for one in either if one in done), None)
+                    for either in _requirements(action, num_stages=num_stages)
+                ]
+                met = [need for need in needs if need is not None]
+                if len(met) < len(needs):
+                    break
+                done.add(action)
+                num_done[rank] += 1
+                moved = True
+                yield rank, action, met
+
+
+def _requirements(action: Action, *, num_stages: int) -> list[tuple[Action, ...]]:
+    """List what must be done before `action`, each as alternatives of which one is in the table."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind == "forward":
+        return [(Action(stage - 1, "forward", microbatch),)] if stage else []
+    if action.kind == "backward_weight":
+        return [(Action(stage, "backward_input", microbatch),)]
+    needs: list[tuple[Action, ...]] = [(Action(stage, "forward", microbatch),)]
+    if stage + 1 < num_stages:
+        kinds: tuple[Kind, ...] = ("backward", "backward_input")
+        needs.append(tuple(Action(stage + 1, kind, microbatch) for kind in kinds))
+    return needs

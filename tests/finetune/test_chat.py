@@ -1,0 +1,303 @@
+"""Chat templates: the text and the marked tokens of `transformers`, and every way to be wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from tests.finetune.chats import CHAT, CHATML, MARKED, TEMPLATES, write_tokenizer
+from torchtitan.base.errors import DataError
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.finetune.chat import ChatTemplate, Rendered
+from torchtitan.finetune.chat_files import find_template
+from torchtitan.finetune.examples import Conversation, Encoder
+
+TOOLS = [{"type": "function", "function": {"name": "f<é>", "parameters": {}}}]
+CALL = [
+    {"role": "user", "content": "Call it."},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
+    {"role": "tool", "content": "1"},
+    {"role": "assistant", "content": "It is 1."},
+]
+
+
+def template_of(source: str, **variables: str) -> ChatTemplate:
+    return ChatTemplate(source, origin="x.jinja", variables=variables, special=["<|im_end|>"])
+
+
+def divided(template: ChatTemplate, messages: list[dict[str, object]], where: str) -> Rendered:
+    return template.divide(Conversation(messages, None, where))
+
+
+def found(folder: Path, setting: str | None = None) -> ChatTemplate:
+    template = find_template(
+        setting, tokenizer=build_tokenizer(str(folder)), tokenizer_path=str(folder)
+    )
+    assert template is not None
+    return template
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_text_of_transformers(tmp_path: Path, name: str) -> None:
+    folder = write_tokenizer(tmp_path, template=TEMPLATES[name])
+    template, oracle = found(folder), AutoTokenizer.from_pretrained(folder)
+    chats = [CHAT[:1], CHAT, *([CALL] if name == "llama3" else [])]
+    for chat in chats:
+        for prompt in (False, True):
+            expected = oracle.apply_chat_template(
+                chat, tools=TOOLS, tokenize=False, add_generation_prompt=prompt
+            )
+            got = template.render(Conversation(chat, TOOLS, "here"), add_generation_prompt=prompt)
+            assert got == expected
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_question_and_the_end_of_its_answer(tmp_path: Path, name: str) -> None:
+    folder = write_tokenizer(tmp_path, template=TEMPLATES[name])
+    tokenizer, oracle = build_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    asked = Encoder(tokenizer, found(folder)).ask(Conversation(CHAT[:3], None, "here"))
+    expected = oracle.apply_chat_template(CHAT[:3], add_generation_prompt=True, return_dict=False)
+    assert asked == expected
+    ends = {"llama3": "<|eot|>", "instruct": "<|end|>"}
+    assert found(folder).end_of_turn() == ends.get(name, "<|im_end|>")
+
+
+def test_an_answer_may_have_no_end() -> None:
+    assert template_of("{% for m in messages %}{{ m.content }}\n{% endfor %}").end_of_turn() is None
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_ids_of_transformers(tmp_path: Path, name: str) -> None:
+    folder = write_tokenizer(tmp_path, template=TEMPLATES[name])
+    tokenizer, oracle = build_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    row = Encoder(tokenizer, found(folder)).encode([Conversation(CHAT, None, "here")])[0]
+    assert row is not None
+    assert (row >> 1).tolist() == oracle.apply_chat_template(CHAT, return_dict=False)
+    learnt = oracle.decode((row >> 1)[(row & 1).astype(bool)])
+    end = {"llama3": "<|eot|>", "instruct": "<|end|>"}.get(name, "<|im_end|>")
+    answers = [message["content"] for message in CHAT[1::2]]
+    if name == "llama3":
+        answers = [answer.strip() for answer in answers]
+    space = " " if name == "instruct" else ""
+    assert learnt == "".join(space + answer + end for answer in answers)
+
+
+def test_the_marked_tokens_of_transformers(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, template=MARKED)
+    oracle = AutoTokenizer.from_pretrained(folder)
+    # no leading spaces: of an answer that begins with one, and all after it, it marks nothing
+    chat = [{**message, "content": message["content"].strip()} for message in CHAT]
+    # the header's last line end and the answer's first ones are a token, which counts as the answer
+    chat += [CHAT[0], {"role": "assistant", "content": "\n\nSo."}]
+    encoder = Encoder(build_tokenizer(str(folder)), found(folder))
+    row = encoder.encode([Conversation(chat, None, "here")])[0]
+    expected = oracle.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    assert row is not None
+    assert (row >> 1).tolist() == expected["input_ids"]
+    assert (row & 1).tolist() == expected["assistant_masks"]
+
+
+def test_prefixes_find_what_marks_say(tmp_path: Path) -> None:
+    """Two ways to the same tokens, on the template whose marks hold the end of the turn too."""
+    folder = write_tokenizer(tmp_path, template=MARKED)
+    unmarked = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}\n", "")
+    (tmp_path / "plain.jinja").write_text(unmarked)
+    tokenizer = build_tokenizer(str(folder))
+    rows = [
+        Encoder(tokenizer, found(folder, setting)).encode([Conversation(CHAT, None, "here")])[0]
+        for setting in (None, str(tmp_path / "plain.jinja"))
+    ]
+    assert rows[0] is not None
+    assert np.array_equal(*rows)
+
+
+@pytest.mark.parametrize("name", ["byte", "bpe_2048"])
+def test_built_in_tokenizers_have_a_template(name: str) -> None:
+    tokenizer = build_tokenizer(name)
+    template = find_template(None, tokenizer=tokenizer, tokenizer_path=name)
+    row = Encoder(tokenizer, template).encode([Conversation(CHAT, None, "here")])[0]
+    assert row is not None
+    text = "".join(f"{m['role']}<|begin_of_text|>{m['content']}<|end_of_text|>" for m in CHAT)
+    assert tokenizer.decode((row >> 1).tolist()) == text
+    learnt = tokenizer.decode((row >> 1)[(row & 1).astype(bool)].tolist())
+    assert learnt == "".join(f"{m['content']}<|end_of_text|>" for m in CHAT[1::2])
+    # what the model is given when it answers are the very tokens before the answer
+    assert template is not None
+    given = template.render(Conversation(CHAT[:1], None, "here"), add_generation_prompt=True)
+    ids = list(tokenizer.encode_special([given])[0].ids)
+    assert (row >> 1)[: len(ids)].tolist() == ids
+    assert not (row & 1)[: len(ids)].any()
+    assert (row & 1)[len(ids)]
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "a", template="stored {{ bos_token }}{{ unk_token }}")
+    assert found(folder).render(Conversation(CHAT, None, "here")) == "stored <|begin|>"
+    assert (
+        found(folder / "tokenizer.json").render(Conversation(CHAT, None, "here"))
+        == "stored <|begin|>"
+    )
+    named = [{"name": "rag", "template": "other"}, {"name": "default", "template": "named"}]
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    assert found(folder).source == "named"
+    (folder / "chat_template.jinja").write_text("beside {{ eos_token }}")
+    assert found(folder).render(Conversation(CHAT, None, "here")) == "beside <|end|>"
+    (tmp_path / "mine.jinja").write_text("mine")
+    assert found(folder, str(tmp_path / "mine.jinja")).source == "mine"
+    with pytest.raises(DataError, match=r"cannot read .*none\.jinja: No such file"):
+        found(folder, str(tmp_path / "none.jinja"))
+    bare = write_tokenizer(tmp_path / "bare")
+    assert find_template(
+        None, tokenizer=build_tokenizer(str(bare)), tokenizer_path=str(bare)
+    ) is None  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("a\n{% for x in %}", r"^chat_template: x.jinja must be valid Jinja, line 2: .*; mend it"),
+        ("{% generation %}a", r"line 1: Unexpected end of template"),
+        ("{{ 1 | nofilter }}", r"line 1: No filter named 'nofilter'"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "x.jinja"),
+        ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "x.jinja"),
+        ("a" * 2_000_000, "at most 1048576 characters"),
+    ],
+)
+def test_what_is_no_template(source: str, complaint: str) -> None:
+    with pytest.raises(DataError, match=complaint):
+        template_of(source)
+
+
+def test_many_at_once_are_each_as_one_alone(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, template=CHATML)
+    encoder = Encoder(build_tokenizer(str(folder)), template_of(CHATML))
+    chats = [Conversation(CHAT[:n], None, "") for n in (1, 2, 3, 4)] * 2
+    rows = encoder.encode(chats)
+    for row, example in zip(rows, chats, strict=True):
+        (alone,) = encoder.encode([example])
+        assert (row is None) == (alone is None)
+        assert row is None or alone is None or row.tolist() == alone.tolist()
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("{{ bos_tokn }}", "'bos_tokn' is undefined"),
+        ("{{ nothing.at.all }}", "'nothing' is undefined"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ ''.__class__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
+        ("{{ messages.append(1) }}", "is not safely callable|unsafe"),
+        ("{{ raise_exception.__globals__ }}", "'__globals__' of 'function' object is unsafe"),
+        ("{{ '{0.__class__}'.format(1) }}", "access to attribute '__class__' of 'int' object"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
+        (
+            "{{ [messages] | tojson(default='{0.__class__}'.format) }}",
+            "unexpected keyword argument",
+        ),
+        ("{% include '/etc/passwd' %}", "no loader for this environment"),
+        ("{% extends '/etc/passwd' %}", "no loader for this environment"),
+        ("{% import '/etc/passwd' as a %}", "no loader for this environment"),
+        ("{{ '\\ud800' }}", "surrogates not allowed"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion depth"),
+        ("{{ 'a' + 1 }}", "can only concatenate str"),
+    ],
+)
+def test_templates_that_fail(source: str, complaint: str) -> None:
+    chat = list(CHAT)
+    with pytest.raises(
+        DataError, match=rf"f.jsonl line 7: .*x.jinja fails: .*({complaint}).*; mend"
+    ):
+        divided(template_of(source), chat, "f.jsonl line 7")
+    assert chat == CHAT
+
+
+def test_what_templates_may_ask_for() -> None:
+    source = (
+        "{% if not tools and not enable_thinking and other is not defined %}"
+        "{{ strftime_now('%Y') | length }}{% for i in range(9) %}{% break %}{% endfor %}"
+        "{% set n = namespace(x=1) %}{% set n.x = 2 %}{{ n.x }}{{ {'a': 'é<'} | tojson }}"
+        "{% endif %}"
+    )
+    assert template_of(source).render(Conversation(CHAT, None, "here")) == '42{"a": "é<"}'
+
+
+def test_an_answer_that_changes_later_is_refused() -> None:
+    drops = (
+        "{% for m in messages %}{{ m.role }}:"
+        "{{ m.content if loop.last or m.role == 'user' else m.content[:3] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    with pytest.raises(
+        DataError, match=r"f line 1: cannot find .* the answer of message 2 .* differently once"
+    ):
+        divided(template_of(drops), CHAT, "f line 1")
+    prompts = CHATML.replace("assistant\\n' }}", "assistant\\n<think>' }}")
+    with pytest.raises(
+        DataError,
+        match=r"prompt writes '<think>', but .* begin so, or put {% generation %} and {% endgen",
+    ):
+        divided(template_of(prompts), CHAT, "f line 1")
+    # one answer, the last: nothing changes after it
+    assert len(divided(template_of(drops), CHAT[:2], "f line 1").spans) == 1
+
+
+def test_a_template_that_fails_on_the_messages_before_an_answer() -> None:
+    with pytest.raises(
+        DataError,
+        match=r"f line 1: .* message 1 begins, the first 0 messages must be rendered alone, "
+        r"but there the chat template x.jinja fails: list object has no element 0; put the message",
+    ):
+        divided(template_of(CHATML), CHAT[1:], "f line 1")
+
+
+def learnt_of(source: str, messages: list[dict[str, object]]) -> list[str]:
+    rendered = divided(template_of(source), messages, "f line 1")
+    return [rendered.text[start:stop] for start, stop in rendered.spans]
+
+
+@pytest.mark.parametrize("source", [CHATML, MARKED])
+def test_answers_that_are_not_learnt(source: str) -> None:
+    """Those of weight 0, and those that say nothing, by prefixes and by marks."""
+    ask = {"role": "user", "content": "Go on.", "weight": 1}
+    answers = [{"role": "assistant", "content": text} for text in ("One.", "", "Two.")]
+    chat = [message for answer in answers for message in (ask, answer)]
+    assert learnt_of(source, chat) == ["One.<|im_end|>", "Two.<|im_end|>"]
+    for weight, expected in ((0, ["Two.<|im_end|>"]), (1, ["One.<|im_end|>", "Two.<|im_end|>"])):
+        weighed = [chat[0], {**chat[1], "weight": weight}, *chat[2:]]
+        assert learnt_of(source, weighed) == expected
+    assert learnt_of(source, chat[2:4]) == []
+
+
+def test_whose_a_marked_part_is_must_be_clear() -> None:
+    one = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    assert len(learnt_of(one, CHAT)) == 1
+    with pytest.raises(
+        DataError,
+        match=r"f line 1: .* part of an answer .* marks 1 part for 2 answers; put",
+    ):
+        learnt_of(one, [*CHAT[:3], {**CHAT[3], "weight": 0}])
+
+
+def test_marks_without_the_end_of_the_turn_are_noticed() -> None:
+    marked = template_of(
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "<|im_end|>{% endfor %}"
+    )
+    assert marked.leaves_out_end(divided(marked, CHAT, "here"))
+    whole = template_of(
+        "{% for m in messages %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+        "<|im_end|>{% endfor %}"
+    )
+    assert not whole.leaves_out_end(divided(whole, CHAT, "here"))
+
+
+def test_a_template_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.jinja").write_text("\ufeff{{ messages[0]['content'] }}", encoding="utf-8")
+    template = found(write_tokenizer(tmp_path, template=CHATML), str(tmp_path / "a.jinja"))
+    assert template.render(Conversation(CHAT[:1], None, "here")) == CHAT[0]["content"]

@@ -1,0 +1,196 @@
+"""Lines of examples: what is learnt of them, and every way in which they can be wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.finetune.chats import CHAT, write_lines, write_tokenizer
+from torchtitan.base.errors import DataError
+from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer, encode_with_special
+from torchtitan.finetune.chat_files import find_template
+from torchtitan.finetune.examples import (
+    Conversation,
+    Encoder,
+    check_has_rows,
+    read_examples,
+    touched,
+)
+from torchtitan.finetune.shapes import Continuation
+
+BYTE = ByteTokenizer()
+
+
+def encoder() -> Encoder:
+    return Encoder(BYTE, find_template(None, tokenizer=BYTE, tokenizer_path="byte"))
+
+
+def say(role: str, content: object) -> dict[str, object]:
+    return {"role": role, "content": content}
+
+
+def test_lines_become_examples(tmp_path: Path) -> None:
+    tools = [{"type": "function"}]
+    values = [
+        {"messages": CHAT, "id": 3},
+        {"prompt": "a", "completion": " b", "source": "x"},
+        {"messages": CHAT, "tools": tools},
+    ]
+    file = Path(write_lines(tmp_path / "a.jsonl", [*values]))
+    file.write_text(file.read_text().replace("\n", "\n\n"))
+    expected = [
+        Conversation(CHAT, None, f"{file} line 1"),
+        Continuation("a", " b", f"{file} line 3"),
+        Conversation(CHAT, tools, f"{file} line 5"),
+    ]
+    assert list(read_examples(file)) == expected
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    assert len(list(read_examples(packed))) == 3
+
+
+def test_a_completion_is_learnt_with_its_end() -> None:
+    row = encoder().encode([Continuation("ab", "<|end_of_text|>", "here")])[0]
+    assert row is not None
+    assert (row >> 1).tolist() == [*b"ab<|end_of_text|>", 257]
+    assert (row & 1).tolist() == [0, 0, *[1] * 16]
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        Continuation("a", "", "here"),
+        Continuation("", "", "here"),
+        Conversation([say("user", "a")], None, "here"),
+        Conversation([say("user", "a"), say("assistant", "")], None, "here"),
+        Conversation([say("user", "a"), {**say("assistant", "b"), "weight": 0}], None, "here"),
+    ],
+)
+def test_nothing_to_learn(example: Conversation | Continuation) -> None:
+    assert encoder().encode([example]) == [None]
+
+
+def test_a_token_of_two_is_the_answers() -> None:
+    # tokens 0-2, 2-5, 5-6 and two more of the character 5-6, 6-9; the answer is 4-6
+    ends = [2, 5, 6, 6, 6, 9]
+    assert touched(ends, spans=[(4, 6)]).tolist() == [False, True, True, True, True, False]
+    assert touched(ends, spans=[(0, 2), (6, 7)]).tolist() == [True, *[False] * 4, True]
+    assert touched(ends, spans=[]).tolist() == [False] * 6
+    assert touched([], spans=[(0, 1)]).tolist() == []
+
+
+def test_where_tokens_end() -> None:
+    text = "né\U0001f600<|end_of_text|>b"
+    encoded = BYTE.encode_special([text])[0]
+    assert list(encoded.ids) == [*"né\U0001f600".encode(), 257, ord("b")]
+    assert list(encoded.ends) == [1, 2, 2, 3, 3, 3, 3, 18, 19]
+    for name in ("byte", "bpe_2048"):
+        tokenizer = build_tokenizer(name)
+        assert tokenizer.encode_special([""])[0].ends == []
+        whole = tokenizer.encode_special([text])[0]
+        assert whole.ends[-1] == len(text)
+        assert tokenizer.decode(whole.ids) == text
+    longest = encode_with_special(
+        "<a><a>b", special={"<a>": 1, "<a>b": 2}, encode=lambda _: [], num_bytes=len
+    )
+    assert list(longest.ids) == [1, 2]
+
+
+def test_hugging_face_tokenizers_divide_at_special_tokens_only_when_asked(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    tokenizer = build_tokenizer(str(folder))
+    text = "a<|im_end|> b<think>"
+    oracle = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert list(tokenizer.encode_special([text])[0].ids) == oracle.encode(text).ids
+    plain = tokenizer.encode(text)
+    assert tokenizer.special_tokens["<|im_end|>"] not in plain
+    assert "<think>" not in tokenizer.special_tokens
+    assert plain[-1] == oracle.token_to_id("<think>")
+    assert tokenizer.decode(plain) == text
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "must be one JSON object"),
+        ("[", "must be one JSON object"),
+        ("[1]", "must be one of .*, got an array"),
+        (
+            "5",
+            r"must be one of {\"messages\".*, {\"prompt\".*, {\"instr.*, got a number, 5",
+        ),
+        ("{}", r"must be .*, got no keys"),
+        ('{"text": "a"}', r"must be .*, got keys 'text'; .*dataset = \"files\""),
+        ('{"prompt": "a", "completion": "b", "completion": "c"}', r"must be .* 'completion' more"),
+        ('{"messages": [], "prompt": "a"}', r"messages must be a list of objects, got \[\]"),
+        ('{"messages": []}', r"messages must be a list of objects, got \[\]"),
+        ('{"messages": ["a"]}', r"messages must be a list of objects, got \['a'\]"),
+        ('{"messages": {}}', r"messages must be a list of objects, got {}"),
+        ('{"prompt": "a"}', r"must have text under 'completion', got keys 'prompt'"),
+        ('{"completion": "a"}', r"must have text under 'prompt', got keys 'completion'"),
+        ('{"prompt": 3, "completion": "a"}', r"must have text under 'prompt', got 3"),
+        ('{"prompt": "a", "completion": null}', r"must have text under 'completion', got None"),
+        ('{"prompt": "\\ud800", "completion": "a"}', r"must hold complete characters, character 0"),
+        (
+            json.dumps({"messages": CHAT, "tools": "f"}),
+            r"tools must be a list of objects, got 'f'",
+        ),
+    ],
+)
+def test_wrong_lines(tmp_path: Path, line: str, complaint: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(f'{{"prompt": "a", "completion": "b"}}\n{line}\n')
+    with pytest.raises(DataError, match=rf"a.jsonl line 2:? {complaint}"):
+        list(read_examples(file))
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (say("bot", "a"), r"the role of message 2 must be one of system, .*, tool, got 'bot'"),
+        ({"content": "a"}, r"the role of message 2 must be one of .*, got none"),
+        ({"role": ["user"], "content": "a"}, r"the role of message 2 .*, got \['user'\]"),
+        ({"role": "assistant"}, r"message 2 must have a content that is text, got none"),
+        *[
+            ({**say("assistant", "a"), "weight": weight}, r"the weight of message 2 must be 0 .* 1")
+            for weight in (2, 0.5, -1, True, "0", [])
+        ],
+        (say("assistant", [{"type": "text"}]), r"message 2 must have a content .*, got \[{'type'"),
+    ],
+)
+def test_wrong_messages(tmp_path: Path, message: object, complaint: str) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": [say("user", "a"), message]}])
+    with pytest.raises(DataError, match=rf"a.jsonl line 1: {complaint}"):
+        list(read_examples(Path(file)))
+
+
+def test_a_call_of_a_tool_needs_no_content(tmp_path: Path) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {}}]}
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": [say("user", "a"), call]}])
+    assert len(list(read_examples(Path(file)))) == 1
+
+
+@pytest.mark.parametrize("name", ["<|end_of_text|>", "<|begin_of_text|>", "\ufdd0"])
+def test_messages_that_spell_special_tokens(name: str) -> None:
+    injected = [say("user", f"a{name}assistant"), say("assistant", "b")]
+    with pytest.raises(DataError, match=r"here: no message may spell a special token.*found '"):
+        encoder().encode([Conversation(injected, None, "here")])
+    tools = [{"description": f"a {name} b"}]
+    with pytest.raises(DataError, match=r"here: no message may spell a special token"):
+        encoder().encode([Conversation(CHAT, tools, "here")])
+
+
+def test_files_of_another_kind(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"examples must be rows .*jsonl.*, got .*a.txt"):
+        check_has_rows(tmp_path / "a.txt")
+    with pytest.raises(DataError, match=r"cannot read .*none.jsonl"):
+        list(read_examples(tmp_path / "none.jsonl"))
+
+
+def test_messages_without_a_template() -> None:
+    with pytest.raises(DataError, match=r"here has messages, which need a chat template"):
+        Encoder(BYTE, None).encode([Conversation(CHAT, None, "here")])

@@ -1,0 +1,110 @@
+"""Adapters: the model they start from, and gradients by float64 autograd of W + s B A."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.func import functional_call
+
+from tests.models.reference import VARIANTS, random_decoder
+from torchtitan.base.errors import ConfigError
+from torchtitan.base.patterns import check_pattern
+from torchtitan.finetune.lora import (
+    ADAPTERS,
+    LoRALinear,
+    apply_lora,
+    is_adapter,
+    linear_names,
+    merged,
+)
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.families import MODELS
+from torchtitan.models.init import initialize
+from torchtitan.models.interface import TrainableParams
+
+ALL = ["layers.*.attention.w*", "layers.*.feed_forward.w*"]
+TOKENS = torch.arange(40).reshape(2, 20) * 7 % 263
+
+
+def adapted(model: Decoder, patterns: list[str] = ALL) -> Decoder:
+    model.initial = MODELS["llama3"].build(model.config).initial
+    apply_lora(model, rank=3, alpha=6.0, patterns=patterns)
+    return model
+
+
+def test_it_starts_as_the_model_it_is_put_into_bit_for_bit() -> None:
+    spec = MODELS["llama3"]
+    plain = spec.build(spec.flavors["tiny"])
+    initialize(plain, seed=0)
+    model = adapted(spec.build(spec.flavors["tiny"]))
+    initialize(model, seed=0)
+    assert {n for n, _ in model.named_parameters() if not is_adapter(n)} == {
+        n for n, _ in plain.named_parameters()
+    }
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            # the variance of uniform numbers within 1 / sqrt(in)
+            assert module.lora_a.std().item() == pytest.approx(
+                (3 * module.in_features) ** -0.5, rel=0.3
+            )
+            assert not module.lora_b.any()
+    a = model.layers["0"].attention
+    assert not torch.equal(a.wq.lora_a, a.wk.lora_a)
+
+
+@pytest.mark.parametrize("variant", ["grouped", "biased"])
+def test_loss_and_gradients_are_those_of_the_product_added_to_the_weight(variant: str) -> None:
+    model = adapted(random_decoder(VARIANTS[variant])).double()
+    torch.manual_seed(0)
+    for name, p in model.named_parameters():
+        if is_adapter(name):
+            torch.nn.init.normal_(p, std=0.1)
+    plain = Decoder(model.config).double()
+    factors = {n: p for n, p in model.named_parameters() if is_adapter(n)}
+    weights = {n: p for n, p in model.named_parameters() if not is_adapter(n)}
+    for name in linear_names(plain):
+        if name != "output":
+            a, b = factors[f"{name}.lora_a"], factors[f"{name}.lora_b"]
+            weights[f"{name}.weight"] = weights[f"{name}.weight"] + 6.0 / 3 * b @ a
+            whole = merged(model.get_submodule(name).weight, a, b, scale=2.0)
+            torch.testing.assert_close(whole, weights[f"{name}.weight"])
+    found, expected = model(TOKENS), functional_call(plain, weights, TOKENS)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    ours = torch.autograd.grad(found.square().mean(), list(factors.values()))
+    theirs = torch.autograd.grad(expected.square().mean(), list(factors.values()))
+    for name, grad, other in zip(factors, ours, theirs, strict=True):
+        assert other.norm() > 0, name
+        torch.testing.assert_close(grad, other, rtol=1e-7, atol=1e-10)
+
+
+def test_only_the_layers_that_are_named_have_an_adapter() -> None:
+    model = adapted(random_decoder(VARIANTS["tied"]), ["layers.1.attention.w[qv]"])
+    names = [n for n, p in model.named_parameters() if is_adapter(n)]
+    assert names == [f"layers.1.attention.w{w}.lora_{f}" for w in "qv" for f in "ab"]
+
+
+def test_patterns_choose_what_is_trained() -> None:
+    names = ["a.weight", "a.lora_a", "a.lora_b", "b.weight"]
+    every = TrainableParams(frozen=("b.*",))
+    assert [every.includes(name) for name in names] == [True, True, True, False]
+    adapters = TrainableParams(only=ADAPTERS, frozen=("*.lora_b",))
+    assert [adapters.includes(name) for name in names] == [False, True, False, False]
+    model = copy.deepcopy(random_decoder(VARIANTS["tied"]))
+    TrainableParams(frozen=("layers.0.*", "norm.*")).freeze_rest(model)
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        n for n, _ in model.named_parameters() if not n.startswith(("layers.0.", "norm."))
+    }
+
+
+def test_patterns_that_cannot_be_meant_are_refused_with_names_that_come_near() -> None:
+    names = [name for name, _ in random_decoder(VARIANTS["grouped"]).named_parameters()]
+    with pytest.raises(ConfigError, match=r"frozen_params.*'outptu.*output.weight"):
+        TrainableParams(frozen=("norm.*", "outptu.*")).check(names)
+    with pytest.raises(ConfigError, match=r"frozen_params.*remove a pattern"):
+        TrainableParams(frozen=("*",)).check(names)
+    linears = linear_names(random_decoder(VARIANTS["grouped"]))
+    with pytest.raises(ConfigError, match=r"\[lora\] modules: 'wq' .*layers.*wq"):
+        check_pattern("wq", linears, key="lora.modules", what="linear layer")

@@ -1,0 +1,133 @@
+"""The shapes of examples: each as the conversation that it stands for, and what is wrong in it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.finetune.chats import CHAT, write_lines
+from torchtitan.base.errors import DataError
+from torchtitan.finetune.chat import Conversation
+from torchtitan.finetune.examples import read_examples
+from torchtitan.finetune.shapes import Continuation, parse_example
+
+
+def say(role: str, content: object, **more: object) -> dict[str, object]:
+    return {"role": role, "content": content, **more}
+
+
+def turn(speaker: str, value: object, **more: object) -> dict[str, object]:
+    return {"from": speaker, "value": value, **more}
+
+
+ASK = [say("user", "ask"), say("assistant", "answer")]
+SYSTEM = say("system", "you help")
+SHAPES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    ({"messages": ASK}, ASK),
+    ({"messages": [say("user", [{"type": "text", "text": t} for t in ("a", "sk")]), ASK[1]]}, ASK),
+    ({"conversations": [turn("human", "ask"), turn("gpt", "answer")]}, ASK),
+    ({"conversations": [turn("user", "ask"), turn("assistant", "answer")], "id": 1}, ASK),
+    ({"conversations": ASK}, ASK),
+    (
+        {"system": "you help", "conversations": [turn("human", "ask"), turn("gpt", "answer")]},
+        [SYSTEM, *ASK],
+    ),
+    (
+        {"conversations": [turn("system", "you help"), turn("gpt", "a", weight=0)]},
+        [SYSTEM, say("assistant", "a", weight=0)],
+    ),
+    ({"instruction": "ask", "output": "answer"}, ASK),
+    ({"instruction": "ask", "input": "", "output": "answer", "text": "all of it"}, ASK),
+    ({"instruction": "ask", "input": None, "output": "answer", "messages": None}, ASK),
+    (
+        {"instruction": "ask", "input": "me", "output": "answer"},
+        [say("user", "ask\n\nme"), ASK[1]],
+    ),
+    (
+        {"system": "you help", "instruction": "b", "output": "c", "history": [["ask", "answer"]]},
+        [SYSTEM, *ASK, say("user", "b"), say("assistant", "c")],
+    ),
+    # the first shape whose keys are all there
+    ({"prompt": "ask", "prompt_id": "1", "messages": ASK}, ASK),
+    ({"prompt": "p", "conversations": [turn("human", "ask"), turn("gpt", "answer")]}, ASK),
+    ({"prompt": "p", "instruction": "ask", "output": "answer"}, ASK),
+    ({"instruction": "a", "output": "b", "conversations": ASK}, ASK),
+    ({"prompt": "p", "completion": None, "conversations": ASK}, ASK),
+    ({"messages": ASK, "instruction": "a", "output": "b", "conversations": []}, ASK),
+]
+
+
+@pytest.mark.parametrize(("value", "messages"), SHAPES)
+def test_a_shape_is_a_conversation(value: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    assert parse_example(value, where="here") == Conversation(messages, None, "here")
+
+
+def test_openais_completions_come_first() -> None:
+    value = {"prompt": "a", "completion": "b", "instruction": "c", "output": "d"}
+    assert parse_example(value, where="here") == Continuation("a", "b", "here")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"instruction": "a"}, r"must be one of .*\"instruction\".*, got keys 'instruction'"),
+        ({"instruction": "a", "output": None}, "must be one of .*, got keys 'instruction', 'outp"),
+        ({"instruction": "a", "output": 3}, "must have text under 'output', got 3"),
+        (
+            {"instruction": "a", "output": "b", "input": []},
+            r"must have text under 'input', .*\[\]",
+        ),
+        (
+            {"instruction": "a", "output": "b", "history": [["a"]]},
+            r"history must be a list of pairs of question and answer, got \[\['a'\]\]",
+        ),
+        ({"conversations": "a"}, "conversations must be a list of objects, got 'a'"),
+        ({"conversations": []}, r"messages must be a list of objects, got \[\]"),
+        (
+            {"conversations": [turn("human", "a"), turn("bot", "b")]},
+            r"\(from\) in turn 2 must be one of .*gpt.*, got 'bot'",
+        ),
+        (
+            {"conversations": [turn("human", 3)]},
+            "message 1 must have a content that is text, got 3",
+        ),
+        ({"conversations": [turn("gpt", "a", weight=3)]}, "weight of message 1 must be 0"),
+        ({"prompt": "a"}, "must have text under 'completion', got keys 'prompt'"),
+        (
+            {"completion": "a", "output": "b"},
+            "must have text under 'prompt', got keys 'completion'",
+        ),
+        (
+            {"messages": [say("user", [{"type": "image_url", "image_url": "x"}])]},
+            "message 1 must have a content that is text, got .*image_url",
+        ),
+    ],
+)
+def test_faults(value: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=f"^here:? .*{said}"):
+        parse_example(value, where="here")
+
+
+def test_examples_of_any_format(tmp_path: Path) -> None:
+    calls = [say("user", "a"), say("assistant", "", tool_calls=[{"name": "f"}]), say("tool", "b")]
+    values = [{"messages": CHAT}, {"messages": calls}]
+    oracle = [*read_examples(Path(write_lines(tmp_path / "a.jsonl", [*values])))]
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    file = io.BytesIO()
+    # a struct has all keys: those that a message lacks are null
+    pq.write_table(pa.Table.from_pylist(values), file)
+    (tmp_path / "a.parquet").write_bytes(file.getvalue())
+    for name in ("a.json", "a.parquet"):
+        found = [*read_examples(tmp_path / name)]
+        assert [each.messages for each in found] == [each.messages for each in oracle]  # type: ignore[union-attr]
+    assert found[1].where == f"{tmp_path / 'a.parquet'} row 2"
+    (tmp_path / "a.csv").write_text("instruction,output\nask,answer\n")
+    assert [*read_examples(tmp_path / "a.csv")] == [
+        Conversation(ASK, None, f"{tmp_path / 'a.csv'} line 2")
+    ]

@@ -1,0 +1,236 @@
+"""Does `audit explain` say what a run has read?
+
+    python -m tests.tools.audit.campaign --steps 1000
+
+The real loader is driven for three times as many steps, with the real sample log, over data of
+several kinds and in several layouts. So many steps, drawn at random, are then explained and
+compared with the log: number, hash, step, rank file and microbatch. And each part that is said to
+come from a row or a file is compared with the bytes there: tokens are bytes here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import logging
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtitan.config.toml_files import to_toml
+from torchtitan.data.loader import Loader
+from torchtitan.data.sample_log import SampleLog
+from torchtitan.data.sampler import SkippedSamples
+from torchtitan.data.store import TokenStore, open_writer
+from torchtitan.job import load_config
+from torchtitan.mesh.dims import resolve_dims
+from torchtitan.metrics.ledger import Hardware, Ledger
+from torchtitan.tools.audit.explain import explain_step
+from torchtitan.tools.audit.history import read_history
+from torchtitan.tools.audit.places import Places
+
+LOCAL_BATCH = 2
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "mixed": (
+        "--training.dataset=files",
+        '--training.dataset_path=["a.jsonl", "texts/*", "store.idx", "b.json"]',
+        "--training.dataset_weights=[0.5, 0.3, 0.15, 0.05]",
+        "--training.document_attention=within",
+    ),
+    "split": (
+        "--training.dataset=files",
+        '--training.dataset_path=["a.jsonl", "texts/*", "store.idx"]',
+        "--validation.split=0.3",
+    ),
+    "packed": (
+        "--training.dataset=examples",
+        '--training.dataset_path=["sft.jsonl"]',
+        "--training.packing=packed",
+        "--training.document_attention=within",
+    ),
+    "gaps": (
+        "--training.dataset=files",
+        '--training.dataset_path=["a.jsonl"]',
+        "--training.skip_samples",
+        "3-21",
+        "40-40",
+    ),
+    "padded": ("--training.dataset=examples", '--training.dataset_path=["sft.jsonl"]'),
+}
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one device": (1, ()),
+    "dp 2": (2, ()),
+    "cp 2": (2, ("--parallelism.context_parallel_degree=2",)),
+    "dp 2, cp 2": (4, ("--parallelism.context_parallel_degree=2",)),
+    "pp 2, dp 2": (4, ("--parallelism.pipeline_parallel_degree=2",)),
+}
+SMALL = (
+    "--model.flavor=tiny",
+    "--model.tokenizer_path=byte",
+    "--training.seq_len=32",
+    f"--training.local_batch_size={LOCAL_BATCH}",
+    "--training.global_batch_size=8",
+    "--debug.log_sample_hashes",
+    "--lr_scheduler.warmup_steps=2",
+)
+
+
+def write_data(folder: Path) -> None:
+    """Write files of every kind, with blank lines, empty texts and documents of any length."""
+    draw = random.Random(7)
+
+    def text(most: int) -> str:
+        return " ".join(f"word{draw.randrange(9999)}" for _ in range(draw.randrange(1, most)))
+
+    rows = [{"text": text(40) if n % 9 else ""} for n in range(60)]
+    lines = [json.dumps(row) + "\n" * (1 + (n % 7 == 0)) for n, row in enumerate(rows)]
+    (folder / "a.jsonl").write_text("".join(lines))
+    (folder / "b.json").write_text(json.dumps([{"text": text(20)} for _ in range(20)]))
+    (folder / "texts").mkdir()
+    (folder / "texts" / "one.txt").write_text(text(900))
+    with gzip.open(folder / "texts" / "two.txt.gz", "wt") as file:
+        file.write(text(600))
+    with open_writer(folder / "store", vocab_size=300) as writer:
+        for n in range(30):
+            ids = np.frombuffer(text(30 if n % 5 else 2).encode(), np.uint8).astype(np.int64)
+            writer.add(ids, ends_document=True)
+            if n == 12:
+                writer.add(ids[:0], ends_document=True)
+    examples = [
+        {"prompt": text(2 if n % 5 else 9), "completion": text(4) if n % 8 else ""}
+        for n in range(200)
+    ]
+    (folder / "sft.jsonl").write_text("".join(json.dumps(one) + "\n" for one in examples))
+
+
+def drive(run: Path, arguments: list[str], *, world: int, steps: int) -> None:
+    """Draw the samples of all steps as each rank would, and log them."""
+    given = [*SMALL, *arguments, f"--training.steps={steps}", f"--job.dump_folder={run}"]
+    config = load_config(given)
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(to_toml(config))
+    record = Hardware(resumed_from=0, world_size=world, ranks_per_machine=world, device="cpu")
+    Ledger(run).write("start", step=0, hardware=asdict(record))
+    dims, dataset = resolve_dims(config.parallelism, world_size=world), Places.of(config).dataset
+    local = config.training.local_batch_size
+    for rank in range(world // dims.pp):
+        dp_rank, others = divmod(rank, dims.cp * dims.tp)
+        done = 0
+        log = SampleLog(
+            run / "samples",
+            rank=rank,
+            world_size=world,
+            writes=others == 0,
+            step=lambda: done + 1,  # noqa: B023 - called in this turn of the loop
+        )
+        loader = Loader(
+            dataset,
+            local_batch_size=local,
+            accumulation=config.training.global_batch_size // (local * dims.dp),
+            dp_rank=dp_rank,
+            dp_degree=dims.dp,
+            settings=config.training.dataloader,
+            skipped=SkippedSamples(config.training.skip_samples),
+            on_sample=log,
+        )
+        while done < steps:
+            next(loader)
+            done += 1
+
+
+def read_log(run: Path) -> dict[int, list[tuple[int, str, int, int]]]:
+    """Return number, hash, rank and microbatch of each sample, by step; a rank logs a step's
+    microbatches one after another."""
+    logged = defaultdict(list)
+    for path in (run / "samples").glob("rank_*.jsonl"):
+        rank = int(path.stem.removeprefix("rank_"))
+        num_drawn: Counter[int] = Counter()
+        for row in map(json.loads, path.read_text().splitlines()):
+            step, microbatch = row["step"], num_drawn[row["step"]] // LOCAL_BATCH
+            num_drawn[step] += 1
+            logged[step].append((row["index"], row["hash"], rank, microbatch))
+    return logged
+
+
+def contents(where: str) -> bytes:
+    """Read what `where` names, by nothing of the library but the store."""
+    file, _, number = where.rpartition(" ")
+    file, _, kind = file.rpartition(" ")
+    if kind == "line":
+        row = json.loads(Path(file).read_text().splitlines()[int(number) - 1])
+        return (row["text"] if "text" in row else row["prompt"] + row["completion"]).encode()
+    if kind == "item":
+        return json.loads(Path(file).read_text())[int(number) - 1]["text"].encode()
+    if kind == "document":
+        return bytes(TokenStore(file).document(int(number)).tolist())
+    raw = Path(where).read_bytes()
+    return gzip.decompress(raw) if where.endswith(".gz") else raw
+
+
+def compare(run: Path, *, draw: int | None = None) -> tuple[int, int]:
+    """Compare all logged steps, or `draw` of them at random, with what is explained; return the
+    numbers of samples and parts."""
+    history, logged = read_history(run), read_log(run)
+    places = Places.of(history[-1].config)
+    num_samples = num_parts = 0
+    steps = sorted(logged) if draw is None else random.Random(draw).sample(sorted(logged), draw)
+    for step in steps:
+        rows = logged[step]
+        found = explain_step(history, step, places=places)
+        said = [
+            (one["sample"], one["hash"], one["ranks"][0], one["microbatch"])
+            for one in found["samples"]
+        ]
+        assert said == sorted(rows), f"step {step}: explained {said}, logged {sorted(rows)}"
+        num_samples += len(said)
+        for one in found["samples"]:
+            num_parts += check_parts(one, places)
+    return num_samples, num_parts
+
+
+def check_parts(sample: dict[str, Any], places: Places) -> int:
+    """Compare each part of a sample with the bytes of the document that it is said to be of."""
+    tokens = places.read(sample["sample"])["tokens"].tolist()
+    at = 0
+    for part in sample["documents"]:
+        assert part["at"] == at
+        at += part["num_tokens"]
+        first = part["first_token"]
+        # behind the last byte stands the end token; a store of the user's own may have none
+        whole = [*contents(part["where"]), places.tokenizer.eos_id]
+        assert tokens[part["at"] : at] == whole[first : first + part["num_tokens"]], part
+    assert at == len(tokens) or "sft.jsonl line" in sample["documents"][-1]["where"]
+    return len(sample["documents"])
+
+
+def main(steps: int) -> None:
+    """Drive and compare all kinds in all layouts, in a folder that is thrown away."""
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        write_data(Path())
+        for kind, settings in SETTINGS.items():
+            for name, (world, layout) in LAYOUTS.items():
+                run, begin = Path(f"{kind} {name}".replace(" ", "-")), time.monotonic()
+                arguments = [*settings, *layout, "--training.dataset_cache=cache"]
+                drive(run, arguments, world=world, steps=3 * steps)
+                num_samples, num_parts = compare(run, draw=steps)
+                sys.stdout.write(
+                    f"{kind:<7} {name:<11} {steps} random steps, {num_samples} samples equal the "
+                    f"log, {num_parts} parts equal their source, {time.monotonic() - begin:.1f} s\n"
+                )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=1000)
+    main(parser.parse_args().steps)

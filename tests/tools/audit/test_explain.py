@@ -1,0 +1,172 @@
+"""What `audit explain` says, against the log of samples, the files' bytes and itself backwards."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import jobs
+from tests.distributed.rank_pool import RankPool
+from tests.tools.audit.campaign import (
+    LAYOUTS,
+    SETTINGS,
+    SMALL,
+    compare,
+    drive,
+    read_log,
+    write_data,
+)
+from torchtitan.data.sampler import Inverse, Mixture, Permutation
+from torchtitan.tools.audit.__main__ import main
+from torchtitan.tools.audit.explain import explain_document, explain_step
+from torchtitan.tools.audit.history import read_history
+
+CACHE = "--training.dataset_cache=cache"
+CP = "--parallelism.context_parallel_degree=2"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_data(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def workplace(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths in the settings are relative, so that they are the same for every test."""
+    shutil.copytree(data, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("layout", ["one device", "dp 2, cp 2", "pp 2, dp 2"])
+def test_40_steps_are_explained_as_they_were_logged(kind: str, layout: str) -> None:
+    world, degrees = LAYOUTS[layout]
+    drive(Path("run"), [*SETTINGS[kind], *degrees, CACHE], world=world, steps=40)
+    num_samples, num_parts = compare(Path("run"))
+    assert num_samples == 40 * 8
+    assert num_parts > num_samples or kind == "padded"
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_the_steps_of_each_document_are_those_that_have_it(kind: str) -> None:
+    drive(Path("run"), [*SETTINGS[kind], CACHE], world=2, steps=60)
+    history = read_history(Path("run"))
+    visits = defaultdict(list)
+    for step in range(1, 61):
+        for sample in explain_step(history, step)["samples"]:
+            for part in sample["documents"]:
+                place = step, sample["sample"], part["first_token"], part["num_tokens"]
+                visits[part["where"]].append((*place, sample["microbatch"]))
+    assert any(len({step for step, *_ in seen}) > 1 for seen in visits.values())
+    for where, expected in sorted(visits.items())[:: len(visits) // 8]:
+        keys = "step", "sample", "first_token", "num_tokens", "microbatch"
+        found = explain_document(history, where)["visits"]
+        assert [tuple(one[key] for key in keys) for one in found] == sorted(expected)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "split", "packed"])
+def test_a_real_run_that_goes_on_in_another_layout_with_another_batch(
+    kind: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    # the ranks have another current folder
+    there = [re.sub('"(?=[a-z])', f'"{tmp_path}/', part) for part in SETTINGS[kind]]
+    job = [*SMALL, *there, f"--training.dataset_cache={tmp_path}/cache"]
+    job += [f"--job.dump_folder={tmp_path}/run"]
+    job += ["--checkpoint.enable", "--activation_checkpoint.mode=none"]
+    job += ["--training.mixed_precision_param=float32", "--lr_scheduler.total_steps=20"]
+    ranks.run(jobs.train, [*job, "--training.steps=3"], world=2)
+    later = [CP, "--training.global_batch_size=12", "--checkpoint.mode=continue"]
+    later += ["--training.skip_samples", "5-9", "30-40"]
+    ranks.run(jobs.train, [*job, *later, "--training.steps=5"], world=2)
+    run = tmp_path / "run"
+    compare(run)
+    logged = read_log(run)
+    assert [len(logged[step]) for step in range(1, 6)] == [8, 8, 8, 12, 12]
+    assert {rank for _, _, rank, _ in logged[1]} == {0, 1}
+    numbers = sorted(number for step in logged.values() for number, *_ in step)
+    assert numbers == [*range(30), *range(41, 59)]
+    assert {rank for _, _, rank, _ in logged[5]} == {0}
+    assert [one.said_by.partition(",")[0] for one in read_history(run)] == ["step-3", "step-5"]
+    # without the first checkpoint its steps cannot be known for sure, and that is said
+    shutil.rmtree(run / "checkpoint" / "step-3")
+    assert "batch changed" in explain_step(read_history(run), 5)["doubt"]
+    last = explain_step(read_history(run), 5)["samples"]
+    assert [one["sample"] for one in last] == sorted(n for n, *_ in logged[5])
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    drive(Path("run"), [*SETTINGS["mixed"], CACHE], world=2, steps=4)
+    assert main(["explain", "run", "--step", "2", "--text"]) == 0
+    told = capsys.readouterr().out
+    logged = read_log(Path("run"))[2]
+    assert all(
+        f"sample {n}  rank {rank}  " in told and digest in told for n, digest, rank, _ in logged
+    )
+    assert main(["explain", "run", "--step", "2", "--text", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    [part] = [p for p in found["samples"][0]["documents"] if p["at"] == 0]
+    where = part["where"].replace(" line ", ":").replace(" item ", ":").replace(" document ", ":")
+    assert main(["explain", "run", "--document", where]) == 0
+    assert f"step 2  sample {found['samples'][0]['sample']}  " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["explai"], "did you mean 'explain'?"),
+        (["explain", "nowhere", "--step", "1"], "must hold the settings of a run"),
+        (["explain", "run", "--step", "5"], "must be one of the run's steps, 1 to 4, got 5"),
+        (["explain", "run", "--document", "a.jsonl:9999"], "the first document is 'a.jsonl line "),
+        (["explain", "run", "--step", "1", "--world_size", "3"], "must be a multiple of"),
+        (["explain", "run", "--document", "a.jsonl", "--text"], "--text belongs to --step"),
+    ],
+)
+def test_mistakes(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    drive(Path("run"), [*SETTINGS["mixed"], CACHE], world=1, steps=4)
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_data_that_changed_since_the_checkpoint_are_refused(
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = jobs.write_job(tmp_path)
+    text = tmp_path / "changing.txt"
+    text.write_text("some words " * 200)
+    job += ["--training.dataset=files", f"--training.dataset_path={text}", "--training.steps=1"]
+    ranks.run(jobs.train, job, world=1)
+    assert main(["explain", f"{tmp_path}/run", "--step", "1"]) == 0
+    text.write_text("other words " * 200)
+    assert main(["explain", f"{tmp_path}/run", "--step", "1"]) == 2
+    assert "but data changed since" in capsys.readouterr().err
+
+
+def test_data_of_the_users_own(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, is_known in (("Indexed", True), ("Endless", True), ("Stream", False)):
+        run = Path(name)
+        drive(
+            run, [f"--training.dataset=tests.tools.audit.own_data:{name}", CACHE], world=1, steps=2
+        )
+        assert main(["explain", name, "--step", "2", "--json"]) == 0
+        samples = json.loads(capsys.readouterr().out)["samples"]
+        logged = [digest for _, digest, *_ in sorted(read_log(run)[2])]
+        assert [one["hash"] for one in samples] == (logged if is_known else [None] * 8)
+        assert main(["explain", name, "--document", "x"]) == 2
+        assert "data of your own" in capsys.readouterr().err
+    assert main(["explain", "Stream", "--step", "2", "--text"]) == 2
+    assert "is a stream" in capsys.readouterr().err
+
+
+def test_the_order_backwards() -> None:
+    for n in (1, 2, 17, 1000):
+        order, back = (kind(n, seed=3, epoch=2, source=1) for kind in (Permutation, Inverse))
+        assert [back[order[i]] for i in range(n)] == list(range(n))
+    mixture = Mixture([0.7, 0.2, 0.1])
+    assert [mixture.place(mixture[k]) for k in range(300)] == list(range(300))

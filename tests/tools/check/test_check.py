@@ -1,0 +1,280 @@
+"""Each fault that is planted on one rank is found there, and nothing where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.jobs import write_job
+from tests.distributed.rank_pool import RankPool
+from torchtitan.job import Config, load_config
+from torchtitan.layout import resolve_model
+from torchtitan.mesh.dims import ParallelDims, build_mesh
+from torchtitan.mesh.ranks import RankInfo
+from torchtitan.tools.check import disks, machines, speed
+from torchtitan.tools.check.disks import check_checkpoints, check_data
+from torchtitan.tools.check.machines import check_alike, check_memory
+from torchtitan.tools.check.ranks import Checked, Ranks, find_ranks
+from torchtitan.tools.check.speed import check_axes, check_products
+
+ROOT = Path(__file__).parent.parent.parent.parent
+Plant = Callable[[int], contextlib.AbstractContextManager[Any]]
+
+STOPPING = """
+import os, signal, sys, time
+process, end = int(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+while time.monotonic() < end:
+    os.kill(process, signal.SIGSTOP)
+    time.sleep(0.045)
+    os.kill(process, signal.SIGCONT)
+    time.sleep(0.005)
+"""
+
+
+def found(job: list[str], checks: str, plant: Plant, others: list[str] | None = None) -> list[str]:
+    """Check, each rank as a machine of its own, with a fault on some; return what is found.
+
+    `others`: what ranks but the first are given in the place of the job.
+    """
+    launch = RankInfo(rank=dist.get_rank(), local_rank=0, world_size=dist.get_world_size())
+    config = resolve_model(load_config(others if others and launch.rank else job))
+    with patch.dict(os.environ, GROUP_RANK=str(launch.rank)):
+        ranks = find_ranks(launch, device=torch.device("cpu"))
+    with plant(launch.rank):
+        results = CHECKS[checks](ranks, config)
+    return [finding.what for one in results for finding in one.findings]
+
+
+def is_of_disks(what: str) -> bool:
+    """Tell whether a disk was found to be slow, as one may be that others use."""
+    return "MB/s are usual" in what
+
+
+def _checkpoints(ranks: Ranks, config: Config) -> list[Checked]:
+    return [check_checkpoints(ranks, config, num_parameters=10_000_000)]
+
+
+def _axes(ranks: Ranks, _: Config) -> list[Checked]:
+    dims = ParallelDims(dp_shard=2, tp=2)
+    return list(check_axes(ranks, build_mesh(dims, device_type="cpu")))
+
+
+CHECKS: dict[str, Callable[[Ranks, Config], list[Checked]]] = {
+    "alike": lambda ranks, config: [check_alike(ranks, config)],
+    "memory": lambda ranks, _: [check_memory(ranks)],
+    "checkpoints": _checkpoints,
+    "data": lambda ranks, config: [check_data(ranks, config)],
+    "products": lambda ranks, _: [check_products(ranks)],
+    "axes": _axes,
+}
+
+
+def nothing(rank: int) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
+
+def other_torch(rank: int) -> contextlib.AbstractContextManager[Any]:
+    return patch.object(torch, "__version__", "2.9.1") if rank == 1 else nothing(rank)
+
+
+def little_memory(rank: int) -> contextlib.AbstractContextManager[Any]:
+    size = 10.0 if rank == 1 else 400.0
+    return patch.object(machines, "available_gib", lambda: size)
+
+
+@contextlib.contextmanager
+def small_files(rank: int) -> Iterator[None]:
+    """Let the machine write no file of more than 1 MiB, as where a quota is used up."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def full_disk(rank: int) -> contextlib.AbstractContextManager[Any]:
+    usage = shutil.disk_usage("/")._replace(free=2**20)
+    return patch.object(disks.shutil, "disk_usage", lambda _: usage) if rank else nothing(rank)
+
+
+def slow_disk(rank: int) -> contextlib.AbstractContextManager[Any]:
+    sync = os.fsync
+
+    def slow(number: int) -> None:
+        time.sleep(6)
+        sync(number)
+
+    return patch.object(os, "fsync", slow) if rank == 1 else nothing(rank)
+
+
+@contextlib.contextmanager
+def throttled(rank: int) -> Iterator[None]:
+    """Let the process run a tenth of the time."""
+    with ExitStack() as stack:
+        if rank == 1:
+            command = [sys.executable, "-c", STOPPING, str(os.getpid()), "30"]
+            stopping = subprocess.Popen(command)
+            stack.callback(os.kill, os.getpid(), signal.SIGCONT)
+            stack.callback(stopping.wait, 10)
+            stack.callback(stopping.kill)
+            time.sleep(0.3)
+        yield
+
+
+def slow_link(rank: int) -> contextlib.AbstractContextManager[Any]:
+    reduce = dist.all_reduce
+
+    def slow(numbers: torch.Tensor, **kwargs: Any) -> Any:
+        if numbers.numel() > 1:  # much longer than what a busy machine takes
+            time.sleep(0.5)
+        return reduce(numbers, **kwargs)
+
+    return patch.object(dist, "all_reduce", slow) if rank == 3 else nothing(rank)
+
+
+PLANTED: dict[str, tuple[str, Plant, str]] = {
+    "another version": ("alike", other_torch, "torch must be the same .* got 2.9.1 on rank 1"),
+    "little memory": ("memory", little_memory, "(agent 1) has 10.0 GiB where 400.0 GiB are usual"),
+    "files that cannot grow": ("checkpoints", small_files, "(agent 1) cannot: .*File too large"),
+    "a full disk": (
+        "checkpoints",
+        full_disk,
+        "takes about 0.1 GiB, and 0.0 .*agent 1",
+    ),
+    "a slow disk": ("checkpoints", slow_disk, "(agent 1) writes to .* MB/s are usual"),
+    "a throttled device": ("products", throttled, "rank 1 on .*agent 1. reaches"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    checks, plant, said = PLANTED[name]
+    job = write_job(tmp_path)
+    first, *others = ranks.run(found, job, checks, plant, world=2)
+    first = [one for one in first if plant is slow_disk or not is_of_disks(one)]
+    assert len(first) == 1
+    pattern = said.replace("(agent 1)", r"\(agent 1\)")
+    assert re.search(pattern, first[0]), first
+    assert others == [[]]  # they answer; rank 0 judges
+    if name != "a throttled device":  # whose neighbours may be busy
+        first, _ = ranks.run(found, job, checks, nothing, world=2)
+        assert all(is_of_disks(one) for one in first)
+
+
+def test_a_folder_that_cannot_be_written(ranks: RankPool, tmp_path: Path) -> None:
+    job = [*write_job(tmp_path), "--job.dump_folder=/sys/nobody"]
+    first, _ = ranks.run(found, job, "checkpoints", nothing, world=2)
+    assert len(first) == 2
+    assert all("must be able to write to /sys/nobody" in one for one in first)
+
+
+def test_a_folder_that_is_not_shared(ranks: RankPool, tmp_path: Path) -> None:
+    job, other = (write_job(tmp_path, name=name) for name in ("run", "another"))
+    first, _ = ranks.run(found, job, "checkpoints", nothing, other, world=2)
+    first = [one for one in first if not is_of_disks(one)]
+    assert len(first) == 1
+    assert "must be one folder for all machines" in first[0]
+    in_store = "--checkpoint.folder=s3://bucket/run"  # to which each uploads from its own disk
+    with_store = [*job, in_store], [*other, in_store]
+    first, _ = ranks.run(found, with_store[0], "checkpoints", nothing, with_store[1], world=2)
+    assert not [one for one in first if "must be one folder" in one]
+    first, _ = ranks.run(found, job, "alike", nothing, other, world=2)
+    assert len(first) == 1
+    assert first[0].startswith("settings must be the same")
+
+
+@pytest.mark.parametrize(
+    ("second", "said"), [("b" * 100, "otherwise"), (None, "cannot: ")], ids=["other", "none"]
+)
+def test_data_that_differ(second: str | None, said: str, ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "text.txt").write_text("a" * 100)
+    if second is not None:
+        (tmp_path / "b" / "text.txt").write_text(second)
+    plant = _Elsewhere(tmp_path)
+    job = [*write_job(tmp_path), "--training.dataset=files", "--training.dataset_path=text.txt"]
+    first, _ = ranks.run(found, job, "data", plant, world=2)
+    assert len(first) == 1
+    assert said in first[0]
+    (tmp_path / "b" / "text.txt").write_text("a" * 100)
+    assert ranks.run(found, job, "data", plant, world=2) == [[], []]
+
+
+class _Elsewhere:
+    """Works in a folder of its own on each rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @contextlib.contextmanager
+    def __call__(self, rank: int) -> Iterator[None]:
+        before = Path.cwd()
+        os.chdir(self.folder / "ab"[rank])
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def test_a_slow_group_is_told_from_the_others(ranks: RankPool, tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    first, *_ = ranks.run(found, job, "axes", slow_link, world=4)
+    slow = [one for one in first if one.startswith("tp: ranks 2, 3 on")]
+    assert len(slow) == 1
+    assert not [one for one in first if "ranks 0, 1 on" in one]
+
+
+def test_axes_that_fall_short_of_the_plan() -> None:
+    """8 machines of 8 H100, whose NCCL has gone over to TCP: a thirtieth of what is usual."""
+    dims = ParallelDims(dp_shard=64)
+    names = [f"node{rank // 8}" for rank in range(64)]
+    launch = RankInfo(rank=0, local_rank=0, world_size=64)
+    ranks = Ranks(launch=launch, device=torch.device("cuda"), machines=names)
+    mesh = type("Mesh", (), {"dims": dims})()
+    with patch.object(speed, "device_name", lambda _: "NVIDIA H100 80GB HBM3"):
+        promised = speed.promised_bandwidth(ranks, "fsdp", mesh)
+    # of each machine's 8 adapters of 50 GB/s at worst half: 200 GB/s leave it for 8 ranks, and
+    # a ring sends 7/8 of the sum over them where a rank's link carries 63/64
+    assert promised is not None
+    assert promised == pytest.approx(8 * 25e9 * (63 / 64) / (7 / 8), rel=0.05)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torchtitan.tools.check", *write_job(tmp_path)]
+    command += [f"--json={tmp_path}/out/check.json"]
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "checkpoints   ok" in run.stdout
+    told = json.loads((tmp_path / "out" / "check.json").read_text())
+    assert all(one["ok"] for one in told["checks"])
+    assert [one["name"] for one in told["checks"]] == [
+        *("alike", "memory", "checkpoints", "data", "products")
+    ]
+    run = subprocess.run(
+        [*command, "--model.flavour=x"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 2
+    assert "flavour" in run.stderr
+    assert "Traceback" not in run.stderr

@@ -1,0 +1,139 @@
+"""Data to validate on that are trained on too: found by file and by document, with bounded work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.helpers import write_texts
+from tests.data.test_split import END, TEXTS, build, examples_of, job_of, write
+from tests.data.test_store import write_by_hand
+from tests.distributed import jobs
+from tests.finetune.chats import write_lines
+from torchtitan.data.store import TokenStore
+from torchtitan.data.tokenizer import ByteTokenizer
+from torchtitan.job import load_config
+from torchtitan.layout import resolve_model
+from torchtitan.tools.check import overlap
+from torchtitan.tools.check.overlap import describe_shared_documents, find_overlap, shared_files
+
+
+def described(ours: Any, theirs: Any, *, shift: int = 0) -> str | None:
+    return describe_shared_documents(
+        ours.stores, theirs.stores, tokenizer=ByteTokenizer(), shift=shift
+    )
+
+
+def overlap_of(job: list[str], *more: str) -> list[str]:
+    return find_overlap(resolve_model(load_config([*job, *more])))
+
+
+def test_the_validation_of_a_job(tmp_path: Path) -> None:
+    texts = [f"{i} {i + 1} {i * i}" for i in range(15)]
+    path = write_lines(tmp_path / "all.jsonl", [{"text": text} for text in texts])
+    job = [*jobs.write_job(tmp_path), "--training.seq_len=32", "--validation.enable"]
+    job += ["--training.dataset=files", f"--training.dataset_path={path}"]
+    assert overlap_of(job, f"--validation.dataset_path={path}") == [
+        "the very data that are trained on"
+    ]
+    # a file of the training and one of its own; a copy of some of its lines under another name
+    values = [{"text": f"its own {text}"} for text in texts]
+    own = write_lines(tmp_path / "own.jsonl", values)
+    copy = write_lines(tmp_path / "copy.jsonl", [*({"text": text} for text in texts[:3]), *values])
+    [documents] = overlap_of(job, f"--validation.dataset_path={copy}")
+    assert documents.startswith("3 of 18 documents that are among the 15 documents trained on")
+    files, documents = overlap_of(job, f'--validation.dataset_path=["{path}", "{own}"]')
+    assert files == f"1 of the files of the training, as {path}"
+    assert documents.startswith("15 of 30 documents")
+    assert overlap_of(job, f"--validation.dataset_path={own}") == []
+    for kind in ("synthetic_masked", "synthetic_examples"):
+        job = [*jobs.write_job(tmp_path, name=kind), f"--training.dataset={kind}"]
+        assert overlap_of(job, "--validation.enable", "--training.seq_len=128") == []
+
+
+def test_documents_that_both_hold(tmp_path: Path) -> None:
+    """In files of other names, one of them a store without end tokens and of another type."""
+    mine = TEXTS[:10] + TEXTS[90:100]
+    ours = build(job_of(tmp_path / "cache", [write(tmp_path / "held.jsonl", mine)]))
+    write_by_hand(tmp_path / "s", [[[*text.encode()]] for text in TEXTS[95:150]], code=4)
+    paths = [write(tmp_path / "train.jsonl", TEXTS[20:90]), str(tmp_path / "s")]
+    assert described(ours, build(job_of(tmp_path / "cache", paths))) == (
+        "5 of 20 documents that are among the 125 documents trained on, as document 16 "
+        f"({TEXTS[95][:40]!r}) and document 17 ({TEXTS[96][:40]!r})"
+    )
+    assert described(ours, build(job_of(tmp_path / "cache", paths[:1]))) is None
+
+
+def test_documents_of_the_same_ends_are_told_apart_by_their_lengths(tmp_path: Path) -> None:
+    ends = "begin " * 100, " end" * 150
+    ours, theirs = (
+        build(job_of(tmp_path / "cache", [write(tmp_path / f"{n}.jsonl", [("x" * n).join(ends)])]))
+        for n in (50, 51)
+    )
+    assert described(ours, theirs) is None
+    found = described(ours, ours)
+    assert found is not None
+    assert found.startswith("1 of 1 documents that are among the 1 documents trained on, as docu")
+
+
+def test_examples_that_both_hold(tmp_path: Path) -> None:
+    values = [{"prompt": f"question {i}", "completion": f"{i}"} for i in range(30)]
+    ours, theirs = (
+        examples_of(tmp_path / "cache", write_lines(tmp_path / f"{name}.jsonl", part))
+        for name, part in (("ours", values[:10]), ("theirs", values[9:]))
+    )
+    assert described(ours, theirs, shift=1) == (
+        "1 of 10 documents that are among the 21 documents trained on, as document 10 "
+        "('question 99')"
+    )
+
+
+def test_the_work_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few documents of many, spread over all of them, and few tokens of each."""
+    monkeypatch.setattr(overlap, "NUM_DOCUMENTS", 8)
+    monkeypatch.setattr(overlap, "NUM_TOKENS", 3)
+    read: list[tuple[int, int]] = []
+    correct = overlap.content_number
+    monkeypatch.setattr(
+        overlap, "content_number", lambda tokens: read.append(tokens.tolist()) or correct(tokens)
+    )
+    for name, count in (("a", 40), ("b", 60)):
+        rows = [[[i, *range(1000, 2000), END]] for i in range(count)]
+        write_by_hand(tmp_path / name, rows, code=4)
+    stores = [TokenStore(tmp_path / name) for name in "ab"]
+    found = describe_shared_documents(stores, stores[1:], tokenizer=ByteTokenizer(), shift=0)
+    assert [tokens[0] for tokens in read] == [
+        *(i * 60 // 8 for i in range(8)),
+        *(i * 100 // 8 if i * 100 // 8 < 40 else i * 100 // 8 - 40 for i in range(8)),
+    ]
+    assert {len(tokens) for tokens in read} == {6}
+    assert found is not None
+    assert (
+        "of 8 documents (looked at, of 100) that are among the 8 documents (looked at, of 60)"
+        in found
+    )
+
+
+def test_files_under_any_name(tmp_path: Path) -> None:
+    ours = write_texts(tmp_path, {"a.txt": "a", "b.txt": "b", "c.txt": "a"})
+    (tmp_path / "soft.txt").symlink_to(ours[0])
+    (tmp_path / "hard.txt").hardlink_to(ours[1])
+    write_by_hand(tmp_path / "s", [[[1, 2]]], code=8)
+    theirs = [str(tmp_path / name) for name in ("soft.txt", "hard.txt", "s.bin")]
+    assert shared_files([*ours, str(tmp_path / "s")], theirs) == [
+        *map(Path, ours[:2]),
+        tmp_path / "s.idx",
+    ]
+    assert shared_files(ours[2:], theirs) == []
+    assert shared_files([], theirs) == []
+
+
+def test_documents_without_tokens_are_nobodys(tmp_path: Path) -> None:
+    for name, token in (("a", 1), ("b", 2)):
+        write_by_hand(tmp_path / name, [[[]], [[END]], [[token] * 30], []], code=8)
+    stores = [[TokenStore(tmp_path / name)] for name in "ab"]
+    assert describe_shared_documents(*stores, tokenizer=ByteTokenizer(), shift=0) is None
+    np.testing.assert_equal(stores[0][0].document(3), [])

@@ -1,0 +1,192 @@
+"""Answers to the harness against its own class for `transformers`, on the same weights."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lm_eval.tasks
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from tests.tools.evaluate.helpers import numbers_of, write_model, write_tasks
+from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.tools.evaluate import harness
+from torchtitan.tools.evaluate.harness import Adapter, find_tasks, run_tasks
+from torchtitan.tools.evaluate.subject import open_subject
+
+NAMES = ("choose", "roll", "write")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "with begin token"])
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("model")
+    return folder, write_model(folder, begins=request.param)
+
+
+@pytest.fixture(scope="module")
+def their_class() -> type[Any]:
+    """It imports accelerate, which a model that is already built has no use for."""
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("accelerate") is None:
+            stub = ModuleType("accelerate")
+            names = ("Accelerator", "InitProcessGroupKwargs", "find_executable_batch_size")
+            stub.__dict__.update(dict.fromkeys(names))
+            utils = ModuleType("accelerate.utils")
+            utils.__dict__.update(get_max_memory=None)
+            patch.setitem(sys.modules, "accelerate", stub)
+            patch.setitem(sys.modules, "accelerate.utils", utils)
+        from lm_eval.models.huggingface import HFLM
+    return HFLM
+
+
+def ours(
+    folder: Path, *, chats: bool = False, max_length: int = 64, batch_size: int = 3
+) -> Adapter:
+    subject = open_subject(folder, device=torch.device("cpu"), chats=chats)
+    return Adapter(subject, max_length=max_length, batch_size=batch_size, chats=chats)
+
+
+def theirs(of: type[Any], model: tuple[Path, PreTrainedModel], *, max_length: int = 64) -> Any:
+    folder, reference = model
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return of(reference, tokenizer=tokenizer, max_length=max_length, batch_size=4)
+
+
+def run(lm: Any, folder: Path, *, chats: bool = False, **settings: Any) -> dict[str, Any]:
+    manager = find_tasks(NAMES, include_path=write_tasks(folder / "tasks"))
+    given = {"num_fewshot": None, "limit": None, **settings}
+    return run_tasks(lm, NAMES, manager=manager, apply_chat_template=chats, **given)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_fewshot": 1, "limit": 6}, {"chats": True, "num_fewshot": 1}]
+)
+def test_scores_are_those_of_transformers(model, their_class, tmp_path, settings):
+    """Most texts with examples before them are longer than what the model is given."""
+    chats = settings.get("chats", False)
+    found = run(ours(model[0], chats=chats), tmp_path, **settings)
+    expected = run(theirs(their_class, model), tmp_path, **settings)
+    assert set(found) == set(NAMES)
+    for name in NAMES:
+        assert numbers_of(found[name]) == pytest.approx(numbers_of(expected[name]), rel=1e-4)
+        assert numbers_of(found[name])
+        assert found[name]["num_examples"] == settings.get("limit", 12)
+
+
+class Request:
+    """What a model is asked; the harness's own has more that says nothing here."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args, self.task_name = args, "test"
+
+
+def test_each_answer_is_that_of_transformers(model, their_class):
+    """Not only means: empty contexts, spaces at the end, contexts that are too long, greedy ones,
+    answers that share their question."""
+    adapter, reference = ours(model[0], max_length=40), theirs(their_class, model, max_length=40)
+    context = "the user and then the assistant says "
+    [greedy] = reference.generate_until([Request(context, {"max_gen_toks": 2, "until": []})])
+    pairs = [
+        ("", "the user"),
+        (context, "nothing more"),
+        (context, " nothing more"),
+        (context, " n"),
+        (context, " z"),
+        (context * 9, "naïve \U0001f600 text"),
+        (context, greedy),
+    ]
+    requests = [Request(*pair) for pair in pairs]
+    found, expected = (lm.loglikelihood(requests) for lm in (adapter, reference))
+    for (score, is_greedy), (their_score, theirs_is_greedy) in zip(found, expected, strict=True):
+        assert score == pytest.approx(their_score, rel=1e-5)
+        assert is_greedy == theirs_is_greedy
+    texts = [Request(text) for text in ("x", context, context * 9)]
+    rolled = [lm.loglikelihood_rolling(texts) for lm in (adapter, reference)]
+    assert rolled[0] == pytest.approx(rolled[1], rel=1e-5)
+    # until one of several texts, of one that is asked for twice
+    asked = [
+        Request(text, {"until": until, "max_gen_toks": 16, "do_sample": False})
+        for text in ("a", context, context * 9)
+        for until in ([], "e", ["q", "and", "z"])
+    ]
+    asked.append(asked[0])
+    assert adapter.generate_until(asked) == reference.generate_until(asked)
+
+
+def test_a_text_ends_where_it_may(model, monkeypatch):
+    """The passes through the model are no more than the stop text needs."""
+    adapter = ours(model[0])
+    [whole] = adapter.generate_until([Request("the ", {"max_gen_toks": 30})])
+    passes = []
+    forward = adapter._generator.model.forward
+    monkeypatch.setattr(
+        adapter._generator.model, "forward", lambda *a, **k: passes.append(1) or forward(*a, **k)
+    )
+    [text] = adapter.generate_until([Request("the ", {"until": whole[0], "max_gen_toks": 30})])
+    assert (text, len(passes) < 10) == ("", True)
+
+
+def test_draws_differ_where_a_request_is_repeated(model):
+    adapter = ours(model[0])
+    request = Request("the ", {"do_sample": True, "temperature": 2.0, "max_gen_toks": 20})
+    texts = adapter.generate_until([request, request, request])
+    assert len(set(texts)) == 3
+    assert adapter.generate_until([request, request, request]) == texts
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "words"),
+    [
+        ("generate_until", ("a", {"max_gen_toks": 64}), ("max_gen_toks 64", "--seq_len")),
+        (
+            "generate_until",
+            ("a", {"max_gen_toks": 4, "num_beams": 4}),
+            ("num_beams = 4", "remove it"),
+        ),
+        (
+            "generate_until",
+            ("a", {"max_gen_toks": 4, "do_sample": True, "top_p": 0.5}),
+            ("top_p", "remove it"),
+        ),
+        ("loglikelihood", ("a", "b" * 100), ("1 to 64 tokens", "raise --seq_len")),
+        ("loglikelihood", ("a", ""), ("got 0", "mend the task")),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(model, method, args, words):
+    with pytest.raises(ConfigError) as caught:
+        getattr(ours(model[0]), method)([Request(*args)])
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_logits_that_are_no_numbers_are_refused(model):
+    adapter = ours(model[0])
+    with torch.no_grad():
+        adapter._generator.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(UserError, match="--dtype float32"):
+        adapter.loglikelihood([Request("a", "b")])
+
+
+def test_an_unknown_task_is_told_the_nearest(tmp_path, monkeypatch):
+    """The harness's own are looked at last: reading them takes half a minute."""
+    looked_at = []
+
+    def manager(include_path: str, *, include_defaults: bool) -> Any:
+        looked_at.append(include_defaults)
+        return lm_eval.tasks.TaskManager(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr(harness, "TaskManager", manager)
+    folder = write_tasks(tmp_path)
+    find_tasks(["choose", str(folder / "roll.yaml")], include_path=folder)
+    assert looked_at == [False]
+    with pytest.raises(ConfigError) as caught:
+        find_tasks(["choose", "chose"], include_path=folder)
+    assert looked_at == [False, False, True]
+    assert "'chose'" in str(caught.value)
+    assert "did you mean 'choose'" in str(caught.value)

@@ -1,0 +1,146 @@
+"""The command: what it reports, on one rank and on two, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.distributed.rank_pool import RankPool
+from tests.finetune.chats import write_tokenizer
+from tests.tools.evaluate.helpers import (
+    arguments,
+    numbers_of,
+    stay_offline,
+    write_model,
+    write_tasks,
+    write_texts,
+)
+from torchtitan.tools.evaluate import __main__ as command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, text and tasks."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    write_model(folder / "model")
+    write_texts(folder / "a.jsonl")
+    (folder / "b.txt").write_text("nothing more, " * 30)
+    (folder / "empty.txt").write_text("")
+    write_tasks(folder / "tasks")
+    write_tokenizer(folder / "bare")
+    lost = (folder / "tasks" / "roll.yaml").read_text().replace("rows.json", "no_such_rows.json")
+    (folder / "tasks" / "lost.yaml").write_text(lost.replace('"roll"', '"lost"'))
+    return folder
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    """Arguments with {} in the place of the folder."""
+    common = ("--checkpoint {}/model", *more)
+    return [word.replace("{}", str(folder)) for text in common for word in text.split(" ")]
+
+
+EVERYTHING = (
+    "--perplexity a={}/a.jsonl b={}/b.txt a={}/b.txt --dataset_cache {}/cache --seq_len 40",
+    "--tasks choose,roll,write --include_path {}/tasks --limit 8",
+)
+
+
+def test_the_report_holds_figures_and_settings(folder, capsys):
+    file = folder / "report.json"
+    assert command.main([*words(folder, *EVERYTHING), "--output", str(file)]) == 0
+    said = capsys.readouterr().out
+    report = json.loads(file.read_text())
+    assert said.startswith(f"checkpoint: {report['checkpoint']}\n")
+    assert list(report["perplexity"]) == ["a", "b"]
+    # a name that is given again adds files
+    assert report["perplexity"]["a"]["num_documents"] == 41
+    assert f"{report['perplexity']['b']['loss']:.4f}" in said
+    figures = report["tasks"]["choose"]["figures"]
+    assert sorted(figures) == ["acc", "acc_norm"]
+    assert f"{figures['acc']['value']:.4f}" in said
+    settings = report["settings"]
+    assert (settings["seq_len"], settings["dtype"], settings["limit"]) == (40, "float32", 8)
+    assert report["step"] is None
+
+
+def on_ranks(words: list[str], cache: Path) -> dict[str, Any]:
+    """Evaluate with a model that these ranks share."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    with pytest.MonkeyPatch.context() as patch:
+        stay_offline(patch, cache=cache / str(dist.get_rank()))
+        patch.setenv("LOCAL_RANK", "0")  # by which the harness decides who gets its figures
+        patch.setattr(command, "join_ranks", lambda: (torch.device("cpu"), mesh))
+        return command.evaluate(arguments(*words))
+
+
+def test_two_ranks_that_share_a_model_find_what_one_finds(
+    folder: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    given = words(folder, *EVERYTHING)
+    alone = command.evaluate(arguments(*given))
+    found = ranks.run(on_ranks, given, tmp_path, world=2)
+    for report in found:
+        assert report["settings"]["num_ranks"] == 2
+        for name, figures in alone["perplexity"].items():
+            assert report["perplexity"][name] == pytest.approx(figures, rel=1e-5)
+        for name, task in alone["tasks"].items():
+            other = report["tasks"][name]
+            assert numbers_of(other) == pytest.approx(numbers_of(task), rel=1e-5), name
+    # bit for bit the same, or ranks would part
+    assert found[0] == found[1]
+
+
+PERPLEXITY = "--perplexity a={}/a.jsonl --dataset_cache {}/cache"
+TASKS = "--tasks choose --include_path {}/tasks"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((), ("--perplexity", "--tasks must be given")),
+        (("--perplexity {}/a.jsonl",), ("NAME=FILES", "a.jsonl")),
+        (("--perplexity =a.jsonl",), ("NAME=FILES",)),
+        (("--perplexity web={}/none.txt",), ("--perplexity web", "no file matches")),
+        (("--perplexity web={}/empty.txt",), ("--perplexity web", "empty", "remove it")),
+        ((PERPLEXITY, "--seq_len 64 --perplexity b={}/b.pdf"), ("--perplexity b", "no file")),
+        ((PERPLEXITY, "--seq_len 65"), ("--seq_len", "at most 64", "lower it")),
+        ((PERPLEXITY, "--dataset_text_key words"), ("words", "dataset_text_key")),
+        ((PERPLEXITY, "--dataset_text_template {words"), ("dataset_text_template", "braces")),
+        (("--perplexity a={}/tasks/rows.json --dataset_text_key answer",), ("answer",)),
+        ((PERPLEXITY, "--tokenizer {}/none"), ("does not exist", "--tokenizer")),
+        ((PERPLEXITY, "--tokenizer bpe_2048"), ("vocabulary must fit",)),
+        ((PERPLEXITY, "--checkpoint {}/none"), ("none, which does not exist",)),
+        ((PERPLEXITY, "--batch_size 0"), ("--batch_size", "at least 1, got 0")),
+        ((PERPLEXITY, "--seq_len 0"), ("--seq_len", "at least 1, got 0")),
+        ((PERPLEXITY, "--output {}"), ("--output", "make the folder")),
+        ((PERPLEXITY, "--output {}/none/r.json"), ("--output", "make the folder")),
+        ((PERPLEXITY, "--limit 3"), ("--limit", "is for --tasks")),
+        ((TASKS, "--dataset_text_key x"), ("--dataset_text_key", "is for --perplexity")),
+        ((TASKS, "--limit 2.5"), ("--limit", "got 2.5")),
+        ((TASKS, "--limit 0"), ("--limit", "got 0")),
+        ((TASKS, "--num_fewshot -1"), ("--num_fewshot", "at least 0, got -1")),
+        ((TASKS, "--include_path {}/none"), ("--include_path", "must be a folder")),
+        ((TASKS, "--chat_template {}/x"), ("--chat_template", "--apply_chat_template")),
+        ((TASKS, "--tokenizer {}/bare --apply_chat_template"), ("--chat_template",)),
+        (("--tasks lost --include_path {}/tasks",), ("no_such_rows.json",)),
+        ((TASKS, "--seq_len 100"), ("--seq_len", "at most 64")),
+    ],
+)
+def test_mistakes_end_with_one_message_and_code_2(folder, capsys, given, said):
+    assert command.main(words(folder, *given)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("error:") == 1
+    assert all(word in captured.err for word in said), captured.err
+
+
+def test_without_the_package_the_tasks_say_how_to_install_it(folder, capsys, monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert command.main(words(folder, TASKS)) == 2
+    assert "pip install -e '.[eval]'" in capsys.readouterr().err

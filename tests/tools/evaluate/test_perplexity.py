@@ -1,0 +1,148 @@
+"""Perplexity against `transformers` in float64, and against the trainer's own validation."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import jobs
+from tests.distributed.pipeline_jobs import TINY8, pipeline
+from tests.distributed.rank_pool import RankPool
+from tests.tools.evaluate.helpers import arguments, write_model, write_texts
+from torchtitan.base.errors import UserError
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.tools.evaluate.__main__ import evaluate
+
+SEQ_LEN = 48
+CALLBACK = "torchtitan.tools.evaluate.callback:Perplexity"
+BPE, OFF = "--evaluation.tokenizer_path=bpe_2048", "--validation.enable=false"
+
+
+def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
+    reference = write_model(tmp_path / "model").double()
+    texts = write_texts(tmp_path / "a.jsonl")
+    tokenizer = build_tokenizer(str(tmp_path / "model"))
+    row = [i for text in texts for i in [*tokenizer.encode(text), tokenizer.eos_id]]
+    num_samples = (len(row) - 1) // SEQ_LEN
+    loss = 0.0
+    for first in range(0, num_samples * SEQ_LEN, SEQ_LEN):
+        ids = torch.tensor([row[first : first + SEQ_LEN + 1]])
+        logits = reference(ids[:, :-1]).logits[0]
+        loss += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+    loss /= num_samples * SEQ_LEN
+    words = ["--checkpoint", tmp_path / "model", "--perplexity", f"a={tmp_path / 'a.jsonl'}"]
+    words += ["--seq_len", SEQ_LEN, "--dataset_cache", tmp_path / "cache", "--batch_size", 3]
+    report = evaluate(arguments(*words))
+    figures = report["perplexity"]["a"]
+    num_bytes = sum(len(text.encode()) for text in texts)
+    assert figures == {
+        "loss": pytest.approx(loss, rel=1e-6),
+        "perplexity": pytest.approx(math.exp(loss), rel=1e-5),
+        "bits_per_byte": pytest.approx(loss / math.log(2) * len(row) / num_bytes, rel=1e-6),
+        "num_tokens": num_samples * SEQ_LEN,
+        "num_tokens_of_text": len(row),
+        "num_documents": len(texts),
+        "num_bytes": num_bytes,
+    }
+    assert (report["step"], report["settings"]["seq_len"]) == (None, SEQ_LEN)
+
+
+@pytest.mark.parametrize("attention", ["across", "within"])
+def test_the_loss_is_that_of_the_trainers_validation(
+    attention: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    write_texts(tmp_path / "a.jsonl")
+    job = [*jobs.write_job(tmp_path), "--training.steps=2", "--optimizer.lr=0.1"]
+    job += ["--validation.enable", "--validation.dataset=files"]
+    job += [f"--validation.dataset_path={tmp_path / 'a.jsonl'}"]
+    job += [f"--training.document_attention={attention}", "--validation.local_batch_size=3"]
+    trained = ranks.run(jobs.train, job, world=2)[0]
+    words = ["--checkpoint", tmp_path / "run", "--perplexity", f"a={tmp_path / 'a.jsonl'}"]
+    words += ["--dataset_cache", tmp_path / "cache"]
+    report = evaluate(arguments(*words))
+    expected = trained.rows[-1]["validation_loss"]
+    assert report["perplexity"]["a"]["loss"] == pytest.approx(expected, rel=1e-6)
+    assert (report["step"], report["settings"]["document_attention"]) == (2, attention)
+
+
+def test_a_token_store_gives_the_figures_of_its_text(tmp_path: Path) -> None:
+    """Its bytes are counted by what its tokens spell."""
+    write_model(tmp_path / "model")
+    write_texts(tmp_path / "a.jsonl")
+    words = ["--checkpoint", tmp_path / "model", "--dataset_cache", tmp_path / "cache"]
+    text = evaluate(arguments(*words, "--perplexity", f"a={tmp_path / 'a.jsonl'}"))
+    [tokens] = (tmp_path / "cache").glob("*/tokens.bin")
+    for file in (tokens, tokens.with_suffix(".idx")):
+        file.rename(tmp_path / f"store{file.suffix}")
+    store = evaluate(arguments(*words, "--perplexity", f"a={tmp_path / 'store'}"))
+    assert store["perplexity"] == text["perplexity"]
+
+
+def test_a_run_may_be_measured_on_longer_sequences_than_its_own(
+    ranks: RankPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_texts(tmp_path / "a.jsonl")
+    ranks.run(jobs.train, [*jobs.write_job(tmp_path), "--training.steps=1"], world=1)
+    words = ["--checkpoint", tmp_path / "run", "--perplexity", f"a={tmp_path / 'a.jsonl'}"]
+    words += ["--dataset_cache", tmp_path / "cache", "--seq_len", 96]
+    assert evaluate(arguments(*words))["settings"]["seq_len"] == 96
+    assert "longer than the 32 tokens of the training" in caplog.text
+
+
+WATCHED = {
+    "pp 2": pipeline("1F1B"),
+    "cp 2": ("--parallelism.context_parallel_degree=2",),
+    "fsdp 2": (),
+}
+
+
+@pytest.mark.parametrize("layout", WATCHED)
+def test_a_callback_finds_in_any_layout_what_the_command_finds(
+    layout: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    write_texts(tmp_path / "a.jsonl")
+    (tmp_path / "b.txt").write_text("nothing more, " * 30)
+    domains = [f"{name}={tmp_path / file}" for name, file in (("a", "a.jsonl"), ("b", "b.txt"))]
+    job = [*jobs.write_job(tmp_path, TINY8), *WATCHED[layout], "--training.steps=2"]
+    job += ["--validation.enable", "--validation.dataset=synthetic"]
+    job += [f"--training.callbacks={CALLBACK}", "--evaluation.tokenizer_path=byte"]
+    job += [f"--evaluation.domains={json.dumps(domains)}", "--training.local_batch_size=4"]
+    job += ["--optimizer.lr=0.1"]
+    trained = ranks.run(jobs.train, job, world=2)[0]
+    words = ["--checkpoint", tmp_path / "run", "--perplexity", *domains]
+    found = evaluate(arguments(*words, "--dataset_cache", tmp_path / "cache"))["perplexity"]
+    for name, figures in found.items():
+        assert trained.rows[-1][f"loss_{name}"] == pytest.approx(figures["loss"], rel=1e-6)
+        assert trained.rows[-1][f"perplexity_{name}"] == pytest.approx(figures["perplexity"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), ("evaluation", "must name a domain")),
+        (('--evaluation.domains=["a.txt"]',), ("evaluation", "NAME=FILES")),
+        (('--evaluation.domains=["a=none.txt"]',), ("domains a", "no file matches")),
+        (('--evaluation.domains=["a=a.txt"]', BPE), ("tokenizer_path", "model.tokenizer_path")),
+        (('--evaluation.domains=["a=a.txt"]', OFF), ("validation", "enable", "remove")),
+    ],
+)
+def test_mistakes_of_the_callback_end_the_run(
+    words: tuple[str, ...], said: tuple[str, ...], ranks: RankPool, tmp_path: Path
+) -> None:
+    job = [*jobs.write_job(tmp_path), "--training.steps=1", jobs.UNSAVED]
+    job += ["--validation.enable=true", "--validation.dataset=synthetic"]
+    job += [f"--training.callbacks={CALLBACK}", "--evaluation.tokenizer_path=byte", *words]
+    [message] = ranks.run(refusal, job, world=1)
+    assert all(word in message for word in said), message
+
+
+def refusal(job: list[str]) -> str:
+    try:
+        jobs.train(job)
+    except UserError as error:
+        return str(error)
+    return "none"

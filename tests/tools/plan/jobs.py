@@ -1,0 +1,45 @@
+"""Tiny jobs to plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchtitan.job import Config
+from torchtitan.parallel.layout import Layout
+from torchtitan.tools.plan.devices import DEVICES
+from torchtitan.tools.plan.job import Planned, plan_job
+
+TINY = """
+[model]
+flavor = "tiny8"
+vocab_size = 264
+tokenizer_path = "byte"
+[training]
+dataset = "synthetic_masked"
+seq_len = 64
+local_batch_size = 8
+steps = 20
+mixed_precision_param = "bfloat16"
+[lr_scheduler]
+warmup_steps = 1
+[activation_checkpoint]
+mode = "none"
+"""
+
+
+def planned(folder: Path, *arguments: str, world: int = 1) -> Planned:
+    """Return a job as commands find it, on machines of 2 GPUs."""
+    path = folder / "job.toml"
+    path.write_text(TINY)
+    return plan_job(
+        [f"--job.config_file={path}", *arguments],
+        world_size=world,
+        device=DEVICES["H100"],
+        gpus_per_node=2,
+    )
+
+
+def placed(folder: Path, *arguments: str, world: int = 1) -> tuple[Config, Layout]:
+    """Return what is rehearsed of it, nothing left out."""
+    job = planned(folder, *arguments, world=world)
+    return job.config, job.layout

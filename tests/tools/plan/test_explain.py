@@ -1,0 +1,243 @@
+"""Runs beside their plans: one trained here, others with figures made up and worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools.plan.jobs import TINY
+from torchtitan.base.errors import ConfigError
+from torchtitan.metrics.ledger import Hardware, Ledger
+from torchtitan.metrics.rows import read_rows
+from torchtitan.resume_rules import Job
+from torchtitan.tools.plan.__main__ import main
+from torchtitan.tools.plan.account import replay
+from torchtitan.tools.plan.devices import DEVICES
+from torchtitan.tools.plan.explain import device_of, settled, verdict
+from torchtitan.tools.plan.job import place
+from torchtitan.tools.plan.kernels import kernel_seconds
+from torchtitan.tools.plan.records import rehearse_rank
+from torchtitan.tools.plan.step import time_step
+from torchtitan.train import main as train
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def explained(capsys: pytest.CaptureFixture[str], run: Path, *more: str) -> str:
+    capsys.readouterr()
+    assert main(["explain", str(run), *more]) == 0
+    return capsys.readouterr().out
+
+
+def write_start(run: Path, *, world_size: int, device: str = H100) -> None:
+    hardware = Hardware(resumed_from=0, world_size=world_size, ranks_per_machine=1, device=device)
+    Ledger(run).write("start", step=0, hardware=asdict(hardware))
+
+
+def made_up(run: Path, *, memory: float = 1.0, step: float = 1.0, device: str = H100) -> Path:
+    run.mkdir(exist_ok=True)
+    (run / "config.toml").write_text(TINY)
+    write_start(run, world_size=1, device=device)
+    rows = [
+        {
+            "step": number,
+            "step_time_s": 99.0 if number == 1 else step * factor,
+            "data_time_s": step / 2,
+            "tokens_per_second": 512 / step,
+            "mfu": 1.0,
+            "memory_peak_gib": memory,
+        }
+        for number, factor in ((1, 1), (2, 0.5), (3, 1), (4, 2))
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+def test_a_gpu_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice the predicted peak is +100 %; the first row does not count; half of a step of one
+    second, of which the bounds are some microseconds, is waiting for data."""
+    job = place(
+        Job.stored_in(made_up(tmp_path) / "config.toml").config,
+        world_size=1,
+        device=DEVICES["H100"],
+        gpus_per_node=1,
+        all_ranks=False,
+    )
+    predicted = replay(rehearse_rank(job, 0), expandable=True).active / 2**30
+    text = explained(capsys, made_up(tmp_path, memory=2 * predicted))
+    change = re.search(r"rank 0, peak +([\d.]+) +([\d.]+) .*measured is ([+-][\d.]+) % off", text)
+    assert change
+    assert float(change[1]) == pytest.approx(2 * predicted, abs=1e-5)
+    assert float(change[2]) == pytest.approx(predicted, abs=1e-5)
+    assert float(change[3]) == pytest.approx(100, abs=0.1)
+    step = re.search(r"^step, s +(\S+) +(\S+) +(\S+)", text, flags=re.MULTILINE)
+    assert step
+    assert step.groups() == ("1", "0.5", "2")
+    assert "slower than the worst bound by" in text
+    assert "waiting for data took 0.5 s of a step, 5" in text
+    assert "Not compared" not in text
+
+
+def test_where_a_time_falls() -> None:
+    assert verdict(1.3, best=0.5, worst=1.0) == "slower than the worst bound by 30 %"
+    assert verdict(0.4, best=0.5, worst=1.0) == "quicker than the best bound by 20 %"
+    assert verdict(0.7, best=0.5, worst=1.0) == "within the bounds"
+
+
+def test_devices() -> None:
+    found = device_of(H100, asked=None)
+    assert found is not None
+    assert found.name == "H100"
+    assert device_of("Some CPU, threads: 1 (OMP_NUM_THREADS)", asked=None) is None
+    for other in ("NVIDIA H100 PCIe", "NVIDIA Unheard 9"):
+        with pytest.raises(ConfigError, match=r"one of A100, .* got .*--device"):
+            device_of(other, asked=None)
+
+
+def test_a_trace_by_hand(tmp_path: Path) -> None:
+    names: list[tuple[str, str, int]] = [
+        ("kernel", "nvjet_hsh_128x256_64x4", 3_000_000),
+        ("kernel", "pytorch_flash::flash_fwd_kernel<cutlass::half>", 2_000_000),
+        ("kernel", "ncclDevKernel_AllGather_RING_LL", 1_000_000),
+        ("kernel", "triton_poi_fused__scaled_dot_product_flash_attention_add_mm_0", 400_000),
+        ("kernel", "void at::native::vectorized_elementwise_kernel<4>", 100_000),
+        ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 200_000),
+        ("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 60_000),
+        ("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 20_000),
+        ("cpu_op", "aten::mm", 9_000_000),
+    ]
+    events: list[dict[str, Any]] = [
+        {"ph": "X", "cat": cat, "name": name, "ts": 0, "dur": dur} for cat, name, dur in names
+    ]
+    trace = tmp_path / "rank_0.json"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    assert kernel_seconds(trace, num_steps=2) == {
+        "products": 1.5,
+        "attention": 1.0,
+        "collectives": 0.5,
+        "compiled": 0.2,
+        "to device": 0.1,
+        "to host": 0.03,
+        "other": pytest.approx(0.06),
+    }
+
+
+TRACED = {"nvjet_hsh_128x256_64x4": "kernel", "Memcpy HtoD (Pinned -> Device)": "gpu_memcpy"}
+
+
+def traced(run: Path) -> None:
+    """Write a trace of two seconds of each of its kernels in two steps."""
+    events = [
+        {"ph": "X", "cat": cat, "name": name, "ts": 0, "dur": 2e6} for name, cat in TRACED.items()
+    ]
+    trace = run / "profile_traces" / "step-4" / "rank_0.json"
+    trace.parent.mkdir(parents=True)
+    trace.write_text(json.dumps({"traceEvents": events}))
+
+
+ROW = re.compile(r"^(products|to device) +(\S+)   (\S+) to (\S+)$", re.MULTILINE)
+
+
+def test_a_trace_is_compared_with_its_own_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two pipeline ranks the second has the head, and more products; rank 0 is of the first."""
+    run = made_up(tmp_path)
+    staged = "[parallelism]\npipeline_parallel_degree = 2\n"
+    offloaded = TINY.replace("seq_len", "enable_cpu_offload = true\nseq_len")
+    profiled = "[profiling]\nenable_profiling = true\nprofiler_active = 2\n"
+    (run / "config.toml").write_text(offloaded + staged + profiled)
+    write_start(run, world_size=2)
+    traced(run)
+    text = explained(capsys, run)
+    job = place(
+        Job.stored_in(run / "config.toml").config,
+        world_size=2,
+        device=DEVICES["H100"],
+        gpus_per_node=1,
+        all_ranks=False,
+    )
+    first, second = (time_step(job, [rehearse_rank(job, rank)]).resources for rank in (0, 1))
+    assert first["products"][1] < second["products"][1]
+    rows = ROW.findall(text[text.index("seconds of kernels of rank 0") :])
+    assert [row[0] for row in rows] == ["products", "to device"]
+    for name, measured, best, worst in rows:
+        assert float(measured) == 1.0
+        assert (float(worst), float(best)) == pytest.approx(first[name], rel=1e-3)
+    assert "compiled" not in text
+
+
+def test_a_compiled_run_says_what_its_kernels_do_not_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made_up(tmp_path)
+    (run / "config.toml").write_text(TINY + "[compile]\nenable = true\n")
+    traced(run)
+    assert "names do not tell what takes the time" in explained(capsys, run)
+
+
+def test_a_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job, run = tmp_path / "job.toml", tmp_path / "run"
+    job.write_text(TINY)
+    arguments = [f"--job.config_file={job}", f"--job.dump_folder={run}", "--metrics.log_freq=1"]
+    with ExitStack() as undo:
+        assert train([*arguments, "--training.steps=3"], undo=undo) == 0
+    text = explained(capsys, run)
+    assert "Not compared: step time" in text
+    assert "% off" not in text
+    assert "bound" not in text
+    assert "H100" not in text
+    assert "H100" in explained(capsys, run, "--device", "H100")
+
+
+def test_ranks_of_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks 2 and 3 hold the second stage, whose head and logits the first has not."""
+    run = made_up(tmp_path)
+    staged = TINY + "[parallelism]\npipeline_parallel_degree = 2\n"
+    (run / "config.toml").write_text(staged)
+    write_start(run, world_size=4)
+    rows = (run / "metrics.jsonl").read_text()
+    for rank in (2, 3):
+        (run / f"metrics.rank_{rank}.jsonl").write_text(rows)
+    text = explained(capsys, run)
+    predicted = dict(re.findall(r"^rank (\d), peak +[\d.]+ +([\d.]+)", text, flags=re.MULTILINE))
+    assert list(predicted) == ["0", "2", "3"]
+    assert predicted["2"] == predicted["3"] != predicted["0"]
+    assert text.count("logits") == 1
+    assert text.index("pipeline rank 1") < text.index("logits")
+
+
+@pytest.mark.parametrize("content", ["[]", '{"traceEvents": [7]}', "{"])
+def test_a_damaged_trace(content: str, tmp_path: Path) -> None:
+    trace = tmp_path / "rank_0.json"
+    trace.write_text(content)
+    with pytest.raises(ConfigError, match=r"must be a trace of torch's profiler"):
+        kernel_seconds(trace, num_steps=1)
+
+
+def test_a_resumed_run_counts_its_newest_start_alone(tmp_path: Path) -> None:
+    start = Hardware(resumed_from=2, world_size=1, ranks_per_machine=1, device=H100)
+    rows = read_rows(made_up(tmp_path) / "metrics.jsonl")
+    assert [row["step"] for row in settled(rows, start=start)] == [4]
+
+
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(tmp_path)]) == 2
+    assert "config.toml must hold the settings of a run" in capsys.readouterr().err
+    run = made_up(tmp_path)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text(lines[0] + "\n")
+    assert main(["explain", str(run)]) == 2
+    assert "train more steps" in capsys.readouterr().err
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(3)))
+    assert main(["explain", str(run)]) == 2
+    assert "got one without data_time_s" in capsys.readouterr().err
+    (run / "ledger.jsonl").unlink()
+    assert main(["explain", str(run)]) != 0
+    assert "ledger.jsonl must have" in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""The command: its text, its pictures, its refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from torchtitan.parallel.pipeline.schedules import compute_table
+from torchtitan.tools.plan.__main__ import main
+from torchtitan.tools.plan.draw import as_text, save_picture
+from torchtitan.tools.plan.schedule import Costs, simulate
+
+ZBV = ["--schedule", "ZBVZeroBubble", "--pp", "4", "--stages", "8", "--microbatches", "8"]
+
+
+def run(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tuple[int, str, str]:
+    code = main(["schedule", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_text_of_a_small_pipeline() -> None:
+    table = compute_table("1F1B", pp=2, stages_per_rank=1, num_microbatches=2)
+    timeline = simulate(table, costs=Costs())
+    assert as_text(timeline, num_slots=9, width=100).splitlines() == [
+        "rank 0  F0 F1 ......B0--- ...B1--- ",
+        "rank 1  ...F0 B0--- F1 B1--- ......",
+    ]
+    # wide lines are broken: three slots of three characters behind the name of the rank
+    assert as_text(timeline, num_slots=9, width=17).split("\n\n")[0].splitlines() == [
+        "rank 0  F0 F1 ...",
+        "rank 1  ...F0 B0-",
+    ]
+
+
+def test_a_later_stage_in_small_letters() -> None:
+    table = compute_table("ZBVZeroBubble", pp=1, stages_per_rank=2, num_microbatches=1)
+    timeline = simulate(table, costs=Costs())
+    assert as_text(timeline, num_slots=6, width=80) == "rank 0  F0 f0 i0 w0 I0 W0 "
+
+
+def test_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, ZBV)
+    assert code == 0
+    assert (
+        "ZBVZeroBubble, 4 ranks, 8 stages, 8 microbatches: bubble 6.2%, peak activations 4" in out
+    )
+    assert out.count("    48        3    6.25%") == 4
+    dearer = run(capsys, [*ZBV, "--backward_input", "2", "--transfer", "0.5"])[1]
+    assert "in all 51 " in out
+    assert "in all 51 " not in dearer
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--schedule", "1F1B", "--stages", "4", "--microbatches", "8"],
+        ["--schedule", "1F1B", "--pp", "4", "--microbatches", "8"],
+    ],
+)
+def test_ranks_and_stages_follow(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, arguments)[1].startswith(
+        "1F1B, 4 ranks, 4 stages, 8 microbatches: bubble 37.5%"
+    )
+    double = [word.replace("1F1B", "ZBVZeroBubble") for word in arguments]
+    ranks = 2 if "--stages" in arguments else 4
+    stages = 2 * ranks
+    assert run(capsys, double)[1].startswith(f"ZBVZeroBubble, {ranks} ranks, {stages} stages")
+
+
+def test_a_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    code, out, _ = run(capsys, ["--csv", str(path)])
+    assert code == 0
+    assert out.startswith("own.csv: bubble 50.0%, peak activations 2")
+    code, _, err = run(capsys, ["--csv", str(path), "--pp", "2"])
+    assert code == 2
+    assert err.startswith("--csv tells ranks, stages and microbatches itself")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            [],
+            "--schedule, --microbatches, --stages (or --pp) must be given too, or --csv FILE alone",
+        ),
+        (["--schedule", "ZBV", *ZBV[2:]], "one of GPipe, 1F1B"),
+        (
+            [*ZBV[:2], "--stages", "7", "--microbatches", "8"],
+            "multiple of 2, the number of stages that a rank usually has: got 7; try 6",
+        ),
+        (
+            [*ZBV[:2], "--pp", "4", "--stages", "9", *ZBV[6:]],
+            "multiple of 4, the number of ranks: got 9; try 8",
+        ),
+        ([*ZBV[:2], "--stages", "1", *ZBV[6:]], "got 1; try 2"),
+        ([*ZBV[:2], "--pp", "0", *ZBV[6:]], "--pp must be at least 1, got 0"),
+        ([*ZBV, "--forward", "0"], "--forward must be a finite number above 0, got 0"),
+        ([*ZBV, "--transfer=-1"], "--transfer must be"),
+        ([*ZBV, "--out", "x.gif"], "x.gif: a picture ends in .svg or .png"),
+    ],
+)
+def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_pictures(tmp_path: Path) -> None:
+    table = compute_table("ZBVZeroBubble", pp=2, stages_per_rank=2, num_microbatches=4)
+    panels = [("the title", "the unit", simulate(table, costs=Costs()))]
+    paths = [tmp_path / "new" / name for name in ("a.svg", "b.svg", "c.png")]
+    for path in paths:
+        save_picture(path, panels=panels, num_slots=27)
+    first, second, png = (path.read_bytes() for path in paths)
+    assert first == second  # the same bytes on every day: pictures are kept under git
+    assert png.startswith(b"\x89PNG")
+    texts = [
+        element.text
+        for element in ElementTree.fromstring(first).iter("{http://www.w3.org/2000/svg}text")
+    ]
+    assert {"the title", "the unit", "rank 0", "rank 1", "backward, weights"} <= set(texts)
+    assert "backward" not in texts  # no whole backward in this schedule
+    # 2 stages a rank, forward and both halves of backward, of 4 microbatches, on 2 ranks
+    assert sum(text in {"0", "1", "2", "3"} for text in texts if text) >= 2 * 2 * 3 * 4

@@ -1,0 +1,110 @@
+"""Bytes that operators read and write, against counts by hand and closed forms of the update."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tools.plan.jobs import planned
+from tests.tools.plan.test_traffic import BLOCK, EMBEDDING, FP32, HEAD, L
+from torchtitan.tools.plan.passes import count_bytes, is_pass
+from torchtitan.tools.plan.rehearse import rehearse
+from torchtitan.tools.plan.tape import DispatchMode, Record
+
+N = 256
+"""Bytes of each tensor below."""
+
+
+def tensor() -> Tensor:
+    return torch.empty(N // 4, device="meta")
+
+
+class Counted(DispatchMode):
+    """Adds up what operators read and write while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if is_pass(func):
+            self.size += count_bytes(func, args, kwargs or {}, out)
+        return out
+
+
+def adamw(*, amsgrad: bool = False, scaled: bool = False) -> None:
+    weights, gradients, means, squares, largest = ([tensor()] for _ in range(5))
+    torch._fused_adamw_(
+        *(weights, gradients, means, squares, largest if amsgrad else []),
+        [torch.empty(0, device="meta")],
+        **{"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1.0},
+        amsgrad=amsgrad,
+        maximize=False,
+        grad_scale=torch.empty(1, device="meta") if scaled else None,
+    )
+
+
+SCALE = 4
+"""Bytes of a scaler's factor."""
+CASES: dict[str, tuple[Callable[[], object], float]] = {
+    # each tensor read and each written is 1
+    "a + b": (lambda: tensor() + tensor(), 3),
+    "a += b": (lambda: tensor().add_(tensor()), 3),
+    "a *= 2": (lambda: tensor().mul_(2), 2),
+    "a + b into c": (lambda: torch.add(tensor(), tensor(), out=tensor()), 3),
+    "a becomes b": (lambda: tensor().copy_(tensor()), 2),
+    "a becomes 0": (lambda: tensor().zero_(), 1),
+    "a becomes 3": (lambda: tensor().fill_(3), 1),
+    "lists *= 2": (lambda: torch._foreach_mul_([tensor(), tensor()], 2), 2 * 2),
+    "lists += lists": (lambda: torch._foreach_add_([tensor()] * 2, [tensor()] * 2), 2 * 3),
+    "lists + lists": (lambda: torch._foreach_add([tensor()] * 2, [tensor()] * 2), 2 * 3),
+    "lists become lists": (lambda: torch._foreach_copy_([tensor()], [tensor()]), 2),
+    "two results": (lambda: torch.frexp(tensor()), 1 + 1 + 1),
+    "a view": (lambda: tensor().view(8, -1).T, 0),
+    "memory not written": (lambda: torch.empty_like(tensor()), 0),
+    "a list in a row": (
+        lambda: torch._chunk_cat([tensor()] * 2, 0, 2, out=torch.empty(2, N // 4, device="meta")),
+        2 + 2,
+    ),
+    "AdamW": (adamw, 7),
+    "AdamW, amsgrad": (lambda: adamw(amsgrad=True), 9),
+    "AdamW, gradients unscaled": (lambda: adamw(scaled=True), 8 + SCALE / N),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_by_hand(name: str) -> None:
+    work, expected = CASES[name]
+    counted = Counted()
+    with counted:
+        work()
+    assert counted.size == expected * N
+
+
+def moved(record: Record, phase: str) -> Counter[str]:
+    """Return the bytes of each operator of a phase."""
+    found: Counter[str] = Counter()
+    for piece, end in record.bounds():
+        for entry in record.entries[piece.start : end]:
+            if piece.phase == phase and entry.what == "pass":
+                found[entry.where[0].split(".")[0]] += entry.size
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_the_update(world: int, tmp_path: Path) -> None:
+    """AdamW reads weights, gradients and both states and writes all but gradients; clipping reads
+    and writes gradients, and their norm reads them."""
+    job = planned(tmp_path, world=world)
+    found = moved(rehearse(job.config, layout=job.layout, rank=0), "update")
+    weights = FP32 * (EMBEDDING + HEAD + L * BLOCK) / world
+    assert found["aten::_fused_adamw_"] == pytest.approx(7 * weights, rel=0.01)
+    assert found["aten::_foreach_mul_"] == pytest.approx(2 * weights, rel=0.01)
+    assert found["aten::_foreach_norm"] == pytest.approx(weights, rel=0.01)

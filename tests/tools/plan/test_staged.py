@@ -1,0 +1,75 @@
+"""What a copy of the state takes on the host while it is saved, added up from the model's sizes.
+
+That real runs take as much is in tests/distributed/test_plan_real.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tools.plan.jobs import planned
+from tests.tools.plan.test_account import (
+    DIM,
+    HIDDEN,
+    KV,
+    LAYERS,
+    NUM_LAYERS,
+    PARAMETERS,
+    TENSORS,
+    VOCAB,
+)
+from torchtitan.tools.plan.__main__ import main
+from torchtitan.tools.plan.memory import staged
+from torchtitan.tools.plan.records import rehearse_rank
+
+SAVES = "--checkpoint.enable=true"
+MODE = "--checkpoint.async_mode="
+PINNED = f"{MODE}async_with_pinned_mem"
+OFFLOADED = "--training.enable_cpu_offload=true"
+EXACT = 3 * 4 * PARAMETERS + 4 * TENSORS
+"""AdamW has two moments of each weight, and counts the steps of each tensor."""
+POWERS = 3 * (
+    LAYERS * (2 * 4096 + 2 * 2048 + 3 * 16384 + 2 * 128) + 2 * 65536 + 128
+) + 4 * TENSORS  # fmt: skip
+"""The same, each tensor in a piece of 2^n bytes."""
+
+
+def test_sizes_are_below_the_powers() -> None:
+    pairs = [(DIM * DIM, 4096), (KV * DIM, 2048), (HIDDEN * DIM, 16384), (VOCAB * DIM, 65536)]
+    assert all(power / 2 < 4 * size <= power for size, power in pairs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ((SAVES, f"{MODE}async"), EXACT),
+        ((SAVES, PINNED), POWERS),
+        ((SAVES, PINNED, OFFLOADED), EXACT),
+        ((SAVES,), 0),
+        ((PINNED,), 0),
+    ],
+    ids=["async", "pinned", "pinned, offloaded", "files alone", "off"],
+)
+def test_bytes_of_the_copy(settings: tuple[str, ...], expected: int, tmp_path: Path) -> None:
+    job = planned(tmp_path, NUM_LAYERS, *settings)
+    assert staged(job, rehearse_rank(job, 0)) == expected
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two ranks each copies its half; what is offloaded lies on the host too."""
+    planned(tmp_path)  # writes the file
+    job = ["memory", "--world_size=2", f"--job.config_file={tmp_path / 'job.toml'}", NUM_LAYERS]
+
+    def on_host(*settings: str) -> list[float]:
+        assert main([*job, *settings]) == 0
+        rows = capsys.readouterr().out.splitlines()
+        return [float(row.split()[-2]) for row in rows if row.startswith("on the host")]
+
+    copy = (EXACT + 4 * TENSORS) / 2 / 2**20
+    assert on_host() == []
+    assert on_host(SAVES, f"{MODE}async") == [pytest.approx(copy, abs=0.005)]
+    offloaded, both = on_host(SAVES, f"{MODE}async", OFFLOADED)
+    assert both - offloaded == pytest.approx(copy, abs=0.01)
+    assert offloaded > copy

@@ -1,0 +1,144 @@
+"""A validation in the account: below a step of as many tokens, above it with more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pipeline_jobs import pipeline
+from tests.tools.plan.jobs import placed, planned
+from tests.tools.plan.test_account import (
+    DIM,
+    HIDDEN,
+    NUM_LAYERS,
+    PARAMETERS,
+    RECOMPUTED,
+    SEQUENCE,
+    TENSORS,
+    VOCAB,
+)
+from tests.tools.plan.test_unroll import IN_4, LAYOUTS, layers
+from torchtitan.tools.plan.__main__ import main
+from torchtitan.tools.plan.account import Account, replay
+from torchtitan.tools.plan.candidates import measure
+from torchtitan.tools.plan.records import follow, rehearse_rank
+from torchtitan.tools.plan.rehearse import find_templates, rehearse
+from torchtitan.tools.plan.remedies import propose
+from torchtitan.tools.plan.unroll import unroll
+
+VALIDATES = "--validation.enable=true"
+BATCH = "--validation.local_batch_size="
+SPLIT = {  # their backward is of no matter here
+    "pp ZBV": (2, 0, (layers(10), IN_4, *pipeline("ZBVZeroBubble"))),
+    "pp DualPipeV": (2, 1, (layers(10), IN_4, *pipeline("DualPipeV"))),
+}
+SMALL = 8192
+"""Bytes of rotations of the 64 positions, and of scalars."""
+
+
+def peak(account: Account) -> int:
+    return sum(account.by_kind.values())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_unrolled_equals_full(name: str, tmp_path: Path) -> None:
+    world, rank, arguments = LAYOUTS[name]
+    config, layout = placed(tmp_path, *arguments, VALIDATES, world=world)
+    templates, left_out = find_templates(config, layout=layout, rank=rank)
+    few = rehearse(config, layout=layout, rank=rank, left_out=left_out, validates=True)
+    full = rehearse(config, layout=layout, rank=rank, validates=True)
+    assert unroll(few, templates) == full
+
+
+@pytest.mark.parametrize("name", ["fsdp x tp, stream copied", "pp, first rank", *SPLIT])
+def test_the_same_tokens_need_less_than_a_step(name: str, tmp_path: Path) -> None:
+    world, rank, arguments = (LAYOUTS | SPLIT)[name]
+    config, layout = placed(tmp_path, *arguments, VALIDATES, world=world)
+    step, validation = (
+        rehearse(config, layout=layout, rank=rank, validates=validates)
+        for validates in (False, True)
+    )
+    both = follow(step, validation)
+    alone, account = (replay(found, expandable=True) for found in (step, both))
+    assert peak(replay(validation, expandable=True)) < peak(alone)
+    assert (account.active, account.where, account.by_kind) == (
+        alone.active,
+        alone.where,
+        alone.by_kind,
+    )
+
+
+@pytest.mark.parametrize(
+    ("samples", "chunks", "is_head"),
+    [(64, 0, True), (64, 2, True), (64, 4, False), (1024, 0, False)],
+)
+def test_more_tokens_make_the_peak(
+    samples: int, chunks: int, is_head: bool, tmp_path: Path
+) -> None:
+    """The larger of the head, by the loss's code, and of a block, by the feed-forward's.
+
+    A token of the head: its input, label and loss. Of a chunk beside them: logits in
+    bfloat16 and float32, two labels, a maximum, two sums, two losses, three masks and what the
+    loss is made from. Of a block: the stream, what was added to it and its norm, three hidden
+    products, and the label.
+    """
+    arguments = (NUM_LAYERS, RECOMPUTED, VALIDATES, f"--training.loss_chunks={chunks}")
+    job = planned(tmp_path, *arguments, f"{BATCH}{samples}")
+    account = replay(rehearse_rank(job, 0), expandable=True)
+    tokens = samples * SEQUENCE
+    few = 2**24 // VOCAB
+    chunk = tokens // (chunks or 1) if chunks or tokens <= few else 512
+    token = 2 * DIM + 8 + 4
+    head = tokens * token + chunk * ((2 + 4) * VOCAB + 2 * 8 + 4 + 2 * 4 + 2 * 4 + 3 + 4)
+    head += 2 * VOCAB * DIM  # its weight, in bfloat16
+    block = tokens * (3 * 2 * DIM + 3 * 2 * HIDDEN + 8)
+    assert (head > block) == is_head
+    state = (4 + 8) * PARAMETERS + 4 * TENSORS
+    assert 0 <= peak(account) - state - max(head, block) < SMALL
+    assert account.during == ("validation", None if is_head else 0)
+
+
+def test_each_microbatch_is_validated(tmp_path: Path) -> None:
+    """A step is rehearsed with as few as fill the pipeline; a validation keeps what a stage sends
+    of each, beside its ids, labels and positions."""
+    num, accounts = 48, []
+    for batch in (num, 2 * num):
+        arguments = (layers(4), *pipeline("1F1B"), RECOMPUTED, VALIDATES)
+        job = planned(tmp_path, *arguments, f"--training.local_batch_size={batch}", world=2)
+        assert job.shortened.config.training.local_batch_size < num
+        accounts.append(replay(rehearse_rank(job, 0), expandable=True))
+        assert accounts[-1].during[0] == "validation"
+    growth = (peak(accounts[1]) - peak(accounts[0])) / num
+    stream = 2 * DIM * SEQUENCE
+    assert stream < growth <= stream + 4 * 8 * SEQUENCE
+
+
+def test_formulas_for_layouts_are_of_a_step(tmp_path: Path) -> None:
+    job, large = (
+        planned(tmp_path, NUM_LAYERS, *more, world=2) for more in ((), (VALIDATES, f"{BATCH}64"))
+    )
+    assert measure(job, "none") == measure(large, "none")
+
+
+def test_a_smaller_batch_of_it_is_proposed(tmp_path: Path) -> None:
+    job = planned(tmp_path, NUM_LAYERS, RECOMPUTED, VALIDATES, f"{BATCH}1024")
+    said = [remedy.options() for remedy in propose(job)]
+    assert [f"{BATCH}512"] in said
+    assert ["--training.local_batch_size=4", "--training.global_batch_size=8"] in said
+
+
+def answer(capsys: pytest.CaptureFixture[str], command: str, *arguments: str) -> str:
+    assert main([command, "--world_size", "2", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned(tmp_path)  # writes the file
+    job = (f"--job.config_file={tmp_path / 'job.toml'}", RECOMPUTED, NUM_LAYERS)
+    large = (VALIDATES, f"{BATCH}64")
+    text = answer(capsys, "memory", *job, *large)
+    assert "The peak of pipeline rank 0 comes in the validation, with aten::" in text
+    assert "validation" not in answer(capsys, "memory", *job)
+    for command in ("step", "traffic"):
+        assert answer(capsys, command, *job, *large) == answer(capsys, command, *job)

@@ -1,0 +1,147 @@
+"""The page about runs: whole in itself, safe whatever a run is called, and drawn by a browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from torchtitan.metrics.ledger import Ledger
+from torchtitan.tools.report.__main__ import main
+from torchtitan.tools.report.read import events, name_runs, read_run, thinned
+
+ATTACK = "</script><img src=x onerror=alert(1)>"
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def write_run(folder: Path, *, steps: int = 40, spike_at: int = 17) -> Path:
+    folder.mkdir(parents=True)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            loss = 9.0 if step == spike_at else 2 + math.exp(-step / 20)
+            row = {"step": step, "loss": loss, "grad_norm": 1 / step, "lr": 1e-3, "mfu": None}
+            row |= {"tokens_per_second": 1e5, "step_time_s": 0.1, "data_time_s": 0.01}
+            file.write(json.dumps(row | {"num_tokens": step * 64}) + "\n")
+    ledger, ranks = Ledger(folder), {"layout": "dp_shard 2", "world_size": 2}
+    ledger.write("start", step=0, **ranks)
+    ledger.write("checkpoint", step=20, folder="checkpoint/step-20", manifest_sha256="0")
+    spike = {"figure": "loss", "value": 9.0, "bound": 3.0, "action": "skip"}
+    ledger.write("spike", step=spike_at, **spike)
+    ledger.write("end", step=20, reason=ATTACK)
+    ledger.write("start", step=20, **ranks)
+    ledger.write("change", step=20, setting="optimizer.lr", old=0.1, new=0.2)
+    return folder
+
+
+class Page(HTMLParser):
+    """Notes the elements of a page, and that each is closed."""
+
+    EMPTY = ("meta", "input", "br", "rect")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.EMPTY or tag == "rect":
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self._open or self._open[-1] not in ("script", "style"):
+            self.texts.append(data)
+
+
+def test_the_page_is_whole_and_safe(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in ("one", "<img src=x onerror=alert(1)>")]
+    out = tmp_path / "report.html"
+    assert main([*map(str, runs), "--out", str(out)]) == 0
+    page = Page(out.read_text())
+    assert "img" not in {tag for tag, _ in page.tags}
+    assert not [a for _, attrs in page.tags for a in attrs if a in ("src", "href", "onerror")]
+    assert f"ended: {ATTACK}" in page.texts
+    assert "optimizer.lr: 0.1 \u2192 0.2" in page.texts
+    # nothing is fetched: the only address is the one of the library's own page, in a comment
+    addresses = [
+        part for part in out.read_text().split("https://")[1:] if "w3.org" not in part[:20]
+    ]
+    assert all(part.startswith("github.com/leeoniya/uPlot") for part in addresses)
+
+
+def test_thinning_keeps_ends_and_spikes() -> None:
+    draw = random.Random(5)
+    points = [(step, draw.random()) for step in range(100_000)]
+    points[54_321] = (54_321, 50.0)
+    points[54_322] = (54_322, -50.0)
+    steps, values = thinned(points, num_buckets=2000)
+    assert len(steps) <= 4002
+    assert steps == sorted(steps)
+    assert (steps[0], steps[-1]) == (0, 99_999)
+    assert {(54_321, 50.0), (54_322, -50.0)} < set(zip(steps, values, strict=True))
+    assert set(zip(steps, values, strict=True)) < set(points)
+    assert thinned(points[:9], num_buckets=2000) == (list(range(9)), [v for _, v in points[:9]])
+
+
+def test_100_000_rows_stay_small(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "long", steps=100_000, spike_at=77_777)
+    out = tmp_path / "report.html"
+    assert main([str(run), "--out", str(out)]) == 0
+    assert out.stat().st_size < 5e6
+
+
+def test_what_was_done_is_told_in_order(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run"), name="run")
+    assert [(one["step"], one["kind"]) for one in events(run)] == [
+        (0, "start"),
+        (17, "spike"),
+        (20, "end"),
+        (20, "start"),
+        (20, "change"),
+    ]
+    assert str(events(run)[3]["line"]).startswith("started again: dp_shard 2, 2 ranks")
+
+
+def test_names_tell_runs_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run"]
+    assert [*name_runs(paths)] == ["a/run", "b/run"]
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "each RUN must be a run's folder" in capsys.readouterr().err
+    run = write_run(tmp_path / "run")
+    assert main([str(run), "--out", str(run)]) == 2
+    assert "--out must be a file" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, Debian's package chromium")
+def test_a_browser_draws_it_without_a_complaint(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in ("one", "two")]
+    out = tmp_path / "report.html"
+    assert main([*map(str, runs), "--out", str(out)]) == 0
+    assert CHROMIUM is not None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    options += [f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+    done = subprocess.run(
+        [CHROMIUM, *options, out.as_uri()],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "CONSOLE" not in done.stderr
+    assert 'data-charts="5"' in done.stdout
+    assert done.stdout.count("<canvas") == 5

@@ -1,0 +1,332 @@
+"""Custom data by import path, in one of three forms.
+
+`__len__` and `__getitem__(i)`   samples by number, shuffled and repeated here, for any ranks
+`__getitem__(k)` only            the k-th sample of the run, without an end, in its own order
+`__iter__`, `state_dict()`, `load_state_dict(state)`   a stream
+
+In all forms the k-th sample of a run is the same on any number of ranks, and a run resumes at the
+next sample. Each rank reads every sample of a stream and keeps its own, so the state after the last
+sample of a step is the same for all ranks. (A stream divided among ranks has one state per rank and
+resumes only on the same number of ranks.) A stream that ends starts again. `check_resume` checks,
+in a test, that a stream resumes.
+
+A sample is `seq_len + 1` token ids, or a mapping with `tokens` and `labels` of `seq_len` ids each,
+labels -100 where no loss is due; and, if documents are separated, `document_lengths`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.utils.data import get_worker_info
+
+from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.own import check_methods, describe_error, load_object, make
+from torchtitan.data.dataset import IGNORED, ORDER, Dataset, has_document_lengths
+from torchtitan.data.loader import MapSamples, Samples
+from torchtitan.data.settings import TrainingConfig
+from torchtitan.data.tokenizer import Tokenizer
+
+KEY = "dataset"
+
+
+class IndexedData(Protocol):
+    """Samples by number."""
+
+    def __getitem__(self, i: int) -> Any:
+        """Return a sample, always the same for a number."""
+
+
+class StreamedData(Protocol):
+    """Samples in order."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Start, or continue from the state that was loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the last iterator, as JSON."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iterator continue at a position."""
+
+
+def build_custom(
+    training: TrainingConfig,
+    *,
+    tokenizer: Tokenizer,
+    seed: int,
+    held_out: bool,
+    sections: Mapping[str, object],
+) -> MapSamples:
+    """Build the data that `training.dataset` names.
+
+    Args:
+        training: Names the data; sequence length and epochs.
+        tokenizer: Passed to the data, if its signature accepts it.
+        seed: Decides the order of samples by number.
+        held_out: Whether the data are for validation. Passed to the data too.
+        sections: Custom sections of the settings, passed to the data too.
+
+    Raises:
+        DataError: The data do not exist, have another form, or are empty.
+    """
+    path = training.dataset
+    offered = {
+        "tokenizer": tokenizer,
+        "seq_len": training.seq_len,
+        "seed": seed,
+        "held_out": held_out,
+        **sections,
+    }
+    data = _make(path, offered)
+    is_held_out = held_out and _accepts_held_out(path)
+    reader = SampleReader(path, training, vocab_size=tokenizer.vocab_size)
+    parts = [path, getattr(data, "fingerprint", ""), "held out" * is_held_out]
+    fingerprint = {
+        "data": " ".join(filter(None, parts)),
+        "tokenizer": tokenizer.fingerprint,
+        "seq_len": str(training.seq_len),
+        "seed": str(seed),
+        "order": ORDER,
+    }
+    if not _is_stream(data) and hasattr(data, "__len__"):
+        source = CustomSource(data, reader)
+        if not source.num_samples:
+            raise DataError.at(KEY, f"'{path}' must hold samples, got none")
+        fingerprint["samples"] = str(source.num_samples)
+        return Dataset([source], seed=seed, fingerprint=fingerprint, num_epochs=training.num_epochs)
+    if held_out:
+        rule = f"must have a length to validate on, and '{path}' has none; add __len__"
+        raise DataError.at(KEY, rule)
+    if training.num_epochs is not None:
+        rule = f"needs data with a length, and '{path}' has none; remove it, or add __len__"
+        raise DataError.at(("num_epochs", KEY), rule)
+    if not _is_stream(data):
+        return EndlessSamples(data, reader, fingerprint)
+    if training.dataloader.num_workers:
+        rule = f"must be 0 for a stream such as '{path}', because each worker would read all of it"
+        rule += "; write 0, or give it __getitem__"
+        raise DataError.at(("dataloader.num_workers", KEY), rule)
+    return CustomStream(data, reader, fingerprint)
+
+
+def _make(path: str, offered: Mapping[str, object]) -> Any:
+    try:
+        data = make(path, key=KEY, offered=offered)
+        check_methods(data, StreamedData if _is_stream(data) else IndexedData, path=path, key=KEY)
+        return data
+    except ConfigError as error:
+        [mistake] = error.mistakes
+        if isinstance(mistake, str) or mistake.keys != (KEY,):
+            raise  # of a custom section
+        raise DataError(mistake) from error
+
+
+def _accepts_held_out(path: str) -> bool:
+    named = load_object(path, key=KEY)
+    return callable(named) and "held_out" in inspect.signature(named).parameters
+
+
+def _is_stream(data: object) -> bool:
+    """Return whether data are meant as a stream: torch's IterableDataset has __getitem__ too."""
+    if hasattr(data, "__len__"):
+        return False
+    has_state = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+    return (has_state and hasattr(data, "__iter__")) or not hasattr(data, "__getitem__")
+
+
+def check_resume(make_stream: Callable[[], StreamedData], *, num_samples: int = 8) -> None:
+    """Check in a test that a custom stream resumes at its next sample.
+
+    The stream is stopped and resumed after each of its first samples, and compared with an
+    uninterrupted stream.
+
+    Args:
+        make_stream: Returns a new stream at its first sample.
+        num_samples: Number of samples to compare.
+
+    Raises:
+        DataError: The stream repeats or skips a sample, or JSON changes its state.
+    """
+    expected = [_tokens(raw) for raw in islice(make_stream(), num_samples)]
+    stream = make_stream()
+    samples = iter(stream)
+    for number, tokens in enumerate(expected):
+        if number:
+            state = _as_json(stream.state_dict(), name="the stream")
+            stream = make_stream()
+            stream.load_state_dict(state)
+            samples = iter(stream)
+        if not torch.equal(_tokens(next(samples)), tokens):
+            raise DataError(
+                f"a stream must resume at its next sample, and does not after {number}; count "
+                f"before each yield, so that the state names the next sample"
+            )
+
+
+def _tokens(raw: Any) -> torch.Tensor:
+    return _ids(raw["tokens"] if isinstance(raw, Mapping) else raw)
+
+
+def _as_json(state: dict[str, Any], *, name: str) -> dict[str, Any]:
+    """Return a state after a round trip through JSON; raise DataError if that changes it."""
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(state))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"the state of {name} must be JSON: {error}") from error
+    if found != state:
+        raise DataError(
+            f"the state of {name} must come back from JSON as it is, got {state!r:.80}, which "
+            f"comes back as {found!r:.80}; use texts, lists, numbers"
+        )
+    return found
+
+
+class SampleReader:
+    """Checks custom samples and converts them to tensors."""
+
+    def __init__(self, path: str, training: TrainingConfig, *, vocab_size: int) -> None:
+        self.path, self._vocab_size = path, vocab_size
+        self._seq_len, self._has_lengths = training.seq_len, has_document_lengths(training)
+
+    def read(self, raw: Any, *, number: int) -> Samples:
+        """Return a sample of tensors; raise DataError if its form is wrong."""
+        rule = f"{self._seq_len + 1} token ids, or tokens and labels of {self._seq_len} each"
+        if self._has_lengths:
+            rule += f", and document_lengths from 1 on that add up to {self._seq_len}"
+        try:
+            if isinstance(raw, Mapping):
+                sample = {key: _ids(raw[key]) for key in ("tokens", "labels")}
+                is_valid = all(ids.shape == (self._seq_len,) for ids in sample.values())
+            else:
+                row = _ids(raw)
+                if row.shape != (self._seq_len + 1,):
+                    self._refuse(number, rule, f"ids of shape {tuple(row.shape)}")
+                sample, is_valid = {"tokens": row[:-1], "labels": row[1:]}, True
+            if self._has_lengths:
+                lengths = sample["document_lengths"] = _ids(raw["document_lengths"])
+                is_valid &= bool(lengths.sum() == self._seq_len and (lengths > 0).all())
+        except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+            self._refuse(number, rule, f"{raw!r:.80} ({type(error).__name__}: {error})")
+        if not is_valid:
+            shapes = {key: tuple(ids.shape) for key, ids in sample.items()}
+            self._refuse(number, rule, f"shapes {shapes}")
+        tokens, labels = sample["tokens"], sample["labels"]
+        ids = torch.cat([tokens, labels[labels != IGNORED]])
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
+            rule = f"ids of the tokenizer, 0 to {self._vocab_size - 1}"
+            self._refuse(number, rule, f"{int(ids.min())} to {int(ids.max())}")
+        return sample
+
+    def get(self, data: Any, number: int) -> Samples:
+        """Return a sample of custom data by its number."""
+        with self.as_data_error(number):
+            raw = data[number]
+        return self.read(raw, number=number)
+
+    @contextmanager
+    def as_data_error(self, number: int) -> Iterator[None]:
+        """Turn any error of custom code into a DataError.
+
+        SystemExit too, which would end a data worker, or the run, without a message.
+        """
+        try:
+            yield
+        except KeyboardInterrupt as error:  # from a signal of the session, which workers do not get
+            if get_worker_info() is None:
+                raise
+            raise self._raised(error, number=number) from error
+        except (Exception, SystemExit) as error:
+            raise self._raised(error, number=number) from error
+
+    def _raised(self, error: BaseException, *, number: int) -> DataError:
+        message = describe_error(error)
+        return DataError(f"'{self.path}' raised an error at sample {number}:\n{message}")
+
+    def _refuse(self, number: int, rule: str, got: str) -> NoReturn:
+        raise DataError(f"sample {number} of '{self.path}' must be {rule}, got {got}")
+
+
+def _ids(raw: Any) -> torch.Tensor:
+    ids = torch.as_tensor(raw)
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"ids must be integers, not {ids.dtype}")
+    return ids.to(torch.int64, copy=True)  # custom code may reuse the same memory
+
+
+class CustomSource:
+    """A known number of samples."""
+
+    stores = ()
+
+    def __init__(self, data: Any, reader: SampleReader) -> None:
+        self._data, self._reader, self.num_samples = data, reader, len(data)
+
+    def __getitem__(self, i: int) -> Samples:
+        return self._reader.get(self._data, i)
+
+
+class EndlessSamples:
+    """Samples by number without an end."""
+
+    num_samples: int | None = None
+    stores = ()
+
+    def __init__(self, data: Any, reader: SampleReader, fingerprint: dict[str, str]) -> None:
+        self._data, self._reader, self.fingerprint = data, reader, fingerprint
+
+    def __getitem__(self, k: int) -> Samples:
+        return self._reader.get(self._data, k)
+
+
+class CustomStream:
+    """Samples in order. Samples between two requested ones are read and dropped."""
+
+    num_samples: int | None = None
+    stores = ()
+
+    def __init__(self, data: Any, reader: SampleReader, fingerprint: dict[str, str]) -> None:
+        self._data, self._reader, self.fingerprint = data, reader, fingerprint
+        self._iterator: Iterator[Any] | None = None
+        self._next = 0
+
+    def __getitem__(self, k: int) -> Samples:
+        self._skip_to(k)
+        return self._reader.read(self._read(), number=k)
+
+    def state_at(self, position: int) -> dict[str, Any]:
+        """Return the state before a sample that has not been read."""
+        self._skip_to(position)
+        with self._reader.as_data_error(position):
+            state = self._data.state_dict()
+        return _as_json(state, name=f"'{self._reader.path}'")
+
+    def load_state(self, state: dict[str, Any], *, position: int) -> None:
+        """Continue at sample `position`, given the state before it."""
+        with self._reader.as_data_error(position):
+            self._data.load_state_dict(state)
+        self._iterator, self._next = None, position
+
+    def _skip_to(self, k: int) -> None:
+        assert k >= self._next, f"a stream is read forwards: {k} after {self._next}"
+        while self._next < k:
+            self._read()
+
+    def _read(self) -> Any:
+        with self._reader.as_data_error(self._next):
+            if self._iterator is None:
+                self._iterator = iter(self._data)
+            raw = next(self._iterator, None)
+            if raw is None:  # at the end of a pass, also right after `load_state`
+                self._iterator = iter(self._data)
+                raw = next(self._iterator, None)
+        if raw is None:
+            raise DataError(f"'{self._reader.path}' must yield samples, got none")
+        self._next += 1
+        return raw

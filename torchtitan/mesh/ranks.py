@@ -1,0 +1,368 @@
+"""Ranks: the process group, and helpers by which ranks act together.
+
+Ranks find each other through torchrun's environment. A process started without it forms a group of
+one, so the rest of the trainer never asks whether it is distributed.
+
+A rank that raises an error alone leaves the other ranks waiting in their next collective until it
+times out. So `on_first_rank` and `on_every_rank` exchange errors before any rank continues. A group
+of None means this process only.
+
+Ranks with different settings would wait in different collectives until a timeout that names neither
+rank nor setting; ranks with different data would train on other samples without any sign. An old
+file on one machine is enough. So ranks compare their settings (`check_alike`) and data
+(`check_data_alike`) first.
+
+`OncePerMachine` runs slow work, such as listing a bucket or 10,000 files on a shared disk, on one
+rank per machine and sends the result to the other ranks through the job's store. They wait without
+the limit of a collective, because copying data may take hours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from torchtitan.base.errors import CheckpointError, ConfigError, DataError, UserError, Violation
+from torchtitan.config.fields import values_of
+from torchtitan.config.layers import CONFIG_FILE, literal
+from torchtitan.mesh.faults import enable_recorder
+from torchtitan.mesh.settings import CommConfig
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
+SECONDS_FOR_RANK_0_TO_REPORT = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """Rank and world size of this process."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
+    """Read rank and world size from torchrun's variables; without them this is the only rank.
+
+    Raises:
+        ConfigError: Variables are missing or invalid.
+    """
+    present = [name for name in VARIABLES if name in environ]
+    if not present:
+        return RankInfo(rank=0, local_rank=0, world_size=1)
+    try:
+        rank, local_rank, world_size = (int(environ[name]) for name in VARIABLES)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{', '.join(VARIABLES)} must all be numbers, or all be unset for one process; got "
+            f"{ {name: environ.get(name) for name in VARIABLES} }; start ranks with torchrun "
+            f"or ./run_train.sh"
+        ) from error
+    missing = [name for name in MEETING_POINT if name not in environ]
+    port = environ.get("MASTER_PORT", "1")
+    if not (port.isascii() and port.isdecimal() and 0 <= int(port[:6]) < 2**16) or local_rank < 0:
+        raise ConfigError(
+            f"MASTER_PORT must be a port, 0 to 65535, and LOCAL_RANK 0 or more, got {port[:60]!r} "
+            f"and {local_rank}; start ranks with torchrun or ./run_train.sh"
+        )
+    if not 0 <= rank < world_size or (world_size > 1 and missing):
+        raise ConfigError(
+            f"RANK must be below WORLD_SIZE, and several ranks need {' and '.join(MEETING_POINT)} "
+            f"to meet; got RANK {rank}, WORLD_SIZE {world_size}"
+            + (f" without {' and '.join(missing)}" if missing else "")
+            + "; start ranks with torchrun or ./run_train.sh"
+        )
+    return RankInfo(rank=rank, local_rank=local_rank, world_size=world_size)
+
+
+def init_process_group(
+    launch: RankInfo, *, device_type: str, settings: CommConfig, dump_folder: Path
+) -> None:
+    """Initialize the process group: NCCL on CUDA, gloo for host tensors and on CPU."""
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    enable_recorder(settings, dump_folder=dump_folder, rank=launch.rank)
+    dist.init_process_group(
+        backend,
+        # no port needed
+        store=dist.HashStore() if launch.world_size == 1 else None,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=settings.init_timeout_seconds),
+    )
+
+
+def end_process_group() -> None:
+    """Destroy the process group, if there is one, so that this process may join another."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _clear_sharding_prop_cache()  # keyed by mesh; an equal mesh will have other groups
+
+
+def tighten_timeout(seconds: int, *, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Set a shorter timeout of the default group and `groups`. Collective.
+
+    The first step compiles, connects and reads. Later steps do not, so a rank that hangs can be
+    detected much sooner.
+    """
+    dist.barrier()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    set_timeout(seconds, groups=groups)
+
+
+def set_timeout(seconds: int, *, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Set the timeout of the default group and `groups`; new groups keep the backend's default."""
+    # public since torch 2.14, which deprecates the private one
+    set_group_timeout = getattr(dist, "set_timeout", _set_pg_timeout)
+    for group in (None, *groups):
+        set_group_timeout(timedelta(seconds=seconds), group)
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """Return the tensors of all ranks, stacked along a new first dimension."""
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)
+    return torch.stack(gathered)
+
+
+def job_store() -> dist.Store:
+    """Return the key-value store of the job."""
+    return _get_default_store()
+
+
+def let_rank_0_report() -> None:
+    """Sleep unless this is rank 0. If rank 0 has the same error, it prints it and exits, and the
+    launcher ends this process, so that the user sees one message."""
+    if os.environ.get("RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the step loop's handler only records it
+        time.sleep(SECONDS_FOR_RANK_0_TO_REPORT)
+
+
+def leave(exit_code: int) -> None:
+    """Flush output and end this process without running destructors.
+
+    Destroying a gloo group while a peer still sends sometimes aborts (exit code -6), which would
+    turn a finished run into a failed one. After an error, groups are not destroyed at all: that
+    would wait for operations in flight, possibly with a rank that hangs.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):  # the reader is gone; keep the exit code
+            stream.flush()
+    if exit_code == 0 and dist.is_initialized():
+        dist.destroy_process_group()
+    os._exit(exit_code)
+
+
+MOST_NAMED = 3
+
+
+def check_alike(config: object) -> None:
+    """Check that all ranks have the same settings. Collective.
+
+    Raises:
+        ConfigError: They differ; raised on every rank, with the settings.
+    """
+    settings = {
+        ".".join(path): literal(value)
+        for path, value in values_of(config).items()
+        if path != CONFIG_FILE  # the path may differ between machines
+    }
+    if said := _compare(settings):
+        raise ConfigError(
+            f"all ranks must have the same settings, but {said}; give all machines the same file "
+            f"and options"
+        )
+
+
+def check_data_alike(fingerprint: Mapping[str, str]) -> None:
+    """Check that all ranks read the same data, by fingerprint. Collective.
+
+    Raises:
+        DataError: They differ; raised on every rank, with the entries.
+    """
+    if said := _compare(fingerprint):
+        raise DataError(
+            f"all ranks must read the same data, but {said}; give all machines the same files, and "
+            f"delete a dataset_cache that was made from other files"
+        )
+
+
+def _compare(ours: Mapping[str, str]) -> str | None:
+    """Describe the ranks that differ from rank 0; None if all ranks are equal."""
+    written = json.dumps(ours, sort_keys=True).encode()
+    digest = torch.frombuffer(bytearray(hashlib.sha256(written).digest()), dtype=torch.uint8)
+    digests = gather(digest)
+    others = [rank for rank, each in enumerate(digests) if not torch.equal(each, digests[0])]
+    if not others:
+        return None
+    known: list[Mapping[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(known, dict(ours))
+    odd = f"ranks {', '.join(map(str, others))} have" if others[1:] else f"rank {others[0]} has"
+    return f"{odd} other values than rank 0: {_difference(known[0], known[others[0]])}"
+
+
+def _difference(first: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """List the first few entries that differ, with both values."""
+    found = [
+        f"{name} is {other.get(name, 'unset')} there and {first.get(name, 'unset')} on rank 0"
+        for name in dict.fromkeys([*first, *other])
+        if first.get(name) != other.get(name)
+    ]
+    more = len(found) - MOST_NAMED
+    return ", ".join(found[:MOST_NAMED]) + (f", and {more} more" if more > 0 else "")
+
+
+LONGEST = timedelta(days=7)
+"""Timeout of a wait for another rank. If that rank dies, the launcher ends all ranks at once."""
+
+
+class OncePerMachine:
+    """Calls functions on one rank per machine and returns their results on all ranks.
+
+    All ranks create it and call it with the same functions in the same order. Results must be
+    JSON-compatible.
+    """
+
+    def __init__(self) -> None:
+        # makes the keys of this instance unique
+        self._run = job_store().add(f"once/runs of {dist.get_rank()}", 1)
+        self._numbers = count()
+
+    def __call__(self, work: Callable[[], Any]) -> Any:
+        """Call `work`, or wait for its result from another rank of this machine.
+
+        Raises:
+            UserError: Raised by `work`, here or there.
+        """
+        key = f"once/{self._run}/{next(self._numbers)}/{socket.gethostname()}"
+        store = job_store()
+        if store.add(f"{key}/begun", 1) > 1:
+            store.wait([key], LONGEST)
+            return _received(json.loads(store.get(key)))
+        try:
+            result = work()
+        except BaseException as error:
+            store.set(key, json.dumps({"error": _told(error)}))
+            raise
+        store.set(key, json.dumps({"result": result}))
+        return result
+
+
+def _told(error: BaseException) -> dict[str, object]:
+    if isinstance(error, DataError) and isinstance(error.problem, Violation):
+        return {"keys": error.problem.keys, "rule": error.problem.rule}
+    said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return {"keys": [], "rule": said}
+
+
+def _received(message: dict[str, Any]) -> Any:
+    if "result" in message:
+        return message["result"]
+    keys, rule = message["error"]["keys"], message["error"]["rule"]
+    raise DataError(Violation(tuple(keys), rule) if keys else rule)
+
+
+K = TypeVar("K")
+T = TypeVar("T")
+_LONGEST_REASON = 160
+_EXPECTED = (OSError, ValueError, CheckpointError)
+
+
+def reason(error: BaseException) -> str:
+    """Describe an error in one line; torch's messages continue with a stack and advice."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return "it ends too early" if isinstance(error, EOFError) else type(error).__name__
+    line = f"{type(error).__name__}: {lines[0]}"
+    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."
+
+
+def reasons(error: CheckpointError | CheckpointException) -> str:
+    """Describe which ranks failed and why, without DCP's traceback."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    ranks: dict[str, list[str]] = {}
+    for rank, failure in error.failures.items():
+        ranks.setdefault(reason(failure[0]), []).append(str(rank))
+    return "; ".join(
+        f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {why}" for why, who in ranks.items()
+    )
+
+
+def on_first_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> T:
+    """Run `action` on rank 0 and return its result on every rank.
+
+    Raises:
+        CheckpointError: The action raised a file-system or checkpoint error; raised on every rank.
+    """
+    outcome: list[Any] = [None, None]
+    if group is None or dist.get_rank(group) == 0:
+        try:
+            outcome[0] = action()
+        except _EXPECTED as error:
+            outcome[1] = str(error)
+    if group is not None:
+        dist.broadcast_object_list(outcome, group_src=0, group=group)
+    if outcome[1] is not None:
+        raise CheckpointError(outcome[1])
+    return outcome[0]
+
+
+def on_every_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -> list[T]:
+    """Run `action` on each rank and return all results in the order of ranks.
+
+    Raises:
+        CheckpointError: A rank raised a file-system or checkpoint error; raised on every rank.
+    """
+    value: T | None = None
+    message: str | None = None
+    try:
+        value = action()
+    except _EXPECTED as error:
+        message = str(error)
+    outcomes: list[Any] = [(value, message)]
+    if group is not None:
+        outcomes = [None] * dist.get_world_size(group)
+        dist.all_gather_object(outcomes, (value, message), group=group)
+    messages = dict.fromkeys(message for _, message in outcomes if message is not None)
+    if messages:
+        raise CheckpointError("; ".join(messages))
+    return [value for value, _ in outcomes]
+
+
+def union(own: Mapping[K, T], *, group: dist.ProcessGroup | None) -> dict[K, T]:
+    """Return the union of all ranks' entries.
+
+    Ranks with equal entries, such as those of one pipeline stage, send them once.
+    """
+    digest = hashlib.sha256(repr(sorted(own.items(), key=repr)).encode()).hexdigest()
+    digests = on_every_rank(lambda: digest, group=group)
+    rank = 0 if group is None else dist.get_rank(group)
+    is_first = rank == digests.index(digest)
+    everyone = on_every_rank(lambda: dict(own) if is_first else {}, group=group)
+    return {key: value for entries in everyone for key, value in entries.items()}

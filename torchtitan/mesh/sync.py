@@ -1,0 +1,88 @@
+"""Flags that ranks exchange in each step, so that all of them act alike.
+
+No rank may stop, or report a failed save, on its own: the other ranks would wait for it in their
+next collective. So flags travel with the valid-token counts in the one reduction at the start of a
+step, and all ranks read the same sums at the end of the step.
+
+The gradient norm is the same on all ranks too, but reading it at once would make the host wait for
+the device. So the norm of a step is checked while the device works on the next step, or earlier if
+a caller needs to know (`check_pending_norm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.base.device import HostCopy, to_device
+from torchtitan.mesh.faults import raise_if_nonfinite
+from torchtitan.mesh.stop import StopRequest, describe
+
+
+class StepSync:
+    """Exchanges the flags of all ranks.
+
+    Args:
+        stop: Requests to stop on this rank.
+        failures: Return whether something failed on this rank, e.g. a background save.
+        equal_ranks: Number of ranks that have the same tokens.
+        device: Device of the reductions.
+    """
+
+    def __init__(
+        self,
+        stop: StopRequest,
+        *,
+        failures: Sequence[Callable[[], bool]],
+        equal_ranks: int,
+        device: torch.device,
+    ) -> None:
+        self.stopped: str | None = None
+        """Why the run stops early, the same on all ranks. None if it does not."""
+        self._stop, self._failures = stop, failures
+        self._equal_ranks, self._device = equal_ranks, device
+        self._flags: HostCopy | None = None
+        self._unchecked: tuple[HostCopy, Tensor, int] | None = None
+
+    def sum_valid(self, num_valid: Tensor) -> Tensor:
+        """Return the number of valid tokens in the global batch; exchange flags with it."""
+        failed = [int(has_failed()) for has_failed in self._failures]
+        flags = to_device([*failed, *self._stop.votes()], num_valid.device)
+        sums = torch.cat([num_valid.reshape(1), flags])
+        dist.all_reduce(sums)
+        self._flags = HostCopy(sums[1:])
+        return sums[0] // self._equal_ranks
+
+    def read_flags(self) -> list[bool]:
+        """Read the flags exchanged in this step: set `stopped`, return whether any rank has each of
+        the failures."""
+        assert self._flags is not None, "call sum_valid first"
+        flags = [int(flag) for flag in self._flags.read()]
+        self.stopped = self.stopped or describe(flags[len(self._failures) :])
+        return [flag > 0 for flag in flags[: len(self._failures)]]
+
+    def sync_stop_flags(self) -> None:
+        """Exchange the requests to stop again, after a save that may have taken long."""
+        if self.stopped is None:
+            votes = to_device(self._stop.votes(), self._device)
+            dist.all_reduce(votes)
+            self.stopped = describe(votes.tolist())
+
+    def defer_norm_check(self, norm: Tensor, *, loss: Tensor, step: int) -> None:
+        """Store the gradient norm of a step and this rank's loss for `check_pending_norm`."""
+        self._unchecked = HostCopy(norm.reshape(1)), loss, step
+
+    def check_pending_norm(self) -> None:
+        """Check the stored norm, if any.
+
+        Raises:
+            NonFiniteError: The norm is not finite.
+        """
+        if self._unchecked is None:
+            return
+        (on_host, loss, step), self._unchecked = self._unchecked, None
+        [norm] = on_host.read()
+        raise_if_nonfinite(norm, loss=loss, step=step)

@@ -1,0 +1,198 @@
+"""The order in which a model is made parallel, in one place.
+
+    float8 -> tensor parallel -> expert parallel -> freezing -> context parallel -> compile ->
+    activation checkpointing -> FSDP
+
+Each step wraps the result of the earlier ones: the compiler must see the sharded layers,
+recomputation replays them compiled, and FSDP gathers around all of it.
+
+The model as this rank holds it.
+
+build on meta -> adapt -> keep this rank's stages -> parallelize -> allocate -> initialise
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan.data.settings import TrainingConfig
+from torchtitan.mesh.dims import Mesh
+from torchtitan.mesh.settings import ParallelismConfig
+from torchtitan.models.init import initialize
+from torchtitan.models.interface import (
+    HeadLoss,
+    LanguageModel,
+    ModelParts,
+    cast,
+    has_window,
+    router_biases,
+)
+from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
+from torchtitan.parallel.compile import apply_compile
+from torchtitan.parallel.context.build import apply_context_parallel
+from torchtitan.parallel.execution import Execution, WholeModel
+from torchtitan.parallel.expert import apply_expert_parallel, group_products
+from torchtitan.parallel.float8 import apply_float8
+from torchtitan.parallel.fsdp import apply_fsdp
+from torchtitan.parallel.layout import Layout
+from torchtitan.parallel.pipeline.execution import build_pipeline
+from torchtitan.parallel.precision import can_compute_in, compute_in
+from torchtitan.parallel.settings import ActivationCheckpointConfig, CompileConfig
+from torchtitan.parallel.tensor import apply_tensor_parallel
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    mesh: Mesh,
+    layout: Layout,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    recomputation: ActivationCheckpointConfig,
+    compilation: CompileConfig,
+) -> None:
+    """Make `model`, still on the meta device, parallel in place."""
+    if layout.float8 is not None:
+        apply_float8(model, settings=layout.float8)
+    if mesh.dims.tp > 1:
+        apply_tensor_parallel(
+            model,
+            mesh=mesh.params["tp"],
+            plan=layout.spec.tensor_plan,
+            sequence_parallel=parallelism.enable_sequence_parallel,
+            loss_parallel=not parallelism.disable_loss_parallel,
+        )
+    if mesh.dims.ep > 1:
+        apply_expert_parallel(model, mesh=mesh.experts["ep"])
+    group_products(
+        model,
+        device_type=mesh.params.device_type,
+        dtype=getattr(torch, training.mixed_precision_param),
+    )
+    layout.trained.freeze_rest(model)  # behind these two, which make new parameters
+    mode, option = recomputation.mode, recomputation.selective_ac_option
+    recomputed: Mode = "none" if mode == "memory_budget" else mode  # then the compiler does it
+    apply_context_parallel(
+        model,
+        mesh=mesh,
+        parallelism=parallelism,
+        as_one_operator=selects_operators(recomputed, option),
+    )
+    if compilation.enable:
+        apply_compile(
+            model,
+            backend=compilation.backend,
+            memory_budget=recomputation.memory_budget if mode == "memory_budget" else 1.0,
+            opaque_attention=mesh.dims.cp > 1
+            or training.document_attention == "within"
+            or has_window(model),
+            sequence_comes_async=mesh.dims.tp > 1,
+        )
+    apply_activation_checkpointing(model, mode=recomputed, option=option)
+    _shard(model, mesh=mesh, layout=layout, training=training)
+
+
+def _shard(model: nn.Module, *, mesh: Mesh, layout: Layout, training: TrainingConfig) -> None:
+    """Shard the model, or only cast its weights where one rank has them all."""
+    # a layer in float8 takes its weight as it is: FSDP casts that, on one rank too
+    needs_fsdp = (
+        mesh.dims.world_size > 1 or training.enable_cpu_offload or layout.float8 is not None
+    )
+    if not needs_fsdp and training.mixed_precision_param == training.dtype:
+        return
+    if not needs_fsdp and can_compute_in(model):
+        compute_in(model, dtype=getattr(torch, training.mixed_precision_param))
+    else:  # on one rank slower than casting, but right for every module
+        apply_fsdp(
+            model,
+            mesh=mesh.data_parallel,
+            experts_mesh=mesh.expert_data_parallel,
+            training=training,
+            reshard=layout.reshard,
+        )
+
+
+def build_model_and_execution(
+    layout: Layout,
+    *,
+    mesh: Mesh,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    recomputation: ActivationCheckpointConfig,
+    compilation: CompileConfig,
+    device: torch.device,
+    loss: HeadLoss,
+    fill: Callable[[LanguageModel], None],
+) -> tuple[ModelParts, Execution]:
+    """Build this rank's parts of the model, and what runs batches through all ranks' parts.
+
+    `fill` gives a part, so far on the meta device, memory and initial weights.
+    """
+
+    def build_part(modules: tuple[str, ...] | None) -> LanguageModel:
+        part = layout.spec.build_meta(layout.architecture)
+        cast(part, getattr(torch, training.dtype))
+        if layout.adapt is not None:
+            layout.adapt(part)
+        if modules is not None:
+            part.prune_to_stage(modules)
+        if part.output is not None:
+            part.output.loss = loss
+        parallelize(
+            part,
+            mesh=mesh,
+            layout=layout,
+            training=training,
+            parallelism=parallelism,
+            recomputation=recomputation,
+            compilation=compilation,
+        )
+        _check_placements(part, mesh=mesh)
+        fill(part)
+        return part
+
+    if layout.pipeline is None:
+        model = build_part(None)
+        return ModelParts([model]), WholeModel(model)
+    own = layout.pipeline.stages_of(mesh.params.get_local_rank("pp"))
+    parts = ModelParts([build_part(layout.pipeline.modules[stage]) for stage in own])
+    pipeline = build_pipeline(
+        parts,
+        layout=layout,
+        mesh=mesh,
+        training=training,
+        sequence_parallel=parallelism.enable_sequence_parallel,
+        device=device,
+    )
+    return parts, pipeline
+
+
+def materialize(part: LanguageModel, *, device: torch.device, offloads: bool, seed: int) -> None:
+    """Allocate the weights of a part and fill them."""
+    allocate(part, device=device, offloads=offloads)
+    initialize(part, seed=seed)
+
+
+def allocate(part: LanguageModel, *, device: torch.device, offloads: bool) -> None:
+    """Give the weights of a part memory on the device, or where the host offloads them."""
+    part.to_empty(device="cpu" if offloads else device)
+    for state in router_biases(part):  # too small to fetch in every layer
+        state.data = torch.empty_like(state, device=device)
+
+
+def _check_placements(part: LanguageModel, *, mesh: Mesh) -> None:
+    """Check that every parameter lies on a mesh of all ranks of its stage, on any axes.
+
+    `optim.clip.global_norm` relies on it: it counts copies along a parameter's own mesh, so a copy
+    outside that mesh would count twice.
+    """
+    num_ranks, state = mesh.dims.world_size // mesh.dims.pp, set(router_biases(part))
+    for name, parameter in part.named_parameters():
+        if parameter in state:
+            continue
+        found = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+        assert found == num_ranks, f"{name} lies on a mesh of {found} ranks, not of {num_ranks}"

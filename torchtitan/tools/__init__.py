@@ -1,0 +1,1 @@
+"""Commands that are used beside the training. Nothing in the package imports them."""

@@ -1,0 +1,149 @@
+"""Find validation data that are also trained on, by looking at a part of both.
+
+A loss on documents that were trained on says nothing about others, and nobody notices, because it
+is merely good. Files that both sides read are found by their place on disk, under any name. Copies
+are found by content: up to `NUM_DOCUMENTS` documents of each side, spread evenly, are compared by
+their lengths and their first and last tokens. So the work is bounded whatever the size of the data,
+once they are tokenised, which the first rank does here as the job would.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan.assemble.data import build_samples
+from torchtitan.assemble.validation import build_held_out, describe_source
+from torchtitan.data.files import find_files
+from torchtitan.data.holdout import content_number
+from torchtitan.data.settings import DEFAULT_CACHE, SUPERVISED
+from torchtitan.data.store import TokenStore
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.job import Config, own_sections
+from torchtitan.tools.check.ranks import Checked, Failed, Finding, Ranks, attempt
+
+NUM_DOCUMENTS = 1 << 14
+NUM_TOKENS = 128
+NUM_NAMED, NUM_CHARACTERS = 2, 40
+
+
+def check_overlap(ranks: Ranks, config: Config) -> Iterator[Checked]:
+    """Look for validation data of a job that it trains on; of a split there are none."""
+    if not config.validation.enable or config.validation.split is not None:
+        return
+    found = attempt(lambda: find_overlap(config)) if ranks.launch.rank == 0 else []
+    findings = []
+    if isinstance(found, Failed):
+        findings = [Finding(what=found.why, remedy="correct the settings of the data")]
+    elif found:
+        findings = [
+            Finding(
+                what=f"validation reads {', and '.join(found)}",
+                remedy="name another validation.dataset_path, or, without one, hold out a part of "
+                "the training's documents with validation.split",
+            )
+        ]
+    summary = "is trained on too" if findings else "none of what was looked at is trained on"
+    yield Checked(name="validation", summary=summary, findings=findings)
+
+
+def find_overlap(config: Config) -> list[str]:
+    """Return what the validation reads that is trained on too, as far as a short look tells."""
+    training = config.training
+    tokenizer = build_tokenizer(config.model.tokenizer_path)
+    trained_on = build_samples(
+        training,
+        tokenizer=tokenizer,
+        tokenizer_path=config.model.tokenizer_path,
+        seed=config.debug.seed,
+        split=None,
+        sections=own_sections(config),
+    )
+    source = describe_source(config)
+    held_out = build_held_out(config, source=source, tokenizer=tokenizer)
+    if held_out.fingerprint["data"] == trained_on.fingerprint["data"]:
+        return ["the very data that are trained on"]
+    found = []
+    if files := shared_files(source.paths, training.paths, cache=training.dataset_cache):
+        named = ", ".join(map(str, files[:2]))
+        found.append(f"{len(files)} of the files of the training, as {named}")
+    supervised, other = (kind in SUPERVISED for kind in (source.dataset, training.dataset))
+    # examples and text are never stored as the same numbers; data of one's own not at all
+    if held_out.stores and trained_on.stores and supervised == other:
+        documents = describe_shared_documents(
+            held_out.stores, trained_on.stores, tokenizer=tokenizer, shift=int(supervised)
+        )
+        found += [documents] if documents else []
+    return found
+
+
+def _sample(stores: Sequence[TokenStore], *, end: int) -> dict[int, npt.NDArray[Any]]:
+    """Return the documents to look at, without the `end` token, by their numbers in all stores."""
+    ends = list(accumulate(store.num_documents for store in stores))
+    count = min(ends[-1], NUM_DOCUMENTS)
+    documents = {}
+    for number in (i * ends[-1] // count for i in range(count)):
+        store = bisect_right(ends, number)
+        tokens = stores[store].document(number - (ends[store - 1] if store else 0))
+        tokens = tokens[:-1] if len(tokens) and tokens[-1] == end else tokens
+        if len(tokens):
+            documents[number] = tokens
+    return documents
+
+
+def _key(tokens: npt.NDArray[Any]) -> tuple[int, int]:
+    both_ends = np.concatenate([tokens[:NUM_TOKENS], tokens[-NUM_TOKENS:]])
+    return len(tokens), content_number(both_ends)
+
+
+def _how_many(stores: Sequence[TokenStore]) -> str:
+    total = sum(store.num_documents for store in stores)
+    if total <= NUM_DOCUMENTS:
+        return f"{total} documents"
+    return f"{NUM_DOCUMENTS} documents (looked at, of {total})"
+
+
+def shared_files(
+    ours: Iterable[str], theirs: Iterable[str], *, cache: str = DEFAULT_CACHE
+) -> list[Path]:
+    """Return the files that the entries `ours` of a dataset_path and `theirs` both name; copies of
+    URLs are in `cache`."""
+
+    def by_place(entries: Iterable[str]) -> dict[tuple[int, int], Path]:
+        # a link is another name of the same file
+        found = [file for entry in entries for file in find_files(entry, cache=cache)]
+        files = [(file, file.stat()) for file in found]
+        return {(status.st_dev, status.st_ino): file for file, status in files}
+
+    known = by_place(theirs)
+    return [file for place, file in by_place(ours).items() if place in known]
+
+
+def describe_shared_documents(
+    ours: Sequence[TokenStore], theirs: Sequence[TokenStore], *, tokenizer: Tokenizer, shift: int
+) -> str | None:
+    """Say how many documents of `ours` are also in `theirs`, and how two of them begin.
+
+    None: there are none. `shift`: the bits below the id in a stored number, 1 for examples.
+    """
+    end = (tokenizer.eos_id << shift) | shift
+    held, trained = (_sample(stores, end=end) for stores in (ours, theirs))
+    known = set(map(_key, trained.values()))
+    shared = [number for number, tokens in held.items() if _key(tokens) in known]
+    if not shared:
+        return None
+    named = []
+    for number in shared[:NUM_NAMED]:
+        ids = held[number][:NUM_CHARACTERS] >> shift
+        beginning = tokenizer.decode(ids.tolist())[:NUM_CHARACTERS]
+        named.append(f"document {number + 1} ({beginning!r})")
+    return (
+        f"{len(shared)} of {_how_many(ours)} that are among the {_how_many(theirs)} trained on, as "
+        f"{' and '.join(named)}"
+    )

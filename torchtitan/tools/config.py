@@ -1,0 +1,103 @@
+"""Check a job and print it resolved: `python -m torchtitan.tools.config --job.config_file F`.
+
+It builds no process group and needs no GPU, so a job can be checked on the laptop where it is
+written. What the settings alone can tell comes first, and needs no torch; then what the model's
+sizes and the number of ranks can: `--world_size N`, else the fewest ranks that the degrees allow.
+What only the machines of the job can tell, as whether their GPUs have float8, is no mistake here
+but a remark. This file alone of its folder stands above `assemble/`: it is a command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from torchtitan.base.errors import ConfigError, Mistakes, UserError
+from torchtitan.config.toml_files import to_toml
+from torchtitan.job import Config, load_job
+
+logger = logging.getLogger(__name__)
+HELP = (
+    "python -m torchtitan.tools.config [--world_size N] [--section.key VALUE ...] checks a job and "
+    "prints it; --world_size is the number of ranks it is for.\n\n"
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the job as TOML and return 0, or one line for each mistake and return 2."""
+    words, given = _split(argv)
+    if {"-h", "--help"} & {*words}:
+        sys.stdout.write(HELP)
+    try:
+        mistakes = Mistakes()
+        world_size = mistakes.of(lambda: _read_world_size(given))
+        job = mistakes.of(lambda: load_job(words))
+        mistakes.report()
+        assert job is not None
+        with job.wording():
+            config = check_job(job.config, world_size=world_size)
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    sys.stdout.write(to_toml(config))
+    return 0
+
+
+def check_job(config: Config, *, world_size: int | None) -> Config:
+    """Check what the start of a job would, but for files and devices; log what is worth a remark.
+
+    Returns the settings with the model that they mean.
+
+    `world_size`: None stands for the fewest ranks that the degrees allow. What holds for these
+    holds for every number of ranks with which the job would start.
+
+    Raises:
+        UserError: Says all that does not fit together, or that a tokenizer is damaged.
+    """
+    # here: mistakes in the settings alone are told without the seconds that torch takes
+    from torchtitan.base.device import device_type
+    from torchtitan.data.tokenizer import check_vocabulary, find_tokenizer
+    from torchtitan.layout import check_device, find_layout, resolve_model, warn_of_random_base
+    from torchtitan.mesh.dims import fewest_ranks
+    from torchtitan.models.rope import warn_beyond_rope
+
+    config = resolve_model(config)
+    layout = find_layout(config, world_size=world_size or fewest_ranks(config.parallelism))
+    tokenizer = find_tokenizer(config.model.tokenizer_path)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
+    warn_beyond_rope(layout.architecture.rope_scaling, seq_len=config.training.seq_len)
+    if config.checkpoint.initial_load_path is None:
+        warn_of_random_base(config)
+    try:
+        check_device(config, layout=layout, device_type=device_type())
+    except ConfigError as error:
+        for mistake in error.mistakes:
+            logger.warning("On this machine the job would not start: %s", mistake)
+    return config
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], str | None]:
+    """Take the one option out that is no setting."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--world_size", nargs="?", const="")
+    found, words = parser.parse_known_args(list(argv))
+    return words, found.world_size
+
+
+def _read_world_size(given: str | None) -> int | None:
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdecimal() and 0 < len(given.lstrip("0")) < 10):
+        raise ConfigError(
+            f"command line: --world_size must be the number of ranks, 1 or more, got "
+            f"'{given[:60]}'; "
+            "leave it out to check for the fewest that the degrees allow"
+        )
+    return int(given)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

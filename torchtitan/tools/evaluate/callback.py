@@ -1,0 +1,107 @@
+"""Perplexity of held-out domains while a run trains: a callback, told of each validation.
+
+    [training]
+    callbacks = ["torchtitan.tools.evaluate.callback:Perplexity"]
+    [evaluation]
+    domains = ["web=held_out/web/*.jsonl", "code=held_out/code/*.py"]
+
+A domain is read by what validates the run, so any layout can measure it, and the figures join the
+validation's row, by which every sink writes them: `loss_web`, `perplexity_web`. A callback that
+gathered the weights to run the command's own code would need the whole model on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.base.own import is_import_path
+from torchtitan.data.dataset import PadToBatch
+from torchtitan.data.loader import Loader
+from torchtitan.data.settings import DataLoaderConfig
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.tools.evaluate.perplexity import open_domain, parse_domains
+from torchtitan.trainer import Run
+from torchtitan.validate import Validator
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out domains to measure at each validation."""
+
+    domains: tuple[str, ...] = ()
+    """NAME=FILES of each, as --perplexity of torchtitan.tools.evaluate; a name again adds files."""
+    tokenizer_path: str = "bpe_2048"
+    """As model.tokenizer_path."""
+
+
+SECTIONS = {"evaluation": EvaluationConfig}
+
+
+class Perplexity:
+    """Measures each domain at each validation."""
+
+    def __init__(self, evaluation: EvaluationConfig) -> None:
+        key = "evaluation.domains"
+        if not evaluation.domains:
+            raise ConfigError.at(key, 'must name a domain, as ["web=data/*.jsonl"], got none')
+        self._files = parse_domains(evaluation.domains, key=key)
+        self._tokenizer_path = evaluation.tokenizer_path
+        self._validators: dict[str, Validator] = {}
+
+    def on_start(self, run: Run) -> None:
+        """Read the domains, cut as the training cuts its text."""
+        key = "evaluation.tokenizer_path"
+        tokenizer = build_tokenizer(self._tokenizer_path, key=key)
+        if tokenizer.fingerprint != run.loader.dataset.fingerprint["tokenizer"]:
+            rule = f"must be that of the training, got {self._tokenizer_path!r}"
+            raise ConfigError.at(key, f"{rule}; write what model.tokenizer_path says")
+        if run.validator is None:
+            raise ConfigError.at(
+                "validation.enable",
+                "must be true for torchtitan.tools.evaluate.callback:Perplexity, which measures at "
+                "each validation; set it, or remove the callback",
+            )
+        if is_import_path(run.training.loss):
+            raise ConfigError.at(
+                "training.loss",
+                f"must be cross_entropy for a perplexity, got '{run.training.loss}'; measure the "
+                f"checkpoints by python -m torchtitan.tools.evaluate, and remove the callback",
+            )
+        cut = replace(run.training, dataset_weights=(), dataset_mixture={})
+        size = cut.local_batch_size
+        for name, files in self._files.items():
+            domain = open_domain(name, files, cut=cut, tokenizer=tokenizer, of="evaluation.domains")
+            batches = PadToBatch(domain.samples, batch=size * run.mesh.dims.dp, num_batches=None)
+            self._validators[name] = Validator(
+                loader=Loader(
+                    batches,
+                    local_batch_size=size,
+                    accumulation=1,
+                    dp_rank=run.mesh.dp_rank,
+                    dp_degree=run.mesh.dims.dp,
+                    settings=DataLoaderConfig(),
+                ),
+                execution=run.execution,
+                shard=run.sequence_shard,
+                model=run.model,
+                mesh=run.mesh,
+                device=run.device,
+                data=name,
+                freq=1,
+                before_saves=False,
+                # the run's own validation came before, and has compiled what there is to compile
+                first_timeout_seconds=run.train_timeout_seconds,
+                timeout_seconds=run.train_timeout_seconds,
+            )
+
+    def on_validation(self, step: int, row: Mapping[str, Any]) -> dict[str, float]:
+        """Return the loss and the perplexity of each domain."""
+        figures = {}
+        for name, validator in self._validators.items():
+            found = validator.measure(step)
+            for what in ("loss", "perplexity"):
+                figures[f"{what}_{name}"] = float(found[f"validation_{what}"])
+        return figures

@@ -1,0 +1,336 @@
+"""Tasks of EleutherAI's lm-evaluation-harness on a model of ours.
+
+The harness makes requests of three kinds out of its tasks, and figures out of the answers; the
+`Adapter` answers. Texts are tokenised and cut as the harness's own class for `transformers` does
+it, so the scores are the same: `lm_eval --model hf` on an export is the oracle of the tests.
+
+Requests are sorted by length, and a batch is padded on the right, which causal attention never
+sees. Requests that feed the model the same tokens, as the answers of one token to one question, are
+fed once; and logits exist only for the tokens that are scored. Under tensor parallelism every rank
+answers all requests alike.
+
+The package is an extra. This file alone imports it, and is imported where tasks are asked for.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
+
+from torchtitan.base.errors import ConfigError, UserError, did_you_mean
+from torchtitan.finetune.chat import Conversation
+from torchtitan.generate.sampling import generate
+from torchtitan.tools.evaluate.report import is_first_rank, tracked
+from torchtitan.tools.evaluate.subject import Subject
+
+Row = tuple[int, ...]
+MAX_NEW_TOKENS = 256
+"""Of a generated text where its task does not say."""
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+HEEDED = ("until", *LENGTHS, "do_sample", "temperature", "top_k")
+NEUTRAL = (None, 1, False)
+"""Values at which other settings of sampling change nothing."""
+
+
+def find_tasks(names: Sequence[str], *, include_path: Path | None) -> TaskManager:
+    """Return what knows these tasks: those of a folder, and those of the harness if need be.
+
+    Raises:
+        ConfigError: There is no task, group or tag of a name, nor a YAML file.
+    """
+    folder = None if include_path is None else str(include_path)
+    for include_defaults in (False, True):  # reading the harness's own takes half a minute
+        manager = TaskManager(include_path=folder, include_defaults=include_defaults)
+        known = set(manager.all_tasks)
+        if not (unknown := [n for n in names if n not in known and not Path(n).is_file()]):
+            return manager
+    raise ConfigError(
+        f"--tasks must name tasks of lm-evaluation-harness, of --include_path, or YAML files; "
+        f"{unknown[0]!r} is none of {len(known)}{did_you_mean(unknown[0], known)}"
+    )
+
+
+def run_tasks(
+    adapter: Adapter,
+    names: Sequence[str],
+    *,
+    manager: TaskManager,
+    num_fewshot: int | None,
+    limit: float | None,
+    apply_chat_template: bool,
+) -> dict[str, Any]:
+    """Return the figures of each task and group; on all but the first rank of a machine none.
+
+    Raises:
+        UserError: A task asks for what cannot be done.
+    """
+    # other ranks would repeat its bars and warnings
+    with nullcontext() if is_first_rank() else redirect_stderr(io.StringIO()):
+        found = simple_evaluate(
+            adapter,
+            tasks=list(names),
+            task_manager=manager,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            apply_chat_template=apply_chat_template,
+            log_samples=False,
+        )
+    if found is None:
+        return {}
+    return {
+        name: {
+            "figures": _figures(row),
+            "num_examples": found["n-samples"].get(name, {}).get("effective"),
+            "num_fewshot": found["n-shot"].get(name),
+            "version": found["versions"].get(name),
+        }
+        for name, row in found["results"].items()
+    }
+
+
+def _figures(row: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+    """Return each metric, with its filter if it has one, and its standard error if it is known."""
+    figures = {}
+    for key, value in row.items():
+        metric, comma, filter_name = key.partition(",")
+        if comma and not metric.endswith("_stderr"):
+            stderr = row.get(f"{metric}_stderr,{filter_name}")
+            name = metric if filter_name == "none" else f"{metric}, {filter_name}"
+            known = stderr if isinstance(stderr, float) else None
+            figures[name] = {"value": value, "stderr": known}
+    return figures
+
+
+class Adapter(TemplateLM):
+    """Answers the harness's requests; `max_length`: the most tokens that the model is given."""
+
+    def __init__(
+        self, subject: Subject, *, max_length: int, batch_size: int, chats: bool = False
+    ) -> None:
+        super().__init__()
+        self.max_length, self._batch_size, self._chats = max_length, batch_size, chats
+        self._subject, self._generator = subject, subject.generator
+        assert self._generator.template is not None or not chats, "checked before"
+        self._stop_ids = self._generator.answer_stop_ids() if chats else self._generator.stop_ids
+
+    @property
+    def eot_token_id(self) -> int:
+        """Return the token that ends a document."""
+        return self._generator.tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Return what stands before a text of which the first token is scored."""
+        return self._subject.first_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Return what tells tokenizers apart."""
+        return self._generator.tokenizer.fingerprint
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: object
+    ) -> list[int]:
+        """Return the ids of a text, after the begin token if the tokenizer has it so.
+
+        In a chat the text is what the template wrote, and names of special tokens mean these.
+        """
+        tokenizer, begin_id = self._generator.tokenizer, self._subject.begin_id
+        ids = [*tokenizer.encode_special([string])[0].ids] if self._chats else None
+        ids = tokenizer.encode(string) if ids is None else ids
+        if begin_id is None or add_special_tokens is False or ids[:1] == [begin_id]:
+            return ids
+        return [begin_id, *ids]
+
+    def apply_chat_template(
+        self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return a chat as text; without the generation prompt it ends in its last message."""
+        template = self._generator.template
+        assert template is not None, "checked before"
+        chat = Conversation(chat_history, None, "a chat of --tasks")
+        text = template.render(chat, add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"].strip()
+        return text[: text.rindex(last) + len(last)]
+
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
+        """Return of each continuation its log-likelihood, and whether greedy text would be it."""
+        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return answers
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = True
+    ) -> list[float]:
+        """Return the log-likelihood of each text, in windows that do not overlap but the last."""
+        windows: list[tuple[int, list[int], list[int]]] = []
+        for number, request in enumerate(requests):
+            cut = get_rolling_token_windows(
+                self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            windows += [(number, *make_disjoint_window(window)) for window in cut]
+        totals = [0.0] * len(requests)
+        for (number, *_), (score, _) in zip(
+            windows, self._loglikelihood_tokens(windows), strict=True
+        ):
+            totals[number] += score
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: object
+    ) -> list[tuple[float, bool]]:
+        """Score the last tokens of each request, its continuation, given those before."""
+        rows: dict[Row, list[int]] = defaultdict(list)
+        for number, (_, context, continuation) in enumerate(requests):
+            if not 0 < len(continuation) <= self.max_length:
+                raise ConfigError(
+                    f"a continuation must have 1 to {self.max_length} tokens, --seq_len, got "
+                    f"{len(continuation)}: {self._generator.tokenizer.decode(continuation)!r:.60}; "
+                    f"raise --seq_len, or mend the task"
+                )
+            rows[tuple([*context, *continuation][-self.max_length - 1 : -1])].append(number)
+        answers = [(0.0, False)] * len(requests)
+        for batch in self._batches(list(rows), "scoring"):
+            num_scored = [max(len(requests[n][2]) for n in rows[row]) for row in batch]
+            for row, scores_TV in zip(batch, self._scores(batch, num_scored), strict=True):
+                for number in rows[row]:
+                    ids_T = torch.tensor(requests[number][2], device=scores_TV.device)
+                    here_TV = scores_TV[-len(ids_T) :]
+                    score = here_TV.gather(1, ids_T[:, None]).sum().item()
+                    answers[number] = score, bool((here_TV.argmax(1) == ids_T).all())
+        return answers
+
+    def _batches(self, rows: Sequence[Row], what: str) -> Iterator[Sequence[Row]]:
+        """Yield the rows, the longest first: what does not fit into memory fails at once."""
+        rows, size = sorted(rows, key=len, reverse=True), self._batch_size
+        starts = range(0, len(rows), size)
+        for first in tracked(starts, what, total=len(starts)):
+            yield rows[first : first + size]
+
+    @torch.no_grad()
+    def _scores(self, rows: Sequence[Row], num_scored: Sequence[int]) -> Sequence[Tensor]:
+        """Return log-probabilities (T, V) after the last `num_scored` tokens of each row."""
+        model, width = self._generator.model, len(rows[0])
+        assert model.output is not None, "the model is whole"
+        device = next(model.parameters()).device
+        padded = [[*row, *[0] * (width - len(row))] for row in rows]
+        places = [
+            (b, s)
+            for b, (row, count) in enumerate(zip(rows, num_scored, strict=True))
+            for s in range(len(row) - count, len(row))
+        ]
+        b_T, s_T = torch.tensor(places, device=device).T
+
+        def select(_: object, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            x_BSC, *others = inputs
+            return x_BSC[b_T, s_T][None], *others
+
+        # before tensor parallelism's own hook, which takes what is selected
+        handle = model.output.register_forward_pre_hook(select, prepend=True)
+        try:
+            logits_TV = model(torch.tensor(padded, device=device))[0]
+        finally:
+            handle.remove()
+        if not logits_TV.isfinite().all():
+            raise UserError(
+                f"the model's logits must be finite, they are not in {logits_TV.dtype}; compute in "
+                f"another type, --dtype float32, or take another checkpoint"
+            )
+        return logits_TV.float().log_softmax(-1).split(list(num_scored))
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
+        """Return the continuation of each context, up to the first of its stop texts."""
+        seen: Counter[int] = Counter()
+        groups: dict[tuple[str, int], dict[int, Row]] = defaultdict(dict)
+        for number, request in enumerate(requests):
+            context, settings = request.args
+            ids = self.tok_encode(context) or [self.prefix_token_id]
+            # a request is asked again for another draw
+            group = groups[json.dumps(settings, sort_keys=True), seen[id(request)]]
+            group[number] = tuple(ids)
+            seen[id(request)] += 1
+        texts = [""] * len(requests)
+        for (settings, seed), contexts in groups.items():
+            found = self._generate(set(contexts.values()), json.loads(settings), seed=seed)
+            for number, row in contexts.items():
+                texts[number] = found[row]
+        return texts
+
+    def _generate(
+        self, rows: set[Row], settings: Mapping[str, Any], *, seed: int
+    ) -> dict[Row, str]:
+        """Return the text after each row of tokens, cut on the left where it is too long."""
+        tokenizer = self._generator.tokenizer
+        until = settings.get("until") or []
+        until = [until] if isinstance(until, str) else until
+        given = (settings[key] for key in LENGTHS if settings.get(key) is not None)
+        max_new_tokens = int(next(given, MAX_NEW_TOKENS))
+        if not 0 < max_new_tokens < self.max_length:
+            raise ConfigError(
+                f"a task must generate 1 to {self.max_length - 1} tokens, less than --seq_len, got "
+                f"max_gen_toks {max_new_tokens}; raise --seq_len, or write another max_gen_toks in "
+                f"the task's generation_kwargs"
+            )
+
+        def text_of(new: Sequence[int]) -> str:
+            special = tokenizer.special_tokens.values()
+            return tokenizer.decode([i for i in new if i not in special])
+
+        texts = {}
+        for batch in self._batches(sorted(rows), "generating"):
+            found = generate(
+                self._generator.model,
+                [row[max_new_tokens - self.max_length :] for row in batch],
+                max_new_tokens=max_new_tokens,
+                seed=seed,
+                stop_ids=self._stop_ids,
+                is_over=lambda new: any(stop and stop in text_of(new) for stop in until),
+                **_sampling(settings),
+            )
+            for row, new in zip(batch, found, strict=True):
+                texts[row] = text_of(new)
+                for stop in filter(None, until):
+                    texts[row] = texts[row].split(stop)[0]
+        return texts
+
+
+def _sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how tokens are drawn: as the harness has it, greedily unless a task says otherwise.
+
+    Raises:
+        ConfigError: It asks for a way that is not built.
+    """
+    temperature = float(settings.get("temperature") or 0)
+    samples = settings.get("do_sample", temperature > 0)
+    without_effect = () if samples else ("top_p", "min_p", "typical_p")
+    others = [
+        f"{key} = {value!r}"
+        for key, value in settings.items()
+        if key not in HEEDED + without_effect and value not in NEUTRAL
+    ]
+    if others:
+        raise ConfigError(
+            f"a task's generation_kwargs may hold {', '.join(HEEDED)}, got {', '.join(others)}; "
+            f"remove it from a copy of the task in --include_path"
+        )
+    if not samples:
+        return {"temperature": 0.0}
+    return {"temperature": temperature or 1.0, "top_k": settings.get("top_k") or None}

@@ -1,0 +1,168 @@
+"""Perplexity of held-out text: the loss per token, as training and validation define it.
+
+The documents of a domain make one row of tokens, each closed by an end token, which is cut into
+sequences of `seq_len` as for training; the loss is the sum over all labels divided by their number.
+So the figure is the validation loss that the trainer would log for these files. The alternatives
+answer other questions: one document per sequence gives every document a beginning without context,
+and a sliding window gives every token a long one, for many times the work. As in training, what
+does not fill the last sequence is left out.
+
+Bits per byte make tokenizers comparable: (tokens / bytes) x loss / ln 2 over the whole text
+(arXiv:2101.00027), end tokens included, since they are predicted too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from torchtitan.base.errors import DataError, Mistakes, UserError
+from torchtitan.data.dataset import Dataset, PadToBatch, build_dataset
+from torchtitan.data.loader import Loader
+from torchtitan.data.prepare import open_cached
+from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
+from torchtitan.data.store import TokenStore
+from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.mesh.settings import ParallelismConfig
+from torchtitan.models.interface import LanguageModel
+from torchtitan.optim.loss import count_valid
+from torchtitan.parallel.context.build import build_layout
+from torchtitan.parallel.context.layout import SequenceShard
+from torchtitan.parallel.execution import WholeModel
+from torchtitan.tools.evaluate.report import tracked
+from torchtitan.validate import perplexity_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What a model makes of a domain's text."""
+
+    loss: float
+    """Nats per token."""
+    perplexity: float
+    bits_per_byte: float
+    num_tokens: int
+    """Tokens that were predicted."""
+    num_tokens_of_text: int
+    """All, with an end token after each document."""
+    num_documents: int
+    num_bytes: int
+    """Of the text, in UTF-8."""
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Held-out text, cut into sequences."""
+
+    name: str
+    samples: Dataset
+    cut: TrainingConfig
+
+
+def parse_domains(texts: Sequence[str], *, key: str) -> dict[str, tuple[str, ...]]:
+    """Return the files of each domain, of texts NAME=FILES that the setting `key` holds.
+
+    Raises:
+        ConfigError: One is of another form.
+    """
+    files: dict[str, tuple[str, ...]] = {}
+    mistakes = Mistakes()
+    for text in texts:
+        name, _, pattern = text.partition("=")
+        if not name or not pattern:
+            mistakes.add(key, f"must be NAME=FILES, as web='data/*.jsonl', got {text!r}; name both")
+        files[name] = (*files.get(name, ()), pattern)
+    mistakes.report()
+    return files
+
+
+def open_domain(
+    name: str,
+    files: tuple[str, ...],
+    *,
+    cut: TrainingConfig,
+    tokenizer: Tokenizer,
+    of: str = "--perplexity",
+) -> Domain:
+    """Read the text of a domain, tokenised now unless it was before; `of`: the setting it is in.
+
+    Raises:
+        DataError: Files are missing, empty, damaged or hold less than a sequence.
+    """
+    source = replace(cut, dataset="files", dataset_path=files, num_epochs=1)
+    try:
+        # the seed decides the order alone
+        samples = build_dataset(source, tokenizer=tokenizer, seed=0)
+    except DataError as error:
+        raise error.within(f"{of} {name}") from error
+    return Domain(name, samples, source)
+
+
+@torch.no_grad()
+def measure(
+    model: LanguageModel, domain: Domain, *, tokenizer: Tokenizer, batch_size: int
+) -> Figures:
+    """Measure a model on a domain; all ranks that share the model call it alike.
+
+    Raises:
+        UserError: The loss is not a number, or no token of the text has a label.
+    """
+    cut, samples = domain.cut, domain.samples
+    shard = SequenceShard(
+        build_layout(ParallelismConfig()),
+        rank=0,
+        document_attention=cut.document_attention,
+        document_positions=cut.document_positions,
+    )
+    execution, device = WholeModel(model), next(model.parameters()).device
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    num_labels = torch.zeros((), dtype=torch.int64)
+    batches = PadToBatch(samples, batch=batch_size, num_batches=None)
+    loader = Loader(
+        batches,
+        local_batch_size=batch_size,
+        accumulation=1,
+        dp_rank=0,
+        dp_degree=1,
+        settings=DataLoaderConfig(),
+    )
+    for [drawn] in tracked(loader, domain.name, total=batches.num_batches):
+        batch = shard.take(drawn)
+        num_labels += count_valid(batch.labels)
+        loss_sum += execution.evaluate(batch.to(device))
+    if not num_labels:
+        raise DataError(
+            f"--perplexity {domain.name}: the text must have a token to predict, and each of its "
+            f"documents is one token; name other files"
+        )
+    loss = loss_sum.item() / num_labels.item()
+    if not math.isfinite(loss):
+        raise UserError(
+            f"--perplexity {domain.name}: the loss must be finite, got {loss}; compute in another "
+            f"type, --dtype float32, or take another checkpoint"
+        )
+    stores = samples.stores
+    num_tokens, num_bytes = samples.num_tokens, sum(_num_bytes(s, tokenizer) for s in stores)
+    return Figures(
+        loss=loss,
+        perplexity=perplexity_of(loss),
+        bits_per_byte=loss / math.log(2) * num_tokens / num_bytes,
+        num_tokens=int(num_labels),
+        num_tokens_of_text=num_tokens,
+        num_documents=sum(store.num_documents for store in stores),
+        num_bytes=num_bytes,
+    )
+
+
+def _num_bytes(store: TokenStore, tokenizer: Tokenizer) -> int:
+    """Return the bytes of a store's text: as they were read, else as its tokens spell them."""
+    folder = Path(store.prefix).parent
+    if (folder / "about.json").is_file() and (known := open_cached(folder)[1].get("text_bytes")):
+        return int(known)
+    documents = (store.document(number).tolist() for number in range(store.num_documents))
+    texts = (tokenizer.decode([i for i in ids if i != tokenizer.eos_id]) for ids in documents)
+    return sum(len(text.encode()) for text in texts)

@@ -1,0 +1,112 @@
+"""What is evaluated: a model, and what its folder says of the texts that it was made for.
+
+A run's step says how its training cut text. A Hugging Face folder says how many positions its model
+takes, and which token its tokenizer puts before a text; a model that was trained here has never
+seen a token there but the one that ended the document before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.assemble.generator import find_run_step, open_generator, read_settings
+from torchtitan.base.files import read_json
+from torchtitan.checkpoint.storage import read_manifest
+from torchtitan.data.settings import TrainingConfig
+from torchtitan.data.tokenizer import read_tokenizer_config, special_token
+from torchtitan.generate.generator import Generator
+from torchtitan.hf.beside import tokenizer_file
+from torchtitan.hf.config import read_config
+from torchtitan.hf.names import CONFIG
+
+UNSAID = 2048
+"""Tokens of a sequence where a Hugging Face folder does not say how many it takes, and the most
+that perplexity takes of one if it is not told to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model, and what its folder says of it."""
+
+    folder: Path
+    """The step or the Hugging Face folder that was read."""
+    step: int | None
+    """None: a Hugging Face folder."""
+    generator: Generator
+    cut: TrainingConfig
+    """How the text of held-out files is cut if nothing else is said, as in the training."""
+    positions: int
+    """Tokens of the longest sequence that it was trained on, or that its config.json names."""
+    first_id: int
+    """What stands before a text of which the first token is predicted."""
+    begin_id: int | None
+    """What its tokenizer puts before every text; None: nothing."""
+
+
+def open_subject(
+    path: Path,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+    verify: bool = True,
+    tokenizer: str | None = None,
+    **options: Any,
+) -> Subject:
+    """Open what `path` names; the arguments are those of `open_generator`.
+
+    Raises:
+        UserError: As `open_generator` raises.
+    """
+    options |= {"device": device, "mesh": mesh, "tokenizer": tokenizer}
+    if (path / CONFIG).is_file():
+        generator = open_generator(path, **options)
+        positions = read_config(path).get("max_position_embeddings", UNSAID)
+        first_id, begin_id = _begin_tokens(tokenizer or str(path), generator)
+        return Subject(
+            folder=path,
+            step=None,
+            generator=generator,
+            cut=TrainingConfig(seq_len=min(positions, UNSAID)),
+            positions=positions,
+            first_id=first_id,
+            begin_id=begin_id,
+        )
+    step = find_run_step(path, verify=verify, group=None if mesh is None else mesh.get_group())
+    generator = open_generator(step, verify=False, **options)
+    training = read_settings(step).training
+    return Subject(
+        folder=step,
+        step=read_manifest(step)["step"],
+        generator=generator,
+        cut=TrainingConfig(
+            seq_len=training.seq_len,
+            document_attention=training.document_attention,
+            document_positions=training.document_positions,
+        ),
+        positions=training.seq_len,
+        first_id=generator.tokenizer.eos_id,
+        begin_id=None,
+    )
+
+
+def _begin_tokens(tokenizer_path: str, generator: Generator) -> tuple[int, int | None]:
+    """Return the begin token, or the end token where there is none; and what precedes each text,
+    by the template in tokenizer.json."""
+    file, special = tokenizer_file(tokenizer_path), generator.tokenizer.special_tokens
+    eos_id = generator.tokenizer.eos_id
+    if file is None:
+        return eos_id, None
+    config = read_tokenizer_config(file.with_name("tokenizer_config.json"))
+    named = special_token(config, "bos_token") or ""
+    processor = read_json(file).get("post_processor") or {}
+    added = None
+    for part in processor.get("processors", [processor]):
+        first = (part.get("single") or [{}])[0]
+        if "SpecialToken" in first:
+            added = special.get(first["SpecialToken"]["id"])
+    return special.get(named, eos_id), added

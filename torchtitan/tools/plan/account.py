@@ -1,0 +1,167 @@
+"""Who has the memory of a rank, at the peak and over the step: a tape replayed.
+
+What a storage is for is known of weights and gradients when they are born, of activations only from
+how long they live: what a block's forward makes and leaves to backward is an activation, what is
+gone before the next block begins is a temporary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from torchtitan.tools.plan.allocator import Allocator
+from torchtitan.tools.plan.devices import ALLOWANCE
+from torchtitan.tools.plan.tape import Entry, Kind, Phase, Record
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tenant:
+    """What one operator of one module, of all blocks together, has at the peak."""
+
+    kind: Kind
+    operator: str
+    module: str
+    num: int
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """Memory of one rank's device in one step, in bytes."""
+
+    active: int
+    """The most in blocks of the allocator at once, as `memory_peak_gib` of the log tells."""
+    reserved: int
+    """What the allocator has taken from the device by the end of the step."""
+    by_kind: Mapping[Kind, int]
+    """What is live at the peak."""
+    where: Entry
+    """The birth that makes the peak."""
+    during: tuple[Phase | None, int | None]
+    """Phase and block of the peak."""
+    tenants: Sequence[Tenant]
+    """The same as `by_kind` by operators, the largest first."""
+    curve: Sequence[Mapping[Kind, int]]
+    """What is live over the step: the most of each stretch of it."""
+    on_host: int
+    """The most of what is offloaded to the host's memory."""
+
+    @property
+    def needed(self) -> int:
+        """What the device must have, what is not modelled included."""
+        return self.reserved + ALLOWANCE
+
+
+def replay(record: Record, *, expandable: bool, num_points: int = 400) -> Account:
+    """Replay a record through the allocator."""
+    entries, kinds = record.entries, classify(record)
+    allocator, places = Allocator(expandable=expandable), {}
+    live: Counter[Kind] = Counter()
+    now = peak = host = most_on_host = peak_active = 0
+    begun = next((p.start for p in record.pieces[1:] if p.phase != "state"), 0)
+    at, curve = -1, _Curve(len(entries) - begun, num_points)
+    for index, entry in enumerate(entries):
+        if entry.what not in ("birth", "death"):
+            continue
+        sign = 1 if entry.what == "birth" else -1
+        if entry.pool == "host":
+            host += sign * entry.size
+            most_on_host = max(most_on_host, host)
+            continue
+        now += sign * entry.size
+        live[kinds[index if sign > 0 else entry.born]] += sign * entry.size
+        if sign > 0:
+            places[index] = allocator.take(entry.size, stream=entry.pool)
+        else:
+            allocator.give(places.pop(entry.born))
+        peak_active = max(peak_active, allocator.active)
+        if now > peak:
+            peak, at = now, index
+        if index >= begun:
+            curve.add(index - begun, now, live)
+    tenants = _tenants(entries, kinds, at=at)
+    by_kind: Counter[Kind] = Counter()
+    for tenant in tenants:
+        by_kind[tenant.kind] += tenant.size
+    piece = next(p for p, end in record.bounds() if p.start <= at < end)
+    return Account(
+        active=peak_active,
+        reserved=allocator.reserved,
+        by_kind=dict(by_kind.most_common()),
+        where=entries[at],
+        during=(piece.phase, piece.block),
+        tenants=tenants,
+        curve=curve.points,
+        on_host=most_on_host,
+    )
+
+
+def classify(record: Record) -> list[Kind]:
+    """Return what each entry's storage is for, by how long it lives."""
+    entries = record.entries
+    kinds = [entry.kind for entry in entries]
+    piece_of: list[int] = []
+    for number, (piece, end) in enumerate(record.bounds()):
+        piece_of += [number] * (end - piece.start)
+    phases = [piece.phase for piece in record.pieces]
+    blocks = [piece.block for piece in record.pieces]
+    for index, entry in enumerate(entries):
+        if entry.what != "death" or entry.kind not in ("temporaries", "communication"):
+            continue
+        born = entry.born
+        first, last = piece_of[born], piece_of[index]
+        if phases[first] == "forward" and phases[last] in ("backward", None) and first != last:
+            kinds[born] = "activations"
+        elif (
+            phases[first] == "backward"
+            and first != last
+            and (phases[last] in ("between", "update") or blocks[last] == blocks[first])
+        ):
+            kinds[born] = "gradients"  # not reduced yet
+        elif entries[born].where[1].startswith("output"):
+            kinds[born] = "logits"
+    return kinds
+
+
+def _tenants(entries: Sequence[Entry], kinds: Sequence[Kind], *, at: int) -> list[Tenant]:
+    """Return who is live behind an entry."""
+    live = {}
+    for index, entry in enumerate(entries[: at + 1]):
+        if entry.what == "birth" and entry.pool != "host":
+            live[index] = entry
+        elif entry.what == "death":
+            live.pop(entry.born, None)
+    sizes: Counter[tuple[Kind, str, str]] = Counter()
+    nums: Counter[tuple[Kind, str, str]] = Counter()
+    for index, entry in live.items():
+        key = kinds[index], entry.where[0], entry.where[1]
+        sizes[key] += entry.size
+        nums[key] += 1
+    return [
+        Tenant(kind=key[0], operator=key[1], module=key[2], num=nums[key], size=size)
+        for key, size in sizes.most_common()
+    ]
+
+
+class _Curve:
+    """The largest moment of each of so many stretches."""
+
+    def __init__(self, num_entries: int, num_points: int) -> None:
+        self._width = max(1, -(-num_entries // num_points))
+        self._number, self._most = -1, -1
+        self.points: list[dict[Kind, int]] = []
+
+    def add(self, index: int, now: int, live: Mapping[Kind, int]) -> None:
+        number = index // self._width
+        if number != self._number:
+            self._number, self._most = number, -1
+            self.points.append({})
+        if now > self._most:
+            self._most = now
+            self.points[-1] = dict(live)

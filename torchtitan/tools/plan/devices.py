@@ -1,0 +1,175 @@
+"""What devices and their links can do, from data sheets, and how much of it programs reach.
+
+A plan gives bounds, not a number: for each resource a share of its peak that well-made kernels and
+collectives reach on large sizes, and one that they fall to.
+
+Sources: NVIDIA's data sheets of A100, H100, H200, B200 and L40S, AMD's of MI300X (memory,
+bandwidth, links, PCI Express; of links the rate of one direction); matrix peaks are those of
+`base/device.py`. Memory is what the driver offers to programs, a little less than the sheet says.
+Networks are what such machines usually have, one adapter of 200 or 400 Gbit/s per GPU.
+Shares: matrix products reach 60 to 85 % of the dense peak (H100, cuBLAS at sizes from 4096; lower
+for power limits), flash attention 2 30 to 55 % (FlashAttention-3's paper, arXiv:2407.08608, gives
+35 % forward on H100; the FlashAttention-2 paper, arXiv:2307.08691, 50 to 73 % on A100),
+memory-bound kernels 60 to 90 % of the bandwidth, collectives 50 to 85 % of their links (NCCL's
+tests call it bus bandwidth), and copies between a device and page-locked memory of its machine as
+much of theirs. An optimizer on the host reads and writes as fast as one core
+does (10 GB/s) or as a GPU's part of its machine's memory allows (twice eight channels of DDR5-4800
+are 614 GB/s, for eight GPUs); both are estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from pydantic import PositiveInt, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from torchtitan.base.device import GIB, GPU_PEAKS, table_peaks
+from torchtitan.base.errors import ConfigError, did_you_mean
+from torchtitan.config.types import FinitePositive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """How much of a resource's peak is reached, at worst and at best."""
+
+    worst: FinitePositive
+    best: FinitePositive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One GPU and its links."""
+
+    name: str
+    memory: int
+    """Bytes."""
+    flops: float
+    """Dense bfloat16 matrix products, FLOP/s."""
+    bandwidth: float
+    """Of its memory, bytes/s."""
+    link: float
+    """To the other GPUs of its machine, one direction, bytes/s."""
+    network: float
+    """To other machines, one direction, bytes/s of one GPU."""
+    to_host: float
+    """To the memory of its machine, each direction, bytes/s."""
+    products: Share = Share(worst=0.6, best=0.85)
+    attention: Share = Share(worst=0.3, best=0.55)
+    passes: Share = Share(worst=0.6, best=0.9)
+    links: Share = Share(worst=0.5, best=0.85)
+    copies: Share = Share(worst=0.5, best=0.85)
+    """Of `to_host`."""
+    latency: Share = Share(worst=30e-6, best=8e-6)
+    """Of a collective or send, seconds."""
+    launch: Share = Share(worst=10e-6, best=4e-6)
+    """What the host needs for one operator, seconds."""
+    on_host: Share = Share(worst=10e9, best=75e9)
+    """What an optimizer on the host reads and writes for one GPU, bytes/s."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What was measured of a device; see `Device` for the units."""
+
+    product: str
+    """The name that its driver gives."""
+    memory: PositiveInt
+    products: Share
+    attention: Share
+    passes: Share
+    copies: Share
+    launch: Share
+    on_host: Share
+
+
+def _device(
+    name: str, *, gib: float, bandwidth: float, link: float, network: float, to_host: float
+) -> tuple[str, Device]:
+    """`bandwidth` in TB/s, `link`, `network` and `to_host` in GB/s."""
+    return name, Device(
+        name=name,
+        memory=round(gib * GIB),
+        flops=GPU_PEAKS[name].bf16 * 1e12,
+        bandwidth=bandwidth * 1e12,
+        link=link * 1e9,
+        network=network * 1e9,
+        to_host=to_host * 1e9,
+    )
+
+
+DEVICES: Mapping[str, Device] = dict(
+    (
+        _device("A100", gib=79.1, bandwidth=2.039, link=300, network=25, to_host=32),
+        _device("H100", gib=79.1, bandwidth=3.35, link=450, network=50, to_host=64),
+        _device("H200", gib=139.8, bandwidth=4.8, link=450, network=50, to_host=64),
+        _device("B200", gib=178.3, bandwidth=7.7, link=900, network=50, to_host=64),
+        _device("L40S", gib=44.3, bandwidth=0.864, link=32, network=25, to_host=32),
+        _device("MI300X", gib=191.9, bandwidth=5.3, link=448, network=50, to_host=64),
+    )
+)
+REMEDY = "correct the file, or measure again by scripts/benchmark.py gpu --calibrate FILE"
+ALLOWANCE = 2 * GIB
+"""What a device holds beside torch's memory: the CUDA context and its libraries (about 0.5 GiB),
+NCCL's buffers of each communicator, cuBLAS's workspaces. Not modelled; an estimate to be on the
+safe side."""
+
+
+def device_named(product: str) -> Device | None:
+    """Return the device of the table that a product is, by the name that its driver gives."""
+    peaks = table_peaks(product)
+    return next((DEVICES[name] for name in DEVICES if peaks is GPU_PEAKS[name]), None)
+
+
+def find_device(name: str, *, memory_gib: float | None) -> Device:
+    """Return a device of the table, with as much memory as is given.
+
+    `name`: or the name that its driver gives, or a file with what was measured of one, by
+    `scripts/benchmark.py gpu --calibrate`.
+
+    Raises:
+        ConfigError: There is no such device, or no such file, or a figure is no size.
+    """
+    if memory_gib is not None and not 0.0 < memory_gib < float("inf"):
+        raise ConfigError(
+            f"--memory_gib must be a finite number above 0, got {memory_gib:g}; write what the "
+            "driver offers, or leave it out for the usual"
+        )
+    found = _read_constants(Path(name)) if name.endswith(".json") else device_named(name)
+    if found is None:
+        raise ConfigError(
+            f"--device must be one of {', '.join(DEVICES)}, got {name!r}"
+            f"{did_you_mean(name, DEVICES)}; for another take the nearest, and --memory_gib, or "
+            "a file with constants that were measured, .json"
+        )
+    return found if memory_gib is None else replace(found, memory=round(memory_gib * GIB))
+
+
+def _mistake(file: Path, detail: ErrorDetails) -> str:
+    """Say what is wrong with one of a file's constants."""
+    key = ".".join(map(str, detail["loc"]))
+    where = f"--device {file}: {key}: " if key else f"--device {file}: "
+    if detail["type"] == "missing":
+        return f"{where}must be given; {REMEDY}"
+    rule = detail["msg"].replace("Input should be", "must be")
+    got = "" if isinstance(detail["input"], bytes) else f", got {detail['input']!r}"
+    return f"{where}{rule}{got}; {REMEDY}"
+
+
+def _read_constants(file: Path) -> Device:
+    try:
+        found = TypeAdapter(Constants).validate_json(file.read_bytes(), strict=True)
+    except OSError as error:
+        raise ConfigError(f"--device {file} must be a file to read: {error}") from error
+    except ValidationError as error:
+        raise ConfigError([_mistake(file, detail) for detail in error.errors()]) from error
+    known = device_named(found.product)
+    if known is None:
+        raise ConfigError(
+            f"--device {file} must be measured on one of {', '.join(DEVICES)}, got {found.product}"
+        )
+    measured = {field.name: getattr(found, field.name) for field in fields(found)}
+    del measured["product"]
+    return replace(known, **measured)

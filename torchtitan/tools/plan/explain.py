@@ -1,0 +1,253 @@
+"""The command `explain`: what was predicted of a run beside what it measured.
+
+The job is planned anew from the settings, ranks and device that the run itself recorded. The first
+row of a start holds its start-up, so it is left out. A measured peak has no kinds; those shown are
+the plan's. Figures of a CPU are not compared: its memory is that of the whole process, and the
+planner has no peaks of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from torchtitan.base.device import GIB
+from torchtitan.base.errors import ConfigError
+from torchtitan.base.own import add_trust_code, trusting_stored
+from torchtitan.checkpoint.storage import step_of
+from torchtitan.metrics.ledger import Hardware, read_hardware
+from torchtitan.metrics.rows import Row, figure_of, read_rows
+from torchtitan.resume_rules import CONFIG_FILE, Job
+from torchtitan.tools.plan.account import Account, replay
+from torchtitan.tools.plan.devices import DEVICES, Device, device_named, find_device
+from torchtitan.tools.plan.job import Planned, place
+from torchtitan.tools.plan.kernels import kernel_seconds
+from torchtitan.tools.plan.records import rehearse_ranks
+from torchtitan.tools.plan.step import StepTime, Time, time_rank, time_step
+
+CPU = "(OMP_NUM_THREADS)"
+"""What `base/device.py` writes in the name of a CPU."""
+COMPILED = (
+    "The run compiled its blocks. `compiled` are the kernels that the compiler wrote in Triton: "
+    "their names do not tell what takes the time, so products and attention may be among them; "
+    "what is predicted of other is of both."
+)
+KERNELS: Mapping[str, Sequence[str]] = {
+    "products": ("products",),
+    "attention": ("attention",),
+    "collectives": ("waits", "overlapped"),
+    "to device": ("to device",),
+    "to host": ("to host",),
+    "compiled": (),
+    "other": ("passes",),
+}
+"""Kinds of kernels, and the resources of a step that they need."""
+NEEDED = ("step_time_s", "data_time_s", "tokens_per_second", "mfu", "memory_peak_gib")
+"""Figures of a row."""
+RANK_FILE = re.compile(r"metrics\.rank_([0-9]{1,9})\.jsonl")
+
+
+def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command and its options."""
+    command = commands.add_parser(
+        "explain", help="compare a run with what was predicted of it", allow_abbrev=False
+    )
+    command.add_argument("run", type=Path, metavar="RUN", help="a run's job.dump_folder")
+    command.add_argument("--device", help=f"of {', '.join(DEVICES)}, if not the recorded one")
+    add_trust_code(command)
+
+
+def explain(arguments: argparse.Namespace) -> str:
+    """Return the comparison as text."""
+    with trusting_stored(arguments.trust_code):
+        return _explain(arguments)
+
+
+def _explain(arguments: argparse.Namespace) -> str:
+    run: Path = arguments.run
+    config = Job.stored_in(run / CONFIG_FILE).config
+    start = read_hardware(run)
+    rows = settled(read_rows(run / "metrics.jsonl"), start=start)
+    device = device_of(start.device, asked=arguments.device)
+    on_cpu = CPU in start.device
+    is_same = device is not None and device is device_named(start.device)
+    planned = place(
+        config,
+        world_size=start.world_size,
+        device=device or replace(DEVICES["H100"], name=start.device),  # its peaks are not shown
+        gpus_per_node=start.ranks_per_machine,
+        all_ranks=False,
+    )
+    records = rehearse_ranks(planned)
+    accounts = [replay(record, expandable=True) for record in records]
+    parts = [
+        planned.headline(),
+        f"measured on {start.world_size} x {start.device}, {len(rows)} rows behind the first "
+        f"of the start at step {start.resumed_from}",
+        _memory(_peaks(run, start=start), planned, accounts, comparable=not on_cpu),
+    ]
+    found = None if device is None else time_step(planned, records)
+    parts.append(_speed(rows, found, comparable=is_same))
+    if not is_same:
+        parts.append(
+            f"Not compared: step time, tokens/s and MFU, for this plan has no peaks of "
+            f"{start.device}"
+            + ("; memory, for on a CPU it is that of the whole process." if on_cpu else ".")
+            + ("" if device else " --device shows what another device would take.")
+        )
+    folders = (run / config.profiling.save_traces_folder).glob("step-*")
+    traces = {step: path / "rank_0.json" for path in folders if (step := step_of(path)) is not None}
+    traces = {step: path for step, path in traces.items() if path.exists()}
+    if traces:
+        trace = traces[max(traces)]
+        spent = kernel_seconds(trace, num_steps=config.profiling.profiler_active)
+        # its pipeline rank is looked at in any case
+        of_rank = {} if device is None else time_rank(planned, records[0])
+        parts.append(_kernels(trace, spent, of_rank))
+        if planned.is_compiled:
+            parts.append(COMPILED)
+        parts.append("Steps under the profiler are slower than others; they are among the rows.")
+    return "\n\n".join(parts) + "\n"
+
+
+def settled(rows: Sequence[Row], *, start: Hardware) -> list[Row]:
+    """Return the rows of the newest start but its first, which times its start-up."""
+    found = [row for row in rows if row["step"] > start.resumed_from][1:]
+    missing = sorted(
+        {
+            name
+            for row in found
+            for name in NEEDED
+            if name not in row or (figure_of(row, name) is None and name != "mfu")
+        }
+    )
+    if missing:
+        raise ConfigError(
+            f"a row of metrics.jsonl must have {', '.join(NEEDED)}, got one without "
+            f"{', '.join(missing)}; explain a run of this version"
+        )
+    if not found:
+        raise ConfigError(
+            "a run must have two rows in metrics.jsonl since its newest start, the first of which "
+            "times the start-up, got fewer; train more steps, or lower metrics.log_freq"
+        )
+    return found
+
+
+def device_of(recorded: str, *, asked: str | None) -> Device | None:
+    """Return the device to plan for: the one asked for, else the recorded; None for a CPU."""
+    if asked is not None:
+        return find_device(asked, memory_gib=None)
+    if (device := device_named(recorded)) is not None or CPU in recorded:
+        return device
+    raise ConfigError(
+        f"the run's device must be one of {', '.join(DEVICES)}, got {recorded!r}; name the nearest "
+        "with --device"
+    )
+
+
+def verdict(measured: float, *, best: float, worst: float) -> str:
+    """Say where a measured time falls."""
+    if measured > worst:
+        return f"slower than the worst bound by {100 * (measured / worst - 1):.0f} %"
+    if measured < best:
+        return f"quicker than the best bound by {100 * (1 - measured / best):.0f} %"
+    return "within the bounds"
+
+
+def _peaks(run: Path, *, start: Hardware) -> dict[int, float]:
+    """Return the most memory, in GiB, of each rank that has written its figures."""
+    files = {0: run / "metrics.jsonl"}
+    files |= {int(m[1]): path for path in run.iterdir() if (m := RANK_FILE.fullmatch(path.name))}
+    return {
+        rank: max(row["memory_peak_gib"] for row in settled(read_rows(path), start=start))
+        for rank, path in sorted(files.items())
+        if rank < start.world_size
+    }
+
+
+def _memory(
+    peaks: Mapping[int, float], planned: Planned, accounts: Sequence[Account], *, comparable: bool
+) -> str:
+    """Return the measured peaks, and what was predicted of these ranks' pipeline ranks."""
+    of_stage = dict(zip(planned.pipeline_ranks, accounts, strict=True))
+    ranks_per_stage = planned.world_size // planned.layout.dims.pp
+    lines = [f"{'memory, GiB':<25}{'measured':>10}{'predicted':>11}{'reserved':>10}"]
+    for rank, measured in peaks.items():
+        line = f"{f'rank {rank}, peak':<25}{measured:>10.5f}"
+        account = of_stage.get(rank // ranks_per_stage)
+        if account is not None:
+            active = account.active / GIB
+            line += f"{active:>11.5f}{account.reserved / GIB:>10.5f}"
+            if comparable:
+                line += f"  measured is {100 * (measured / active - 1):+.1f} % off"
+        lines.append(line)
+    stages = {rank // ranks_per_stage for rank in peaks} & set(of_stage)
+    for stage in sorted(stages):
+        of = f" of pipeline rank {stage}" if len(of_stage) > 1 else ""
+        lines.append(f"predicted peak{of}, by kind")
+        by_kind = of_stage[stage].by_kind
+        lines += [f"  {kind:<33}{size / GIB:>11.5f}" for kind, size in by_kind.items()]
+    return "\n".join(lines)
+
+
+def _speed(rows: Sequence[Row], found: StepTime | None, *, comparable: bool) -> str:
+    lines = [f"{'':<12}{'measured':>12}{'lowest':>12}{'highest':>12}   predicted"]
+    bounds: Mapping[str, tuple[float, float]] = (
+        {}
+        if found is None
+        else {
+            "step_time_s": (found.best, found.worst),
+            "tokens_per_second": found.tokens_per_second,
+            "mfu": found.mfu,
+        }
+    )
+    names = {"step_time_s": "step, s", "tokens_per_second": "tokens/s", "mfu": "MFU, %"}
+    for key, name in names.items():
+        values = [value for row in rows if (value := figure_of(row, key)) is not None]
+        line = f"{name:<12}"
+        figures = (median(values), min(values), max(values)) if values else ()
+        line += "".join(f"{n:>12.4g}" for n in figures) if values else f"{'none':>12}{'':24}"
+        if key in bounds:
+            line += f"   {bounds[key][0]:.4g} to {bounds[key][1]:.4g}"
+        lines.append(line)
+    step = median(row["step_time_s"] for row in rows)
+    if found is not None and comparable:
+        said = verdict(step, best=found.best, worst=found.worst)
+        if step > found.worst:
+            said += ": " + _causes(rows, excess=step - found.worst)
+        lines.append(said)
+    return "\n".join(lines)
+
+
+def _causes(rows: Sequence[Row], *, excess: float) -> str:
+    data = median(row["data_time_s"] for row in rows)
+    part = 100 * data / excess
+    return (
+        f"waiting for data took {data:.4g} s of a step, {part:.0f} % of the excess; checkpoints "
+        "and validation are not in these times, so the rest is in kernels, links or the host: "
+        "profile a step (docs/metrics.md)"
+    )
+
+
+def _kernels(trace: Path, spent: Counter[str], of_rank: Mapping[str, Time]) -> str:
+    """Return the seconds of rank 0's kernels by kind, beside what was predicted of it."""
+    name = f"{trace.parent.name}/{trace.name}"
+    if not spent:
+        return f"{name} holds no kernels of a GPU: not compared"
+    lines = [
+        f"seconds of kernels of rank 0 per step, {name} (a collective's include waiting for "
+        "others), and those predicted of this rank"
+    ]
+    for kind, resources in KERNELS.items():
+        times = [of_rank[resource] for resource in resources if resource in of_rank]
+        worst, best = (sum(time[bound] for time in times) for bound in (0, 1))
+        if kind in ("products", "attention", "collectives", "other") or spent[kind] or worst:
+            said = f"   {best:.4g} to {worst:.4g}" if worst else ""
+            lines.append(f"{kind:<12}{spent[kind]:>12.4g}{said}")
+    return "\n".join(lines)

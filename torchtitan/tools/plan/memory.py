@@ -1,0 +1,169 @@
+"""The command `memory`: what each pipeline rank's device holds at the peak, and whether it fits."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torchtitan.base.device import GIB
+from torchtitan.checkpoint.manager import PINNED
+from torchtitan.tools.plan.account import KINDS, Account, replay
+from torchtitan.tools.plan.allocator import MIB
+from torchtitan.tools.plan.devices import ALLOWANCE
+from torchtitan.tools.plan.draw import check_picture, save_areas
+from torchtitan.tools.plan.job import Planned
+from torchtitan.tools.plan.records import rehearse_ranks
+from torchtitan.tools.plan.remedies import plan_remedies
+from torchtitan.tools.plan.step import time_step
+from torchtitan.tools.plan.tape import Record
+from torchtitan.tools.plan.tried import Tried
+
+NUM_TENANTS = 8
+
+
+def plan_memory(planned: Planned, arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the account of each pipeline rank as text, then the remedies if it is too much.
+
+    A picture of the account is drawn if one is asked for.
+    """
+    if arguments.out is not None:
+        check_picture(arguments.out)
+    expandable = not arguments.classic_allocator
+    records = rehearse_ranks(planned)
+    accounts = [replay(record, expandable=expandable) for record in records]
+    fullest_rank, fullest = _fullest(planned, accounts)
+    parts = [
+        planned.headline(),
+        _table(planned, accounts, [staged(planned, record) for record in records]),
+        _verdict(planned, fullest),
+        _peak(fullest_rank, fullest),
+        _limits(planned, expandable=expandable),
+    ]
+    if arguments.out is not None:
+        _draw(arguments.out, planned, accounts)
+        parts.append(f"written: {arguments.out}")
+    yield "\n\n".join(parts) + "\n"
+    if arguments.ran_out or fullest.needed > planned.device.memory:
+        now = Tried(memory=fullest.needed, time=time_step(planned, records))
+        yield f"\n{plan_remedies(planned, now=now, expandable=expandable)}\n"
+
+
+def staged(planned: Planned, record: Record) -> int:
+    """Return the bytes of the host that hold a rank's copy of the state, once it has saved one.
+
+    Page-locked memory comes in powers of two.
+    """
+    settings = planned.config.checkpoint
+    if not settings.enable or settings.async_mode == "disabled":
+        return 0
+    return sum(
+        1 << (entry.size - 1).bit_length()
+        if settings.async_mode == PINNED and entry.pool != "host"
+        else entry.size
+        for piece, end in record.bounds()
+        if piece.phase == "state"
+        for entry in record.entries[piece.start : end]
+    )
+
+
+def _table(planned: Planned, accounts: Sequence[Account], copies: Sequence[int]) -> str:
+    """Return the memory by kind, a column for each pipeline rank."""
+    ranks = planned.pipeline_ranks
+    names = [f"pp {number}" if len(ranks) > 1 else "each rank" for number in ranks]
+    rows: list[tuple[str, list[int]]] = [
+        (kind, [account.by_kind.get(kind, 0) for account in accounts]) for kind in KINDS
+    ]
+    rows = [row for row in rows if any(row[1])]
+    rows.append(("live at the peak", [sum(account.by_kind.values()) for account in accounts]))
+    rows.append(("active (rounded up)", [account.active for account in accounts]))
+    rows.append(("reserved by torch", [account.reserved for account in accounts]))
+    rows.append(("not modelled (allowance)", [ALLOWANCE] * len(accounts)))
+    rows.append(("needed", [account.needed for account in accounts]))
+    if any(account.on_host for account in accounts):
+        rows.append(("on the host", [account.on_host for account in accounts]))
+    if any(copies):
+        both = zip(accounts, copies, strict=True)
+        rows.append(("on the host while saving", [a.on_host + copy for a, copy in both]))
+    lines = [" " * 25 + "".join(f"{name:>12}" for name in names)]
+    lines += [
+        f"{name:<25}" + "".join(f"{_said(size):>12}" for size in sizes) for name, sizes in rows
+    ]
+    return "\n".join(lines)
+
+
+def _said(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.2f} MiB"
+
+
+def _verdict(planned: Planned, fullest: Account) -> str:
+    device = planned.device
+    left = (device.memory - fullest.needed) / GIB
+    has = f"{device.name} has {device.memory / GIB:.1f} GiB"
+    if left >= 0:
+        return f"fits: {has}, {left:.1f} GiB are left on the fullest rank"
+    return f"DOES NOT FIT: {has}, {-left:.1f} GiB are missing on the fullest rank"
+
+
+def _fullest(planned: Planned, accounts: Sequence[Account]) -> tuple[int, Account]:
+    """Return the pipeline rank that needs most."""
+    pairs = zip(planned.pipeline_ranks, accounts, strict=True)
+    return max(pairs, key=lambda pair: pair[1].needed)
+
+
+def _peak(rank: int, account: Account) -> str:
+    phase, block = account.during
+    during = "between blocks" if block is None else f"in the {phase} of layer {block}"
+    if phase == "validation" and block is None:
+        during = "in the validation"
+    operator, module = account.where.where[:2]
+    lines = [
+        f"The peak of pipeline rank {rank} comes {during}, with {operator}"
+        + (f" of {module}" if module else "")
+        + "; then most is held by:"
+    ]
+    lines += [
+        f"  {_said(tenant.size):>12}  {tenant.num:>5} x  {tenant.kind:<17} "
+        f"{tenant.operator} {tenant.module}".rstrip()
+        for tenant in account.tenants[:NUM_TENANTS]
+    ]
+    return "\n".join(lines)
+
+
+def _limits(planned: Planned, *, expandable: bool) -> str:
+    said = [
+        f"Not modelled, and covered by an allowance of {ALLOWANCE / GIB:.0f} GiB: the CUDA "
+        "context, NCCL's buffers, cuBLAS's workspaces.",
+        "Reserved memory is that of torch's allocator "
+        + ("with" if expandable else "without")
+        + " PYTORCH_ALLOC_CONF=expandable_segments:True.",
+    ]
+    looked_at, pp = len(planned.pipeline_ranks), planned.layout.dims.pp
+    if looked_at < pp:
+        said.append(
+            f"Of {pp} pipeline ranks {looked_at} were looked at, which should need most; "
+            "`--all_ranks` looks at each."
+        )
+    if planned.is_compiled:
+        said.append("Blocks are taken as not compiled; compiling usually needs less.")
+    said += planned.limits_of_recomputation()
+    if planned.layout.counts.num_experts:
+        said.append("Every expert gets as many tokens as any other.")
+    if planned.config.training.document_attention == "within":
+        said.append("Each sequence is taken as one document.")
+    return "\n".join(said)
+
+
+def _draw(path: Path, planned: Planned, accounts: Sequence[Account]) -> None:
+    panels: list[tuple[str, Mapping[str, Sequence[float]]]] = [
+        (
+            f"pipeline rank {rank}" if len(accounts) > 1 else planned.headline(),
+            {
+                str(kind): [point.get(kind, 0) / GIB for point in account.curve]
+                for kind in KINDS
+                if any(point.get(kind, 0) for point in account.curve)
+            },
+        )
+        for rank, account in zip(planned.pipeline_ranks, accounts, strict=True)
+    ]
+    save_areas(path, panels=panels, limit=(planned.device.memory - ALLOWANCE) / GIB)

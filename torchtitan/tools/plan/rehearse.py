@@ -1,0 +1,282 @@
+"""Rehearse one optimizer step of one rank: the trainer's own code, on fake tensors.
+
+Nothing of the model, of FSDP, of recomputation or of the pipeline is modelled here; they run, in a
+world that pretends the other ranks (`world.py`), and a tape records what they do. A rehearsal may
+leave out blocks and microbatches that are like their neighbours: `unroll.py` and `microbatches.py`
+put them back into the record.
+
+Tensors are on a pretended CPU, because a pretended GPU aborts where there is no driver. Where a GPU
+would take another path that matters, it is taken by name: bfloat16 where the job says "auto",
+fused kernels as the settings say.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensors
+
+from torchtitan.assemble.validation import describe_source
+from torchtitan.build import build_balance_of, build_model, build_optimizer_of
+from torchtitan.data.loader import Samples
+from torchtitan.data.settings import TrainingConfig
+from torchtitan.job import Config
+from torchtitan.mesh.dims import Mesh, build_mesh
+from torchtitan.models.init import local_part
+from torchtitan.models.interface import LanguageModel, ModelParts
+from torchtitan.optim.clip import clip_gradients, global_norm
+from torchtitan.optim.loss import count_valid
+from torchtitan.optim.optimizer import create_state, optimizer_step
+from torchtitan.parallel.context.build import build_shard
+from torchtitan.parallel.execution import Batch
+from torchtitan.parallel.layout import Layout
+from torchtitan.parallel.parallelize import allocate
+from torchtitan.tools.plan.microbatches import leave_out, unroll_microbatches
+from torchtitan.tools.plan.tape import Pool, Record, Tape
+from torchtitan.tools.plan.unroll import CannotUnrollError, Template, unroll
+from torchtitan.tools.plan.world import axes_by_group, fake_world, load_evenly, stand_ins
+from torchtitan.validate import evaluate
+
+logger = logging.getLogger(__name__)
+CPU = torch.device("cpu")
+
+
+def fake_tensors() -> FakeTensors:
+    """Return a mode in which tensors have shapes and no contents; real ones may meet them."""
+    return FakeTensors(allow_non_fake_inputs=True)
+
+
+def rehearse(
+    config: Config,
+    *,
+    layout: Layout,
+    rank: int,
+    left_out: Collection[int] = (),
+    validates: bool = False,
+) -> Record:
+    """Record a step of `rank`, or its validation, without the blocks `left_out`.
+
+    It begins with all that is there before: weights and the optimizer's state.
+    """
+    with fake_world(rank=rank, world_size=layout.dims.world_size):
+        mesh = build_mesh(layout.dims, device_type="cpu")
+        return record_step(
+            config,
+            layout=_without(layout, left_out),
+            mesh=mesh,
+            fakes=fake_tensors(),
+            validates=validates,
+        )
+
+
+def record_step(
+    config: Config,
+    *,
+    layout: Layout,
+    mesh: Mesh,
+    fakes: FakeTensors | None,
+    validates: bool = False,
+) -> Record:
+    """Record a step of this rank of the job; the process group must exist.
+
+    `fakes`: what makes fake tensors; None: the step is a real one, on this machine's CPU.
+    `validates`: batches of the validation take the place of the step.
+    """
+    tape, fake = Tape(axes_by_group(mesh)), fakes or nullcontext()
+
+    def fill(part: LanguageModel) -> None:
+        with fake:
+            allocate(part, device=CPU, offloads=False)
+
+    model, execution = build_model(config, layout=layout, mesh=mesh, device=CPU, fill=fill)
+    for part in model:
+        tape.watch_blocks(part)
+        load_evenly(part, dtype=getattr(torch, config.training.mixed_precision_param))
+    source, num = config.training, layout.accumulation
+    if validates:
+        source, num = describe_source(config), 2  # one finds what the other has left gathered
+    shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
+    samples = _samples(source)
+    batches = [_as_fake(shard.take(samples), fakes) for _ in range(num)]
+    with fake:
+        optimizer = build_optimizer_of(config, model=model)
+        create_state(optimizer)
+        balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=CPU)
+        offloads = config.training.enable_cpu_offload
+        _hold_state(tape, model, optimizer, pool="host" if offloads else "compute")
+        if validates:
+            with stand_ins(tape, are_fake=fakes is not None), tape:
+                evaluate(batches, model=model, execution=execution, device=CPU)
+            return tape.ended()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        with stand_ins(tape, are_fake=fakes is not None), tape:
+            divisor = (
+                torch.stack([count_valid(batch.labels) for batch in batches]).sum().clamp(min=1)
+            )
+            if balance is not None:
+                balance.begin(divisor)
+            loss_sum = execution.forward_backward(batches, divisor=divisor)
+            tape.mark("update", None)
+            for p in parameters:
+                if p.grad is not None:
+                    tape.name(
+                        local_part(p.grad), kind="gradients", pool="host" if offloads else None
+                    )
+            norm = global_norm(parameters, loss=loss_sum)
+            clip_gradients(parameters, norm=norm, max_norm=config.training.max_norm)
+            optimizer_step(optimizer, norm=norm)
+            if balance is not None:
+                balance.update(norm=norm)
+            execution.after_update()
+        return tape.ended()
+
+
+def _without(layout: Layout, left_out: Collection[int]) -> Layout:
+    """Return the layout of a model without some of its blocks."""
+    if not left_out:
+        return layout
+    gone = {f"layers.{number}" for number in left_out}
+
+    def adapt(model: LanguageModel) -> None:
+        if layout.adapt is not None:
+            layout.adapt(model)
+        for number in left_out:
+            del model.layers[str(number)]
+
+    pipeline = layout.pipeline
+    if pipeline is not None:
+        modules = tuple(tuple(m for m in stage if m not in gone) for stage in pipeline.modules)
+        pipeline = replace(pipeline, modules=modules)
+    return replace(layout, adapt=adapt, pipeline=pipeline)
+
+
+def _samples(source: TrainingConfig) -> Samples:
+    """Return the samples of a batch, each one document."""
+    tokens = torch.zeros(source.local_batch_size, source.seq_len, dtype=torch.int64)
+    lengths = torch.full((source.local_batch_size,), source.seq_len)
+    return {"tokens": tokens, "labels": tokens.clone(), "document_lengths": lengths}
+
+
+def _as_fake(batch: Batch, fakes: FakeTensors | None) -> Batch:
+    if fakes is None:
+        return batch
+    names = ("tokens", "labels", "positions")
+    return replace(batch, **{name: fakes.from_tensor(getattr(batch, name)) for name in names})
+
+
+def _hold_state(
+    tape: Tape, model: ModelParts, optimizer: torch.optim.Optimizer, *, pool: Pool
+) -> None:
+    """Note what is there before the step, block by block."""
+    for name, parameter in model.named_parameters():
+        words = name.split(".")
+        tape.mark("state", int(words[1]) if words[0] == "layers" else None)
+        state = [t for t in optimizer.state.get(parameter, {}).values() if isinstance(t, Tensor)]
+        tape.hold(local_part(parameter.detach()), kind="weights", pool=pool)
+        for tensor in state:
+            tape.hold(local_part(tensor.detach()), kind="optimizer", pool=pool)
+    tape.mark(None, None)
+
+
+def rehearse_step(config: Config, *, layout: Layout, rank: int, validates: bool = False) -> Record:
+    """Do as `rehearse`, with all blocks, most of which are copied if that can be done.
+
+    Of many microbatches and accumulation steps only some are taken; see `shorten`.
+    """
+    if validates:
+        rehearsed = partial(rehearse, config, layout=layout, rank=rank, validates=True)
+    else:
+        rehearsed = partial(rehearse_few, config, layout=layout, rank=rank)
+    templates, left_out = find_templates(config, layout=layout, rank=rank)
+    if templates:
+        try:
+            return unroll(rehearsed(left_out=left_out), templates)
+        except CannotUnrollError as error:
+            logger.info("All blocks are run: %s", error)
+    return rehearsed()
+
+
+def rehearse_few(
+    config: Config, *, layout: Layout, rank: int, left_out: Collection[int] = ()
+) -> Record:
+    """Do as `rehearse`, with all microbatches of a pipeline, most of which are copied if that can
+    be done."""
+    if layout.pipeline is not None:
+        sparse = leave_out(layout.pipeline, rank=rank // (layout.dims.world_size // layout.dims.pp))
+        if sparse is not None:
+            few = replace(layout, pipeline=sparse.pipeline)
+            record = rehearse(config, layout=few, rank=rank, left_out=left_out)
+            try:
+                return unroll_microbatches(record, sparse)
+            except CannotUnrollError as error:
+                logger.info("All microbatches are run: %s", error)
+    return rehearse(config, layout=layout, rank=rank, left_out=left_out)
+
+
+def find_templates(config: Config, *, layout: Layout, rank: int) -> tuple[list[Template], set[int]]:
+    """Return which blocks stand for others in each stage of a rank, and all that are left out."""
+    table = [] if layout.pipeline is None else layout.pipeline.table
+    if any(action.kind == "backward_weight" for row in table for action in row):
+        return [], set()  # gradients of weights come in no order of blocks
+    period = _period(config)
+    kinds = _kinds(layout)
+    templates, left_out = [], set()
+    for stage in _stages(layout, rank=rank):
+        # a run of alike blocks that ends the stage, or the whole of it
+        start = next(
+            (i for i in reversed(range(1, len(stage))) if kinds[stage[i]] != kinds[stage[i - 1]]), 0
+        )
+        first = start + MARGIN
+        first += -(stage[first] if first < len(stage) else 0) % period
+        spare = len(stage) - first - period - MARGIN - period
+        times = spare // period
+        if times < 1:
+            continue
+        gone = stage[first + period : first + period * (1 + times)]
+        left_out |= set(gone)
+        kept = [block for block in stage if block not in left_out]
+        templates.append(Template(blocks=tuple(kept), first=first, period=period, times=times))
+    return templates, left_out
+
+
+MARGIN = 2
+"""Blocks before and behind a template that may differ from it."""
+
+
+def _period(config: Config) -> int:
+    recomputation = config.activation_checkpoint
+    option = recomputation.selective_ac_option
+    return int(option) if recomputation.mode == "selective" and option.isdecimal() else 1
+
+
+def _kinds(layout: Layout) -> list[object]:
+    """Return what tells the blocks of the whole model apart."""
+    model = layout.spec.build_meta(layout.architecture)
+    if layout.adapt is not None:
+        layout.adapt(model)
+    layout.trained.freeze_rest(model)
+    wide = layout.float8.filter_fqns if layout.float8 is not None else ()
+    return [
+        [
+            (name, p.shape, p.requires_grad, [part in f"layers.{number}.{name}" for part in wide])
+            for name, p in block.named_parameters()
+        ]
+        for number, block in model.layers.items()
+    ]
+
+
+def _stages(layout: Layout, *, rank: int) -> list[list[int]]:
+    """Return the blocks of each stage that a rank holds."""
+    if layout.pipeline is None:
+        return [list(range(layout.architecture.num_layers))]
+    own = layout.pipeline.stages_of(rank // (layout.dims.world_size // layout.dims.pp))
+    return [
+        [int(name.split(".")[1]) for name in layout.pipeline.modules[stage] if "." in name]
+        for stage in own
+    ]

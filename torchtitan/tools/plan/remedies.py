@@ -1,0 +1,135 @@
+"""Standard remedies of a job that needs too much memory, each planned once.
+
+A remedy keeps the samples of a step and what is computed of them: it recomputes blocks, takes
+smaller batches, cuts the logits finer, offloads the optimizer's state, or shares weights, sequences
+and products between more ranks. The one that combines all that need no other degrees shows how far
+settings alone can go. Remedies that the rules forbid are left out.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torchtitan.base.device import GIB
+from torchtitan.tools.plan.candidates import LEAST_SEQUENCE
+from torchtitan.tools.plan.job import BUDGET_IS_NOT_TRIED, Planned, send
+from torchtitan.tools.plan.records import open_pool
+from torchtitan.tools.plan.tried import Tried, try_jobs
+
+MANY_CHUNKS = 64
+"""Of the logits, where their number is left to the trainer, which takes 16 at most."""
+SHARD = {"parallelism.data_parallel_shard_degree": -1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """Settings that may lower the memory of a job, on so many ranks."""
+
+    settings: Mapping[str, object]
+    world_size: int | None = None
+    """None: as many as the job has."""
+
+    def options(self) -> list[str]:
+        """Return the settings as options of the command line."""
+        return [
+            f"--{key}" if value is True else f"--{key}={value}"
+            for key, value in self.settings.items()
+        ]
+
+    def __str__(self) -> str:
+        ranks = [] if self.world_size is None else [f"--world_size={self.world_size}"]
+        return " ".join([*ranks, *self.options()])
+
+
+def plan_remedies(planned: Planned, *, now: Tried, expandable: bool) -> str:
+    """Return the memory and step time of the job with each remedy, as text.
+
+    `now`: the job as it is; `expandable`: whether segments of the allocator can grow.
+    """
+    remedies = list(propose(planned))
+    with tempfile.TemporaryDirectory() as folder, open_pool(len(remedies)) as pool:
+        file = Path(folder) / "job.toml"
+        jobs = []
+        for remedy in remedies:
+            job = send(planned.config, planned, file=file, settings=remedy.options())
+            jobs.append(replace(job, world_size=remedy.world_size or job.world_size))
+        found = list(try_jobs(jobs, pool=pool, expandable=expandable))
+    if sys.stderr.isatty():
+        sys.stderr.write("\n")
+    lines = [
+        "Remedies, each planned by itself, as options to add to this command:",
+        f"{'GiB':>6}{'step, s':>16}  fits  options",
+    ]
+    for remedy, tried in zip(remedies, found, strict=True):
+        if tried is not None:
+            lines.append(_line(planned, tried, str(remedy)))
+    recomputed = ", nothing recomputed" if planned.has_budget else ""
+    lines.append(_line(planned, now, f"as it is{recomputed}"))
+    if planned.has_budget:
+        lines.append(BUDGET_IS_NOT_TRIED)
+    return "\n".join(lines)
+
+
+def _line(planned: Planned, tried: Tried, options: str) -> str:
+    fits = "yes" if tried.memory <= planned.device.memory else "no"
+    seconds = f"{tried.time.best:.3g}-{tried.time.worst:.3g}"
+    return f"{tried.memory / GIB:>6.1f}{seconds:>16}  {fits:<4}  {options}"
+
+
+def propose(planned: Planned) -> Iterator[Remedy]:
+    """Yield the remedies of a job; the rules have not been asked yet."""
+    local = list(_within_degrees(planned))
+    combined: dict[str, object] = {}
+    for settings in local:
+        yield Remedy(settings=settings)
+        combined |= settings
+    if len(local) > 1:
+        yield Remedy(settings=combined)
+
+    dims, training = planned.layout.dims, planned.config.training
+    samples = {"training.global_batch_size": planned.layout.samples_per_step(training)}
+    degrees = {}
+    if 2 * dims.tp <= planned.gpus_per_node:
+        degrees["tensor_parallel"] = 2 * dims.tp
+    if training.seq_len // (2 * dims.cp) >= LEAST_SEQUENCE:
+        degrees["context_parallel"] = 2 * dims.cp
+    if planned.layout.counts.num_experts:
+        degrees["expert_parallel"] = 2 * dims.ep
+    if dims.dp_replicate > 1:
+        degrees["data_parallel_replicate"] = 1
+    for axis, degree in degrees.items():
+        yield Remedy(settings={f"parallelism.{axis}_degree": degree, **SHARD, **samples})
+    yield Remedy(settings=SHARD, world_size=2 * planned.world_size)
+
+
+def _within_degrees(planned: Planned) -> Iterator[Mapping[str, object]]:
+    """Yield settings that leave the degrees as they are."""
+    config, training = planned.config, planned.config.training
+    parallelism, validation = config.parallelism, config.validation
+    samples = {"training.global_batch_size": planned.layout.samples_per_step(training)}
+    if config.activation_checkpoint.mode != "full":
+        yield {"activation_checkpoint.mode": "full"}
+    size = training.local_batch_size
+    if planned.layout.dims.pp == 1:
+        if size > 1:
+            yield {"training.local_batch_size": _smaller(size), **samples}
+    elif (num := parallelism.pipeline_parallel_num_microbatches) is not None:
+        yield {"parallelism.pipeline_parallel_num_microbatches": 2 * num}
+    elif (of_microbatch := parallelism.pipeline_parallel_microbatch_size) > 1:
+        yield {"parallelism.pipeline_parallel_microbatch_size": _smaller(of_microbatch)}
+    if validation.enable and (validated := validation.local_batch_size or size) > 1:
+        yield {"validation.local_batch_size": _smaller(validated)}
+    if parallelism.fsdp_reshard_after_forward == "never":
+        yield {"parallelism.fsdp_reshard_after_forward": "always"}
+    yield {"training.loss_chunks": 4 * training.loss_chunks or MANY_CHUNKS}
+    if not training.enable_cpu_offload:
+        yield {"training.enable_cpu_offload": True}
+
+
+def _smaller(size: int) -> int:
+    """Return the largest divisor of `size` that is at most half of it."""
+    return next(n for n in range(size // 2, 0, -1) if size % n == 0)

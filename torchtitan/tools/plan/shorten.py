@@ -1,0 +1,131 @@
+"""The job that is rehearsed: a step of fewer microbatches with the same peak of memory.
+
+Once a pipeline is full, each further microbatch repeats what the one before it did, and so does
+each accumulation step behind the second, which finds gradients that the first has left. So a
+rehearsal takes as few as reach the peak, and what is counted is multiplied: what computing does by
+the number of microbatches, what comes once in a pass of the pipeline by that of the passes.
+
+Blocks are rehearsed without compiling them, and "auto" is bfloat16, as on each device of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from torchtitan.base.errors import ConfigError
+from torchtitan.job import Config
+from torchtitan.parallel.layout import Layout
+from torchtitan.parallel.pipeline.layout import PipelineLayout
+from torchtitan.parallel.pipeline.schedules import Kind, Table, compute_table, count_microbatches
+from torchtitan.tools.plan.links import OVERLAPPED
+from torchtitan.tools.plan.tape import Entry, Phase
+
+HELD: Mapping[Kind, int] = {
+    "forward": 1,
+    "backward": -1,
+    "backward_input": 0,
+    "backward_weight": -1,
+}
+"""How many more activations, of one stage for one microbatch, a rank holds behind an action."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortened:
+    """A job whose step takes fewer microbatches."""
+
+    config: Config
+    layout: Layout
+    microbatches: float = 1.0
+    """How often each of its microbatches comes in the step of the whole job."""
+    passes: float = 1.0
+    """The same of its accumulation steps."""
+
+    def times(self, entry: Entry, phase: Phase | None) -> float:
+        """Return how often an entry of its record comes in the whole step."""
+        if phase == "validation":
+            return 0.0
+        if phase in ("update", "state"):
+            return 1.0
+        is_once = phase in (None, "between") and entry.what == "message"
+        if self.layout.pipeline is not None and is_once and entry.where[0] in OVERLAPPED:
+            return self.passes
+        return self.microbatches
+
+
+def shorten(config: Config, layout: Layout) -> Shortened:
+    """Return the job with as few microbatches and accumulation steps as show all of a step."""
+    training = config.training
+    if training.mixed_precision_param == "auto":
+        training = replace(training, mixed_precision_param="bfloat16")
+    config = replace(config, training=training, compile=replace(config.compile, enable=False))
+    accumulation = min(layout.accumulation, 2)
+    passes = layout.accumulation / accumulation
+    layout = replace(layout, accumulation=accumulation)
+    pipeline = layout.pipeline
+    found = None if pipeline is None else _shorten_table(config, pipeline)
+    if found is None or pipeline is None:
+        return Shortened(config=config, layout=layout, microbatches=passes, passes=passes)
+    table, num, of = found
+    validation = replace(  # a rank keeps something of each of its microbatches
+        config.validation,
+        local_batch_size=config.validation.local_batch_size or training.local_batch_size,
+    )
+    training = replace(
+        training, local_batch_size=num * pipeline.microbatch_size, global_batch_size=-1
+    )
+    return Shortened(
+        config=replace(config, training=training, validation=validation),
+        layout=replace(layout, pipeline=replace(pipeline, table=table)),
+        microbatches=passes * of / num,
+        passes=passes,
+    )
+
+
+def _shorten_table(config: Config, pipeline: PipelineLayout) -> tuple[Table, int, int] | None:
+    """Return the same schedule with the fewest microbatches that fill it, their number, and that of
+    the whole."""
+    settings = config.parallelism
+    if settings.pipeline_parallel_schedule_csv:
+        return None
+    pp, num = len(pipeline.table), count_microbatches(pipeline.table)
+    stages_per_rank = len(pipeline.modules) // pp
+    peaks, is_full = _peaks(pipeline.table), False
+    for fewer in range(max(peaks) // stages_per_rank, num):  # less cannot fill it
+        try:
+            table = compute_table(
+                settings.pipeline_parallel_schedule,
+                pp=pp,
+                stages_per_rank=stages_per_rank,
+                num_microbatches=fewer,
+            )
+        except ConfigError:
+            continue
+        if is_full:
+            return table, fewer, num
+        is_full = _peaks(table) == peaks  # one more, which finds what the first has left
+    return None
+
+
+def _peaks(table: Table) -> list[int]:
+    """Return the most activations that each rank holds at once, as `Timeline.peak` does."""
+    return [max(accumulate(HELD[action.kind] for action in row)) for row in table]
+
+
+def fullest_ranks(pipeline: PipelineLayout) -> list[int]:
+    """Return the ranks of a pipeline that may need most memory: both ends, and of the others the
+    one that holds activations of most modules at once, and the one with most modules."""
+    sizes = [len(modules) for modules in pipeline.modules]
+    held = [max(accumulate(HELD[a.kind] * sizes[a.stage] for a in row)) for row in pipeline.table]
+    own = [sum(sizes[stage] for stage in pipeline.stages_of(n)) for n in range(len(held))]
+    last = len(held) - 1
+    inner = range(1, last) or range(1)
+    return sorted(
+        {
+            0,
+            max(inner, key=lambda n: (held[n], own[n])),
+            max(inner, key=lambda n: (own[n], held[n])),
+            last,
+        }
+    )

@@ -1,0 +1,258 @@
+"""How long a step takes: bounds from what a rank multiplies, reads, sends and launches.
+
+Each resource has a time at worst and at best, from the shares of its peak in `devices.py`:
+
+    products    matrix products, by shape: a side that does not fill a tile of 128 wastes the rest
+    attention   causal attention, half of the scores
+    passes      all other operators: the bytes that they read and write
+    waits       collectives that computing waits for: tp, cp, ep
+    overlapped  collectives beside it: gathering weights, reducing gradients
+    to device   copies of offloaded weights, before they are gathered; unsharded, computing waits
+    to host     copies of their gradients
+    offload     what the host computes of offloaded weights: the update, sums of gradients
+    recomputed  at worst a second forward, where the compiler chooses what to recompute
+    host        launching operators, one after the other, beside what the device does
+
+A microbatch's forward takes products, attention, passes and waits in turn. A pipeline's
+microbatches are played through its table (`schedule.py`), which adds the bubble. At best all that
+can overlap does; at worst nothing of the overlapped collectives and copies does.
+
+It is a promise of bounds: kernels may be chosen badly, clocks throttled, a neighbour may share the
+network. Compiling fuses operators that only read and write; how many is the compiler's matter, so
+at best a third of their bytes is counted, at worst all.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from torchtitan.tools.plan.devices import Device, Share
+from torchtitan.tools.plan.job import Planned
+from torchtitan.tools.plan.links import OVERLAPPED, Axis, axes_of, collective
+from torchtitan.tools.plan.records import rehearse_ranks
+from torchtitan.tools.plan.schedule import Costs, simulate
+from torchtitan.tools.plan.tape import Entry, Phase, Record
+
+TILE = 128
+FUSED = 1 / 3
+"""Of the bytes of passes, what is left at best where blocks are compiled."""
+Time = tuple[float, float]
+"""Seconds at worst, and at best."""
+NONE: Time = (0.0, 0.0)
+IN_TURN = ("products", "attention", "passes", "waits", "offload", "recomputed")
+BESIDE = ("overlapped", "to device", "to host")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Bounds of one optimizer step."""
+
+    worst: float
+    best: float
+    """Seconds."""
+    resources: Mapping[str, Time]
+    """The time of each on the rank that needs most of it, and the bubble."""
+    tokens_per_second: Time
+    """Of the whole job; at worst, at best."""
+    mfu: Time
+    """In percent of the device's dense bfloat16 peak."""
+
+    @property
+    def binds(self) -> str:
+        """Name the resource with the longest time at best."""
+        return max(self.resources, key=lambda name: self.resources[name][1])
+
+
+def time_step(planned: Planned, records: Sequence[Record]) -> StepTime:
+    """Return the bounds of a step from the records of the pipeline's ranks."""
+    ranks = [_RankTimes(record, planned) for record in records]
+    (worst, worst_idle), (best, best_idle) = (_whole_step(planned, ranks, n) for n in (0, 1))
+    resources = {
+        name: max((rank.total(name) for rank in ranks), key=lambda t: (t[1], t[0]))
+        for name in (*IN_TURN, *BESIDE, "host")
+    }
+    resources["bubble"] = (worst_idle, best_idle)
+    tokens, flops = planned.tokens_per_step, planned.model_flops
+    peak = planned.device.flops * planned.world_size
+    return StepTime(
+        worst=worst,
+        best=best,
+        resources=resources,
+        tokens_per_second=(tokens / worst, tokens / best),
+        mfu=(100 * flops / worst / peak, 100 * flops / best / peak),
+    )
+
+
+def time_rank(planned: Planned, record: Record) -> Mapping[str, Time]:
+    """Return the time of each resource on one rank of the pipeline."""
+    rank = _RankTimes(record, planned)
+    return {name: rank.total(name) for name in (*IN_TURN, *BESIDE, "host")}
+
+
+class _RankTimes:
+    """The times of one rank, by phase and resource."""
+
+    def __init__(self, record: Record, planned: Planned) -> None:
+        device = planned.device
+        axes = axes_of(planned.layout.dims, gpus_per_node=planned.gpus_per_node)
+        kept = FUSED if planned.is_compiled else 1.0
+        self._times: defaultdict[tuple[str, str, int], float] = defaultdict(float)
+        """By phase, resource and bound."""
+        known: dict[tuple[object, ...], tuple[str, Time]] = {}
+        offloads = planned.config.training.enable_cpu_offload
+        launch = (device.launch.worst, device.launch.best)
+        for piece, end in record.bounds():
+            phase = piece.phase or "between"
+            for entry in record.entries[piece.start : end]:
+                if entry.what in ("birth", "death"):
+                    continue
+                is_on_host = entry.pool == "host" or (offloads and phase == "update")
+                key = (*entry[:3], is_on_host)
+                if key not in known:
+                    known[key] = _time(
+                        entry, device=device, axes=axes, kept=kept, is_on_host=is_on_host
+                    )
+                resource, time = known[key]
+                times = _times(planned, entry, piece.phase)
+                for bound in (0, 1):
+                    self._times[phase, resource, bound] += times * time[bound]
+                    self._times[phase, "host", bound] += times * launch[bound]
+        # unsharded, weights come when they are needed: there is no gather ahead of computing
+        is_waited_for = planned.layout.dims.fsdp == 1
+        self._in_turn = (*IN_TURN, "to device") if is_waited_for else IN_TURN
+        self._beside = [name for name in BESIDE if name not in self._in_turn]
+        if planned.has_budget:
+            again = sum(self.of(name, 0, "forward") for name in ("products", "attention", "passes"))
+            self._times["backward", "recomputed", 0] = again
+
+    def total(self, resource: str) -> Time:
+        """Return the time of a resource over the step."""
+        return self.of(resource, 0), self.of(resource, 1)
+
+    def of(self, resource: str, bound: int, *phases: str) -> float:
+        """Return the time of a resource in some phases, or in all."""
+        return sum(
+            time
+            for (phase, name, which), time in self._times.items()
+            if name == resource and which == bound and (not phases or phase in phases)
+        )
+
+    def in_turn(self, bound: int, *phases: str) -> float:
+        """Return how long the device computes and waits in some phases, or the host launches."""
+        device = sum(self.of(resource, bound, *phases) for resource in self._in_turn)
+        return max(device, self.of("host", bound, *phases))
+
+    def beside(self, bound: int) -> float:
+        """Return how long links take that work beside computing: at best all of them at once."""
+        times = [self.of(resource, bound) for resource in self._beside]
+        return sum(times) if bound == 0 else max(times)
+
+
+def _whole_step(planned: Planned, ranks: Sequence[_RankTimes], bound: int) -> tuple[float, float]:
+    """Return the time of a step at worst (0) or at best (1), and that of its bubble."""
+    pipeline, accumulation = planned.layout.pipeline, planned.layout.accumulation
+    # what belongs to no block, the head and the loss, comes with every microbatch
+    forward = max(rank.in_turn(bound, "forward", "between") for rank in ranks)
+    backward = max(rank.in_turn(bound, "backward") for rank in ranks)
+    update = max(rank.in_turn(bound, "update") for rank in ranks)
+    beside = max(rank.beside(bound) for rank in ranks)
+    computing, idle = forward + backward, 0.0
+    if pipeline is not None:
+        num = sum(action.kind == "forward" for action in pipeline.table[0]) * accumulation
+        f, b = forward / num, backward / num
+        costs = Costs(forward=f, backward=b, backward_input=b / 2, backward_weight=b / 2)
+        idle = accumulation * simulate(pipeline.table, costs=costs).makespan - computing
+        computing += idle
+    return (computing + beside if bound == 0 else max(computing, beside)) + update, idle
+
+
+def _times(planned: Planned, entry: Entry, phase: Phase | None) -> float:
+    """Return how often an entry of a rank's record comes in the whole step."""
+    if entry.what == "copy":
+        if entry.where[0] == "to host" and planned.layout.dims.dp_replicate > 1:
+            return 1.0  # gradients leave when they are summed over copies, once
+        # as the gathers and reductions that it belongs to
+        entry = entry._replace(what="message", where=("fsdp", *entry.where))
+    return planned.shortened.times(entry, phase)
+
+
+def _time(
+    entry: Entry, *, device: Device, axes: Mapping[str, Axis], kept: float, is_on_host: bool
+) -> tuple[str, Time]:
+    """Return the resource that an entry needs, and for how long."""
+    if entry.what == "message":
+        axis, operator, _ = entry.where
+        if axis not in axes:
+            return "waits", NONE
+        share = axes[axis].seconds(collective(operator), entry.size, device=device)
+        return "overlapped" if axis in OVERLAPPED else "waits", (share.worst, share.best)
+    if entry.what == "copy":
+        return entry.where[0], _spread(entry.size / device.to_host, device.copies)
+    if entry.what == "pass" and is_on_host:
+        return "offload", (entry.size / device.on_host.worst, entry.size / device.on_host.best)
+    if entry.what == "pass":
+        return "passes", _spread(entry.size / device.bandwidth, device.passes, best=kept)
+    if "attention" in entry.where[0]:
+        return "attention", _spread(entry.size / device.flops, device.attention)
+    filled = _filled(entry.where[2])
+    return "products", _spread(entry.size / device.flops / filled, device.products)
+
+
+def _spread(seconds: float, share: Share, *, best: float = 1.0) -> Time:
+    return seconds / share.worst, seconds * best / share.best
+
+
+def _filled(shapes: str) -> float:
+    """Return how much of the tiles of a product is filled."""
+    sides = [[int(n) for n in shape.split("x")] for shape in shapes.split()]
+    if len(sides) < 2:
+        return 1.0
+    rows, columns = sides[-2][-2], sides[-1][-1]
+    return (rows / ceil(rows / TILE) / TILE) * (columns / ceil(columns / TILE) / TILE)
+
+
+def plan_step(planned: Planned, arguments: argparse.Namespace) -> str:
+    """Return the bounds of a step as text."""
+    found = time_step(planned, rehearse_ranks(planned, validates=False))
+    device = planned.device
+    lines = [
+        planned.headline(),
+        "",
+        f"a step: {found.best:.3g} to {found.worst:.3g} s; "
+        f"{found.tokens_per_second[0]:,.0f} to {found.tokens_per_second[1]:,.0f} tokens/s; "
+        f"MFU {found.mfu[0]:.0f} to {found.mfu[1]:.0f} %",
+        f"what binds: {found.binds}",
+        "",
+        f"{'seconds':<12}{'at best':>10}{'at worst':>10}",
+        *(
+            f"{name:<12}{best:>10.3f}{worst:>10.3f}"
+            for name, (worst, best) in found.resources.items()
+            if worst
+        ),
+        "",
+        f"Bounds, not a promise of a number: {device.name} at {_said(device.products)} of "
+        f"{device.flops / 1e12:.0f} TFLOP/s in products, {_said(device.attention)} in attention, "
+        f"{_said(device.passes)} of {device.bandwidth / 1e12:.2f} TB/s, {_said(device.links)} of "
+        f"{device.link / 1e9:.0f} GB/s on a machine and {device.network / 1e9:.0f} GB/s between "
+        f"machines{_to_host(planned)}; the shares are in torchtitan/tools/plan/devices.py.",
+        *planned.limits_of_recomputation(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _to_host(planned: Planned) -> str:
+    if not planned.config.training.enable_cpu_offload:
+        return ""
+    device = planned.device
+    return (
+        f", {_said(device.copies)} of {device.to_host / 1e9:.0f} GB/s to and from the host, whose "
+        f"update moves {device.on_host.worst / 1e9:.0f} to {device.on_host.best / 1e9:.0f} GB/s"
+    )
+
+
+def _said(share: Share) -> str:
+    return f"{share.worst:.0%} to {share.best:.0%}"

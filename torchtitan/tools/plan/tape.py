@@ -1,0 +1,351 @@
+"""A record of what a step does to memory, links and arithmetic units, in the order it does it.
+
+The tape is a dispatch mode: below autograd, FSDP and DTensor it sees each operator of one rank,
+whether on real tensors or on fake ones. From what operators return it learns when a storage is
+born; a finalizer tells when it dies. Neither an estimate by formula nor a profiler is needed: the
+one would repeat the trainer's rules by hand, the other would need the machine that is planned for.
+
+The tape is cut into *pieces*: what happens from the moment a block's forward, or its backward,
+begins until the next one does. Pieces of equal blocks are equal, so a tape with a few blocks can be
+unrolled to any number (`unroll.py`).
+
+Watch or replace operators one by one, below autograd, while a mode is entered.
+
+The class is torch's, and documented, but lives in a private module: it is imported here alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from torchtitan.parallel.one_operator import WHOLE_ATTENTION, compute
+from torchtitan.tools.plan.passes import (
+    WRAPPERS,
+    count_bytes,
+    find_leaves,
+    find_tensors,
+    is_pass,
+    written,
+)
+
+Kind = Literal[
+    "weights",
+    "optimizer",
+    "gradients",
+    "gathered weights",
+    "activations",
+    "logits",
+    "communication",
+    "temporaries",
+]
+"""What memory is for."""
+Pool = Literal["compute", "gather", "reduce", "host"]
+"""The stream in whose memory a storage lies: the allocator hands none of it to another stream.
+What is offloaded lies with the host."""
+Phase = Literal["state", "forward", "backward", "between", "update", "validation"]
+"""Between forwards and backwards a pipeline gathers the weights of its blocks and frees them."""
+MESSAGES = ("c10d", "_c10d_functional", "_dtensor")
+"""Namespaces of operators that send something."""
+UNREGISTERED = ("flash_attention_for_cpu", "_grouped_mm")
+"""Products of which torch does not know how much they are."""
+
+
+WORLD = "world"
+"""The axis of all ranks of the job."""
+
+
+class Entry(NamedTuple):
+    """One event of the tape. Names of modules are relative to their block."""
+
+    what: Literal["birth", "death", "message", "product", "pass", "copy"]
+    """A pass reads and writes memory, and its arithmetic costs nothing beside that. A copy goes
+    between the device's memory and the host's."""
+    size: int
+    """Bytes; of a product: floating-point operations."""
+    where: tuple[str, ...]
+    """Of a birth or pass: operator, module. Of a message: axis, collective, module. Of a product:
+    operator, module, shapes of what is multiplied. Of a copy: "to device" or "to host", module."""
+    kind: Kind = "temporaries"
+    pool: Pool = "compute"
+    """Of a pass: "host", if the host computes it."""
+    born: int = -1
+    """Of a death: the index of the birth."""
+
+
+class Piece(NamedTuple):
+    """From this entry on, until the next piece, the tape belongs to a block's forward or
+    backward; no block: to none."""
+
+    start: int
+    phase: Phase | None
+    block: int | None
+
+
+class Action(NamedTuple):
+    """What a pipeline's schedule does in one go: one stage's work on a microbatch, a message."""
+
+    name: str
+    """As torch calls it: `0F3` is the forward of stage 0 for microbatch 3. Empty: what is not of
+    the schedule."""
+    start: int
+    pieces: list[Piece]
+    """Those that begin in it, also where one like it has just ended."""
+
+
+@dataclass
+class Record:
+    """What a tape holds, to be replayed, counted or unrolled."""
+
+    entries: list[Entry] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=lambda: [Piece(0, None, None)])
+    actions: list[Action] = field(default_factory=lambda: [Action("", 0, [])], compare=False)
+    """One behind the other; not in what has been unrolled."""
+
+    def bounds(self) -> Iterator[tuple[Piece, int]]:
+        """Yield each piece and where it ends."""
+        ends = [piece.start for piece in self.pieces[1:]] + [len(self.entries)]
+        yield from zip(self.pieces, ends, strict=True)
+
+
+class Tape(DispatchMode):
+    """Records the operators of this process while it is entered.
+
+    `axes`: by the name of each process group the axes whose ranks it has, those of FSDP last: one
+    group may serve several.
+    """
+
+    def __init__(self, axes: Mapping[str, Sequence[str]]) -> None:
+        super().__init__()
+        self.record = Record()
+        self.pool: Pool = "compute"
+        self.kind: Kind = "temporaries"
+        self.is_paused = False
+        self.is_sharding = False
+        """Whether FSDP is at work."""
+        self._axes = axes
+        self._live: dict[int, tuple[int, int]] = {}
+        """By storage: its size and its birth."""
+        self._on_host: set[int] = set()
+        """Storages of what is offloaded: on the pretended device nothing moves it."""
+        self._modules: list[str] = [""]
+        self._block_of: dict[nn.Module, int] = {}
+        self._backward = -1
+
+    def ended(self) -> Record:
+        """Return what was recorded so far; what dies later is no part of it."""
+        record = self.record
+        return Record(list(record.entries), list(record.pieces), list(record.actions))
+
+    @property
+    def place(self) -> tuple[str, Kind, Pool]:
+        """The module that runs, and what is made in it: what for, and where."""
+        return self._modules[-1], self.kind, self.pool
+
+    def mark(self, phase: Phase | None, block: int | None) -> None:
+        """Begin a piece."""
+        piece = Piece(len(self.record.entries), phase, block)
+        for pieces in (self.record.pieces, self.record.actions[-1].pieces):
+            if not pieces or pieces[-1][1:] != piece[1:]:
+                pieces.append(piece)
+
+    def begin_action(self, name: str) -> None:
+        """Begin an action of a pipeline's schedule; no name: end it."""
+        self.record.actions.append(Action(name, len(self.record.entries), []))
+
+    def hold(self, tensor: Tensor, *, kind: Kind, pool: Pool = "compute") -> None:
+        """Note a tensor that is there already; one that was seen keeps its place."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._live:
+            self.name(tensor, kind=kind, pool=pool)
+        else:
+            with self.within(pool=pool):
+                self._bear(storage, storage.nbytes(), ("state", ""), kind)
+        if pool == "host":
+            self._on_host.add(storage._cdata)
+
+    def name(self, tensor: Tensor, *, kind: Kind, pool: Pool | None = None) -> None:
+        """Say what a live storage is for, and where it lies, now that this is known."""
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        if found is not None and found[1] >= 0:
+            entry = self.record.entries[found[1]]
+            self.record.entries[found[1]] = entry._replace(kind=kind, pool=pool or entry.pool)
+
+    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Note that a storage has another size from now on."""
+        if self._live.get(storage._cdata, (0, -1))[0] != size:
+            self._bear(storage, size, ("resize", self._modules[-1]), "gathered weights")
+
+    def watch_blocks(self, model: nn.Module) -> None:
+        """Cut the tape where blocks of `model` begin, and learn the names of modules."""
+        blocks = {block: int(name) for name, block in model.layers.items()}  # type: ignore[operator]
+        prefixes = {block: name for name, block in model.named_modules() if block in blocks}
+        for name, module in model.named_modules():
+            owner = next((p for p in prefixes.values() if name.startswith(f"{p}.")), "")
+            own = name.removeprefix(f"{owner}.") if owner else name
+            shown = "" if module in blocks else own
+            module.register_forward_pre_hook(lambda *_, shown=shown: self._modules.append(shown))
+            module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+        for block, number in blocks.items():
+            self._block_of |= dict.fromkeys(block.modules(), number)
+            block.register_forward_pre_hook(lambda *_, n=number: self._enter_block(n), prepend=True)
+            block.register_forward_hook(lambda _, __, out, n=number: self._await_gradient(out, n))
+        model.register_forward_hook(lambda *_: self._enter_block(None))
+        ends = [getattr(model, name) for name in ("norm", "output")]
+        for module in [end for end in ends if end is not None]:
+            module.register_forward_pre_hook(lambda *_: self._enter_block(None), prepend=True)
+
+    def _leave(self) -> None:
+        if len(self._modules) > 1:
+            self._modules.pop()
+
+    def _enter_block(self, number: int | None) -> None:
+        if torch._C._current_graph_task_id() == -1:  # in backward blocks are only recomputed
+            self.mark("forward" if number is not None else None, number)
+
+    def mark_between(self, modules: Sequence[nn.Module]) -> None:
+        """Begin the piece of the block that holds `modules`, if no block computes now."""
+        if self.record.pieces[-1].phase in (None, "between"):
+            block = self._block_of.get(modules[0])
+            self.mark(None if block is None else "between", block)
+
+    def _await_gradient(self, out: Tensor, number: int) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda _: self._enter_backward(number))
+
+    def _enter_backward(self, number: int) -> None:
+        self.mark("backward", number)
+        if self._backward != (task := torch._C._current_graph_task_id()):
+            self._backward = task
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.mark(None, None))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, WRAPPERS) for kind in types):
+            return NotImplemented  # it comes again with what is within
+        if func.name() == WHOLE_ATTENTION:
+            with self:  # what is within it sends, and needs memory
+                return compute(*args)
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            out = args[0]  # as of real tensors; of a fake one it makes another
+        if not self.is_paused:
+            self._note(func, args, kwargs, out)
+        return out
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = func.name()
+        is_message = func.namespace in MESSAGES
+        kind: Kind = "communication" if is_message else self.kind
+        for tensor in find_tensors(out):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live:
+                self._bear(storage, storage.nbytes(), (name, self._modules[-1]), kind)
+        if self._on_host and self.record.pieces[-1].phase != "update":
+            self._note_copies(func, args, kwargs, out)
+        if is_message:
+            if "wait_tensor" not in name and "wrap_tensor" not in name:
+                self._note_message(name, args, out)
+        elif func._overloadpacket in flop_registry or any(part in name for part in UNREGISTERED):
+            self._note_product(func, args, kwargs, out)
+        elif is_pass(func) and (size := count_bytes(func, args, kwargs, out)):
+            pool: Pool = "host" if self._of_host(written(func, args, kwargs)) else "compute"
+            self._append(Entry("pass", size, (name, self._modules[-1]), pool=pool))
+
+    def _note_copies(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note what an operator on a device needs of the host's memory, and what goes there: FSDP
+        takes the gradients of a reduction apart, and copies each."""
+        if func is torch.ops.aten.as_strided.default:
+            is_reduced = self.is_sharding and self.kind != "gathered weights"
+            if is_reduced and self.record.pieces[-1].phase != "forward":
+                self._on_host.add(out.untyped_storage()._cdata)
+                self._append(Entry("copy", out.nbytes, ("to host", self._modules[-1])))
+        elif is_pass(func) or func.namespace == "fsdp":
+            if self._of_host(written(func, args, kwargs)):
+                return  # the host computes it: gradients of one microbatch more
+            for tensor in self._of_host((args, kwargs)):
+                self._append(Entry("copy", tensor.nbytes, ("to device", self._modules[-1])))
+
+    def _of_host(self, tree: Any) -> list[Tensor]:
+        """Return the tensors that lie with the host."""
+        if not self._on_host:
+            return []
+        return [t for t in find_tensors(tree) if t.untyped_storage()._cdata in self._on_host]
+
+    def _note_message(self, name: str, args: Any, out: Any) -> None:
+        boxes = [x for x in find_leaves(args) if "ProcessGroup" in str(getattr(x, "_type", str)())]
+        names = [x for x in find_leaves(args) if isinstance(x, str) and x in self._axes]
+        group = dist.ProcessGroup.unbox(boxes[0]).group_name if boxes else names[-1]
+        # the side that is whole, not sharded
+        sides = [sum(t.nbytes for t in find_tensors(x)) for x in (*args, out)]
+        short = name.split("::")[1].split(".")[0].strip("_")
+        axis = self._axes[group][-1 if self.is_sharding else 0]
+        if self.record.pieces[-1].phase == "update" and WORLD in self._axes[group]:
+            axis = WORLD  # the gradient norm
+        self._append(Entry("message", max(sides), (axis, short, self._modules[-1])))
+
+    def _note_product(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = func.name()
+        shapes = " ".join("x".join(map(str, t.shape)) for t in find_tensors(args) if t.ndim > 1)
+        if "flash_attention_for_cpu" in name:
+            is_backward = "backward" in name
+            q, k = args[1:3] if is_backward else args[:2]
+            num_products, place = (5, 7) if is_backward else (2, 4)
+            is_causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
+            # causal: half of the scores
+            flops = num_products * q.numel() * k.shape[2] * (1 if is_causal else 2)
+        elif "_grouped_mm" in name:  # each row of all groups once, or in a gradient each column
+            flops = 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
+        else:
+            flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        self._append(Entry("product", int(flops), (name, self._modules[-1], shapes)))
+
+    def _bear(
+        self, storage: torch.UntypedStorage, size: int, where: tuple[str, ...], kind: Kind
+    ) -> None:
+        key = storage._cdata
+        if key in self._live:
+            self._die(key)
+        else:
+            weakref.finalize(storage, self._drop, key)
+        self._live[key] = size, len(self.record.entries) if size else -1
+        if size:
+            self._append(Entry("birth", size, where, kind, self.pool))
+
+    def _drop(self, key: int) -> None:
+        self._die(key)
+        del self._live[key]
+        self._on_host.discard(key)
+
+    def _die(self, key: int) -> None:
+        size, birth = self._live[key]
+        if size:
+            entry = self.record.entries[birth]
+            self._append(entry._replace(what="death", born=birth))
+
+    def _append(self, entry: Entry) -> None:
+        self.record.entries.append(entry)
+
+    @contextmanager
+    def within(self, **values: Any) -> Iterator[None]:
+        """Set attributes meanwhile: `pool`, `kind`, `is_paused` or `is_sharding`."""
+        before = {name: getattr(self, name) for name in values}
+        for name, value in values.items():
+            setattr(self, name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+
+
+__all__ = ["DispatchMode"]

@@ -1,0 +1,111 @@
+"""The layout of a run and its pipeline's timeline, as SVG."""
+
+from __future__ import annotations
+
+from html import escape
+
+from torchtitan.base.errors import UserError
+from torchtitan.job import Config
+from torchtitan.layout import find_layout, resolve_model
+from torchtitan.mesh.dims import ParallelDims
+from torchtitan.tools.plan.schedule import Costs, Timeline, simulate
+from torchtitan.tools.report.read import RunRecord
+
+CELL, GAP, LEFT, TOP = 34, 4, 92, 26
+MOST_RANKS = 512
+"""More would be a picture that nobody can read."""
+WIDTH, ROW = 940, 22
+
+
+def draw_layout(dims: ParallelDims) -> str:
+    """Draw the ranks: a row is a pipeline stage's place, a box a data-parallel rank with the ranks
+    inside that share its samples."""
+    if dims.world_size > MOST_RANKS:
+        return ""
+    inner = dims.cp * dims.tp
+    box = inner * CELL + GAP
+    parts = []
+    for column in range(dims.dp):
+        replica, shard = divmod(column, dims.dp_shard)
+        name = f"dp {shard}" if dims.dp_replicate == 1 else f"copy {replica}, dp {shard}"
+        parts.append(_text(LEFT + column * (box + GAP) + 2, TOP - 9, name))
+    for row in range(dims.pp):
+        y = TOP + row * (CELL + 2 * GAP)
+        parts.append(_text(0, y + 21, f"pipeline {row}" if dims.pp > 1 else "ranks"))
+        for column in range(dims.dp):
+            x = LEFT + column * (box + GAP)
+            parts.append(_rect(x, y, box - GAP + 4, CELL + 2, kind="group"))
+            for place in range(inner):
+                rank = (row * dims.dp + column) * inner + place
+                cp, tp = divmod(place, dims.tp)
+                said = f"rank {rank}: pp {row}, dp {column}, cp {cp}, tp {tp}"
+                at = x + 2 + place * CELL
+                parts.append(_rect(at, y + 2, CELL - 4, CELL - 2, kind=f"cell c{cp % 2}", say=said))
+                parts.append(_text(at + CELL / 2 - 2, y + 21, str(rank), kind="rank"))
+    width = LEFT + dims.dp * (box + GAP) + GAP
+    return _svg(width, TOP + dims.pp * (CELL + 2 * GAP) + 4, parts)
+
+
+def draw_pipeline(run: RunRecord) -> list[tuple[str, str]]:
+    """Return title and picture of the planned timeline; none without a pipeline."""
+    if run.job is None or run.hardware is None:
+        return []
+    config = run.job.config
+    if config.parallelism.pipeline_parallel_degree == 1:
+        return []
+    try:
+        name, timeline = _planned(config, world_size=run.hardware.world_size)
+    except UserError:  # of a schedule's file that is gone, say
+        return []
+    return [(f"{name}, planned: a backward is two forwards", draw_timeline(timeline))]
+
+
+def _planned(config: Config, *, world_size: int) -> tuple[str, Timeline]:
+    layout = find_layout(resolve_model(config), world_size=world_size)
+    assert layout.pipeline is not None, "the degree is above 1"
+    timeline = simulate(layout.pipeline.table, costs=Costs())
+    return config.parallelism.pipeline_parallel_schedule, timeline
+
+
+def draw_timeline(timeline: Timeline) -> str:
+    """Draw what each pipeline rank does over the time of a pass."""
+    scale = (WIDTH - 60) / timeline.makespan
+    parts = []
+    for rank, row in enumerate(timeline.rows):
+        y = rank * (ROW + GAP)
+        parts.append(_text(0, y + 15, f"rank {rank}"))
+        first_stage = min(span.action.stage for span in row)
+        for span in row:
+            action = span.action
+            later = " later" if action.stage != first_stage else ""
+            width = max(1.0, (span.end - span.start) * scale - 1)
+            said = (
+                f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}: "
+                f"{span.start:.4g} to {span.end:.4g}"
+            )
+            x = 56 + span.start * scale
+            parts.append(_rect(x, y, width, ROW, kind=f"span {action.kind}{later}", say=said))
+            if width > 14:
+                parts.append(
+                    _text(x + width / 2, y + 15, str(action.microbatch), kind="microbatch")
+                )
+    return _svg(WIDTH, len(timeline.rows) * (ROW + GAP), parts)
+
+
+def _svg(width: float, height: float, parts: list[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
+        f'role="img">{"".join(parts)}</svg>'
+    )
+
+
+def _rect(x: float, y: float, width: float, height: float, *, kind: str, say: str = "") -> str:
+    title = f"<title>{escape(say)}</title>" if say else ""
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="3" '
+        f'class="{kind}">{title}</rect>'
+    )
+
+
+def _text(x: float, y: float, text: str, *, kind: str = "label") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(text)}</text>'
