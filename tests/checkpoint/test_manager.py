@@ -83,7 +83,7 @@ def test_a_failed_background_save_stops_the_run(ranks: RankPool, tmp_path: Path)
     overrides = ["--checkpoint.async_mode=async", "--checkpoint.interval=2"]
     job = [*jobs.write_job(tmp_path), *overrides]
     [(message, step)] = ranks.run(fail_in_the_background, job, world=1)
-    assert message.endswith("the disk is gone")
+    assert "the disk is gone" in message
     assert 3 <= step <= 4  # at the latest when the next save is due
 
 
@@ -199,7 +199,7 @@ def test_a_failed_background_save_stops_all_ranks_at_the_same_step(
     # each rank asks how much is free, at its own moment
     answers = [(re.sub(r"[\d.]+ GiB", "N GiB", said), step) for said, step in answers]
     assert answers[0] == answers[1]
-    assert answers[0][0].endswith("the disk is gone")
+    assert "the disk is gone" in answers[0][0]
 
 
 def test_page_locked_staging_is_refused_on_a_cpu(ranks: RankPool, tmp_path: Path) -> None:

@@ -319,7 +319,7 @@ def test_a_checkpoint_loads_into_other_layouts(
             ["modules", "must match a linear layer"],
         ),
         (("--model.num_experts=3", "--model.num_experts_per_token=4"), ["num_experts", "got 4 of"]),
-        (("--model.num_dense_layers=2",), ["num_dense_layers", "write fewer"]),
+        (("--model.num_dense_layers=2",), ["num_dense_layers", "got 2 of 2"]),
         (("--model.name=llama3", "--model.num_experts=4"), ["num_experts", "take qwen3_moe"]),
         (("--model.name=qwen3", "--model.flavor=30B-A3B"), ["flavor", "qwen3_moe"]),
     ],
