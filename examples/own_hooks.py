@@ -3,7 +3,7 @@
     python -m torchtitan.train --training.callbacks examples.own_hooks:StopEarly \
         --metrics.sinks examples.own_hooks:CsvSink --training.loss examples.own_hooks:smoothed \
         --lr_scheduler.decay_type examples.own_hooks:quadratic --validation.enable \
-        --validation.split 0.05 --training.steps 20
+        --validation.holdout_fraction 0.05 --training.steps 20
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def to_hf(
     if lora is not None:
         if not config.lora.rank:
             raise CheckpointError(f"{step} holds no LoRA adapter: remove --lora")
-        config = replace(config, lora=replace(config.lora, save=lora))
+        config = replace(config, lora=replace(config.lora, export_format=lora))
     stored_as = None if dtype is None else getattr(torch, dtype)
     try:
         settings = describe_export(config, dtype=stored_as)
@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     to.add_argument(
         "--lora",
         choices=("merged", "adapter"),
-        help="the LoRA adapter added to the weights, or alone; as lora.save says if not given",
+        help="add the LoRA adapter to the weights, or write it alone (default: lora.export_format)",
     )
     to.add_argument("--skip_verify", action="store_true", help="do not verify checksums")
     add_trust_code(to)

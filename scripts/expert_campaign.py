@@ -48,7 +48,7 @@ FULL = "--activation_checkpoint.mode=full"
 SELECTIVE = "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option="
 COMPILED = "--compile.enable=true --compile.backend=aot_eager"
 OFFLOADED = "--training.enable_cpu_offload=true"
-WITHIN = "--training.document_attention=within"
+WITHIN = "--training.attn_mask_type=block_causal"
 
 
 def cp(method: str, balancer: str = "headtail") -> str:

@@ -297,8 +297,8 @@ def test_a_section_that_checks_itself(error: str, folder: Path) -> None:
     [
         (["--training.loss=m:f", "--parallelism.tensor_parallel_degree=2"], "loss", "of the"),
         (
-            ["--training.dataset=m:D", "--validation.split=0.1"],
-            "split",
+            ["--training.dataset=m:D", "--validation.holdout_fraction=0.1"],
+            "holdout_fraction",
             "name a validation.dataset",
         ),
         (["--metrics.sinks=console"], "sinks", "must be an import path"),

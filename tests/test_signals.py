@@ -100,10 +100,10 @@ def test_one_process_saves_and_the_next_start_goes_on(
     assert f"stopped after step {step} of 1000000 by a signal" in errors
     assert "run the same command to resume" in errors
     if number is signal.SIGTERM:
-        again = Job(tmp_path, "--checkpoint.save_before_seconds=1", python=warm_python)
+        again = Job(tmp_path, "--job.time_limit_seconds=1", python=warm_python)
         code, errors = again.end()
         assert code == 4, errors
-        assert "by its deadline, checkpoint.save_before_seconds" in errors
+        assert "by its deadline, job.time_limit_seconds" in errors
         assert f"Resumed from {job.folder}/checkpoint/step-{step}" in errors
         assert find_steps(job.folder / "checkpoint")[-1] > step
 

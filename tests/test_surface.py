@@ -51,7 +51,7 @@ JOBS = {
 }
 UNKNOWN, NOT_FINITE = "training.stepz=1", "optimizer.lr=1e30"
 LONG = "training.steps=1000000 lr_scheduler.total_steps=1000000"
-DEADLINE = f"{LONG} checkpoint.save_before_seconds=1"
+DEADLINE = f"{LONG} job.time_limit_seconds=1"
 ENDS = {
     "help": (1, "help"),
     "done": (1, "job.dump_folder=done training.steps=1"),

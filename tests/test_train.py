@@ -275,7 +275,7 @@ MANY_STEPS = ("--training.steps=1000000", "--lr_scheduler.total_steps=1000000")
     [
         ("--training.global_batch_size=6", 2, "must be a multiple of local_batch_size", 2),
         ("--optimizer.lr=1e30", 3, "must have a finite loss and gradient norm", 1),
-        ("--checkpoint.save_before_seconds=1", 4, "by its deadline", 1),
+        ("--job.time_limit_seconds=1", 4, "by its deadline", 1),
     ],
 )
 def test_ranks_without_a_launcher_end_with_one_code(

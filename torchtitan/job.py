@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from torchtitan.base.errors import ConfigError, Violation
@@ -69,6 +69,9 @@ class JobConfig:
     """Folder that receives everything the run writes: config, metrics, logs, checkpoints."""
     description: str = "default job"
     """Free text, shown in the log and sent to W&B as the run's name."""
+    time_limit_seconds: Annotated[PositiveInt | None, Needs("checkpoint.enable", True)] = None
+    """Save and end the job this many seconds after its start. Choose the scheduler's time limit
+    less the duration of a step and a save. Not given: no limit."""
     print_config: bool = False
     """Log the resolved settings at start."""
     save_config_file: InnerFile | None = None
@@ -212,9 +215,9 @@ class Config:
                 "takes the logits of the whole vocabulary, and tensor parallelism splits them; "
                 "write parallelism.disable_loss_parallel = true",
             )
-        if is_import_path(training.dataset) and self.validation.split is not None:
+        if is_import_path(training.dataset) and self.validation.holdout_fraction is not None:
             yield Violation(
-                ("validation.split", "training.dataset"),
+                ("validation.holdout_fraction", "training.dataset"),
                 "holds out documents of text that is read here, and training.dataset is of your "
                 "own; remove it, and name a validation.dataset",
             )
@@ -224,20 +227,20 @@ class Config:
         kind, files = validation.dataset or default, validation.dataset_path
         keys = ("validation.dataset", "validation.dataset_path", "validation.enable")
         ties = (*keys, "training.dataset")
-        if validation.split is not None:
+        if validation.holdout_fraction is not None:
             return
         if kind == default == "python_stdlib":
             yield Violation(
                 ties,
                 'needs data of its own: training reads all of "python_stdlib"; hold out a part of '
-                'it with validation.split = 0.05 and no dataset, or write "files" with '
+                'it with validation.holdout_fraction = 0.05 and no dataset, or write "files" with '
                 "dataset_path",
             )
         elif kind in READS_FILES and not files:
             yield Violation(
                 ties,
                 f'"{kind}" needs validation.dataset_path, the files to read; or hold out a part of '
-                "the training's documents with validation.split = 0.05 and no dataset",
+                "the training's documents with validation.holdout_fraction = 0.05 and no dataset",
             )
         elif kind not in READS_FILES and files:
             yield Violation(

@@ -214,10 +214,10 @@ def describe_sequences(config: Config, *, layout: Layout) -> list[str]:
             f"context parallel by {parallelism.context_parallel_rotate_method}, "
             f"load balancer {parallelism.context_parallel_load_balancer}"
         )
-    if training.document_attention != "across" or training.document_positions != "continue":
+    if training.attn_mask_type == "block_causal" or training.reset_positions:
         said.append(
-            f"document attention {training.document_attention}, "
-            f"document positions {training.document_positions}"
+            f"attention mask {training.attn_mask_type}, positions "
+            f"{'restart in each document' if training.reset_positions else 'continue'}"
         )
     if (scaling := layout.architecture.rope_scaling) is not None:
         said.append(f"rope scaling {scaling.type}, factor {scaling.factor:g}")

@@ -47,14 +47,14 @@ IGNORED: Mapping[Path, str] = {
     ("training", "callbacks"): "what follows the run",
     ("optimizer", "implementation"): _ROUNDING,
     ("router", "log_layers"): "what is shown",
-    ("lora", "save"): "what is written at the end",
+    ("lora", "export_format"): "what is written at the end",
     ("debug", "deterministic"): _ROUNDING,
     ("debug", "deterministic_warn_only"): "what is warned of",
     ("debug", "log_sample_hashes"): "what is written down",
 }
 
 COUNTS: Mapping[Path, str] = {
-    ("validation", "split"): "what is held out is not trained on",
+    ("validation", "holdout_fraction"): "what is held out is not trained on",
 }
 
 TOTAL_STEPS = ("lr_scheduler", "total_steps")

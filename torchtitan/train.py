@@ -114,7 +114,7 @@ def train_job(
         The trainer, and why and where it was stopped (None if it finished).
     """
     stop.data_timeout_seconds = config.comm.init_timeout_seconds
-    stop.end_after(config.checkpoint.save_before_seconds, started=started(os.environ))
+    stop.end_after(config.job.time_limit_seconds, started=started(os.environ))
     folder = Path(config.job.dump_folder)
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
     shown = log_to(folder, launch=launch, color=color)

@@ -79,7 +79,7 @@ ZERO_BUBBLE = (
     "activation_checkpoint.mode=none"
 )
 REPLICATE = "parallelism.data_parallel_replicate_degree=2"
-WITHIN = "training.document_attention=within"
+WITHIN = "training.attn_mask_type=block_causal"
 FILES = "training.dataset=files training.dataset_path=documents.jsonl"
 LORA = "lora.rank=4 lora.alpha=8.0 optimizer.lr=0.02"
 SMALLEST = "model.flavor=smallest"
@@ -89,7 +89,7 @@ SIZES = (
 )
 DENSE = (
     f"{SIZES.format(1)} {FILES} "
-    "validation.enable=true validation.split=0.2 validation.freq=3 validation.steps=2"
+    "validation.enable=true validation.holdout_fraction=0.2 validation.freq=3 validation.steps=2"
 )
 NOISY = "training.loss=tests.fixtures.second_house.own_loss:noisy"
 SHARDED = SIZES.format(1)
@@ -99,7 +99,7 @@ EXPERTS = (
     "model.q_lora_rank=8 model.kv_lora_rank=8 model.hidden_dim=8 model.expert_hidden_dim=4 "
     "model.vocab_size=258 model.num_layers=2 "
     "router.bias_update_rate=0.01 router.sequence_loss_weight=0.01 "
-    f"{FILES} {WITHIN} training.document_positions=restart"
+    f"{FILES} {WITHIN} training.reset_positions=true"
 )
 THREE, SIX = "training.steps=3", "training.steps=6"
 
@@ -117,11 +117,11 @@ JOBS: Mapping[str, Job] = {
     "tp2_fsdp2": _job(TP, ranks=4),
     "tp2_pp2": _job(f"{TP} {PP}", ranks=4),
     "packed_examples": _job(f"{WITHIN} training.packing=packed", ranks=2),
-    "documents_within": _job(f"{WITHIN} {FILES} training.document_positions=restart", ranks=2),
+    "documents_within": _job(f"{WITHIN} {FILES} training.reset_positions=true", ranks=2),
     "lora": _job(LORA, ranks=2),
     "bfloat16": _job("training.mixed_precision_param=bfloat16", ranks=2),
     "validation": _job(
-        f"{FILES} validation.enable=true validation.split=0.2 validation.freq=2", ranks=2
+        f"{FILES} validation.enable=true validation.holdout_fraction=0.2 validation.freq=2", ranks=2
     ),
     "qwen3": _job("model.name=qwen3 model.flavor=tiny8", ranks=2),
     "sgd": _job("optimizer.name=SGD optimizer.momentum=0.9 training.loss_chunks=3"),

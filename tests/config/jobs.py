@@ -45,7 +45,7 @@ def loaded(text: str = "", *options: str, base: str = "") -> Loaded[Config]:
         flatten(parse(one, origin=name), origin=name)
         for name, one in (("base.toml", base), ("job.toml", text))
     ]
-    given, stray = read_command_line(options, tree=Config, renamed=THEIRS.renamed)
+    given, stray = read_command_line(options, tree=Config, renamed=THEIRS.new_names)
     assert not stray
     return build(Config, [*layers, given], foreign=THEIRS)
 

@@ -153,11 +153,11 @@ def test_every_default_of_one_old_file_together() -> None:
         ("[parallelism]\nenable_compiled_autograd = true", "compiles that of each block"),
         (
             '[model]\nflavor = "debugmodel_flex_attn"',
-            'flavor = "debugmodel" and training.document_attention',
+            'flavor = "debugmodel" and training.attn_mask_type',
         ),
         (
             '[model]\nflavor = "8B_varlen"',
-            'flavor = "8B" and training.document_attention = "within"',
+            'flavor = "8B" and training.attn_mask_type = "block_causal"',
         ),
         ('[model]\nflavor = "debugmodel_moe"', "qwen3_moe and deepseek_v3 are built"),
         ('[model]\nname = "llama3_ft"', 'write name = "llama3"'),

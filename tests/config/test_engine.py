@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from tests.config.jobs import Jobs, mistakes_of
-from torchtitan.base.errors import Violation
+from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.config.fields import fields, sections
 from torchtitan.config.foreign import Foreign, read_foreign
 from torchtitan.config.load import Loaded, load
@@ -75,6 +75,8 @@ class Kitchen:
 TABLE = """
 [renamed]
 "cake.time" = "cake.minutes"
+[earlier_names]
+"cake.wind" = {to = "cake.oven.fan", values = {on = true, off = false}}
 [nobodys_choice]
 "cake.time" = [0]
 [switches]
@@ -102,6 +104,17 @@ def test_any_tree_is_laid_out() -> None:
     steam = fields(Kitchen)["cake", "oven", "steam"]
     text = "Litres. (float; default: not set; needs cake.fillings; needs fan = false)"
     assert (steam.kind, steam.optional, steam.text) == (float, True, text)
+
+
+@pytest.mark.parametrize("words", [("[cake]\nwind = 'on'",), ("", "--cake.wind=on")])
+def test_an_earlier_name_and_its_values(
+    jobs: Jobs, theirs: Foreign, words: tuple[str, ...]
+) -> None:
+    loaded = baked(jobs, theirs, *words)
+    assert loaded.config.cake.oven.fan is True
+    assert loaded.foreign_file is None  # it is no file of another program
+    with pytest.raises(ConfigError, match=r'wind = "strong": must be true'):
+        baked(jobs, theirs, "[cake]\nwind = 'strong'")
 
 
 def test_any_tree_is_read_and_written(jobs: Jobs, theirs: Foreign) -> None:

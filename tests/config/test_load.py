@@ -394,7 +394,7 @@ def random_config(seed: int) -> Config:
         ("validation", "enable"): True,
         ("validation", "dataset"): "files" if values["validation", "dataset_path"] else "synthetic",
         ("validation", "steps"): rng.choice([-1, 7]),
-        ("validation", "split"): None,
+        ("validation", "holdout_fraction"): None,
     }
     if seed % 2:
         others = ["momentum"]
@@ -403,10 +403,10 @@ def random_config(seed: int) -> Config:
     values |= {("optimizer", key): getattr(OptimizerConfig, key) for key in others}
     if rng.random() < 0.5:
         values |= {("validation", "dataset"): None, ("validation", "dataset_path"): ()}
-        values["validation", "split"] = rng.uniform(0.001, 0.999)
+        values["validation", "holdout_fraction"] = rng.uniform(0.001, 0.999)
     if paths and rng.random() < 0.5:
         values |= {("training", "dataset"): "examples", ("training", "dataset_weights"): ()}
-        values["training", "document_attention"] = "within"
+        values["training", "attn_mask_type"] = "block_causal"
     else:
         values |= {
             ("training", "chat_template"): None,

@@ -59,7 +59,7 @@ BROKEN = [
     ("[model]\nconverters = ['float9']", "[model] converters", "did you mean 'float8'?"),
     ("[lora]\nrank = -1", "[lora] rank", "greater than or equal to 0"),
     *(
-        (f"[validation]\nsplit = {value}", "[validation] split", rule)
+        (f"[validation]\nholdout_fraction = {value}", "[validation] holdout_fraction", rule)
         for value, rule in (("0", "greater than 0"), ("1.0", "less than 1"), ("nan", "less"))
     ),
     *(
@@ -121,7 +121,7 @@ BROKEN = [
     (
         '[training]\ndataset = "examples"\ndataset_path = "x"\npacking = "packed"',
         "[training] packing",
-        'needs document_attention = "within"',
+        'needs attn_mask_type = "block_causal"',
     ),
     *(
         (f"[{section}.dataloader]\n{line}", f"[{section}.dataloader] {line.split()[0]}", ">= 1")
@@ -144,17 +144,21 @@ BROKEN = [
     ('[optimizer]\nname = "RMSprop"\neps = 1e-3', "[optimizer] eps", "optimizer.options.eps"),
     ("[lora]\nalpha = 8.0", "[lora] alpha", "needs rank >= 1"),
     ('[lora]\nmodules = "layers.*"', "[lora] modules", "needs rank >= 1"),
-    (f'{HF}[lora]\nsave = "adapter"', "[lora] save", "needs rank >= 1"),
-    ('[lora]\nrank = 2\nsave = "adapter"', "[lora] save", "needs checkpoint.last_save_in_hf"),
+    (f'{HF}[lora]\nexport_format = "adapter"', "[lora] export_format", "needs rank >= 1"),
+    (
+        '[lora]\nrank = 2\nexport_format = "adapter"',
+        "[lora] export_format",
+        "needs checkpoint.last_save_in_hf",
+    ),
     *(
         (f"[checkpoint]\n{line}", f"[checkpoint] {line.split()[0]}", "needs enable = true")
         for line in (
             "load_step = 5",
             'mode = "continue"',
             'initial_load_path = "x"',
-            "save_before_seconds = 60",
         )
     ),
+    ("[job]\ntime_limit_seconds = 60", "[job] time_limit_seconds", "checkpoint.enable = true"),
     (f'{SAVES}mode = "finetune"', "[checkpoint] mode", "needs initial_load_path"),
     (
         f'{ELSEWHERE}mode = "finetune"\ninitial_load_model_only = false',
@@ -273,8 +277,16 @@ BROKEN = [
         )
     ),
     # held out without enable too
-    ('[validation]\nsplit = 0.1\ndataset = "synthetic"', "[validation] split", "remove either"),
-    (f'{ON}split = 0.1\ndataset_path = "x"', "[validation] split", "remove either"),
+    (
+        '[validation]\nholdout_fraction = 0.1\ndataset = "synthetic"',
+        "[validation] holdout_fraction",
+        "remove either",
+    ),
+    (
+        f'{ON}holdout_fraction = 0.1\ndataset_path = "x"',
+        "[validation] holdout_fraction",
+        "remove either",
+    ),
     # rules across sections
     (
         "[lr_scheduler]\ntotal_steps = 99\n[training]\nsteps = 100",
@@ -337,7 +349,7 @@ BROKEN = [
         )
         for more in ("microbatch_size = 2", "num_microbatches = 4")
     ),
-    (ON, "[validation] enable", "validation.split = 0.05"),
+    (ON, "[validation] enable", "validation.holdout_fraction = 0.05"),
     (f'{ON}dataset = "files"', "[validation] dataset", "needs validation.dataset_path"),
     (
         f'{ON}\n[training]\ndataset = "examples"\ndataset_path = "x"',
@@ -421,9 +433,9 @@ INSIDE = [
     f"{ON}{SYNTHETIC}",
     f'{ON}dataset = "synthetic"\nsteps = 1',
     f'{ON}dataset = "python_stdlib"{SYNTHETIC}',
-    f"{ON}split = 0.05",
-    f"{ON}split = 0.999{SYNTHETIC}",
-    "[validation]\nsplit = 1e-9",
+    f"{ON}holdout_fraction = 0.05",
+    f"{ON}holdout_fraction = 0.999{SYNTHETIC}",
+    "[validation]\nholdout_fraction = 1e-9",
     # nothing is validated, so nothing has to fit
     '[validation]\ndataset = "files"\nseq_len = 9\n[parallelism]\ntensor_parallel_degree = 2',
     f'{ON}dataset_path = "x"\n[training]\ndataset = "files"\ndataset_path = "y"',
@@ -433,7 +445,7 @@ INSIDE = [
     f"{ON}local_batch_size = 4{SYNTHETIC}{PIPELINE}pipeline_parallel_microbatch_size = 2",
     f"{ON}{SYNTHETIC}[checkpoint]\nenable = true\nkeep_best = 1",
     # of adapters and float8
-    f'{HF}[lora]\nrank = 2\nalpha = 8.0\nsave = "adapter"',
+    f'{HF}[lora]\nrank = 2\nalpha = 8.0\nexport_format = "adapter"',
     f"{FLOAT8}[training]\nlocal_batch_size = 2\nseq_len = 40",
     f"{FLOAT8}[training]\nlocal_batch_size = 1\nseq_len = 40\n"
     "[quantize.linear.float8]\nemulate = true",

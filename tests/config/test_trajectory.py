@@ -62,12 +62,12 @@ def test_settings_that_do_not_count(jobs: Jobs, options: list[str]) -> None:
         (["--training.seq_len=512"], "training.seq_len: stored 256, now 512"),
         (["--debug.seed=1"], "debug.seed: stored 0, now 1"),
         (
-            ["--training.document_attention=within"],
-            'training.document_attention: stored "across", now "within"',
+            ["--training.attn_mask_type=block_causal"],
+            'training.attn_mask_type: stored "causal", now "block_causal"',
         ),
         (
-            ["--training.document_positions=restart"],
-            'training.document_positions: stored "continue", now "restart"',
+            ["--training.reset_positions=true"],
+            "training.reset_positions: stored false, now true",
         ),
         (["--optimizer.lr=0.1"], "optimizer.lr: stored 0.0008, now 0.1"),
         (["--optimizer.no_decay_params=x"], 'stored ["*norm*", "*.bias"], now ["x"]'),
@@ -84,7 +84,7 @@ def test_settings_that_do_not_count(jobs: Jobs, options: list[str]) -> None:
         (["--lr_scheduler.warmup_steps=7"], "lr_scheduler.warmup_steps: stored 200, now 7"),
         (["--lr_scheduler.decay_end=last_step"], 'stored "after_last_step", now "last_step"'),
         (["--training.mixed_precision_param=float32"], 'stored "auto", now "float32"'),
-        (["--validation.split=0.1"], "validation.split: stored none, now 0.1"),
+        (["--validation.holdout_fraction=0.1"], "holdout_fraction: stored none, now 0.1"),
     ],
 )
 def test_settings_that_count(jobs: Jobs, options: list[str], difference: str) -> None:

@@ -21,7 +21,7 @@ from torchtitan.data.store import TokenStore, open_writer
 # one that begins with the last token of one
 LETTERS = iter("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ" * 4)
 TEXTS = ["".join(islice(LETTERS, n)) for n in (3, 50, 8, 1, 2, 4, 4, 29, 50)]
-EACH = [("across", "restart"), ("within", "continue"), ("within", "restart")]
+EACH = [("causal", True), ("block_causal", False), ("block_causal", True)]
 
 
 def boundaries(lengths: list[int], first: int, stop: int) -> list[int]:
@@ -71,15 +71,15 @@ def test_few_places_of_the_index_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(seen) <= 13 + 5  # log2 of 5000, the four and the next one
 
 
-def dataset(tmp_path: Path, attention: str = "within", positions: str = "restart") -> Dataset:
+def dataset(tmp_path: Path, attention: str = "block_causal", positions: bool = True) -> Dataset:
     lines = "".join(f'{{"text": "{text}"}}\n' for text in TEXTS)
     paths = write_texts(tmp_path / "text", {"texts.jsonl": lines})
-    how = {"document_attention": attention, "document_positions": positions}
+    how = {"attn_mask_type": attention, "reset_positions": positions}
     return dataset_of(tmp_path, dataset_path=paths, num_epochs=1, **how)
 
 
 @pytest.mark.parametrize(("attention", "positions"), EACH)
-def test_lengths_and_labels_of_samples(tmp_path: Path, attention: str, positions: str) -> None:
+def test_lengths_and_labels_of_samples(tmp_path: Path, attention: str, positions: bool) -> None:
     stream = [i for text in TEXTS for i in [*text.encode(), 257]]
     number = [n for n, text in enumerate(TEXTS) for _ in range(len(text) + 1)]
     ours = dataset(tmp_path, attention, positions)
@@ -98,7 +98,7 @@ def test_lengths_and_labels_of_samples(tmp_path: Path, attention: str, positions
         ends = list(accumulate(item["document_lengths"].tolist()))
         assert ends == [i + 1 for i in range(SEQ_LEN) if i == SEQ_LEN - 1 or held[i] != held[i + 1]]
         wanted = [
-            -100 if attention == "within" and a != b else label
+            -100 if attention == "block_causal" and a != b else label
             for label, (a, b) in zip(
                 stream[first + 1 : first + SEQ_LEN + 1], pairwise(held), strict=True
             )
@@ -111,7 +111,7 @@ def test_lengths_and_labels_of_samples(tmp_path: Path, attention: str, positions
 
 
 def test_nobody_asked(tmp_path: Path) -> None:
-    plain = dataset(tmp_path, "across", "continue")
+    plain = dataset(tmp_path, "causal", False)
     assert set(plain[0]) == {"tokens", "labels"}
     for attention, positions in EACH:
         other = dataset(tmp_path, attention, positions)
@@ -122,7 +122,7 @@ def test_nobody_asked(tmp_path: Path) -> None:
 def test_masked_labels_stay_masked(tmp_path: Path) -> None:
     how = {"dataset": "synthetic_masked", "seq_len": 200}
     plain = dataset_of(tmp_path, **how)  # type: ignore[arg-type]
-    within = dataset_of(tmp_path, document_attention="within", **how)  # type: ignore[arg-type]
+    within = dataset_of(tmp_path, attn_mask_type="block_causal", **how)  # type: ignore[arg-type]
     fewer = 0
     for k in range(50):
         ours, theirs = within[k]["labels"], plain[k]["labels"]
@@ -149,7 +149,7 @@ def test_a_batch_holds_the_lengths_of_all_its_samples(tmp_path: Path, num_worker
 def test_no_memory_grows_with_the_square(tmp_path: Path) -> None:
     """Of what Python and numpy take, to make a batch: far less than S squared / 64 bytes."""
     seq_len = 20_000
-    how = {"dataset": "synthetic", "document_attention": "within", "seq_len": seq_len}
+    how = {"dataset": "synthetic", "attn_mask_type": "block_causal", "seq_len": seq_len}
     loader = loader_of(dataset_of(tmp_path, **how), batch=1)  # type: ignore[arg-type]
     next(loader)
     tracemalloc.start()

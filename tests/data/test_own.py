@@ -126,7 +126,7 @@ def test_labels_and_documents_are_taken_as_given(tmp_path: Path) -> None:
     sample = build("Endless", tmp_path)[2]
     assert sample["labels"].tolist() == [-100] * 15 + [3]
     assert set(sample) == {"tokens", "labels"}
-    told = build("Documents", tmp_path, document_attention="within")[0]
+    told = build("Documents", tmp_path, attn_mask_type="block_causal")[0]
     assert told["document_lengths"].tolist() == [4, 12]
     assert set(build("Documents", tmp_path)[0]) == {"tokens", "labels"}
     plain = build("Indexed", tmp_path)[0]
@@ -211,7 +211,7 @@ def test_a_sample_that_is_none(case: str, tmp_path: Path, module: Path) -> None:
 
 
 def test_documents_must_be_told_where_they_are_kept_apart(tmp_path: Path) -> None:
-    data = build("Endless", tmp_path, document_attention="within")
+    data = build("Endless", tmp_path, attn_mask_type="block_causal")
     with pytest.raises(DataError, match="document_lengths from 1 on that add up to 16"):
         data[0]
 

@@ -47,7 +47,7 @@ def write(path: Path, texts: list[str]) -> str:
 
 
 def job_of(cache: Path, paths: list[str], **settings: Any) -> TrainingConfig:
-    settings = {"num_epochs": 1, "document_attention": "within", **settings}
+    settings = {"num_epochs": 1, "attn_mask_type": "block_causal", **settings}
     return training(cache, dataset="files", dataset_path=paths, **settings)
 
 
@@ -205,7 +205,10 @@ def test_divided_once_and_again_after_a_change(
         documents = [len(documents_of(build(job, side))) for side in (TRAINED, HELD_OUT)]
         assert documents == [len(TEXTS) - num_held_out, num_held_out]
         assert len(calls) == len(TEXTS)
-        assert f"split = 0.3: {num_held_out} of 150 documents of {tmp_path / 's'} " in caplog.text
+        assert (
+            f"holdout_fraction = 0.3: {num_held_out} of 150 documents of {tmp_path / 's'} "
+            in caplog.text
+        )
         caplog.clear()
     write_by_hand(tmp_path / "s", [[[*text.encode(), END]] for text in TEXTS[1:]], code=8)
     build(job, TRAINED)
@@ -220,14 +223,15 @@ def test_too_few_documents(tmp_path: Path, side: Holdout) -> None:
     change = "raise" if side.held_out else "lower"
     with pytest.raises(
         DataError,
-        match=rf"^split: must .* at least seq_len \+ 1 = 17 tokens of .*book\.txt, 0\.3 gives "
-        rf"0 in 0 of 1 documents; {change} it, add documents",
+        match=rf"^holdout_fraction: must .* at least seq_len \+ 1 = 17 tokens of .*book\.txt, 0\.3 "
+        rf"gives 0 in 0 of 1 documents; {change} it, add documents",
     ):
         build(job_of(tmp_path / "cache", paths), side)
     lines = write_lines(tmp_path / "one.jsonl", [{"prompt": "ab", "completion": "c"}])
     sides = [Holdout(fraction, held_out=side.held_out) for fraction in (1e-9, 1 - 1e-9)]
     with pytest.raises(
-        DataError, match=rf"^split: .* at least one example, .* gives none of 1; {change} it"
+        DataError,
+        match=rf"^holdout_fraction: .* at least one example, .* gives none of 1; {change} it",
     ):
         examples_of(tmp_path / "cache", lines, side=sides[not side.held_out])
     examples_of(tmp_path / "cache", lines, side=sides[side.held_out])
@@ -292,7 +296,7 @@ def examples_of(
 @pytest.mark.parametrize("packing", ["padded", "packed"])
 def test_examples_are_divided(tmp_path: Path, side: Holdout, packing: str) -> None:
     values = [{"prompt": f"{i}", "completion": "ab"[i % 2] * (i % 20)} for i in range(99)] * 2
-    how = {"packing": packing, "document_attention": "within"}
+    how = {"packing": packing, "attn_mask_type": "block_causal"}
 
     def examples_in(dataset: Dataset) -> list[tuple[list[int], list[int]]]:
         assert dataset.num_samples is not None

@@ -16,7 +16,7 @@ from torchtitan.data.dataset import PadToBatch
 
 @pytest.mark.parametrize(("degree", "batch"), [(1, 4), (3, 2), (2, 5), (7, 90)])
 def test_every_sample_once_on_any_ranks(degree: int, batch: int, tmp_path: Path) -> None:
-    dataset = dataset_of(tmp_path, num_epochs=1, document_attention="within")
+    dataset = dataset_of(tmp_path, num_epochs=1, attn_mask_type="block_causal")
     total = dataset.num_samples
     assert total is not None
     assert total % (degree * batch)

@@ -125,7 +125,7 @@ def test_documents_change_with_each_batch_and_compile_nothing(
     world: int, ranks: RankPool, job: list[str], on_one_device: OneDevice
 ) -> None:
     """Attention that goes by their lengths is not compiled; that would be anew for each batch."""
-    within = "--training.document_attention=within"
+    within = "--training.attn_mask_type=block_causal"
     reference = on_one_device(pipeline_jobs.train, UNCLIPPED, within)
     job += [within, *AOT_EAGER]
     results = ranks.run(train, [*job, *CP2] if world == 2 else job, world=world)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def cp2(method: str, balancer: str) -> tuple[str, ...]:
 # than a rank's part
 LENGTHS = ((11, 1, 52), (37, 27))
 TWO_LAYERS = {"num_layers": 2}
-POSITIONS: list[Literal["continue", "restart"]] = ["continue", "restart"]
+POSITIONS: list[bool] = [False, True]
 ALONE = {
     "one device": (1, ()),
     # each rank holds one half: all labels of one of them are masked for most documents
@@ -92,7 +92,7 @@ def alone() -> dict[str, list[Figures]]:
             model.output.loss = lambda x, weight, labels: torch.nn.functional.cross_entropy(
                 (x @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum"
             )
-            first = start if kind == "continue" else 0
+            first = start if not kind else 0
             part = slice(row, row + 1), slice(start, stop)
             loss = model(
                 tokens()[part],
@@ -115,8 +115,8 @@ def packed(job: list[str]) -> dict[str, list[Figures]]:
         shard = SequenceShard(
             build_layout(parallelism),
             rank=run.mesh.data.get_local_rank("cp"),
-            document_attention="within",
-            document_positions=kind,
+            attn_mask_type="block_causal",
+            reset_positions=kind,
         )
         found[kind] = []
         lengths = torch.tensor([n for row in LENGTHS for n in row])
@@ -163,8 +163,8 @@ def test_as_if_each_document_were_alone(
                 wanted = expected.gradients[name]
                 assert (gradient - wanted).norm() <= 1e-4 * wanted.norm(), name
     losses = {kind: [figures.loss for figures in each_alone[kind]] for kind in POSITIONS}
-    assert losses["restart"] == pytest.approx(losses["continue"], rel=1e-4)  # RoPE is relative
-    assert 0 in losses["restart"]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-4)  # RoPE is relative
+    assert 0 in losses[True]
 
 
 # --- what the settings mean; what whole jobs train with them is in test_matrix.py
@@ -176,8 +176,8 @@ def arguments(texts: Path) -> list[str]:
         "--training.dataset=files",
         f"--training.dataset_path={texts}",
         "--training.seq_len=64",
-        "--training.document_attention=within",
-        "--training.document_positions=restart",
+        "--training.attn_mask_type=block_causal",
+        "--training.reset_positions=true",
         jobs.UNSAVED,
     ]
 
@@ -190,14 +190,14 @@ def test_the_two_settings_are_independent(
     ranks: RankPool, tmp_path: Path, cache: Path, arguments: list[str]
 ) -> None:
     """Positions matter across documents alone; what is attended to, and is labelled, always."""
-    four = [(a, p) for a in ("across", "within") for p in ("continue", "restart")]
+    four = [(a, p) for a in ("causal", "block_causal") for p in (False, True)]
     given = [
         [
             *jobs.write_job(tmp_path, TINY8, name=f"{attention}_{positions}", cache=cache),
             *arguments,
             "--training.steps=1",
-            f"--training.document_attention={attention}",
-            f"--training.document_positions={positions}",
+            f"--training.attn_mask_type={attention}",
+            f"--training.reset_positions={positions}",
         ]
         for attention, positions in four
     ]

@@ -93,7 +93,7 @@ def test_packed_examples_go_on_in_the_middle_of_an_epoch(ranks: RankPool, tmp_pa
         "--training.dataset=examples",
         f"--training.dataset_path={write_lines(tmp_path / 'a.jsonl', values)}",
         "--training.packing=packed",
-        "--training.document_attention=within",
+        "--training.attn_mask_type=block_causal",
         *BATCH,
         LOGGED,
     )

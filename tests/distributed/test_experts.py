@@ -33,7 +33,7 @@ MOE = TINY8.replace("[model]", '[model]\nname = "qwen3_moe"')
 NAME = "--model.name=qwen3_moe"
 SHORT = ("--training.seq_len=40", "--training.steps=2")
 IN_SIXES = ("--training.global_batch_size=6",)
-WITHIN = ("--training.document_attention=within",)
+WITHIN = ("--training.attn_mask_type=block_causal",)
 ADAPTER = ("--lora.rank=4", "--lora.alpha=8.0", '--lora.modules=["layers.*.attention.w*"]')
 MUON = ("--optimizer.name=Muon",)
 CHUNKS = ("--training.seq_len=41",)

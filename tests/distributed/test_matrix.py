@@ -99,7 +99,7 @@ WHAT = {
     "all": What(),
     "tied": What(sizes={"tie_embeddings": True}),
     "documents": What(
-        ("--training.document_attention=within", "--training.document_positions=restart"),
+        ("--training.attn_mask_type=block_causal", "--training.reset_positions=true"),
         reads_texts=True,
     ),
     # all of the first stage among others

@@ -19,7 +19,7 @@ BFLOAT16 = "--training.mixed_precision_param=bfloat16"
 COMPILED = ("--compile.enable", "--compile.backend=aot_eager")
 RECOMPUTED = "--activation_checkpoint.mode=full"
 CP2 = "--parallelism.context_parallel_degree=2"
-WITHIN = "--training.document_attention=within"
+WITHIN = "--training.attn_mask_type=block_causal"
 
 
 def train(family: Path, job: list[str]) -> jobs.Result:

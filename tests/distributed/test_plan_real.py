@@ -91,7 +91,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         1,
         (*EVERY_2, *LAYERS4),
     ),
-    "one device, documents": (1, ("--training.document_attention=within",)),
+    "one device, documents": (1, ("--training.attn_mask_type=block_causal",)),
     "one device, chunks": (1, ("--training.loss_chunks=3",)),
     "one device, bfloat16, chunks": (
         1,
@@ -117,7 +117,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "cp 2 ring, by operator": (2, (*cp(2, "alltoall"), *BY_OPERATOR)),
     "cp 2 allgather": (2, cp(2, "allgather")),
     "cp 2 ulysses": (2, cp(2, "ulysses")),
-    "cp 2 ulysses, documents": (2, (*cp(2, "ulysses"), "--training.document_attention=within")),
+    "cp 2 ulysses, documents": (2, (*cp(2, "ulysses"), "--training.attn_mask_type=block_causal")),
     "fsdp 2 x cp 2, bfloat16": (4, (*cp(2, "alltoall"), BF16)),
     "pp 2, 1F1B": (2, (*pipeline("1F1B"), *LAYERS4)),
     "pp 2, GPipe": (2, (*pipeline("GPipe"), *LAYERS4)),

@@ -16,7 +16,7 @@ from tests.distributed.pipeline_jobs import TINY8, assert_same_training, pipelin
 from tests.distributed.rank_pool import RankPool
 
 TP2 = "--parallelism.tensor_parallel_degree=2"
-WITHIN = "--training.document_attention=within"
+WITHIN = "--training.attn_mask_type=block_causal"
 CP2 = "--parallelism.context_parallel_degree=2"
 ULYSSES = "--parallelism.context_parallel_rotate_method=ulysses"
 PP2 = pipeline("1F1B", pipeline_parallel_microbatch_size=2)

@@ -63,7 +63,7 @@ def validated(folder: Path, toml: str = TINY8, **names: Any) -> list[str]:
     return [
         *jobs.write_job(folder, toml, **names),
         "--training.steps=3",
-        "--training.document_attention=within",
+        "--training.attn_mask_type=block_causal",
         "--validation.enable",
         "--validation.dataset=files",
         f"--validation.dataset_path={write_held_out(folder)}",
@@ -274,8 +274,8 @@ def test_losses_of_other_samples_do_not_compare(ranks: RankPool, tmp_path: Path)
         ("--validation.steps=3",),
         ("--validation.steps=3", "--validation.local_batch_size=1"),
         ("--validation.seq_len=16",),
-        ("--training.document_attention=across",),
-        ("--training.document_positions=restart",),
+        ("--training.attn_mask_type=causal",),
+        ("--training.reset_positions=true",),
     ]
     [whole, *again] = [measured(k, *arguments) for k, arguments in enumerate(same)]
     assert again == [whole] * 2
@@ -379,7 +379,7 @@ def test_held_out_examples_are_learnt(ranks: RankPool, tmp_path: Path) -> None:
         *jobs.write_job(tmp_path),
         "--training.dataset=synthetic_examples",
         "--training.packing=packed",
-        "--training.document_attention=within",
+        "--training.attn_mask_type=block_causal",
         "--training.seq_len=256",
         "--training.steps=12",
         "--optimizer.lr=1e-2",
@@ -399,12 +399,12 @@ def split_job(folder: Path, name: str, cache: Path, *arguments: str) -> list[str
         *jobs.write_job(folder, name=name, cache=cache),
         "--training.dataset=files",
         f"--training.dataset_path={path}",
-        "--training.document_attention=within",
+        "--training.attn_mask_type=block_causal",
         "--training.seq_len=16",
         "--training.global_batch_size=4",
         "--training.steps=4",
         "--validation.enable",
-        "--validation.split=0.3",
+        "--validation.holdout_fraction=0.3",
         "--validation.freq=1",
         *arguments,
     ]
@@ -425,7 +425,7 @@ def test_held_out_documents_are_as_if_in_files_of_their_own(
         "files",
         cache,
         f"--training.dataset_path={tmp_path / 'kept.jsonl'}",
-        "--validation.split=none",
+        "--validation.holdout_fraction=none",
         f"--validation.dataset_path={tmp_path / 'held.jsonl'}",
     )
     [theirs] = ranks.run(jobs.train, by_files, world=1)
@@ -454,15 +454,17 @@ def test_another_split_does_not_resume(ranks: RankPool, tmp_path: Path, cache: P
         return split_job(tmp_path, "run", cache, *arguments)
 
     ranks.run(jobs.train, job("--training.steps=1"), world=1)
-    [message] = ranks.run(jobs.refusal, job("--validation.split=0.2"), world=1)
-    assert "validation.split: stored 0.3, now 0.2" in message
-    other = job("--validation.split=0.2", "--checkpoint.mode=continue")
+    [message] = ranks.run(jobs.refusal, job("--validation.holdout_fraction=0.2"), world=1)
+    assert "validation.holdout_fraction: stored 0.3, now 0.2" in message
+    other = job("--validation.holdout_fraction=0.2", "--checkpoint.mode=continue")
     [message] = ranks.run(jobs.refusal, other, world=1)
     assert "this differs: validation.split: was 0.3, is 0.2;" in message
     more = tmp_path / "more.jsonl"
     more.write_text(write_held_out(tmp_path).read_text() + '{"text": "one more"}\n')
     [message] = ranks.run(jobs.refusal, job(f"--training.dataset_path={more}"), world=1)
     assert "this differs: data: was" in message
-    tiny = split_job(tmp_path, "tiny", cache, "--validation.split=1e-9")
+    tiny = split_job(tmp_path, "tiny", cache, "--validation.holdout_fraction=1e-9")
     [message] = ranks.run(jobs.refusal, tiny, world=1)
-    assert message.startswith("[validation] split: must hold out at least seq_len + 1 = 17 ")
+    assert message.startswith(
+        "[validation] holdout_fraction: must hold out at least seq_len + 1 = 17 "
+    )

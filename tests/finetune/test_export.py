@@ -167,7 +167,7 @@ def test_a_run_from_a_folder_to_a_folder(ranks: RankPool, tmp_path: Path) -> Non
 def test_weights_of_a_checkpoint_without_factors(ranks: RankPool, tmp_path: Path) -> None:
     job = [*jobs.write_job(tmp_path), "--training.steps=1"]
     [base] = ranks.run(jobs.train, job, world=1)
-    job = [*jobs.write_job(tmp_path, name="tuned"), "--lora.rank=2", "--lora.save=adapter"]
+    job = [*jobs.write_job(tmp_path, name="tuned"), "--lora.rank=2", "--lora.export_format=adapter"]
     job += [f"--checkpoint.initial_load_path={tmp_path / 'run'}", "--checkpoint.last_save_in_hf"]
     job += ["--training.steps=1"]
     [tuned, *_] = ranks.run(jobs.train, job, world=2)

@@ -59,7 +59,7 @@ def examples_of(
     settings = {
         "dataset": "examples",
         "seq_len": SEQ_LEN,
-        "document_attention": "within" if packs else "across",
+        "attn_mask_type": "block_causal" if packs else "causal",
         **settings,
     }
     job = training(tmp_path / "cache", **settings)

@@ -18,7 +18,7 @@ def fit(
     world: int,
     *,
     full: int | None = 8,
-    may_change: tuple[str, ...] = ("dp_shard",),
+    adjustable_degrees: tuple[str, ...] = ("dp_shard",),
     batch: int = -1,
     **degrees: int,
 ) -> tuple[tuple[int, int], int] | None:
@@ -27,7 +27,7 @@ def fit(
         parallelism, training = fit_ranks(
             ParallelismConfig(**{f"{name}_degree": n for name, n in degrees.items()}),
             TrainingConfig(local_batch_size=1, global_batch_size=batch),
-            settings=ElasticConfig(may_change=may_change),  # type: ignore[arg-type]
+            settings=ElasticConfig(adjustable_degrees=adjustable_degrees),  # type: ignore[arg-type]
             world_size=world,
             environ={} if full is None else {FULL_WORLD_SIZE: str(full)},
         )
@@ -37,10 +37,10 @@ def fit(
     return (replicas, parallelism.data_parallel_shard_degree), training.global_batch_size
 
 
-@pytest.mark.parametrize("may_change", [(), ("dp_shard",), ("dp_replicate",), BOTH])
+@pytest.mark.parametrize("adjustable_degrees", [(), ("dp_shard",), ("dp_replicate",), BOTH])
 @pytest.mark.parametrize(("copies", "tp", "batch"), [*product([1, 2], [1, 2], [8, 16, 24])])
 def test_a_layout_is_found_exactly_where_there_is_one(
-    may_change: tuple[str, ...], copies: int, tp: int, batch: int
+    adjustable_degrees: tuple[str, ...], copies: int, tp: int, batch: int
 ) -> None:
     full = 8
     own = copies, full // copies // tp
@@ -49,7 +49,7 @@ def test_a_layout_is_found_exactly_where_there_is_one(
     for world in range(1, full + 1):
         result = fit(
             world,
-            may_change=may_change,
+            adjustable_degrees=adjustable_degrees,
             batch=batch,
             data_parallel_replicate=copies,
             data_parallel_shard=own[1],
@@ -61,17 +61,17 @@ def test_a_layout_is_found_exactly_where_there_is_one(
             for replicate, shard in product(range(1, full + 1), repeat=2)
             if replicate * shard * tp == world
             and batch % (replicate * shard) == 0
-            and (replicate == own[0] or "dp_replicate" in may_change)
-            and (shard == own[1] or "dp_shard" in may_change)
+            and (replicate == own[0] or "dp_replicate" in adjustable_degrees)
+            and (shard == own[1] or "dp_shard" in adjustable_degrees)
         }
         if world == full:
             assert found == own
-        elif may_change == BOTH and found is not None:
+        elif adjustable_degrees == BOTH and found is not None:
             assert found in fits  # replicas beyond the job's own are tried with its shards only
         else:
             assert found in fits or (found is None and not fits)
         same_shards = {each for each in fits if each[1] == own[1]}
-        if same_shards and "dp_replicate" in may_change:
+        if same_shards and "dp_replicate" in adjustable_degrees:
             assert found in same_shards  # a rank holds what it held
 
 
@@ -86,7 +86,7 @@ def test_a_fixed_number_of_nodes_changes_nothing() -> None:
 
 def test_the_refusal_names_ranks_and_batch() -> None:
     with pytest.raises(
-        ConfigError, match=r"elastic.* may_change: .* 3 ranks .* batch of 8; .* 8 ranks"
+        ConfigError, match=r"elastic.* adjustable_degrees: .* 3 ranks .* batch of 8; .* 8 ranks"
     ):
         fit_ranks(
             ParallelismConfig(),

@@ -69,7 +69,7 @@ def test_reasons() -> None:
     assert describe([0, 0, 0]) is None
     assert describe([1, 0, 0]) == "a signal (to 1 rank)"
     assert describe([2, 2, 2]) == "a signal (to 2 ranks)"
-    assert describe([0, 2, 1]) == "its deadline, checkpoint.save_before_seconds"
+    assert describe([0, 2, 1]) == "its deadline, job.time_limit_seconds"
     assert describe([0, 0, 1]) == "a callback (on 1 rank)"
 
 

@@ -27,7 +27,7 @@ from torchtitan.parallel.context.attention import Method
 from torchtitan.parallel.context.build import apply_context_parallel, build_shard
 
 SEQ_LEN = 10_000
-Attention = Literal["across", "within"]
+Attention = Literal["causal", "block_causal"]
 
 
 def arguments(method: str, *, cp: int, tp: int = 1) -> list[str]:
@@ -92,7 +92,7 @@ def largest_tensor(method: Method, balancer: Balancer, attention: Attention, cac
         context_parallel_load_balancer=balancer,
     )
     training = TrainingConfig(
-        dataset="synthetic", seq_len=SEQ_LEN, document_attention=attention, dataset_cache=cache
+        dataset="synthetic", seq_len=SEQ_LEN, attn_mask_type=attention, dataset_cache=cache
     )
     mesh = build_mesh(resolve_dims(settings, world_size=2), device_type="cpu")
     # so small a vocabulary that logits are no larger than activations
@@ -112,7 +112,7 @@ def largest_tensor(method: Method, balancer: Balancer, attention: Attention, cac
         )
         part = build_shard(settings, training=training, mesh=mesh).take(next(loader)[0])
         model(part.tokens, part.positions, part.documents, part.labels).backward()
-    assert (part.documents is not None) == (attention == "within")
+    assert (part.documents is not None) == (attention == "block_causal")
     assert part.documents is None or len(part.documents.lengths[0]) > 10
     assert all(p.grad is not None for p in model.parameters())
     return watch.largest
@@ -121,12 +121,12 @@ def largest_tensor(method: Method, balancer: Balancer, attention: Attention, cac
 @pytest.mark.parametrize(
     ("method", "balancer", "attention"),
     [
-        ("allgather", "headtail", "across"),
-        ("allgather", "headtail", "within"),
-        ("ring", "balanced", "across"),
-        ("ring", "balanced", "within"),
-        ("ulysses", "headtail", "across"),
-        ("ulysses", "headtail", "within"),
+        ("allgather", "headtail", "causal"),
+        ("allgather", "headtail", "block_causal"),
+        ("ring", "balanced", "causal"),
+        ("ring", "balanced", "block_causal"),
+        ("ulysses", "headtail", "causal"),
+        ("ulysses", "headtail", "block_causal"),
     ],
 )
 def test_no_tensor_of_a_step_grows_with_the_square(

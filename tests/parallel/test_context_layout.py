@@ -135,13 +135,13 @@ def test_one_rank_takes_all() -> None:
 LENGTHS = torch.tensor([3, 5, 8, 1, 1, 6])  # of three sequences
 
 
-@pytest.mark.parametrize("attention", ["across", "within"])
-@pytest.mark.parametrize("positions", ["continue", "restart"])
+@pytest.mark.parametrize("attention", ["causal", "block_causal"])
+@pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("balancer", get_args(Balancer))
 def test_documents_are_told_apart_before_they_are_cut(
     balancer: Balancer,
-    attention: Literal["across", "within"],
-    positions: Literal["continue", "restart"],
+    attention: Literal["causal", "block_causal"],
+    positions: bool,
 ) -> None:
     seq_len, degree = 16, 2
     lengths, tokens = LENGTHS * 2, torch.arange(3 * seq_len).view(3, -1)
@@ -153,17 +153,17 @@ def test_documents_are_told_apart_before_they_are_cut(
     seen = []
     for rank in range(degree):
         shard = SequenceShard(
-            layout, rank=rank, document_attention=attention, document_positions=positions
+            layout, rank=rank, attn_mask_type=attention, reset_positions=positions
         )
         part = shard.take(samples)
-        wanted = places[part.tokens] if positions == "restart" else part.tokens % seq_len
+        wanted = places[part.tokens] if positions else part.tokens % seq_len
         assert torch.equal(part.positions.expand(3, -1), wanted)
         assert torch.equal(part.labels, part.tokens + 100)
         is_text = part.tokens % seq_len < num_text[:, None]
         for rows, cut in zip(is_text.split(2), part.split(2), strict=True):
             assert torch.equal(cut.is_text(), rows)
         told = None if part.documents is None else part.documents.lengths
-        assert told == (((6, 10), (16,), (2, 2, 12)) if attention == "within" else None)
+        assert told == (((6, 10), (16,), (2, 2, 12)) if attention == "block_causal" else None)
         seen.append(part.tokens)
     assert torch.equal(torch.cat(seen, 1).sort().values, tokens)
 

@@ -39,7 +39,7 @@ def build_samples(
     seed: int,
     split: float | None,
     held_out: bool = False,
-    of_validation: Collection[str] = ("split",),
+    of_validation: Collection[str] = ("holdout_fraction",),
     sections: Mapping[str, object],
     once: Once = alone,
 ) -> MapSamples:
@@ -91,7 +91,7 @@ def build_training_samples(config: Config, *, layout: Layout, once: Once) -> Map
         tokenizer=tokenizer,
         tokenizer_path=config.model.tokenizer_path,
         seed=config.debug.seed,
-        split=config.validation.split,
+        split=config.validation.holdout_fraction,
         sections=own_sections(config),
         once=once,
     )

@@ -137,7 +137,7 @@ def find_run_step(path: Path, *, verify: bool, group: dist.ProcessGroup | None =
     if (path / ADAPTER_CONFIG).is_file():
         raise CheckpointError(
             f"{path} holds a LoRA adapter without the model: name the step of the run that trained "
-            f'it, or let that run export with lora.save = "merged"'
+            f'it, or let that run export with lora.export_format = "merged"'
         )
     stored, subfolder = path / CONFIG_FILE, "checkpoint"
     if stored.is_file():

@@ -117,7 +117,7 @@ def describe_card(config: Config) -> Card:
         name=Path(config.job.dump_folder).resolve().name,
         description="" if description == type(config.job)().description else description,
         base=None if base is None else Path(base),
-        adapter_alone=lora.save == "adapter",
+        adapter_alone=lora.export_format == "adapter",
         training=rows,
     )
 

@@ -98,8 +98,9 @@ def describe_data(batches: PadToBatch, *, source: TrainingConfig) -> str:
     parts = [
         batches.fingerprint,
         batches.num_drawn,
-        source.document_attention,
-        source.document_positions,
+        # in the words of earlier versions, whose checkpoints are compared by this
+        "within" if source.attn_mask_type == "block_causal" else "across",
+        "restart" if source.reset_positions else "continue",
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
@@ -113,7 +114,7 @@ def describe_source(config: Config) -> TrainingConfig:
         seq_len=validation.seq_len or training.seq_len,
         num_epochs=1,
     )
-    if validation.split is not None:
+    if validation.holdout_fraction is not None:
         return source
     return replace(
         source,
@@ -128,7 +129,7 @@ def build_held_out(
     config: Config, *, source: TrainingConfig, tokenizer: Tokenizer, once: Once = alone
 ) -> MapSamples:
     """Build the samples of the validation."""
-    split = config.validation.split
+    split = config.validation.holdout_fraction
     return build_samples(
         source,
         tokenizer=tokenizer,
@@ -136,7 +137,7 @@ def build_held_out(
         seed=SEED,
         split=split,
         held_out=True,
-        of_validation=("split", "seq_len") if split is not None else OWN_KEYS,
+        of_validation=("holdout_fraction", "seq_len") if split is not None else OWN_KEYS,
         sections=own_sections(config),
         once=once,
     )

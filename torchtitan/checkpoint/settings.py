@@ -111,9 +111,6 @@ class CheckpointConfig:
     """Compare a checkpoint's files with its checksums before loading it."""
     save_timeout_seconds: PositiveInt = 3600
     """Timeout of a rank that waits for other ranks while a checkpoint is saved or loaded."""
-    save_before_seconds: Annotated[PositiveInt | None, SAVES] = None
-    """Save and end the job this many seconds after its start. Choose the scheduler's time limit
-    less the duration of a step and a save. Not given: no limit."""
 
     def violations(self) -> Iterator[Violation]:
         """Check the settings of loading and of the export."""

@@ -8,6 +8,8 @@ or gets a notice while the feature that would read it is switched off.
 The table is a TOML file:
 
     [renamed]                       old key = today's
+    [earlier_names]                 the same for keys of earlier versions of ours, with the values
+                                    that changed: {to = "section.key", values = {old = "new"}}
     [nobodys_choice]                key = values that a default wrote, dropped before renaming
     [switches]                      key = the key without which it asks for nothing, or that key
                                     and the value, one of a list, that alone switches it on
@@ -25,7 +27,7 @@ import functools
 import pathlib
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.config.fields import fields
@@ -50,6 +52,8 @@ class Foreign:
 
     name: str
     renamed: Mapping[Path, Path]
+    earlier: Mapping[Path, tuple[Path, Mapping[str, object]]]
+    """Keys of earlier versions of ours: today's key, and today's values by the earlier ones."""
     nobodys_choice: Mapping[Path, list[object]]
     switches: Mapping[Path, tuple[Path, str | None]]
     keys: Mapping[Path, Unbuilt]
@@ -63,7 +67,12 @@ class Foreign:
     @property
     def names(self) -> Collection[Path]:
         """Every key that is no key of ours."""
-        return [*self.renamed, *self.keys]
+        return [*self.renamed, *self.earlier, *self.keys]
+
+    @property
+    def new_names(self) -> Mapping[Path, Path]:
+        """Today's key by each old one."""
+        return {**self.renamed, **{old: today for old, (today, _) in self.earlier.items()}}
 
     def holds(self, path: Path, setting: Setting) -> bool:
         """Tell whether only the other program would have written this."""
@@ -78,7 +87,12 @@ class Foreign:
         """
         result: Layer = {}
         for path, setting in layer.items():
-            today = self.renamed.get(path)
+            today, program = self.renamed.get(path), f"{self.name}'s"
+            if path in self.earlier:
+                (today, values), program = self.earlier[path], "the earlier"
+                if isinstance(setting.value, str) and setting.value in values:
+                    value = values[setting.value]
+                    setting = replace(setting, value=value, given=literal(value))
             if any(same(setting.value, value) for value in self.nobodys_choice.get(path, ())):
                 continue
             if today is None:
@@ -92,9 +106,7 @@ class Foreign:
                 )
                 continue
             old = spell(path, origin=setting.origin)
-            found.notices.append(
-                f"{setting.origin}: {old} is {self.name}'s name; here it is {name}"
-            )
+            found.notices.append(f"{setting.origin}: {old} is {program} name; here it is {name}")
             result.setdefault(today, setting)
         return result
 
@@ -187,6 +199,10 @@ def read_foreign(file: pathlib.Path, *, name: str) -> Foreign:
     return Foreign(
         name=name,
         renamed={_path(old): _path(new) for old, new in table["renamed"].items()},
+        earlier={
+            _path(old): (_path(new["to"]), new.get("values", {}))
+            for old, new in table["earlier_names"].items()
+        },
         nobodys_choice={_path(key): found for key, found in table["nobodys_choice"].items()},
         switches={_path(key): _switch(given) for key, given in table["switches"].items()},
         keys=keys,

@@ -116,7 +116,7 @@ def load(
     Raises ConfigError with every mistake; prints the help and raises SystemExit(0) on --help.
     """
     words = argv if isinstance(argv, dict) else [word for word in argv if word not in HELP]
-    options, mistakes = read_command_line(words, tree=tree, renamed=foreign.renamed)
+    options, mistakes = read_command_line(words, tree=tree, renamed=foreign.new_names)
     layers: list[Layer] = []
     file_mistakes: list[str] = []
     file = options.get(CONFIG_FILE)
@@ -134,7 +134,7 @@ def load(
                 tree = extend(given)
         except ConfigError as error:
             file_mistakes += map(str, error.mistakes)
-        options, mistakes = read_command_line(words, tree=tree, renamed=foreign.renamed)
+        options, mistakes = read_command_line(words, tree=tree, renamed=foreign.new_names)
     mistakes = [*file_mistakes, *mistakes]
     if len(words) < len(argv):
         print_help(tree)

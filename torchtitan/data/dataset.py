@@ -163,13 +163,13 @@ def labelled_run(k: int, *, seq_len: int, seed: int) -> tuple[int, int]:
 
 def has_document_lengths(training: TrainingConfig) -> bool:
     """Return whether samples have the lengths of their documents."""
-    return training.document_attention == "within" or training.document_positions == "restart"
+    return training.attn_mask_type == "block_causal" or training.reset_positions
 
 
 class TextSource:
     """The samples of one or more rows of tokens, in order.
 
-    With `document_attention = "within"` no label crosses a document's end.
+    With `attn_mask_type = "block_causal"` no label crosses a document's end.
 
     Args:
         stores: Rows of tokens.
@@ -186,7 +186,7 @@ class TextSource:
     ) -> None:
         self.stores: Sequence[TokenStore | HoldoutView] = list(stores)
         self._seq_len, self._vocab_size = training.seq_len, vocab_size
-        self._splits_labels = training.document_attention == "within"
+        self._splits_labels = training.attn_mask_type == "block_causal"
         self._has_lengths = has_document_lengths(training)
         self._ends = list(accumulate((s.num_tokens - 1) // self._seq_len for s in stores))
         self.num_samples = self._ends[-1]
@@ -270,7 +270,7 @@ def build_dataset(
         weights=weights,
         seed=seed,
         num_epochs=training.num_epochs,
-        # without document_attention and document_positions: a position stays valid under others
+        # without attn_mask_type and reset_positions: a position stays valid under others
         fingerprint={
             "data": ",".join(source.content_hash() for source in sources),
             "tokenizer": tokenizer.fingerprint,

@@ -1,4 +1,4 @@
-"""Documents held out of training by a hash of their content: `validation.split`.
+"""Documents held out of training by a hash of their content: `validation.holdout_fraction`.
 
 A split by position (the last files, every hundredth document) changes when data are added, and puts
 copies of a document on both sides. Here a document is held out if the hash of its tokens is below a
@@ -44,7 +44,7 @@ FORMAT = "split 1"
 
 @dataclass(frozen=True)
 class Holdout:
-    """The documents that `validation.split` holds out, or the documents to train on."""
+    """The documents that `validation.holdout_fraction` holds out, or the documents to train on."""
 
     fraction: float
     held_out: bool
@@ -55,7 +55,7 @@ class Holdout:
         return below == self.held_out
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that select the samples of this side."""
+        """Return what selects the samples of this side, keyed as in earlier checkpoints."""
         return {"validation.split": f"{self.fraction}{', held out' if self.held_out else ''}"}
 
     def too_small(self, *, needed: str, found: str) -> DataError:
@@ -66,7 +66,7 @@ class Holdout:
             f"documents (a text file or a row is one, copies stay together), or name other files "
             f"in validation.dataset_path"
         )
-        return DataError.at("split", rule)
+        return DataError.at("holdout_fraction", rule)
 
 
 def content_number(tokens: npt.NDArray[Any], *, end: int | None = None) -> int:
@@ -195,7 +195,8 @@ def build_view(
         )
     if not holdout.held_out:
         logger.info(
-            "validation.split = %s: %d of %d documents of %.200s are held out, %d of %d tokens",
+            "validation.holdout_fraction = %s: %d of %d documents of %.200s are held out, "
+            "%d of %d tokens",
             holdout.fraction,
             counts["held_out"],
             total,

@@ -97,11 +97,11 @@ class TrainingConfig:
     data-parallel degree. The rest is gradient accumulation. -1: no accumulation."""
     max_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm; inf never clips."""
-    document_attention: Literal["across", "within"] = "across"
-    """across: a token attends to all previous tokens of its sample. within: only to tokens of its
-    document, and no label crosses a document's end."""
-    document_positions: Literal["continue", "restart"] = "continue"
-    """Positions continue through a sample, or restart at 0 with each document."""
+    attn_mask_type: Literal["causal", "block_causal"] = "causal"
+    """causal: a token attends to all previous tokens of its sample. block_causal: only to those of
+    its document, and no label crosses a document's end."""
+    reset_positions: bool = False
+    """Count positions from 0 in each document, instead of through the whole sample."""
     dataset: DatasetKind = "python_stdlib"
     """python_stdlib: sources of this Python's library; synthetic: generated text; synthetic_masked:
     the same with a random number of labels per sample masked, to compare layouts; files: the files
@@ -130,10 +130,10 @@ class TrainingConfig:
     packing: Annotated[
         Literal["packed", "padded"],
         OF_EXAMPLES,
-        Needs("document_attention", "within"),
+        Needs("attn_mask_type", "block_causal"),
     ] = "padded"
     """padded: a sample is one example. packed: a sample holds several examples, separated by
-    document_attention."""
+    attn_mask_type."""
     long_examples: Annotated[Literal["truncate", "skip"], OF_EXAMPLES] = "truncate"
     """Cut an example longer than seq_len at its end, or skip it."""
     dataset_cache: Text = DEFAULT_CACHE
@@ -240,7 +240,7 @@ class ValidationConfig:
     never trained on."""
     dataset_path: Strings = ()
     """Files to measure the loss on, as training.dataset_path."""
-    split: Share | None = None
+    holdout_fraction: Share | None = None
     """Fraction of the training documents to hold out and measure the loss on, chosen by a hash of
     their content, instead of dataset. They are held out even if enable is false."""
     local_batch_size: PositiveInt | None = None
@@ -258,9 +258,9 @@ class ValidationConfig:
         """Check the number of batches, and that split and other data are not both given."""
         if self.enable and self.steps < 1 and self.steps != -1:
             yield Violation(("steps", "enable"), f"must be -1 or at least 1, got {self.steps}")
-        if self.split is not None and (self.dataset or self.dataset_path):
+        if self.holdout_fraction is not None and (self.dataset or self.dataset_path):
             yield Violation(
-                ("split", "dataset", "dataset_path"),
+                ("holdout_fraction", "dataset", "dataset_path"),
                 "holds out documents of the training data, and cannot be combined with dataset or "
                 "dataset_path; remove either",
             )

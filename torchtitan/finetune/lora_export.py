@@ -41,7 +41,7 @@ class LoRAExport:
         """Return how the adapter of a job is written; None: it has none."""
         if not settings.rank:
             return None
-        alone = settings.save == "adapter"
+        alone = settings.export_format == "adapter"
         return cls(rank=settings.rank, alpha=settings.alpha, alone=alone, base=base)
 
     def owns(self, name: str) -> bool:

@@ -24,7 +24,7 @@ class LoRAConfig:
         "layers.*.feed_forward.w*",
     )
     """Linear layers (shell patterns) that get an adapter."""
-    save: Annotated[
+    export_format: Annotated[
         Literal["merged", "adapter"],
         Needs("rank", AtLeast(1)),
         Needs("checkpoint.last_save_in_hf", True),

@@ -1,7 +1,7 @@
 """Which layout a job takes on the ranks that are there, when it may lose nodes (`--nnodes 2:4`).
 
 torchrun starts the ranks again on the nodes that are left. The layout on all nodes is the job's
-own; with fewer ranks only the degrees change that `elastic.may_change` names. The global batch
+own; with fewer ranks only the degrees in `elastic.adjustable_degrees` change. The global batch
 stays what it is on all nodes: each rank accumulates more microbatches, so the run stays the same
 training and every sample is read once. Other trainers let the batch shrink with the nodes and scale
 the learning rate; that is a different training.
@@ -51,7 +51,7 @@ def fit_ranks(
         if batch % (training.local_batch_size * dims.dp) == 0:
             return candidate, replace(training, global_batch_size=batch)
     raise ConfigError.at(
-        ("elastic.may_change", "training.global_batch_size"),
+        ("elastic.adjustable_degrees", "training.global_batch_size"),
         f"allows no layout of {world_size} ranks with a global batch of {batch}; start all nodes, "
         f"with {full.world_size} ranks",
     )
@@ -66,13 +66,13 @@ def _candidates(
     if rest or not dp:
         return
     replicas = [full.dp_replicate]
-    if "dp_replicate" in settings.may_change:
+    if "dp_replicate" in settings.adjustable_degrees:
         replicas = [dp // full.dp_shard, *range(min(full.dp_replicate, dp), 0, -1)]
     for dp_replicate in replicas:
         if not dp_replicate or dp % dp_replicate:
             continue
         dp_shard = dp // dp_replicate
-        if dp_shard == full.dp_shard or "dp_shard" in settings.may_change:
+        if dp_shard == full.dp_shard or "dp_shard" in settings.adjustable_degrees:
             yield replace(
                 parallelism,
                 data_parallel_replicate_degree=dp_replicate,

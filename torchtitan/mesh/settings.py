@@ -206,7 +206,7 @@ class CommConfig:
 class ElasticConfig:
     """Runs that outlive a node: jobs started with a range of nodes, `--nnodes 2:4`."""
 
-    may_change: ListOf[Literal["dp_shard", "dp_replicate"]] = ("dp_shard",)
+    adjustable_degrees: ListOf[Literal["dp_shard", "dp_replicate"]] = ("dp_shard",)
     """Degrees that may differ from those on all nodes while nodes are missing: dp_shard is
     parallelism.data_parallel_shard_degree, dp_replicate data_parallel_replicate_degree. All others
     stay, and so does the global batch."""

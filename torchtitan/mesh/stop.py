@@ -187,7 +187,7 @@ def describe(votes: Sequence[int]) -> str | None:
     if num_signalled:
         return f"a signal (to {amount(num_signalled, 'rank')})"
     if num_late:
-        return "its deadline, checkpoint.save_before_seconds"
+        return "its deadline, job.time_limit_seconds"
     return f"a callback (on {amount(num_asked, 'rank')})" if num_asked else None
 
 

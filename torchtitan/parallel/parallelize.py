@@ -88,7 +88,7 @@ def parallelize(
             backend=compilation.backend,
             memory_budget=recomputation.memory_budget if mode == "memory_budget" else 1.0,
             opaque_attention=mesh.dims.cp > 1
-            or training.document_attention == "within"
+            or training.attn_mask_type == "block_causal"
             or has_window(model),
             sequence_comes_async=mesh.dims.tp > 1,
         )

@@ -44,18 +44,18 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "--training.dataset=files",
         '--training.dataset_path=["a.jsonl", "texts/*", "store.idx", "b.json"]',
         "--training.dataset_weights=[0.5, 0.3, 0.15, 0.05]",
-        "--training.document_attention=within",
+        "--training.attn_mask_type=block_causal",
     ),
     "split": (
         "--training.dataset=files",
         '--training.dataset_path=["a.jsonl", "texts/*", "store.idx"]',
-        "--validation.split=0.3",
+        "--validation.holdout_fraction=0.3",
     ),
     "packed": (
         "--training.dataset=examples",
         '--training.dataset_path=["sft.jsonl"]',
         "--training.packing=packed",
-        "--training.document_attention=within",
+        "--training.attn_mask_type=block_causal",
     ),
     "gaps": (
         "--training.dataset=files",

@@ -59,14 +59,14 @@ def test_the_loss_is_that_of_the_trainers_validation(
     job = [*jobs.write_job(tmp_path), "--training.steps=2", "--optimizer.lr=0.1"]
     job += ["--validation.enable", "--validation.dataset=files"]
     job += [f"--validation.dataset_path={tmp_path / 'a.jsonl'}"]
-    job += [f"--training.document_attention={attention}", "--validation.local_batch_size=3"]
+    job += [f"--training.attn_mask_type={attention}", "--validation.local_batch_size=3"]
     trained = ranks.run(jobs.train, job, world=2)[0]
     words = ["--checkpoint", tmp_path / "run", "--perplexity", f"a={tmp_path / 'a.jsonl'}"]
     words += ["--dataset_cache", tmp_path / "cache"]
     report = evaluate(arguments(*words))
     expected = trained.rows[-1]["validation_loss"]
     assert report["perplexity"]["a"]["loss"] == pytest.approx(expected, rel=1e-6)
-    assert (report["step"], report["settings"]["document_attention"]) == (2, attention)
+    assert (report["step"], report["settings"]["attn_mask_type"]) == (2, attention)
 
 
 def test_a_token_store_gives_the_figures_of_its_text(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "one device": (1, 0, (layers(8),)),
     "recomputed": (1, 0, (layers(8), "--activation_checkpoint.mode=full")),
     "by operator": (1, 0, (layers(8), *BY_OPERATOR)),
-    "documents": (1, 0, (layers(8), "--training.document_attention=within")),
+    "documents": (1, 0, (layers(8), "--training.attn_mask_type=block_causal")),
     "hsdp, every 2": (4, 1, (layers(10), *HSDP, *EVERY_2)),
     "fsdp, kept": (4, 0, (layers(8), "--parallelism.fsdp_reshard_after_forward=never")),
     "fsdp, accumulating": (4, 3, (layers(8), "--training.global_batch_size=64")),

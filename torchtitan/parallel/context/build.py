@@ -78,8 +78,8 @@ def build_shard(
     return SequenceShard(
         build_layout(parallelism),
         rank=mesh.data.get_local_rank("cp"),
-        document_attention=training.document_attention,
-        document_positions=training.document_positions,
+        attn_mask_type=training.attn_mask_type,
+        reset_positions=training.reset_positions,
     )
 
 

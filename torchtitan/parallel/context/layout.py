@@ -202,12 +202,12 @@ class SequenceShard:
         layout: SequenceLayout,
         *,
         rank: int,
-        document_attention: Literal["across", "within"] = "across",
-        document_positions: Literal["continue", "restart"] = "continue",
+        attn_mask_type: Literal["causal", "block_causal"] = "causal",
+        reset_positions: bool = False,
     ) -> None:
         self._layout, self._rank = layout, rank
-        self._separates = document_attention == "within"
-        self._restarts = document_positions == "restart"
+        self._separates = attn_mask_type == "block_causal"
+        self._restarts = reset_positions
 
     def take(self, samples: Mapping[str, Tensor]) -> Batch:
         """Return the rank's part of whole sequences: `tokens` and `labels`, int64 (B, S).

@@ -67,7 +67,7 @@ class Places:
             tokenizer=tokenizer,
             tokenizer_path=path,
             seed=config.debug.seed,
-            split=config.validation.split,
+            split=config.validation.holdout_fraction,
             sections=own_sections(config),
         )
         return cls(config, dataset, tokenizer)

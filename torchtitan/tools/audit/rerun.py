@@ -138,15 +138,19 @@ def _settings(
             last_save_in_hf=False,
             export_dtype="float32",
             keep_best=0,
-            save_before_seconds=None,
         )
     total = config.lr_scheduler.total_steps or config.training.steps
     return replace(
         config,
-        job=replace(config.job, dump_folder=str((out / "run").resolve()), save_config_file=None),
+        job=replace(
+            config.job,
+            dump_folder=str((out / "run").resolve()),
+            save_config_file=None,
+            time_limit_seconds=None,
+        ),
         metrics=MetricsConfig(log_freq=1),
         profiling=ProfilingConfig(),
-        validation=ValidationConfig(split=config.validation.split),
+        validation=ValidationConfig(holdout_fraction=config.validation.holdout_fraction),
         checkpoint=start,
         lr_scheduler=replace(config.lr_scheduler, total_steps=total),
         training=replace(

@@ -178,7 +178,7 @@ def list_data(config: Config) -> dict[str, str]:
     """Return the data files of the job with a hash of each, and of the tokenizer."""
     found = {"the tokenizer": build_tokenizer(config.model.tokenizer_path).fingerprint}
     sources = {"training": config.training}
-    if config.validation.enable and config.validation.split is None:
+    if config.validation.enable and config.validation.holdout_fraction is None:
         sources["validation"] = describe_source(config)
     for section, source in sources.items():
         for pattern in source.paths:

@@ -35,7 +35,7 @@ NUM_NAMED, NUM_CHARACTERS = 2, 40
 
 def check_overlap(ranks: Ranks, config: Config) -> Iterator[Checked]:
     """Look for validation data of a job that it trains on; of a split there are none."""
-    if not config.validation.enable or config.validation.split is not None:
+    if not config.validation.enable or config.validation.holdout_fraction is not None:
         return
     found = attempt(lambda: find_overlap(config)) if ranks.launch.rank == 0 else []
     findings = []
@@ -46,7 +46,7 @@ def check_overlap(ranks: Ranks, config: Config) -> Iterator[Checked]:
             Finding(
                 what=f"validation reads {', and '.join(found)}",
                 remedy="name another validation.dataset_path, or, without one, hold out a part of "
-                "the training's documents with validation.split",
+                "the training's documents with validation.holdout_fraction",
             )
         ]
     summary = "is trained on too" if findings else "none of what was looked at is trained on"

@@ -128,8 +128,8 @@ def _settings(args: argparse.Namespace, *, subject: Subject, cut: TrainingConfig
     return {
         "seq_len": cut.seq_len if args.perplexity else None,
         "seq_len_of_tasks": (args.seq_len or subject.positions) if args.tasks else None,
-        "document_attention": cut.document_attention,
-        "document_positions": cut.document_positions,
+        "attn_mask_type": cut.attn_mask_type,
+        "reset_positions": cut.reset_positions,
         "dtype": str(dtype).removeprefix("torch."),
         "version": __version__,
     }

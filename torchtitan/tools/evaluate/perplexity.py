@@ -115,8 +115,8 @@ def measure(
     shard = SequenceShard(
         build_layout(ParallelismConfig()),
         rank=0,
-        document_attention=cut.document_attention,
-        document_positions=cut.document_positions,
+        attn_mask_type=cut.attn_mask_type,
+        reset_positions=cut.reset_positions,
     )
     execution, device = WholeModel(model), next(model.parameters()).device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)

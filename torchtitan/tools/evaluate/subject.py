@@ -85,8 +85,8 @@ def open_subject(
         generator=generator,
         cut=TrainingConfig(
             seq_len=training.seq_len,
-            document_attention=training.document_attention,
-            document_positions=training.document_positions,
+            attn_mask_type=training.attn_mask_type,
+            reset_positions=training.reset_positions,
         ),
         positions=training.seq_len,
         first_id=generator.tokenizer.eos_id,

@@ -149,7 +149,7 @@ def _limits(planned: Planned, *, expandable: bool) -> str:
     said += planned.limits_of_recomputation()
     if planned.layout.counts.num_experts:
         said.append("Every expert gets as many tokens as any other.")
-    if planned.config.training.document_attention == "within":
+    if planned.config.training.attn_mask_type == "block_causal":
         said.append("Each sequence is taken as one document.")
     return "\n".join(said)
 
