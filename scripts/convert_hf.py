@@ -27,11 +27,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
-from torchtitan.assemble.generator import find_run_step, read_settings
-from torchtitan.assemble.hf import describe_export
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError, UserError
 from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.base.urls import is_plain_url, is_url, local_path
+from torchtitan.build import describe_export
 from torchtitan.checkpoint.objects import ObjectStore
 from torchtitan.checkpoint.remote import WHOLE_EXPORT
 from torchtitan.config.fields import values_of
@@ -39,9 +38,9 @@ from torchtitan.config.layers import literal
 from torchtitan.generate.generator import DTYPES
 from torchtitan.hf.convert import to_dcp
 from torchtitan.hf.write import export
-from torchtitan.layout import describe
-from torchtitan.models.families import MODELS
+from torchtitan.models.families import MODELS, to_settings
 from torchtitan.models.settings import ModelSection
+from torchtitan.resume_rules import find_run_step, read_settings
 
 SECONDS_OF_PATIENCE = 600
 
@@ -105,7 +104,7 @@ def from_hf(folder: Path, out: Path, *, dtype: str) -> str:
         # one process is what is meant here
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         spec, architecture = to_dcp(folder, out, dtype=getattr(torch, dtype), models=MODELS)
-    default, model = values_of(ModelSection()), values_of(describe(spec, architecture))
+    default, model = values_of(ModelSection()), values_of(to_settings(spec, architecture))
     settings = {".".join(path): value for path, value in model.items() if value != default[path]}
     lines = [f"model.{key} = {literal(value)}" for key, value in settings.items()]
     return f"{out}: {dtype} weights; a job of them sets\n" + "\n".join(lines)

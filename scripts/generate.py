@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
-from torchtitan.assemble.generator import join_ranks, open_generator
+from torchtitan.api import open_generator
 from torchtitan.base.errors import ConfigError, DataError, UserError
 from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.data.text import check_characters
@@ -44,7 +44,7 @@ from torchtitan.generate.generator import DTYPES
 from torchtitan.generate.sampling import Sampling
 from torchtitan.generate.text import BATCH_SIZE, answer, complete
 from torchtitan.mesh.faults import refuse_exits
-from torchtitan.mesh.ranks import leave, let_rank_0_report, read_rank_info
+from torchtitan.mesh.ranks import join_tensor_parallel, leave, let_rank_0_report, read_rank_info
 
 MOST_TOKENS = 10**6
 
@@ -91,7 +91,7 @@ def write(args: argparse.Namespace) -> list[str]:
             f"a chat in the terminal runs on one rank, got {world_size}; give --prompt, or start "
             f"one process"
         )
-    device, mesh = join_ranks()
+    device, mesh = join_tensor_parallel()
     generator = open_generator(
         args.checkpoint,
         device=device,

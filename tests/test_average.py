@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
-from torchtitan.assemble.generator import open_generator
+from torchtitan.api import open_generator
 from torchtitan.checkpoint.checksums import MANIFEST, verify
 from torchtitan.tools import average as room
 

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.assemble.resume import warn_of_other_code
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.files import StoredJSON
 from torchtitan.base.own import is_import_path, load_object, trust
+from torchtitan.build import warn_of_other_code
 from torchtitan.callbacks import build_callbacks
 from torchtitan.config.fields import fields
 from torchtitan.config.toml_files import to_toml
 from torchtitan.job import Config, load_config, own_sections
-from torchtitan.layout import find_layout, find_model
+from torchtitan.layout import find_layout
+from torchtitan.models.families import find_model
 from torchtitan.resume_rules import Job, shaping_code, trajectory_differences
 
 MODULE = """

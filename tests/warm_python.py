@@ -179,7 +179,7 @@ if __name__ == "__main__":
     import torch.distributed.run
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    import torchtitan.assemble  # noqa: F401
+    import torchtitan.build  # noqa: F401
 
     # the name of an event that nobody records: found by looking through all modules, 18 times
     dynamic_rendezvous.get_method_name = lambda: "rendezvous"  # type: ignore[assignment]

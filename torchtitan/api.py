@@ -25,29 +25,31 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.assemble.generator import (
-    find_pretrained,
-    find_run_step,
-    open_generator,
-    read_settings,
-)
 from torchtitan.base.device import local_device
-from torchtitan.base.errors import ConfigError, UserError
+from torchtitan.base.errors import CheckpointError, ConfigError, UserError
 from torchtitan.base.log import note_in_file
 from torchtitan.base.own import trust, trusting_stored
 from torchtitan.callbacks import check_callback
+from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.config.layers import CONFIG_FILE, PYTHON, Layer, Setting, flatten, literal
 from torchtitan.config.load import violations
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.generate.generator import DTYPES, Generator, read_model
+from torchtitan.finetune.lora import apply_lora
+from torchtitan.generate.generator import DTYPES, Generator, Pretrained, build_generator, read_model
 from torchtitan.generate.text import answer, complete
-from torchtitan.hf.names import CONFIG
+from torchtitan.hf.beside import end_tokens, stop_ids, tokenizer_file
+from torchtitan.hf.config import architecture_of, family_of, read_config
+from torchtitan.hf.folder import open_folder
+from torchtitan.hf.names import ADAPTER_CONFIG, CONFIG
 from torchtitan.job import Config, find_own, load_job
 from torchtitan.mesh.ranks import on_first_rank, read_rank_info
 from torchtitan.mesh.stop import interrupt, watch_signals
 from torchtitan.metrics.rows import RECORD, Row, read_rows
+from torchtitan.models.families import MODELS, find_model
 from torchtitan.optim.loss import build_loss
+from torchtitan.resume_rules import find_run_step, read_settings
 from torchtitan.train import prepare_process, train_job
 
 __all__ = [
@@ -239,6 +241,71 @@ def load_model(
     return model.eval()
 
 
+def find_pretrained(
+    path: Path, *, verify: bool = True, group: dist.ProcessGroup | None = None
+) -> Pretrained:
+    """Return the model of a folder, on the meta device, and where its weights are.
+
+    Args:
+        path: A run, a step or a Hugging Face folder.
+        verify: Compare the checksums of a step.
+        group: Ranks that call this together.
+
+    Raises:
+        UserError: The folder is damaged or holds no model.
+    """
+    if (path / CONFIG).is_file():
+        return _of_hf_folder(path, group=group)
+    if (path / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{path} holds a LoRA adapter without the model: name the step of the run that trained "
+            f'it, or let that run export with lora.export_format = "merged"'
+        )
+    return _of_run(path, verify=verify, group=group)
+
+
+def _of_run(path: Path, *, verify: bool, group: dist.ProcessGroup | None) -> Pretrained:
+    step = find_run_step(path, verify=verify, group=group)
+    config = read_settings(step)
+    spec, architecture = find_model(config.model)
+    model, lora = spec.build_meta(architecture), config.lora
+    if lora.rank:
+        apply_lora(model, rank=lora.rank, alpha=lora.alpha, patterns=lora.modules)
+    return Pretrained(
+        spec=spec,
+        model=model,
+        weights=Checkpoint(path=step, group=group),
+        dtype=config.training.dtype,
+        tokenizer=config.model.tokenizer_path,
+        chat_template=config.training.chat_template,
+        stop_ids=frozenset(),
+        context=config.training.seq_len,
+    )
+
+
+def _of_hf_folder(path: Path, *, group: dist.ProcessGroup | None) -> Pretrained:
+    config = read_config(path)
+    spec = family_of(config, models=MODELS)
+    architecture = architecture_of(config, spec=spec)
+    dtype = config.get("dtype", config.get("torch_dtype", "float32"))
+    weights = open_folder(path, spec=spec, architecture=architecture, group=group)
+    if dtype not in DTYPES:
+        raise CheckpointError(
+            f"{config.path}: the type of the weights must be one of {', '.join(DTYPES)}, got "
+            f"{dtype!r}; take a model in one of these"
+        )
+    return Pretrained(
+        spec=spec,
+        model=spec.build_meta(architecture),
+        weights=weights,
+        dtype=dtype,
+        tokenizer=str(path),
+        chat_template=None,
+        stop_ids=stop_ids(path) or end_tokens(config),
+        context=config.get("max_position_embeddings"),
+    )
+
+
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Return the tokenizer of a run, a step or a folder of Hugging Face, or the one of a file or a
     name, as model.tokenizer_path takes it.
@@ -266,6 +333,45 @@ def load_generator(
     how: dict[str, Any] = {"device": _device(device), "dtype": _dtype_name(dtype), "chats": chats}
     with trusting_stored(trust_code):
         return open_generator(_folder(path), **how)
+
+
+def open_generator(
+    path: Path,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+    verify: bool = True,
+    tokenizer: str | None = None,
+    chats: bool = False,
+    chat_template: str | None = None,
+    dtype: str | None = None,
+) -> Generator:
+    """Build the model of a folder, with its weights, split over ranks.
+
+    Args:
+        path: A run, a step or a Hugging Face folder.
+        device: This rank's device.
+        mesh: Ranks that share the model's matrices. None if one rank holds the model.
+        verify: Compare the checksums of a step.
+        tokenizer: As model.tokenizer_path. Default: the folder's.
+        chats: Look for a chat template.
+        chat_template: Jinja file. Default: the folder's.
+        dtype: Dtype of the weights. Default: the folder's.
+
+    Raises:
+        UserError: The folder is damaged or holds no model, its tokenizer is missing, or the model
+            cannot be split over so many ranks.
+    """
+    found = find_pretrained(path, verify=verify, group=None if mesh is None else mesh.get_group())
+    tokenizer = tokenizer or found.tokenizer
+    file = tokenizer_file(tokenizer)
+    found = replace(
+        found,
+        tokenizer=tokenizer,
+        chat_template=chat_template or found.chat_template,
+        stop_ids=found.stop_ids | (frozenset() if file is None else stop_ids(file.parent)),
+    )
+    return build_generator(found, device=device, mesh=mesh, chats=chats, dtype=dtype)
 
 
 def generate(

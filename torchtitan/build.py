@@ -1,76 +1,92 @@
-"""Everything the trainer holds, straight down.
+"""Everything that the trainer holds, built in order.
 
     layout -> checkpoint to start from -> mesh -> data -> model (meta) -> parallelize -> initial
     weights -> validation -> optimizer -> load -> number of steps -> metrics -> schedule
 
 A mistake in a setting or a file fails here, before the first long work.
-
-In which type a job computes, resolved once and for all ranks alike.
-
-`mixed_precision_param = "auto"` depends on the machine. It is replaced by the type before anything
-is built, so that the run's folder and checkpoints hold the type itself: a job resumed on a machine
-where "auto" means another type is refused, not continued as another training.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from torchtitan.assemble.data import (
-    build_loader,
-    build_training_samples,
-    check_plan,
-    plan_steps,
-)
-from torchtitan.assemble.record import write_start
-from torchtitan.assemble.resume import (
-    CheckpointIO,
-    build_checkpoints,
-    describe_lr,
-    find_start,
-    open_saving,
-)
-from torchtitan.assemble.validation import build_validator
 from torchtitan.base.determinism import set_determinism
-from torchtitan.base.device import device_type, has_bfloat16, local_device
+from torchtitan.base.device import device_name, device_type, local_device
+from torchtitan.base.errors import CheckpointError, ConfigError
+from torchtitan.base.files import StoredJSON
+from torchtitan.base.log import amount
+from torchtitan.base.own import is_import_path
+from torchtitan.base.patterns import matches
 from torchtitan.callbacks import CallbackRunner, build_callbacks
-from torchtitan.checkpoint.manager import CheckpointManager
+from torchtitan.checkpoint.lock import lock_folder
+from torchtitan.checkpoint.manager import CheckpointIO, CheckpointManager, Export, open_io
 from torchtitan.checkpoint.restore import report_rate, restore
-from torchtitan.checkpoint.start import Start
+from torchtitan.checkpoint.source import Checkpoint, WeightSource
+from torchtitan.checkpoint.start import Comparison, LoadMode, Start, find_start, stored_layout
 from torchtitan.checkpoint.state import Progress, RunState
-from torchtitan.data.loader import Loader
-from torchtitan.job import Config, own_sections
-from torchtitan.layout import check_device, find_layout, fit_job, log_job, resolve_model
+from torchtitan.config.toml_files import to_toml
+from torchtitan.data.dataset import build_samples, check_fills_batch
+from torchtitan.data.files import Once
+from torchtitan.data.loader import Loader, MapSamples, plan_steps
+from torchtitan.data.sample_log import SampleLog
+from torchtitan.data.sampler import SkippedSamples
+from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
+from torchtitan.job import Config, JobConfig, own_sections
+from torchtitan.layout import find_layout
 from torchtitan.mesh.dims import Mesh, build_mesh
-from torchtitan.mesh.ranks import OncePerMachine, RankInfo, set_timeout
-from torchtitan.metrics.ledger import Ledger
+from torchtitan.mesh.elastic import fit_ranks
+from torchtitan.mesh.ranks import OncePerMachine, RankInfo, check_data_alike, set_timeout
+from torchtitan.metrics.ledger import Hardware, Ledger
 from torchtitan.metrics.meter import Meter, build_meter
 from torchtitan.metrics.sinks import Sink, build_sinks
 from torchtitan.metrics.stragglers import build_stragglers
 from torchtitan.metrics.trace import Profiler, build_profiler
+from torchtitan.models.families import describe_model, find_model
 from torchtitan.models.interface import LanguageModel, ModelParts
+from torchtitan.models.rope import warn_beyond_rope
 from torchtitan.optim.balance import Balance, build_balance
 from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
-from torchtitan.optim.spikes import SpikeDetector
+from torchtitan.optim.spikes import SpikeDetector, build_spikes
 from torchtitan.parallel.context.build import build_shard
 from torchtitan.parallel.execution import Execution
-from torchtitan.parallel.layout import Layout
+from torchtitan.parallel.layout import Layout, check_device
 from torchtitan.parallel.parallelize import build_model_and_execution, materialize
+from torchtitan.parallel.precision import resolve_precision
+from torchtitan.resume_rules import (
+    CONFIG_FILE,
+    Job,
+    resolve_model,
+    shaping_code,
+    trajectory_differences,
+    write_config,
+)
 from torchtitan.trainer import Run
-from torchtitan.validate import Validator
+from torchtitan.validate import (
+    Validator,
+    build_held_out,
+    build_validation_loader,
+    validation_source,
+)
+
+if TYPE_CHECKING:
+    from torchtitan.hf.write import HFExport
+
+logger = logging.getLogger(__name__)
 
 
-def assemble(
+def build_run(
     config: Config,
     *,
     launch: RankInfo,
@@ -78,20 +94,24 @@ def assemble(
     undo: ExitStack,
     callbacks: Sequence[object] = (),
 ) -> Run:
-    """Build the run, resumed where there is a checkpoint; the process group must exist. The folder
-    is locked until `undo`, or the end of the process. `callbacks` come after those of the settings.
+    """Build a run, resumed where there is a checkpoint. The process group must exist.
+
+    Args:
+        config: The settings.
+        launch: Rank and world size.
+        color: Whether the console shows colors.
+        undo: Receives a callback that unlocks the run's folder.
+        callbacks: Callbacks beside those of the settings.
 
     Raises:
         UserError: Degrees, sizes, files or a checkpoint do not fit this job.
     """
-    config = fit_job(resolve_model(config), world_size=launch.world_size)
-    layout = find_layout(config, world_size=launch.world_size)
-    check_device(config, layout=layout, device_type=device_type())
-    config, precision = resolve_precision(config)
-    offered = {"folder": Path(config.job.dump_folder), "rank": launch.rank, **own_sections(config)}
-    own = build_callbacks(config.training.callbacks, offered=offered)
-    saving = open_saving(config)
-    set_determinism(  # before anything runs on the device, and before data of the user's own
+    config, layout, precision = resolve_job(config, world_size=launch.world_size)
+    folder = Path(config.job.dump_folder)
+    offered = {"folder": folder, "rank": launch.rank, **own_sections(config)}
+    callbacks = [*build_callbacks(config.training.callbacks, offered=offered), *callbacks]
+    io = open_io(config.checkpoint, run_folder=folder, device_type=device_type())
+    set_determinism(  # before anything runs on the device, and before custom data
         seed=config.debug.seed,
         deterministic=config.debug.deterministic,
         warn_only=config.debug.deterministic_warn_only,
@@ -100,31 +120,50 @@ def assemble(
     )
     # read once it is known that the run may start, unless a checkpoint's steps depend on them
     samples = cache(partial(build_training_samples, config, layout=layout, once=OncePerMachine()))
-    start = find_start(config, layout=layout, samples=samples, saving=saving, undo=undo)
+    lock_folder(folder, undo=undo)
+    start = choose_start(config, layout=layout, samples=samples, io=io)
     device = local_device(launch.local_rank)
     log_job(config, layout=layout, device=device, precision=precision)
     mesh = build_mesh(layout.dims, device_type=device.type)
     set_timeout(config.comm.init_timeout_seconds, groups=mesh.groups())
     progress = Progress()
-    loader = build_loader(config, dataset=samples(), layout=layout, mesh=mesh, progress=progress)
-    run = build_run(
+    return build_parts(
         config,
         layout=layout,
         mesh=mesh,
         device=device,
-        loader=loader,
+        loader=build_loader(config, samples=samples(), layout=layout, mesh=mesh, progress=progress),
         progress=progress,
         start=start,
-        saving=saving,
+        io=io,
         color=color,
-        hooks=CallbackRunner([*own, *callbacks], device=device),
+        hooks=CallbackRunner(callbacks, device=device),
     )
-    planned = replace(config, training=run.training)
-    write_start(planned, run=run, loaded=None if start is None else start.source.path)
-    return run
 
 
-def build_run(
+def resolve_job(config: Config, *, world_size: int) -> tuple[Config, Layout, str]:
+    """Return the settings as they hold on these ranks, the layout, and why the dtype was chosen.
+
+    Collective.
+    """
+    config = resolve_model(config)
+    parallelism, training = fit_ranks(
+        config.parallelism,
+        config.training,
+        settings=config.elastic,
+        world_size=world_size,
+        can_resume=config.checkpoint.enable,
+        environ=os.environ,
+    )
+    config = replace(config, parallelism=parallelism, training=training)
+    layout = find_layout(config, world_size=world_size)
+    check_device(config.compile, float8=layout.float8, device_type=device_type())
+    uses_float8 = layout.float8 is not None
+    training, precision = resolve_precision(training, uses_float8=uses_float8, kind=device_type())
+    return replace(config, training=training), layout, precision
+
+
+def build_parts(
     config: Config,
     *,
     layout: Layout,
@@ -133,38 +172,39 @@ def build_run(
     loader: Loader,
     progress: Progress,
     start: Start | None,
-    saving: CheckpointIO,
+    io: CheckpointIO | None,
     color: bool,
     hooks: CallbackRunner,
 ) -> Run:
-    """Build all parts of the run: model, optimizer, checkpoints, metrics."""
-    shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
+    """Build the model and all that trains, measures and saves it."""
+    ledger = Ledger(Path(config.job.dump_folder)) if dist.get_rank() == 0 else None
     model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
     balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=device)
-    validator = build_validator(
-        config,
-        mesh=mesh,
-        model=model,
-        execution=execution,
-        shard=shard,
-        device=device,
-        once=OncePerMachine(),
-    )
-    spikes = build_spikes(config, mesh=mesh, device=device, ledger=saving.ledger)
+    on_spike = None if ledger is None else ledger.spike
+    spikes = build_spikes(config.spikes, equal_ranks=mesh.dims.tp, device=device, on_spike=on_spike)
+    validator = build_validator(config, model=model, execution=execution, mesh=mesh, device=device)
     state = build_state(config, model, balance, spikes, loader=loader, progress=progress)
-    config, state, checkpoints = begin(
-        config, state, layout=layout, loader=loader, start=start, saving=saving, validator=validator
+    if start is not None:
+        assert io is not None, "a run without checkpoints starts from none"
+        restore(state, start=start, group=io.group)
+    config = plan_end(config, layout=layout, loader=loader, step=progress.step)
+    state = replace(state, lr_settings=describe_lr(config))
+    if start is not None:
+        report_rate(state, start=start)
+    write_config(config)
+    checkpoints = build_checkpoints(
+        config, layout=layout, state=state, io=io, validator=validator, ledger=ledger
     )
     execution.after_update()  # a checkpoint may have changed the weights
-    meter, sinks, profiler = build_reports(
-        config, layout=layout, device=device, resume_step=progress.step, color=color
-    )
+    sinks, profiler = build_sinks_of(config, device=device, step=progress.step, color=color)
+    if ledger is not None:
+        record_start(ledger, config, layout=layout, device=device, progress=progress, start=start)
     return Run(
         device=device,
         mesh=mesh,
         model=model,
         execution=execution,
-        sequence_shard=shard,
+        sequence_shard=build_shard(config.parallelism, training=config.training, mesh=mesh),
         optimizer=state.optimizer,
         balance=balance,
         schedule=build_schedule_of(config),
@@ -173,11 +213,11 @@ def build_run(
         progress=progress,
         checkpoints=checkpoints,
         validator=validator,
-        meter=meter,
+        meter=build_meter_of(config, layout=layout, device=device),
         sinks=sinks,
         profiler=profiler,
         hooks=hooks,
-        ledger=saving.ledger,
+        ledger=ledger,
         training=config.training,
         tokens_per_step=layout.samples_per_step(config.training) * config.training.seq_len,
         log_freq=config.metrics.log_freq,
@@ -185,53 +225,301 @@ def build_run(
     )
 
 
-def begin(
+# -- which checkpoint --------------------------------------------------------------------------
+
+
+def choose_start(
     config: Config,
-    state: RunState,
     *,
     layout: Layout,
-    loader: Loader,
-    start: Start | None,
-    saving: CheckpointIO,
-    validator: Validator | None,
-) -> tuple[Config, RunState, CheckpointManager | None]:
-    """Load what the run starts from, plan its steps from there on, and build what saves it."""
-    if start is not None:
-        assert saving.group is not None, "without checkpoints a run starts from none"
-        restore(state, start=start, group=saving.group)
-    at = {"step": state.progress.step, "position": loader.position}
-    config = plan_steps(config, dataset=loader.dataset, layout=layout, **at)
-    check_plan(config, dataset=loader.dataset, layout=layout)
-    state = replace(state, lr_settings=describe_lr(config))
-    if start is not None:
-        report_rate(state, start=start)
-    checkpoints = build_checkpoints(
-        config, dims=layout.dims, state=state, saving=saving, validator=validator
+    samples: Callable[[], MapSamples],
+    io: CheckpointIO | None,
+) -> Start | None:
+    """Return what the run starts from, or None for the initial weights."""
+    group = None if io is None else io.group
+    comparison = JobComparison(config=config, layout=layout, samples=samples, group=group)
+    start = find_start(
+        config.checkpoint,
+        run_folder=Path(config.job.dump_folder),
+        io=io,
+        compare=comparison.with_checkpoint,
+        compare_results=comparison.with_results,
+        open_initial=partial(open_initial, config=config, layout=layout, io=io),
     )
-    return config, state, checkpoints
+    if config.lora.rank:
+        from torchtitan.finetune.lora import warn_of_random_base
+
+        if start is None:
+            warn_of_random_base(config.lora)
+        else:
+            check_adapter_scale(start, alpha=config.lora.alpha)
+    return start
 
 
-def build_fill(config: Config, *, device: torch.device) -> Callable[[LanguageModel], None]:
-    """Build what gives a part of the model its memory and its initial weights."""
-    offloads = config.training.enable_cpu_offload
-    return partial(materialize, device=device, offloads=offloads, seed=config.debug.seed)
+def open_initial(
+    requested: LoadMode, *, config: Config, layout: Layout, io: CheckpointIO | None
+) -> WeightSource:
+    """Open what `checkpoint.initial_load_path` names."""
+    assert io is not None, "a run without checkpoints starts from none"
+    from torchtitan.finetune.lora import is_adapter
+    from torchtitan.hf import source
+
+    return source.open_initial(
+        requested,
+        settings=config.checkpoint,
+        model=config.model,
+        spec=layout.spec,
+        architecture=layout.architecture,
+        optional=is_adapter if config.lora.rank else None,
+        folder=io.folder,
+        group=io.group,
+    )
 
 
-def build_state(
-    config: Config,
-    model: ModelParts,
-    *more: Balance | SpikeDetector | None,
-    loader: Loader,
-    progress: Progress,
-) -> RunState:
-    """Gather all that a checkpoint saves, and build the optimizer, whose state is a part of it."""
-    return RunState(
-        model=model,
-        optimizer=build_optimizer_of(config, model=model),
-        lr_settings=describe_lr(config),
+@dataclass(frozen=True, kw_only=True)
+class JobComparison:
+    """Compares this job with the one whose results a folder holds."""
+
+    config: Config
+    layout: Layout
+    samples: Callable[[], MapSamples]
+    """Builds the samples of the training, on all ranks together."""
+    group: dist.ProcessGroup | None
+    """All ranks. None if checkpoints are disabled."""
+
+    def with_checkpoint(self, manifest: StoredJSON) -> Comparison:
+        """Compare with the job that saved a checkpoint; warn if custom code has changed."""
+        then = Job.stored(manifest["config"], file=manifest.path, dp=stored_layout(manifest).dp)
+        now = self._planned(Checkpoint(path=manifest.path.parent, group=self.group), then=then)
+        warn_of_other_code(manifest, now=now.config)
+        differences = trajectory_differences(then, now, data_is_checked=True)
+        return Comparison(differences=tuple(differences), then=then.config.checkpoint)
+
+    def with_results(self) -> tuple[str, ...]:
+        """Return how this job differs from the one that wrote the run's folder."""
+        stored = Path(self.config.job.dump_folder) / CONFIG_FILE
+        if not stored.is_file():
+            return ()
+        then = Job.stored_in(stored)
+        return tuple(trajectory_differences(then, self._planned(None, then=then)))
+
+    def _planned(self, at: Checkpoint | None, *, then: Job) -> Job:
+        """Return this job with the steps it takes from a checkpoint of the job `then`, or from 0.
+
+        Other data are refused elsewhere; with them, the steps are the stored ones.
+        """
+        config, dp = self.config, self.layout.dims.dp
+        training = config.training
+        if training.num_epochs is None:
+            return Job(config=config, dp=dp)
+        samples, step, position = self.samples(), 0, 0
+        global_batch = self.layout.samples_per_step(training)
+        if at is not None and "dataloader" in at.manifest["components"]:
+            state = at.state("dataloader", types={"position": int, "fingerprint": dict})
+            step, position = at.manifest["step"], state["position"]
+            if state["fingerprint"] != samples.fingerprint:
+                training = replace(training, steps=then.config.training.steps)
+                return Job(config=replace(config, training=training), dp=dp)
+        training = plan_steps(
+            training, samples, global_batch=global_batch, step=step, position=position
+        )
+        return Job(config=replace(config, training=training), dp=dp)
+
+
+def warn_of_other_code(manifest: StoredJSON, *, now: Config) -> None:
+    """Warn if the source of a custom object differs from that of the checkpoint."""
+    code = shaping_code(now)
+    for path, then in manifest.get("code", {}).items():
+        if code.get(path, then) != then:
+            logger.warning(
+                "The source of %s has changed since %s was saved: what it computes may be another "
+                "training",
+                path,
+                manifest.path,
+            )
+
+
+def check_adapter_scale(start: Start, *, alpha: float) -> None:
+    """Check that adapters from which a new run starts are scaled as they were trained.
+
+    A run that is resumed has its settings compared as a whole.
+
+    Raises:
+        CheckpointError: Another scale was trained.
+    """
+    from torchtitan.finetune.lora import is_adapter
+
+    source = start.source
+    if start.mode != "finetune" or not isinstance(source, Checkpoint):
+        return
+    if not any(is_adapter(name) and not matches(name, start.exclude) for name in source.names()):
+        return
+    manifest = source.manifest
+    trained = Job.stored(manifest["config"], file=manifest.path).config.lora.alpha
+    if trained != alpha:
+        raise CheckpointError(
+            f"the adapters of {source.path} must be scaled as they were trained, by "
+            f"lora.alpha = {trained:g}, got {alpha:g}; write lora.alpha = {trained:g}, or begin "
+            f'with new adapters: checkpoint.exclude_from_loading = ["*.lora_?"]'
+        )
+
+
+# -- data --------------------------------------------------------------------------------------
+
+
+def build_training_samples(config: Config, *, layout: Layout, once: Once) -> MapSamples:
+    """Build the samples that the run trains on, tokenized first if necessary. Collective.
+
+    Raises:
+        DataError: Data or tokenizer are missing or damaged, or differ between ranks.
+    """
+    training, tokenizer_path = config.training, config.model.tokenizer_path
+    tokenizer = build_tokenizer(tokenizer_path)
+    check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
+    samples = build_samples(
+        training,
+        tokenizer=tokenizer,
+        tokenizer_path=tokenizer_path,
+        seed=config.debug.seed,
+        holdout_fraction=config.validation.holdout_fraction,
+        sections=own_sections(config),
+        once=once,
+    )
+    global_batch = layout.samples_per_step(training)
+    check_fills_batch(
+        samples, training, global_batch=global_batch, accumulation=layout.accumulation
+    )
+    check_data_alike(samples.fingerprint)
+    return samples
+
+
+def build_loader(
+    config: Config, *, samples: MapSamples, layout: Layout, mesh: Mesh, progress: Progress
+) -> Loader:
+    """Build this rank's share of the samples."""
+    training, on_sample = config.training, None
+    if config.debug.log_sample_hashes:
+        on_sample = SampleLog(
+            Path(config.job.dump_folder) / "samples",
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            writes=mesh.is_first_of_dp_rank,
+            step=lambda: progress.step + 1,  # samples are drawn for the next step
+        )
+    return Loader(
+        samples,
+        local_batch_size=training.local_batch_size,
+        accumulation=layout.accumulation,
+        dp_rank=mesh.dp_rank,
+        dp_degree=mesh.dims.dp,
+        settings=training.dataloader,
+        skipped=SkippedSamples(training.skip_samples),
+        on_sample=on_sample,
+    )
+
+
+def plan_end(config: Config, *, layout: Layout, loader: Loader, step: int) -> Config:
+    """Return the settings with the step that the run ends with; check the schedule over its steps.
+
+    Raises:
+        ConfigError: The schedule ends before a run that ends with its data.
+    """
+    samples, global_batch = loader.dataset, layout.samples_per_step(config.training)
+    training = plan_steps(
+        config.training, samples, global_batch=global_batch, step=step, position=loader.position
+    )
+    config = replace(config, training=training)
+    if training.num_epochs is None:
+        return config
+    assert samples.num_samples is not None, "the data end with their epochs"
+    logger.info(
+        "%s, %d samples in all, %d per step: the run ends with step %d",
+        amount(training.num_epochs, "epoch"),
+        SkippedSamples(training.skip_samples).place(samples.num_samples),
+        global_batch,
+        training.steps,
+    )
+    for wrong in config.schedule_violations():
+        if not wrong.is_notice:
+            raise ConfigError(wrong)
+        logger.warning("%s", wrong)
+    return config
+
+
+def build_validator(
+    config: Config, *, model: ModelParts, execution: Execution, mesh: Mesh, device: torch.device
+) -> Validator | None:
+    """Build what validates the run. None if it is off.
+
+    Raises:
+        DataError: Data are missing, empty, damaged, too short, or differ between ranks.
+    """
+    validation = config.validation
+    if not validation.enable:
+        return None
+    source = validation_source(config.training, validation)
+    samples = build_held_out(
+        source,
+        holdout_fraction=validation.holdout_fraction,
+        tokenizer_path=config.model.tokenizer_path,
+        sections=own_sections(config),
+        once=OncePerMachine(),
+    )
+    loader, data = build_validation_loader(samples, source, validation, mesh=mesh)
+    return Validator(
         loader=loader,
-        progress=progress,
-        more={name: one for part in more if part for name, one in part.state().items()},
+        execution=execution,
+        shard=build_shard(config.parallelism, training=config.training, mesh=mesh),
+        model=model,
+        mesh=mesh,
+        device=device,
+        data=data,
+        freq=validation.freq,
+        before_saves=config.checkpoint.enable and config.checkpoint.keep_best > 0,
+        first_timeout_seconds=config.comm.init_timeout_seconds,
+        timeout_seconds=config.comm.train_timeout_seconds,
+        tells_perplexity=not is_import_path(config.training.loss),
+    )
+
+
+# -- model and optimizer -----------------------------------------------------------------------
+
+
+def build_model(
+    config: Config,
+    *,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    fill: Callable[[LanguageModel], None] | None = None,
+) -> tuple[ModelParts, Execution]:
+    """Build this rank's parts of the model with their loss, and what runs batches through them.
+
+    `fill` gives a part memory and weights. Default: the initial weights.
+    """
+    training = config.training
+    splits_logits = mesh.dims.tp > 1 and not config.parallelism.disable_loss_parallel
+    in_flight = 1 if layout.pipeline is None else layout.pipeline.losses_in_flight
+    loss = build_loss(
+        mesh.params.get_group("tp") if splits_logits else None,
+        num_chunks=training.loss_chunks,
+        # each loss that waits for its backward would hold a gradient as large as the weight
+        recompute=in_flight > 1,
+        token_losses=find_loss(training.loss),
+    )
+    if fill is None:
+        offloads, seed = training.enable_cpu_offload, config.debug.seed
+        fill = partial(materialize, device=device, offloads=offloads, seed=seed)
+    return build_model_and_execution(
+        layout,
+        mesh=mesh,
+        training=training,
+        parallelism=config.parallelism,
+        recomputation=config.activation_checkpoint,
+        compilation=config.compile,
+        device=device,
+        loss=loss,
+        fill=fill,
     )
 
 
@@ -245,7 +533,7 @@ def build_optimizer_of(config: Config, *, model: ModelParts) -> torch.optim.Opti
 def build_balance_of(
     config: Config, *, layout: Layout, model: ModelParts, mesh: Mesh, device: torch.device
 ) -> Balance | None:
-    """Build what balances the experts of this rank's parts of the model, if it has any."""
+    """Build what balances the experts of this rank. None for a model without experts."""
     return build_balance(
         config.router,
         parts=model,
@@ -256,120 +544,223 @@ def build_balance_of(
     )
 
 
-def build_spikes(
-    config: Config, *, mesh: Mesh, device: torch.device, ledger: Ledger | None
-) -> SpikeDetector | None:
-    """Build what judges the steps, if anything does; `ledger`: where it is written down."""
-    settings = config.spikes
-    if settings.action == "none":
-        return None
-
-    def record(step: int, figure: str, value: float, bound: float) -> None:
-        if ledger is not None:
-            facts = {"figure": figure, "value": value, "bound": bound, "action": settings.action}
-            ledger.write("spike", step=step, **facts)
-
-    return SpikeDetector(settings, equal_ranks=mesh.dims.tp, device=device, on_spike=record)
-
-
 def build_schedule_of(config: Config) -> Schedule:
     """Build the learning rate as a function of the step."""
-    return build_schedule(
-        config.lr_scheduler, peak_lr=config.optimizer.lr, training_steps=config.training.steps
+    peak_lr, steps = config.optimizer.lr, config.training.steps
+    return build_schedule(config.lr_scheduler, peak_lr=peak_lr, training_steps=steps)
+
+
+def describe_lr(config: Config) -> dict[str, object]:
+    """Return all that the learning rate is computed from."""
+    schedule = {"peak_lr": config.optimizer.lr, "training_steps": config.training.steps}
+    return schedule | asdict(config.lr_scheduler)
+
+
+def build_state(
+    config: Config,
+    model: ModelParts,
+    *more: Balance | SpikeDetector | None,
+    loader: Loader,
+    progress: Progress,
+) -> RunState:
+    """Gather what a checkpoint saves. Builds the optimizer, whose state is a part of it."""
+    return RunState(
+        model=model,
+        optimizer=build_optimizer_of(config, model=model),
+        lr_settings=describe_lr(config),
+        loader=loader,
+        progress=progress,
+        more={name: tensor for part in more if part for name, tensor in part.state().items()},
     )
 
 
-def build_model(
+# -- what is saved and recorded ----------------------------------------------------------------
+
+
+def build_checkpoints(
     config: Config,
     *,
     layout: Layout,
-    mesh: Mesh,
-    device: torch.device,
-    fill: Callable[[LanguageModel], None] | None = None,
-) -> tuple[ModelParts, Execution]:
-    """Build this rank's parts of the model with their loss, and what runs batches through all.
+    state: RunState,
+    io: CheckpointIO | None,
+    validator: Validator | None,
+    ledger: Ledger | None,
+) -> CheckpointManager | None:
+    """Build what saves the run. None if checkpoints are off."""
+    if io is None:
+        return None
+    export: Export | None = None
+    if config.checkpoint.last_save_in_hf:
+        from torchtitan.hf import write
 
-    `fill` gives a part its memory and weights; None: as they are before the first step.
+        dtype = getattr(torch, config.checkpoint.export_dtype)
+        export = partial(
+            write.export, settings=describe_export(config, dtype=dtype), group=io.group
+        )
+    return CheckpointManager(
+        state,
+        settings=config.checkpoint,
+        io=io,
+        manifest={
+            "layout": asdict(layout.dims),
+            "config": to_toml(config),
+            "code": shaping_code(config),
+        },
+        export=export,
+        validation_data=None if validator is None else validator.data,
+        ledger=ledger,
+    )
+
+
+def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
+    """Describe the Hugging Face folder of a job's weights, in `dtype`; None as they are stored.
+
+    Raises:
+        UserError: The job's tokenizer, or the folder that it started from, is damaged or missing.
     """
-    splits_logits = mesh.dims.tp > 1 and not config.parallelism.disable_loss_parallel
-    in_flight = 1 if layout.pipeline is None else layout.pipeline.losses_in_flight
-    loss = build_loss(
-        mesh.params.get_group("tp") if splits_logits else None,
-        num_chunks=config.training.loss_chunks,
-        # each loss that waits for its backward would hold a gradient as large as the weight
-        recompute=in_flight > 1,
-        token_losses=find_loss(config.training.loss),
-    )
-    return build_model_and_execution(
-        layout,
-        mesh=mesh,
+    from torchtitan.hf import export
+
+    spec, architecture = find_model(config.model)
+    description = config.job.description
+    return export.describe_export(
+        spec,
+        architecture,
+        dtype=dtype,
+        name=Path(config.job.dump_folder).resolve().name,
+        description="" if description == JobConfig().description else description,
+        tokenizer_path=config.model.tokenizer_path,
         training=config.training,
-        parallelism=config.parallelism,
-        recomputation=config.activation_checkpoint,
-        compilation=config.compile,
-        device=device,
-        loss=loss,
-        fill=fill or build_fill(config, device=device),
+        optimizer=config.optimizer,
+        lora=config.lora,
+        checkpoint=config.checkpoint,
     )
 
 
-def build_reports(
-    config: Config,
-    *,
-    layout: Layout,
-    device: torch.device,
-    resume_step: int,
-    color: bool,
-) -> tuple[Meter, list[Sink], Profiler | None]:
-    """Build what measures this rank, what receives the figures, and what records traces."""
-    training, folder, rank = config.training, Path(config.job.dump_folder), dist.get_rank()
-    meter = build_meter(
+def build_meter_of(config: Config, *, layout: Layout, device: torch.device) -> Meter:
+    """Build what measures this rank."""
+    training, dims = config.training, layout.dims
+    stragglers = build_stragglers(
+        ratio=config.metrics.straggler_ratio,
+        num_stages=dims.pp,
+        world_size=dims.world_size,
+        device=device,
+    )
+    return build_meter(
         flops_per_token=layout.counts.flops_per_token(training.seq_len),
         dtype=getattr(torch, training.mixed_precision_param),
-        world_size=layout.dims.world_size,
+        world_size=dims.world_size,
         device=device,
-        stragglers=build_stragglers(
-            ratio=config.metrics.straggler_ratio,
-            num_stages=layout.dims.pp,
-            world_size=layout.dims.world_size,
-            device=device,
-        ),
+        stragglers=stragglers,
     )
+
+
+def build_sinks_of(
+    config: Config, *, device: torch.device, step: int, color: bool
+) -> tuple[list[Sink], Profiler | None]:
+    """Build what receives the figures, and what records traces."""
+    folder, rank = Path(config.job.dump_folder), dist.get_rank()
     sinks = build_sinks(
         config.metrics,
         folder=folder,
         rank=rank,
-        resume_step=resume_step,
+        resume_step=step,
         color=color,
         job_config=asdict(config),
         description=config.job.description,
         sections=own_sections(config),
     )
-    return meter, sinks, build_profiler(config.profiling, folder=folder, rank=rank, device=device)
+    return sinks, build_profiler(config.profiling, folder=folder, rank=rank, device=device)
 
 
-def resolve_precision(config: Config) -> tuple[Config, str]:
-    """Return the settings with "auto" resolved, and the reason; the process group must exist."""
-    training = config.training
-    if training.mixed_precision_param != "auto":
-        return config, "as set"
-    if training.dtype == "bfloat16":
-        chosen, reason = "bfloat16", "auto: as the weights are stored"
-    elif config.model.converters:
-        chosen, reason = "bfloat16", "auto: as float8 wants it"
-    else:
-        chosen, reason = _choose(device_type())
-    resolved = replace(training, mixed_precision_param=chosen)  # type: ignore[arg-type]
-    return replace(config, training=resolved), reason
+def record_start(
+    ledger: Ledger,
+    config: Config,
+    *,
+    layout: Layout,
+    device: torch.device,
+    progress: Progress,
+    start: Start | None,
+) -> None:
+    """Record what the run starts on, and what it has loaded.
+
+    Raises:
+        UserError: The ledger cannot be written.
+    """
+    dims, step = layout.dims, progress.step
+    hardware = Hardware(
+        resumed_from=step,
+        world_size=dims.world_size,
+        ranks_per_machine=int(os.environ.get("LOCAL_WORLD_SIZE", dims.world_size)),
+        device=device_name(device),
+    )
+    ledger.start(
+        step,
+        config=to_toml(config),
+        layout=str(dims),
+        world_size=dims.world_size,
+        loaded=None if start is None else str(start.source.path),
+        code=shaping_code(config),
+        hardware=asdict(hardware),
+    )
 
 
-def _choose(kind: str) -> tuple[str, str]:
-    """Ask all ranks: one that computed in another type would train another model."""
-    device = "GPUs" if kind == "cuda" else "CPUs"
-    lacking = torch.tensor(int(not has_bfloat16(kind)))  # on the host: no GPU is taken yet
-    dist.all_reduce(lacking)
-    num_lacking, world_size = int(lacking), dist.get_world_size()
-    if num_lacking == 0:
-        return "bfloat16", f"auto: the {device} multiply it by themselves"
-    ranks = "all" if num_lacking == world_size else f"{num_lacking} of {world_size}"
-    return "float32", f"auto: the {device} of {ranks} ranks do not multiply bfloat16 by themselves"
+# -- what is logged ----------------------------------------------------------------------------
+
+
+def log_job(
+    config: Config, *, layout: Layout, device: torch.device, precision: str = "as set"
+) -> None:
+    """Log what is trained, where and how; `precision` says why it computes in its type."""
+    dims, seq_len = layout.dims, config.training.seq_len
+    logger.info(
+        "%s %s: %s parameters%s, %.3g FLOPs per token at seq_len %d",
+        config.model.name,
+        describe_model(config.model, spec=layout.spec),
+        f"{layout.counts.num_parameters:,}",
+        f" ({layout.counts.num_active:,} active)" if layout.counts.num_idle else "",
+        layout.counts.flops_per_token(seq_len),
+        seq_len,
+    )
+    logger.info(
+        "%d x %s, layout: %s, computing in %s (%s) from %s weights",
+        dims.world_size,
+        device_name(device),
+        dims,
+        config.training.mixed_precision_param,
+        precision,
+        config.training.dtype,
+    )
+    warn_beyond_rope(layout.architecture.rope_scaling, seq_len=seq_len)
+    if sequences := describe_sequences(config, layout=layout):
+        logger.info("Sequences: %s", "; ".join(sequences))
+    if (float8 := layout.float8) is not None:
+        logger.info(
+            "Linear layers of blocks multiply in float8 (%s%s); MFU is still of bfloat16's peak",
+            float8.recipe_name or "tensorwise",
+            ", emulated" if float8.emulate else "",
+        )
+    if config.compile.enable:
+        logger.info(
+            "Blocks are compiled by %s: the first step takes longer", config.compile.backend
+        )
+    if config.job.print_config:
+        logger.info("Settings:\n%s", to_toml(config))
+
+
+def describe_sequences(config: Config, *, layout: Layout) -> list[str]:
+    """Return how sequences are split over ranks, hold documents and are stretched, if at all."""
+    training, parallelism = config.training, config.parallelism
+    said = []
+    if layout.dims.cp > 1:
+        said.append(
+            f"context parallel by {parallelism.context_parallel_rotate_method}, "
+            f"load balancer {parallelism.context_parallel_load_balancer}"
+        )
+    if training.attn_mask_type == "block_causal" or training.reset_positions:
+        said.append(
+            f"attention mask {training.attn_mask_type}, positions "
+            f"{'restart in each document' if training.reset_positions else 'continue'}"
+        )
+    if (scaling := layout.architecture.rope_scaling) is not None:
+        said.append(f"rope scaling {scaling.type}, factor {scaling.factor:g}")
+    return said

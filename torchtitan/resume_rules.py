@@ -12,14 +12,20 @@ import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from torchtitan.base.errors import ConfigError
+import torch.distributed as dist
+
+from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.base.files import read_text
 from torchtitan.base.own import source_hash
+from torchtitan.checkpoint.steps import resolve_step
+from torchtitan.checkpoint.storage import read_manifest
 from torchtitan.config.fields import values_of
 from torchtitan.config.layers import Layer, Path, Setting, flatten, literal
 from torchtitan.config.load import build
-from torchtitan.config.toml_files import parse
+from torchtitan.config.toml_files import parse, to_toml
 from torchtitan.job import Config, find_own, torchtitans_keys, watching_sections, with_stored_own
+from torchtitan.mesh.ranks import on_first_rank
+from torchtitan.models.settings import HF
 
 CONFIG_FILE = "config.toml"
 """The resolved settings in a run's folder."""
@@ -214,3 +220,76 @@ def _resolved(job: Job) -> dict[Path, object]:
     values |= {TOTAL_STEPS: total, WARMUP_STEPS: schedule.num_warmup_steps(total)}
     values[WARMUP_RATIO] = None
     return values
+
+
+def resolve_model(config: Config) -> Config:
+    """Return the settings with family and sizes of the Hugging Face folder that names the model.
+
+    The run stores them, so the folder is not needed again: once it is gone, those of the run count.
+
+    Raises:
+        UserError: The folder does not exist, or its model is not built here.
+    """
+    if config.model.flavor != HF or not config.checkpoint.initial_load_in_hf:
+        return config
+    from torchtitan.hf.source import is_hf_folder, names_all_sizes, read_model, with_model_of
+
+    if names_all_sizes(config.model):
+        return config
+    folder, run = config.checkpoint.initial_load_path, config.job.dump_folder
+    assert folder is not None, "initial_load_in_hf needs initial_load_path"
+    stored = pathlib.Path(run) / CONFIG_FILE
+    if not is_hf_folder(pathlib.Path(folder)) and stored.is_file():
+        found = Job.stored_in(stored).config.model
+    else:
+        found = read_model(pathlib.Path(folder), config.model)
+    return replace(config, model=with_model_of(found, config.model))
+
+
+def write_config(config: Config) -> None:
+    """Write the resolved settings into the run's folder, from rank 0.
+
+    Raises:
+        CheckpointError: A file cannot be written.
+    """
+
+    def write() -> None:
+        for name in filter(None, (CONFIG_FILE, config.job.save_config_file)):
+            path = pathlib.Path(config.job.dump_folder) / name
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(to_toml(config), encoding="utf-8")
+            except OSError as error:
+                raise CheckpointError(
+                    f"the settings must be written to a file in job.dump_folder, got {path}, which "
+                    f"cannot be written: {error.strerror}; move away what is there, or choose "
+                    f"another job.save_config_file or job.dump_folder"
+                ) from error
+
+    on_first_rank(write, group=dist.group.WORLD)
+
+
+def find_run_step(
+    path: pathlib.Path, *, verify: bool, group: dist.ProcessGroup | None = None
+) -> pathlib.Path:
+    """Return the checkpoint that a run, a folder of checkpoints or a step means.
+
+    Raises:
+        CheckpointError: There is none with stored settings, or the one that was named is damaged.
+    """
+    stored, subfolder = path / CONFIG_FILE, "checkpoint"
+    if stored.is_file():
+        subfolder = Job.stored_in(stored).config.checkpoint.local_folder
+    step, is_ours = resolve_step(path, subfolder=subfolder, verifies=verify, group=group)
+    if not is_ours:
+        raise CheckpointError(
+            f"{step} holds weights without the settings of a run; name a step that this library "
+            f"saved, or a Hugging Face folder"
+        )
+    return step
+
+
+def read_settings(step: pathlib.Path) -> Config:
+    """Return the settings in the manifest of a checkpoint."""
+    manifest = read_manifest(step)
+    return Job.stored(manifest["config"], file=manifest.path).config

@@ -44,7 +44,7 @@ from torchtitan.base.log import (
     shown_ranks,
     use_color,
 )
-from torchtitan.build import assemble
+from torchtitan.build import build_run
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.elastic import started
 from torchtitan.mesh.faults import (
@@ -123,7 +123,7 @@ def train_job(
     began = time.monotonic()
     with wording:
         check_alike(config)
-        run = assemble(config, launch=launch, color=color, undo=undo, callbacks=callbacks)
+        run = build_run(config, launch=launch, color=color, undo=undo, callbacks=callbacks)
     bar = build_bar(run, show=shows_bar(launch.rank, shown=shown), color=color)
     trainer = Trainer(run, stop=stop, doing=bar.doing)
     undo.callback(trainer.close_after_failure)

@@ -1,6 +1,6 @@
 """The step loop.
 
-It receives finished parts (`assemble/`) and builds nothing. One optimizer step:
+It receives finished parts (`build.py`) and builds nothing. One optimizer step:
 
     count the valid tokens of the global batch -> forward and backward of each microbatch, its
     summed loss divided by that count -> global gradient norm -> clip -> update, unless the norm

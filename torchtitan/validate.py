@@ -8,18 +8,27 @@ no random number drawn, and parameters are left as they were.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from torchtitan.base.errors import DataError, NonFiniteError
-from torchtitan.data.loader import Loader
+from torchtitan.base.log import amount
+from torchtitan.data.dataset import PadToBatch, build_samples
+from torchtitan.data.files import Once, alone
+from torchtitan.data.loader import Loader, MapSamples
+from torchtitan.data.settings import TrainingConfig, ValidationConfig
+from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.mesh.dims import Mesh
-from torchtitan.mesh.ranks import gather, set_timeout, tighten_timeout
+from torchtitan.mesh.ranks import check_data_alike, gather, set_timeout, tighten_timeout
 from torchtitan.metrics.rows import Row
 from torchtitan.models.interface import ModelParts
 from torchtitan.optim.loss import count_valid
@@ -27,7 +36,99 @@ from torchtitan.parallel.context.layout import SequenceShard
 from torchtitan.parallel.execution import Batch, Execution
 from torchtitan.parallel.fsdp import free_gathered
 
+logger = logging.getLogger(__name__)
 LARGEST_EXPONENT = 700.0  # exp of more overflows a float
+SEED = 0  # not the run's: runs with other seeds are validated on the same samples
+KEYS: Collection[str] = ("dataset", "dataset_path", "seq_len")
+"""Settings of the data that [validation] has itself."""
+
+
+def validation_source(training: TrainingConfig, validation: ValidationConfig) -> TrainingConfig:
+    """Return [training] with the data of [validation] in place of its own, read once."""
+    source = replace(
+        training,
+        local_batch_size=validation.local_batch_size or training.local_batch_size,
+        seq_len=validation.seq_len or training.seq_len,
+        num_epochs=1,
+    )
+    if validation.holdout_fraction is not None:
+        return source
+    return replace(
+        source,
+        dataset=validation.dataset or training.dataset,
+        dataset_path=validation.dataset_path,
+        dataset_weights=(),
+        dataset_mixture={},
+    )
+
+
+def build_held_out(
+    source: TrainingConfig,
+    *,
+    holdout_fraction: float | None,
+    tokenizer_path: str,
+    sections: Mapping[str, object],
+    once: Once = alone,
+) -> MapSamples:
+    """Build the samples of the validation; arguments as of `build_samples`.
+
+    Raises:
+        DataError: Data are missing, empty, damaged or too short.
+    """
+    return build_samples(
+        source,
+        tokenizer=build_tokenizer(tokenizer_path),
+        tokenizer_path=tokenizer_path,
+        seed=SEED,
+        holdout_fraction=holdout_fraction,
+        held_out=True,
+        keys_of_validation=KEYS if holdout_fraction is None else ("holdout_fraction", "seq_len"),
+        sections=sections,
+        once=once,
+    )
+
+
+def build_validation_loader(
+    samples: MapSamples, source: TrainingConfig, validation: ValidationConfig, *, mesh: Mesh
+) -> tuple[Loader, str]:
+    """Build the loader of the validation; return it with a fingerprint of what it reads.
+
+    The fingerprint differs wherever two losses do not compare: with other samples or fewer of
+    them, and if documents attend or are labelled in another way.
+
+    Raises:
+        DataError: Ranks have different data.
+    """
+    check_data_alike(samples.fingerprint)
+    batches = PadToBatch(
+        samples,
+        batch=source.local_batch_size * mesh.dims.dp,
+        num_batches=None if validation.steps == -1 else validation.steps,
+    )
+    freq = validation.freq
+    logger.info(
+        "Validation on %s of %s in %s, every %s",
+        amount(batches.num_drawn, "sample"),
+        amount(source.seq_len, "token"),
+        amount(batches.num_batches, "batch"),
+        amount(freq, "step") if freq > 1 else "step",
+    )
+    loader = Loader(
+        batches,
+        local_batch_size=source.local_batch_size,
+        accumulation=1,
+        dp_rank=mesh.dp_rank,
+        dp_degree=mesh.dims.dp,
+        settings=validation.dataloader,
+    )
+    parts = [
+        batches.fingerprint,
+        batches.num_drawn,
+        # in the words of earlier versions, whose checkpoints are compared by this
+        "within" if source.attn_mask_type == "block_causal" else "across",
+        "restart" if source.reset_positions else "continue",
+    ]
+    return loader, hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def perplexity_of(loss: float) -> float:
@@ -38,9 +139,19 @@ def perplexity_of(loss: float) -> float:
 class Validator:
     """Measures the model as it is.
 
-    `data` identifies the validation's data. `before_saves`: validate before each save.
-    `tells_perplexity`: the loss is cross-entropy. The first
-    validation of a start may compile, so it has `first_timeout_seconds`.
+    Args:
+        loader: Reads the validation's data.
+        execution: Runs the model.
+        shard: Takes this rank's part of each sequence.
+        model: This rank's parts of the model.
+        mesh: All ranks.
+        device: This rank's device.
+        data: Fingerprint of what is read.
+        freq: Steps between validations.
+        before_saves: Validate before each save too.
+        first_timeout_seconds: Timeout of the first validation of a start, which may compile.
+        timeout_seconds: Timeout of the others.
+        tells_perplexity: Whether the loss is cross-entropy.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ from scripts.benchmarks.pairs import (
 )
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import verify
-from torchtitan.checkpoint.manager import CheckpointManager, build_group
+from torchtitan.checkpoint.manager import CheckpointIO, CheckpointManager, build_group
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.state import Progress, RunState
 from torchtitan.checkpoint.storage import find_steps
@@ -157,9 +157,8 @@ def _measure_blocked(
     manager = CheckpointManager(
         state,
         settings=settings,
-        folder=folder,
+        io=CheckpointIO(build_group(3600), folder),
         manifest={},
-        group=build_group(3600),
     )
 
     def run() -> float:

@@ -35,7 +35,7 @@ from scripts.benchmarks.rehearsed import rehearse_theirs
 from scripts.benchmarks.turns import OURS, THEIRS
 from scripts.benchmarks.waits import SETTINGS, count_waits
 from torchtitan.base.device import GIB
-from torchtitan.layout import find_model
+from torchtitan.models.families import find_model
 from torchtitan.models.settings import ModelConfig
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.tools.plan.account import classify, replay

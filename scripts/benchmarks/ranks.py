@@ -39,7 +39,7 @@ def run_ranks(measurement: Measurement, settings: dict[str, Any], *, ranks: int)
         failed = None
         try:
             # forks of one process that has imported all there is: seconds less for each
-            mp.get_context("forkserver").set_forkserver_preload([__name__, "torchtitan.assemble"])
+            mp.get_context("forkserver").set_forkserver_preload([__name__, "torchtitan.build"])
             mp.start_processes(_work, args=arguments, nprocs=ranks, start_method="forkserver")
         except mp.ProcessExitedException as exited:
             failed = exited

@@ -32,10 +32,10 @@ from scripts.benchmarks.pairs import (
 from scripts.benchmarks.ranks import run_ranks
 from scripts.benchmarks.turns import TOLERANCES, peak_gib
 from torchtitan.base.device import device_name
-from torchtitan.build import assemble
+from torchtitan.build import build_run
 from torchtitan.job import load_config
-from torchtitan.layout import find_model
 from torchtitan.mesh.ranks import RankInfo
+from torchtitan.models.families import find_model
 from torchtitan.models.settings import ModelConfig
 from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
@@ -149,7 +149,7 @@ class _Policy:
         self, name: str, settings: dict[str, Any], *, launch: RankInfo, folder: Path
     ) -> None:
         job = _describe_job(settings, policy=name, folder=folder)
-        self.run = run = assemble(load_config(job), launch=launch, color=False, undo=ExitStack())
+        self.run = run = build_run(load_config(job), launch=launch, color=False, undo=ExitStack())
         [samples, *_] = next(run.loader)
         self._batch = run.sequence_shard.take(samples).to(run.device)
         self._divisor = count_valid(self._batch.labels)

@@ -29,8 +29,8 @@ from scripts.benchmarks.pairs import Comparison, DisagreementError, Report, chec
 from torchtitan.data.dataset import build_dataset
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.job import load_config
-from torchtitan.layout import find_model
 from torchtitan.metrics.rows import read_rows
+from torchtitan.models.families import find_model
 from torchtitan.models.init import initialize
 from torchtitan.models.settings import ModelConfig
 

@@ -45,8 +45,7 @@ from scripts.benchmarks.turns import (
 )
 from torchtitan.base.errors import ConfigError
 from torchtitan.job import load_config
-from torchtitan.layout import find_model
-from torchtitan.models.families import MODELS
+from torchtitan.models.families import MODELS, find_model
 from torchtitan.models.settings import ModelConfig
 
 SUMMARY = "a training step, against a loop without a trainer and transformers"

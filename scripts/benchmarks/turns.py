@@ -29,16 +29,16 @@ from scripts.benchmarks.loops import (
 )
 from scripts.benchmarks.pairs import Spent, check_close, read_clocks, spent_since
 from scripts.benchmarks.theirs import build_theirs
-from torchtitan.assemble.data import build_loader, build_training_samples
 from torchtitan.base.device import PeakFlops, device_name, local_device, peak_flops
-from torchtitan.build import assemble
+from torchtitan.build import build_loader, build_run, build_training_samples
 from torchtitan.checkpoint.state import Progress
 from torchtitan.job import load_config
-from torchtitan.layout import find_layout, find_model
+from torchtitan.layout import find_layout
 from torchtitan.mesh.dims import build_mesh
 from torchtitan.mesh.ranks import OncePerMachine, RankInfo
 from torchtitan.metrics.rows import Row
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.families import find_model
 from torchtitan.models.init import initialize
 from torchtitan.models.interface import count
 from torchtitan.models.settings import ModelConfig
@@ -105,7 +105,7 @@ class _Record:
 
 def assemble_ours(settings: dict[str, Any], *, launch: RankInfo, folder: Path) -> Run:
     """Build the library's run as a job is built."""
-    return assemble(
+    return build_run(
         load_config(describe_job(settings, folder=folder)),
         launch=launch,
         color=False,
@@ -118,8 +118,8 @@ def load_batches(settings: dict[str, Any], *, device: torch.device, folder: Path
     config = load_config(describe_job(settings, folder=folder))
     layout = find_layout(config, world_size=settings["ranks"])
     mesh = build_mesh(layout.dims, device_type=device.type)
-    dataset = build_training_samples(config, layout=layout, once=OncePerMachine())
-    loader = build_loader(config, dataset=dataset, layout=layout, mesh=mesh, progress=Progress())
+    samples = build_training_samples(config, layout=layout, once=OncePerMachine())
+    loader = build_loader(config, samples=samples, layout=layout, mesh=mesh, progress=Progress())
     part = build_shard(config.parallelism, training=config.training, mesh=mesh)
     return [part.take(samples) for _ in range(config.training.steps) for samples in next(loader)]
 

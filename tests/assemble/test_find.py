@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan.assemble.data import build_training_samples
 from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.build import build_training_samples, log_job
 from torchtitan.data.files import alone
 from torchtitan.job import load_config
-from torchtitan.layout import find_layout, find_model, log_job
-from torchtitan.models.families import MODELS
+from torchtitan.layout import find_layout
+from torchtitan.models.families import MODELS, find_model
 from torchtitan.models.sizes import DecoderConfig, RopeScaling
 
 FLAVORS = MODELS["llama3"].flavors

@@ -13,11 +13,11 @@ from torchtitan.config.toml_files import to_toml
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hf.config import sizes_of
 from torchtitan.job import load_config
-from torchtitan.layout import describe, describe_model, find_layout, find_model, resolve_model
-from torchtitan.models.families import MODELS
+from torchtitan.layout import find_layout
+from torchtitan.models.families import MODELS, describe_model, find_model, to_settings
 from torchtitan.models.settings import ModelConfig
 from torchtitan.models.sizes import DecoderConfig, RopeScaling
-from torchtitan.resume_rules import Job, trajectory_differences
+from torchtitan.resume_rules import Job, resolve_model, trajectory_differences
 from torchtitan.tools.config import main as check_config
 
 LLAMA = MODELS["llama3"]
@@ -87,7 +87,7 @@ def test_all_that_is_wrong_with_sizes_is_said_at_once() -> None:
 def test_sizes_written_as_settings_are_the_same_model(name: str) -> None:
     for flavor, config in MODELS[name].flavors.items():
         wanted = dataclasses.replace(config, rope_scaling=YARN) if flavor == "tiny" else config
-        spec, found = find_model(describe(MODELS[name], wanted))
+        spec, found = find_model(to_settings(MODELS[name], wanted))
         assert (spec.name, found) == (name, wanted)
 
 

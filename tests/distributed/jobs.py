@@ -22,7 +22,7 @@ from scripts.crash_campaign import TINY
 from scripts.ports import hold_port
 from torchtitan import build as assembling
 from torchtitan.base.errors import UserError
-from torchtitan.build import assemble
+from torchtitan.build import build_run
 from torchtitan.checkpoint.state import model_tensors, optimizer_tensors
 from torchtitan.job import load_config
 from torchtitan.mesh.ranks import RankInfo
@@ -118,7 +118,7 @@ def start(arguments: list[str]) -> Run:
     launch = RankInfo(
         rank=dist.get_rank(), local_rank=dist.get_rank(), world_size=dist.get_world_size()
     )
-    return assemble(load_config(arguments), launch=launch, color=False, undo=ExitStack())
+    return build_run(load_config(arguments), launch=launch, color=False, undo=ExitStack())
 
 
 def train(arguments: list[str]) -> Result:

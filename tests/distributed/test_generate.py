@@ -14,7 +14,7 @@ from tests.distributed import jobs
 from tests.distributed.pipeline_jobs import TINY8
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
-from torchtitan.assemble.generator import open_generator
+from torchtitan.api import open_generator
 from torchtitan.base.errors import ConfigError
 from torchtitan.generate.sampling import generate
 from torchtitan.models.families import MODELS

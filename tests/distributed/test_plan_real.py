@@ -32,12 +32,13 @@ from tests.distributed.jobs import write_job
 from tests.distributed.pipeline_jobs import pipeline
 from tests.distributed.rank_pool import RankPool
 from torchtitan.job import Config, load_config
-from torchtitan.layout import find_layout, resolve_model
+from torchtitan.layout import find_layout
 from torchtitan.mesh.dims import build_mesh
 from torchtitan.models.init import local_part
 from torchtitan.models.interface import RouterModule
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.pipeline import schedules
+from torchtitan.resume_rules import resolve_model
 from torchtitan.tools.plan import rehearse as rehearsing
 from torchtitan.tools.plan.devices import DEVICES
 from torchtitan.tools.plan.job import plan_job

@@ -12,8 +12,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import random_decoder, reference_of
 from torchtitan.job import load_config
-from torchtitan.layout import find_model
-from torchtitan.models.families import MODELS
+from torchtitan.models.families import MODELS, find_model
 
 TINY8 = jobs.TINY.replace('"tiny"', '"tiny8"')
 ROWS = 264

@@ -18,7 +18,7 @@ from tests.distributed import jobs
 from tests.distributed.hf_jobs import start_again
 from tests.distributed.rank_pool import RankPool
 from tests.models.reference import VARIANTS, family_name, random_decoder, reference_of
-from torchtitan.assemble.generator import open_generator
+from torchtitan.api import open_generator
 from torchtitan.base.errors import CheckpointError
 from torchtitan.finetune.lora import apply_lora, is_adapter
 from torchtitan.finetune.lora_export import LoRAExport, weight_beside

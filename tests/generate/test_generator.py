@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.own_family import load_family, write_family
 from tests.models.reference import VARIANTS, random_decoder, reference_of
-from torchtitan.assemble.generator import open_generator
+from torchtitan.api import open_generator
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.generate.generator import Generator, Pretrained, build_generator

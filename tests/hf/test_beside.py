@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.finetune.chats import CHATML, SPECIAL, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
-from torchtitan.assemble.generator import open_generator
-from torchtitan.assemble.hf import describe_export
+from torchtitan.api import open_generator
+from torchtitan.build import describe_export
 from torchtitan.generate.text import encode_chats
 from torchtitan.hf.beside import GENERATION_CONFIG, warn_of_other_tokenizer
 from torchtitan.hf.write import export
 from torchtitan.job import Config, load_config
-from torchtitan.layout import resolve_model
 from torchtitan.models.families import MODELS
+from torchtitan.resume_rules import resolve_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 END, TURN = SPECIAL.index("<|end|>"), SPECIAL.index("<|im_end|>")

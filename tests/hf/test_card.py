@@ -15,8 +15,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.finetune.chats import CHATML, SPECIAL, write_lines, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
-from torchtitan.assemble.generator import read_settings
-from torchtitan.assemble.hf import describe_export
+from torchtitan.build import describe_export
 from torchtitan.hf.card import (
     CARD,
     find_hub_id,
@@ -25,6 +24,7 @@ from torchtitan.hf.card import (
 )
 from torchtitan.hf.write import export
 from torchtitan.models.families import MODELS
+from torchtitan.resume_rules import read_settings
 
 HEAD = "---\nlicense: llama3.2\nlicense_name: 'x'\nlanguage: [en]\n---\n# Theirs\n"
 

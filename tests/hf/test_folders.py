@@ -25,7 +25,6 @@ from tests.models.reference import (
     random_decoder,
     reference_of,
 )
-from torchtitan.assemble.hf import chosen_rotation
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.rows import runs, to_their_rows
 from torchtitan.checkpoint.source import ParameterFilter
@@ -36,10 +35,10 @@ from torchtitan.hf.convert import to_dcp
 from torchtitan.hf.folder import open_folder
 from torchtitan.hf.names import Names
 from torchtitan.hf.read import DTYPES
+from torchtitan.hf.source import chosen_rotation
 from torchtitan.hf.write import HFExport, export
-from torchtitan.layout import describe, find_model
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.families import MODELS
+from torchtitan.models.families import MODELS, find_model, to_settings
 from torchtitan.models.settings import ModelConfig, RopeScalingConfig
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
@@ -451,7 +450,7 @@ def test_the_sizes_of_a_folder_as_settings(name: str, tmp_path: Path) -> None:
     config = dataclasses.replace(VARIANTS[name], num_layers=3)
     folder = exported(random_decoder(config), tmp_path)
     found = architecture_of(read_config(folder), spec=LLAMA)
-    spec, again = find_model(describe(LLAMA, found))
+    spec, again = find_model(to_settings(LLAMA, found))
     assert spec == LLAMA
     assert sizes_of(again) == sizes_of(found) == sizes_of(config)
     with pytest.raises(CheckpointError) as error:

@@ -21,8 +21,8 @@ from scripts.benchmarks.turns import OURS, THEIRS
 from scripts.benchmarks.waits import SETTINGS, Waits, count_waits
 from torchtitan import trainer
 from torchtitan.base.device import HostCopy
-from torchtitan.layout import find_model
 from torchtitan.mesh.ranks import RankInfo
+from torchtitan.models.families import find_model
 from torchtitan.models.settings import ModelConfig
 from torchtitan.optim.clip import clip_gradients
 

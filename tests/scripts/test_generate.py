@@ -20,7 +20,7 @@ from tests.distributed import jobs
 from tests.distributed.rank_pool import RankPool
 from tests.finetune.chats import CHATML, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
-from torchtitan.assemble.generator import find_run_step, open_generator
+from torchtitan.api import open_generator
 from torchtitan.checkpoint.checksums import write_sealed_json
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.generate.sampling import generate
@@ -28,6 +28,7 @@ from torchtitan.generate.text import answer
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.sizes import RopeScaling
+from torchtitan.resume_rules import find_run_step
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
 PROMPT = "naïve "

@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,9 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.base.errors import ConfigError, StalledError
+from torchtitan.base.urls import is_url
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import MANIFEST
-from torchtitan.checkpoint.disks import on_each_disk
+from torchtitan.checkpoint.disks import find_disks, on_each_disk
 from torchtitan.checkpoint.retention import Retention, describe_score
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.state import RunState
@@ -61,10 +63,64 @@ def build_group(timeout_seconds: int) -> dist.ProcessGroup:
 def check_staging(settings: CheckpointConfig, *, device_type: str) -> None:
     """Raise ConfigError for pinned staging without a GPU."""
     if settings.enable and settings.async_mode == PINNED and device_type != "cuda":
-        raise ConfigError(
-            f'checkpoint.async_mode = "{PINNED}" copies from a GPU, and this job computes on '
-            f'{device_type}; write "async"'
+        raise ConfigError.at(
+            "checkpoint.async_mode",
+            f'"{PINNED}" copies from a GPU, and this job computes on {device_type}; write "async"',
         )
+
+
+@dataclass(frozen=True)
+class CheckpointIO:
+    """What ranks save and load through."""
+
+    group: dist.ProcessGroup
+    """All ranks, for checkpoint collectives only."""
+    folder: Path
+    """Local parent of the `step-N` folders."""
+    remote: RemoteCheckpoints | None = None
+    """The store that checkpoint.folder names, if it is a URL."""
+
+
+def open_io(
+    settings: CheckpointConfig, *, run_folder: Path, device_type: str
+) -> CheckpointIO | None:
+    """Build the process group of checkpoints, and open their folder or store. None if disabled.
+
+    Args:
+        settings: The section [checkpoint].
+        run_folder: The folder of the run, job.dump_folder.
+        device_type: What the job computes on.
+
+    Raises:
+        ConfigError: The store's package is missing, ranks do not share a disk that they need to
+            share, or pinned staging is asked for without a GPU.
+    """
+    if not settings.enable:
+        return None
+    check_staging(settings, device_type=device_type)
+    timeout = settings.save_timeout_seconds
+    group, folder = build_group(timeout), run_folder / settings.local_folder
+    if not is_url(settings.folder):
+        if find_disks(run_folder, group=group, timeout_seconds=timeout) is not None:
+            raise ConfigError.at(
+                ("job.dump_folder", "checkpoint.folder"),
+                f"must be one folder for all ranks, and some do not see what others write to "
+                f"{run_folder.absolute()}; name one on storage that all machines share, or write "
+                f"a URL of an object store as checkpoint.folder",
+            )
+        return CheckpointIO(group, folder)
+    from torchtitan.checkpoint.remote import RemoteCheckpoints
+
+    remote = RemoteCheckpoints.open(
+        settings.folder, key="checkpoint.folder", settings=settings, folder=folder, group=group
+    )
+    if remote.disk is not None and settings.last_save_in_hf:
+        raise ConfigError.at(
+            ("checkpoint.last_save_in_hf", "checkpoint.folder"),
+            "needs a job.dump_folder that all ranks share; remove it, and convert a step of the "
+            "store by scripts/convert_hf.py",
+        )
+    return CheckpointIO(group, folder, remote)
 
 
 class CheckpointManager:
@@ -73,12 +129,11 @@ class CheckpointManager:
     Args:
         state: Objects to save. Read again by each save.
         settings: The [checkpoint] section.
-        folder: Parent of the `step-N` folders.
+        io: Process group, folder and store. Each committed checkpoint is uploaded to the store in
+            the background.
         manifest: Entries added to every manifest.
-        group: Process group for checkpoint collectives only.
         export: Writes a Hugging Face folder (second path) from the last checkpoint (first path).
         validation_data: Fingerprint of the validation data.
-        remote: Store to which each committed checkpoint is uploaded in the background.
         ledger: Records each committed checkpoint. Rank 0 only.
     """
 
@@ -87,19 +142,16 @@ class CheckpointManager:
         state: RunState,
         *,
         settings: CheckpointConfig,
-        folder: Path,
+        io: CheckpointIO,
         manifest: Mapping[str, Any],
-        group: dist.ProcessGroup,
         export: Export | None = None,
         validation_data: str | None = None,
-        remote: RemoteCheckpoints | None = None,
         ledger: Recorder | None = None,
     ) -> None:
-        self.folder = folder
+        self.folder, self._group, remote = io.folder, io.group, io.remote
         self._state = state
         self._settings = settings
         self._manifest = manifest
-        self._group = group
         self._export = export
         self._validation_data = validation_data
         self._ledger = ledger

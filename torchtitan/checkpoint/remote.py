@@ -46,9 +46,10 @@ from torchtitan.checkpoint.checksums import (
     share_files,
     summarize,
 )
-from torchtitan.checkpoint.disks import on_each_disk
+from torchtitan.checkpoint.disks import find_disks, on_each_disk
 from torchtitan.checkpoint.objects import ObjectStore, in_parallel
 from torchtitan.checkpoint.retention import Retention
+from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.storage import (
     STEP_NAME,
     commit,
@@ -95,6 +96,38 @@ class RemoteCheckpoints:
         who = f"process {os.getpid()} on host {platform.node()}"
         self._owner = f"{secrets.token_hex(8)} {who}".encode()
         self._damaged: set[int] = set()
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        *,
+        key: str,
+        settings: CheckpointConfig,
+        folder: Path,
+        group: dist.ProcessGroup,
+    ) -> RemoteCheckpoints:
+        """Open a store.
+
+        Args:
+            url: URL of the run's folder.
+            key: Setting that holds the URL, for errors.
+            settings: The section [checkpoint].
+            folder: Local parent of the `step-N` folders.
+            group: All ranks.
+
+        Raises:
+            ConfigError: The package for such URLs is not installed.
+        """
+        store = ObjectStore(
+            url,
+            key=key,
+            patience_seconds=settings.upload_timeout_seconds,
+            check=settings.upload_check,
+        )
+        disk = find_disks(folder, group=group, timeout_seconds=settings.save_timeout_seconds)
+        verifies = settings.verify_on_load
+        return cls(store, folder=folder, group=group, disk=disk, verifies=verifies)
 
     @property
     def url(self) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,10 +23,13 @@ import torch.distributed as dist
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import StoredJSON
 from torchtitan.checkpoint.checksums import MANIFEST
+from torchtitan.checkpoint.manager import CheckpointIO
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.source import Checkpoint, ParameterFilter, WeightSource
 from torchtitan.checkpoint.steps import own_step
+from torchtitan.checkpoint.storage import find_steps
 from torchtitan.mesh.dims import ParallelDims
+from torchtitan.mesh.ranks import on_first_rank
 
 logger = logging.getLogger(__name__)
 LoadMode = Literal["recover", "continue", "finetune"]
@@ -76,7 +79,9 @@ class Comparison:
 
 Compare = Callable[[StoredJSON], Comparison]
 """Compares this job with a checkpoint's manifest."""
-OpenSource = Callable[[LoadMode], WeightSource]
+CompareResults = Callable[[], tuple[str, ...]]
+"""Returns the settings in which this job differs from the one that wrote the run's folder."""
+OpenInitial = Callable[[LoadMode], WeightSource]
 """Opens `initial_load_path` for a requested mode."""
 
 
@@ -94,12 +99,58 @@ def stored_layout(manifest: Mapping[str, Any]) -> ParallelDims:
     return ParallelDims(**layout)
 
 
+def find_start(
+    settings: CheckpointConfig,
+    *,
+    run_folder: Path,
+    io: CheckpointIO | None,
+    compare: Compare,
+    compare_results: CompareResults,
+    open_initial: OpenInitial,
+) -> Start | None:
+    """Return what the run starts from, or None for the initial weights. Collective.
+
+    A folder belongs to one training. Its checkpoints and its settings say which, and a job whose
+    settings shape another one is refused before it writes there.
+
+    Args:
+        settings: The [checkpoint] section.
+        run_folder: The folder of the run, which this job has locked.
+        io: What ranks load through. None if checkpoints are disabled.
+        compare: Compares this job with a checkpoint's manifest.
+        compare_results: Compares this job with the settings in `run_folder`.
+        open_initial: Opens `initial_load_path`.
+
+    Raises:
+        CheckpointError: A checkpoint is asked for and does not exist, or settings differ from those
+            of the checkpoint, or of results without one.
+    """
+    start, folder = None, run_folder / settings.local_folder
+    if io is not None:
+        if io.remote is not None:
+            io.remote.pull_newest()
+            settings = replace(settings, verify_on_load=False)  # it was done
+        start = choose_start(
+            settings, folder=folder, compare=compare, open_initial=open_initial, group=io.group
+        )
+    everyone = dist.group.WORLD if io is None else io.group
+    # one rank looks: a listing by each is slow on shared disks
+    has_metrics, has_steps = on_first_rank(
+        lambda: (any(run_folder.glob("metrics*.jsonl")), bool(find_steps(folder))), group=everyone
+    )
+    is_resumed = start is not None and start.source.path.parent == folder
+    if (has_metrics or has_steps) and not is_resumed:
+        refuse_differences(run_folder, compare_results(), has_checkpoint=has_steps)
+    dist.barrier()  # nobody writes before everybody has looked
+    return start
+
+
 def choose_start(
     settings: CheckpointConfig,
     *,
     folder: Path,
     compare: Compare,
-    open_source: OpenSource,
+    open_initial: OpenInitial,
     group: dist.ProcessGroup,
 ) -> Start | None:
     """Return what the run starts from, or None for the initial weights.
@@ -108,7 +159,7 @@ def choose_start(
         settings: The [checkpoint] section.
         folder: Parent of the run's own `step-N` folders.
         compare: Compares this job with a checkpoint's manifest.
-        open_source: Opens `initial_load_path`.
+        open_initial: Opens `initial_load_path`.
         group: All ranks.
 
     Raises:
@@ -139,14 +190,14 @@ def choose_start(
                 f'checkpoint.initial_load_path, or mode = "recover" to start from scratch'
             )
         return None
-    return _start_from_elsewhere(settings, compared=compared, open_source=open_source)
+    return _start_from_elsewhere(settings, compared=compared, open_initial=open_initial)
 
 
 def _start_from_elsewhere(
-    settings: CheckpointConfig, *, compared: Callable[[Path], Comparison], open_source: OpenSource
+    settings: CheckpointConfig, *, compared: Callable[[Path], Comparison], open_initial: OpenInitial
 ) -> Start:
     requested: LoadMode = "finetune" if settings.initial_load_model_only else settings.mode
-    source = open_source(requested)
+    source = open_initial(requested)
     is_checkpoint = isinstance(source, Checkpoint)
     mode = EFFECTIVE_MODE["other folder" if is_checkpoint else "weights", requested]
     if mode is None:

@@ -22,20 +22,24 @@ import logging
 import random
 from bisect import bisect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from importlib import import_module
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from torchtitan.base.errors import DataError
+from torchtitan.base.errors import DataError, Violation
 from torchtitan.base.log import amount
+from torchtitan.base.own import is_import_path
 from torchtitan.data.corpus import Corpus, FileCorpus, StdlibCorpus, SyntheticCorpus
 from torchtitan.data.files import Once, alone, divide, find_all
 from torchtitan.data.prepare import cached_store
 from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.sampler import Draw, Inverse, Mixture, Permutation
+from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.store import TokenStore
 
 if TYPE_CHECKING:
@@ -229,6 +233,85 @@ class TextSource:
         """Return a SHA-256 of the contents of all stores."""
         hashes = "".join(store.content_hash() for store in self.stores)
         return hashlib.sha256(hashes.encode()).hexdigest()
+
+
+DATASETS: Mapping[str, str] = {  # imported when used: a run on text loads no Jinja
+    **dict.fromkeys(SUPERVISED, "torchtitan.finetune.data:build_examples"),
+    "custom": "torchtitan.data.custom:build_custom",
+}
+"""Functions that build samples, by `training.dataset`; `build_dataset` builds the others."""
+
+
+def _builder(dataset: str) -> Callable[..., MapSamples]:
+    module, name = DATASETS[dataset].split(":")
+    builder: Callable[..., MapSamples] = getattr(import_module(module), name)
+    return builder
+
+
+def build_samples(
+    training: TrainingConfig,
+    *,
+    tokenizer: Tokenizer,
+    tokenizer_path: str,
+    seed: int,
+    holdout_fraction: float | None = None,
+    held_out: bool = False,
+    keys_of_validation: Collection[str] = ("holdout_fraction",),
+    sections: Mapping[str, object],
+    once: Once = alone,
+) -> MapSamples:
+    """Build the samples that the settings describe, tokenized first if necessary.
+
+    Args:
+        training: Data and samples.
+        tokenizer: Encodes the text.
+        tokenizer_path: Where the tokenizer is from, and its chat template.
+        seed: Decides the order.
+        holdout_fraction: Fraction of the documents that `held_out` selects by their hash.
+        held_out: Select what is never trained on: without a fraction, a part of generated data.
+        keys_of_validation: Settings that are from [validation]. The others are from [training].
+        sections: Custom sections that custom data may ask for.
+        once: Finds files in one process of this machine.
+
+    Raises:
+        DataError: Data are missing, empty, damaged or too short.
+    """
+    holdout = None
+    if holdout_fraction is not None:
+        from torchtitan.data.holdout import Holdout
+
+        holdout, held_out = Holdout(holdout_fraction, held_out=held_out), False
+    build: Callable[..., MapSamples] = partial(build_dataset, holdout=holdout, once=once)
+    if is_import_path(training.dataset):
+        build = partial(_builder("custom"), sections=sections)
+    elif training.dataset in DATASETS:
+        how = {"tokenizer_path": tokenizer_path, "holdout": holdout, "once": once}
+        build = partial(_builder(training.dataset), **how)
+    try:
+        return build(training, tokenizer=tokenizer, seed=seed, held_out=held_out)
+    except DataError as error:
+        is_of_validation = error.key in keys_of_validation
+        raise error.within("validation" if is_of_validation else "training") from error
+
+
+def check_fills_batch(
+    samples: MapSamples, training: TrainingConfig, *, global_batch: int, accumulation: int
+) -> None:
+    """Raise DataError if the samples do not fill one global batch."""
+    if samples.num_samples is None or samples.num_samples >= global_batch:
+        return
+    assert training.num_epochs is not None, "without it the data never end"
+    # without accumulation the global batch is what the ranks read at once
+    to_lower = ["local_batch_size"] if accumulation == 1 else []
+    if training.global_batch_size != -1:
+        to_lower.append("global_batch_size")
+    rule = (
+        f"the data must fill a global batch of {global_batch} samples of {training.seq_len} "
+        f"tokens, got {amount(samples.num_samples, 'sample')} in "
+        f"{amount(training.num_epochs, 'epoch')}; add data, or lower {' and '.join(to_lower)}, or "
+        f"seq_len"
+    )
+    raise DataError(Violation((*to_lower, "seq_len"), rule).within("training"))
 
 
 def build_dataset(

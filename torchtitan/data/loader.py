@@ -21,7 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from multiprocessing import forkserver, resource_tracker
@@ -36,7 +36,7 @@ from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.data.sampler import SkippedSamples
 
 if TYPE_CHECKING:
-    from torchtitan.data.settings import DataLoaderConfig
+    from torchtitan.data.settings import DataLoaderConfig, TrainingConfig
     from torchtitan.data.store import TokenStore
 
 Samples = dict[str, torch.Tensor]
@@ -105,6 +105,34 @@ def num_steps(
         global_batch: Samples per step.
     """
     return max(0, skipped.place(num_samples) - skipped.place(position)) // global_batch
+
+
+def plan_steps(
+    training: TrainingConfig,
+    samples: MapSamples,
+    *,
+    global_batch: int,
+    step: int,
+    position: int,
+) -> TrainingConfig:
+    """Return the settings with the step that the run ends with as `steps`.
+
+    It ends with `training.steps` or with its data, whichever comes first.
+
+    Args:
+        training: The section [training].
+        samples: Samples of the run.
+        global_batch: Samples per step.
+        step: Steps that are done.
+        position: Number of the next sample.
+    """
+    if samples.num_samples is None:
+        return training
+    skipped = SkippedSamples(training.skip_samples)
+    last = step + num_steps(
+        samples.num_samples, position=position, skipped=skipped, global_batch=global_batch
+    )
+    return replace(training, steps=last if training.steps == -1 else min(last, training.steps))
 
 
 @dataclass(frozen=True)

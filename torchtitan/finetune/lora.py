@@ -14,6 +14,7 @@ From the [lora] section to a function that gives a model its adapters.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -29,8 +30,10 @@ from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.models.init import Constant, Init, Normal
 from torchtitan.models.interface import CastsWeights, LanguageModel
 from torchtitan.models.spec import TensorRole
+from torchtitan.parallel.layout import Adapt
 from torchtitan.parallel.tensor import SplitsItself, adapter_style, low_rank
 
+logger = logging.getLogger(__name__)
 DOWN, UP = "lora_a", "lora_b"
 ADAPTERS = (f"*.{DOWN}", f"*.{UP}")
 """Shell patterns of the parameters of adapters."""
@@ -108,18 +111,12 @@ def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Te
     return weight_OI.double() + scale * product_OI
 
 
-Adapt = Callable[[LanguageModel], None]
-"""Changes a model on the meta device, in place."""
-
-
-def build_adapt(settings: LoRAConfig, *, model: LanguageModel) -> Adapt | None:
-    """Return what gives a model like `model` its adapters, in place; None without [lora].
+def build_adapt(settings: LoRAConfig, *, model: LanguageModel) -> Adapt:
+    """Return what gives a model like `model` its adapters, in place.
 
     Raises:
         ConfigError: A pattern matches no layer.
     """
-    if not settings.rank:
-        return None
     linears = linear_names(model)
     key = "lora.modules"
     # those of the default may match nothing: experts are no linear layers
@@ -130,3 +127,14 @@ def build_adapt(settings: LoRAConfig, *, model: LanguageModel) -> Adapt | None:
     if not settings.modules:
         raise ConfigError.at(key, 'must name a layer, got none; try "layers.*"')
     return partial(apply_lora, rank=settings.rank, alpha=settings.alpha, patterns=settings.modules)
+
+
+def warn_of_random_base(settings: LoRAConfig) -> None:
+    """Warn that adapters are trained beside weights that are random, in a run from scratch."""
+    if settings.rank:
+        logger.warning(
+            "lora.rank = %d trains adapters beside weights that are random and stay so, since the "
+            "run starts from no checkpoint; name the base by checkpoint.initial_load_path (with "
+            "checkpoint.enable = true)",
+            settings.rank,
+        )

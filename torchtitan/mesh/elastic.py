@@ -30,15 +30,22 @@ def fit_ranks(
     *,
     settings: ElasticConfig,
     world_size: int,
+    can_resume: bool,
     environ: Mapping[str, str],
 ) -> tuple[ParallelismConfig, TrainingConfig]:
     """Return the settings for `world_size` ranks; as given where no node may be lost.
 
     Raises:
-        ConfigError: No allowed layout fits them.
+        ConfigError: No allowed layout fits them, or the job saves no checkpoints.
     """
     if FULL_WORLD_SIZE not in environ:
         return parallelism, training
+    if not can_resume:
+        raise ConfigError.at(
+            "checkpoint.enable",
+            "must be true in a job that may lose nodes (--nnodes MIN:MAX): it resumes from its "
+            "checkpoints",
+        )
     full = resolve_dims(parallelism, world_size=int(environ[FULL_WORLD_SIZE]))
     batch = training.global_batch_size
     if batch == -1:

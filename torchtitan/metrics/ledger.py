@@ -120,6 +120,10 @@ class Ledger:
         place = os.path.relpath(folder, self.path.parent)
         self.write("checkpoint", step=step, folder=place, manifest_sha256=hash_manifest(folder))
 
+    def spike(self, step: int, figure: str, value: float, bound: float, action: str) -> None:
+        """Record a loss or norm above its bound, and what was done."""
+        self.write("spike", step=step, figure=figure, value=value, bound=bound, action=action)
+
     def end(self, step: int, reason: str) -> None:
         """Record that the run is over, or stopped for a reason."""
         self.write("end", step=step, reason=reason)

@@ -1,10 +1,26 @@
-"""The built-in model families. A family's file is imported when the family is looked up."""
+"""The built-in model families, and which model the [model] section names.
+
+A family's file is imported when the family is looked up.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
 from importlib import import_module
+from typing import Any
 
+from torchtitan.base.errors import ConfigError, Violation, did_you_mean
+from torchtitan.base.own import is_import_path, load_object
+from torchtitan.models.settings import (
+    ALL_SIZES,
+    HF,
+    ModelConfig,
+    ModelSection,
+    RopeScalingConfig,
+    given_sizes,
+)
+from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 
 
@@ -40,3 +56,110 @@ MODELS = Families(
         "mistral": "torchtitan.models.mistral",
     }
 )
+
+
+def find_model(settings: ModelConfig) -> tuple[ModelSpec, DecoderConfig]:
+    """Return the model family and the sizes that the settings name.
+
+    Raises:
+        ConfigError: There is no such family or flavor, or the sizes do not fit together.
+    """
+    spec = find_spec(settings)
+    given = given_sizes(settings, of=spec.sizes)
+    if settings.flavor == HF:
+        if missing := spec.sizes.missing(given):
+            rule = (
+                f'"hf" means the model of checkpoint.initial_load_path with initial_load_in_hf = '
+                f"true, or sizes that are all given, and {', '.join(missing)} are not; name a "
+                f"folder of Hugging Face, or a flavor: {', '.join(spec.flavors)}"
+            )
+            raise ConfigError.at(("model.flavor", "checkpoint.initial_load_in_hf"), rule)
+        architecture = spec.sizes(**given, **spec.of_family)
+    elif settings.flavor in spec.flavors:
+        architecture = replace(spec.flavors[settings.flavor], **given)
+    else:
+        flavors = (*spec.flavors, HF)
+        rule = (
+            f"must be one of {', '.join(flavors)} for {spec.name}, got '{settings.flavor}'"
+            f"{did_you_mean(settings.flavor, flavors)}"
+        )
+        if others := [name for name, other in MODELS.items() if settings.flavor in other.flavors]:
+            rule += f"; it is a flavor of {' and '.join(others)}"
+        raise ConfigError.at(("model.flavor", "model.name"), rule)
+    if settings.rope_scaling.type != "flavor":
+        architecture = replace(architecture, rope_scaling=settings.rope_scaling.build())
+    given |= given_sizes(settings, of=ALL_SIZES)
+    wrong = [*architecture.violations()]
+    for key in sorted({*given, *architecture.given(of_family=False)}):
+        if not _has_size(spec, key):
+            having = [other.name for other in MODELS.values() if _has_size(other, key)]
+            rule = f"is no size of {spec.name}; remove it, or take {' or '.join(having)}"
+            wrong.append(Violation((key, "name"), rule))
+    if wrong:
+        raise ConfigError([_name_flavor(one, given=given, settings=settings) for one in wrong])
+    return spec, architecture
+
+
+def describe_model(settings: ModelConfig, *, spec: ModelSpec) -> str:
+    """Return the flavor, and the sizes that replace its own."""
+    given = given_sizes(settings, of=spec.sizes)
+    sizes = ", ".join(f"{name} {value}" for name, value in given.items())
+    return f"{settings.flavor} ({sizes})" if sizes else settings.flavor
+
+
+def to_settings(spec: ModelSpec, architecture: DecoderConfig) -> ModelConfig:
+    """Return settings that give every size, whether or not a flavor has them."""
+    return ModelSection(
+        name=spec.name,
+        flavor=HF,
+        rope_scaling=RopeScalingConfig.of(architecture.rope_scaling),
+        **architecture.given(of_family=False),
+    )
+
+
+def find_spec(settings: ModelConfig) -> ModelSpec:
+    """Look up the family that the settings name.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if (name := settings.name) in MODELS:
+        return MODELS[name]
+    if name == HF:
+        rule = (
+            f'"hf" needs flavor = "hf" and checkpoint.initial_load_in_hf; write both, or one of '
+            f"{', '.join(MODELS)}"
+        )
+        raise ConfigError.at(("model.name", "model.flavor"), rule)
+    if is_import_path(name):
+        spec = load_object(name, key="model.name")
+        if isinstance(spec, ModelSpec) and spec.flavors:
+            return spec
+        raise ConfigError.at(
+            "model.name",
+            f"must name a torchtitan.models.spec.ModelSpec with a flavor, got '{name}', which is "
+            f"{spec!r:.80}",
+        )
+    rule = (
+        f"must be one of {', '.join(MODELS)}, or the import path of a ModelSpec as "
+        f"my_package.my_model:SPEC, got '{name}'{did_you_mean(name, MODELS)}"
+    )
+    raise ConfigError.at("model.name", rule)
+
+
+def _name_flavor(
+    violation: Violation, *, given: Mapping[str, Any], settings: ModelConfig
+) -> Violation:
+    """Add which of the sizes are those of the flavor."""
+    others = [key for key in violation.keys if key not in (*given, "head_dim", "name")]
+    rule = violation.rule
+    if others:
+        rule += f" ({' and '.join(others)} as in flavor {settings.flavor})"
+    return replace(violation, rule=rule).within("model")
+
+
+def _has_size(spec: ModelSpec, key: str) -> bool:
+    """Return whether a family has a size. A family without Hugging Face files may have a window."""
+    if key != "window":
+        return any(one.name == key for one in fields(spec.sizes))
+    return not spec.hf.names or any(ours == "window" for ours, _ in spec.hf.more_counts.values())

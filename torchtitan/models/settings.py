@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from torchtitan.base.errors import Violation
 from torchtitan.config.needs import GIVEN, Needs
-from torchtitan.config.overrides import with_overrides
+from torchtitan.config.overrides import given_overrides, with_overrides
 from torchtitan.config.types import (
     STRICT,
     AboveOne,
@@ -25,7 +25,7 @@ from torchtitan.config.types import (
     Own,
     Text,
 )
-from torchtitan.models.sizes import ROPE_KEYS, MLAConfig, RopeScaling
+from torchtitan.models.sizes import ROPE_KEYS, DecoderConfig, MLAConfig, RopeScaling
 
 HF = "hf"
 """The flavor, and the name, of a job whose model is that of a Hugging Face folder."""
@@ -141,6 +141,11 @@ class ModelConfig:
 def model_section(sizes: type) -> type[ModelConfig]:
     """Return [model] with the sizes of a family as keys."""
     return with_overrides(ModelConfig, of=sizes, remark="In place of the flavor's.")
+
+
+def given_sizes(settings: ModelConfig, *, of: type[DecoderConfig]) -> dict[str, Any]:
+    """Return the sizes of `of` for which the settings have a value."""
+    return given_overrides(settings, of=of)
 
 
 if TYPE_CHECKING:

@@ -25,7 +25,12 @@ from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import amount
 from torchtitan.base.own import is_import_path, load_object, make, within
 from torchtitan.base.patterns import check_pattern, matches
-from torchtitan.models.interface import HasParameters
+from torchtitan.models.interface import (
+    HasParameters,
+    LanguageModel,
+    TrainableParams,
+    router_biases,
+)
 from torchtitan.optim.muon import Muon
 from torchtitan.optim.settings import WITH_BETAS, GroupConfig, OptimizerConfig
 
@@ -112,6 +117,43 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *, norm: Tensor) -> None:
     elif norm.isfinite():
         optimizer.step()
     optimizer.zero_grad()
+
+
+def find_trainable(
+    model: LanguageModel,
+    *,
+    settings: OptimizerConfig,
+    only: tuple[str, ...] = ("*",),
+    sections: Mapping[str, object] = MappingProxyType({}),
+) -> TrainableParams:
+    """Return which parameters of the full model are trained; check and log how.
+
+    Args:
+        model: The full model, on the meta device.
+        settings: The section [optimizer].
+        only: Shell patterns of the parameters that can be trained at all.
+        sections: Custom sections that a custom optimizer may ask for.
+
+    Raises:
+        ConfigError: A pattern matches nothing, nothing is left to train, or as `check_optimizer`.
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in settings.no_decay_params:
+        # the default may match nothing: few models have a bias
+        if pattern not in OptimizerConfig.no_decay_params:
+            check_pattern(pattern, parameters, key="optimizer.no_decay_params", what="parameter")
+    trained = TrainableParams(only=only, frozen=settings.frozen_params)
+    if trained != TrainableParams():
+        biases = set(router_biases(model))
+        trained.check(parameters, no_weights={n for n, p in parameters.items() if p in biases})
+        total = sum(p.numel() for p in parameters.values())
+        size = sum(p.numel() for name, p in parameters.items() if trained.includes(name))
+        logger.info("Trained are %s of %s parameters", f"{size:,}", f"{total:,}")
+    learned = {
+        name: p for name, p in parameters.items() if trained.includes(name) and p.requires_grad
+    }
+    check_optimizer(settings, trained=learned, sections=sections)
+    return trained
 
 
 def check_optimizer(

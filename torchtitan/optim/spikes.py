@@ -31,7 +31,8 @@ FIGURES = ("loss", "grad_norm")
 PER_DEVIATION = 1.4826
 LEAST_DEVIATION = 0.01
 """Relative to the median."""
-OnSpike = Callable[[int, str, float, float], None]
+OnSpike = Callable[[int, str, float, float, str], None]
+"""Takes the step, the name of the figure, its value, its bound and what was done."""
 
 
 def robust_bounds(last_FW: Tensor, *, deviations: float) -> tuple[Tensor, Tensor]:
@@ -48,6 +49,15 @@ def robust_bounds(last_FW: Tensor, *, deviations: float) -> tuple[Tensor, Tensor
     return median_F, torch.where(last_FW[:, 0].isfinite(), bound_F, torch.inf)
 
 
+def build_spikes(
+    settings: SpikesConfig, *, equal_ranks: int, device: torch.device, on_spike: OnSpike | None
+) -> SpikeDetector | None:
+    """Build what detects spikes, with the arguments of `SpikeDetector`. None if it is off."""
+    if settings.action == "none":
+        return None
+    return SpikeDetector(settings, equal_ranks=equal_ranks, device=device, on_spike=on_spike)
+
+
 class SpikeDetector:
     """Detects spikes, and skips or clips their steps.
 
@@ -55,8 +65,7 @@ class SpikeDetector:
         settings: The section [spikes].
         equal_ranks: Number of ranks that hold the same losses.
         device: Device of the figures.
-        on_spike: Called one step later, on this rank, with the step, the name of the figure, its
-            value and its bound.
+        on_spike: Called for each spike one step later, on this rank.
     """
 
     def __init__(
@@ -65,7 +74,7 @@ class SpikeDetector:
         *,
         equal_ranks: int,
         device: torch.device,
-        on_spike: OnSpike = lambda step, figure, value, bound: None,
+        on_spike: OnSpike | None = None,
     ) -> None:
         self._settings, self._equal_ranks, self._on_spike = settings, equal_ranks, on_spike
         shape = len(FIGURES), settings.window
@@ -124,7 +133,8 @@ class SpikeDetector:
                     value,
                     bound,
                 )
-                self._on_spike(step, name, value, bound)
+                if self._on_spike is not None:
+                    self._on_spike(step, name, value, bound, self._settings.action)
 
     def state(self) -> dict[str, Tensor]:
         """Return the state for checkpoints, which may be filled in place."""

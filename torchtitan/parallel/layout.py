@@ -1,18 +1,28 @@
-"""How a job lies over its ranks, as found before anything is built."""
+"""How a job lies over its ranks, as found and checked before anything is built."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torchtitan.base.errors import Mistakes
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import ParallelDims
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.interface import Counts, LanguageModel, TrainableParams
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
-from torchtitan.parallel.fsdp import Reshard
-from torchtitan.parallel.pipeline.layout import PipelineLayout
-from torchtitan.parallel.settings import Float8Config
+from torchtitan.parallel.compile import check_backend
+from torchtitan.parallel.context.build import check_attention
+from torchtitan.parallel.expert import check_expert_parallel
+from torchtitan.parallel.float8 import check_float8, find_converted
+from torchtitan.parallel.fsdp import Reshard, find_reshard
+from torchtitan.parallel.pipeline.layout import PipelineLayout, plan_pipeline
+from torchtitan.parallel.settings import CompileConfig, Float8Config
+from torchtitan.parallel.tensor import check_tensor_parallel
+
+Adapt = Callable[[LanguageModel], None]
+"""Changes the layers of a model on the meta device, before it is cut or split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +35,104 @@ class Layout:
     dims: ParallelDims
     reshard: Reshard
     pipeline: PipelineLayout | None
-    """Stages and schedule; None without pipeline parallelism."""
+    """Stages and schedule. None without pipeline parallelism."""
     float8: Float8Config | None
-    """How linear layers compute in float8; None: they do not."""
+    """How linear layers compute in float8. None if they do not."""
     accumulation: int
     """Microbatches of local_batch_size samples that a rank accumulates in a step."""
     trained: TrainableParams
     """Which parameters are trained."""
-    adapt: Callable[[LanguageModel], None] | None
-    """Changes the layers of a model on the meta device, before it is cut or split; None: nothing
-    does."""
+    adapt: Adapt | None
+    """Adds adapters. None without [lora]."""
 
     def samples_per_step(self, training: TrainingConfig) -> int:
         """Return the samples of one optimizer step over all ranks."""
         return training.local_batch_size * self.dims.dp * self.accumulation
+
+
+def check_parallel(
+    model: LanguageModel,
+    *,
+    spec: ModelSpec,
+    parallelism: ParallelismConfig,
+    float8: Float8Config | None,
+    compilation: CompileConfig,
+) -> None:
+    """Check that the full model, on the meta device, can be split by these degrees.
+
+    Raises:
+        ConfigError: Lists what cannot be.
+    """
+    mistakes = Mistakes()
+    mistakes.of(lambda: check_backend(compilation, is_installed=False))
+    mistakes.of(
+        lambda: check_tensor_parallel(model, plan=spec.tensor_plan, parallelism=parallelism)
+    )
+    mistakes.of(lambda: check_expert_parallel(model, parallelism=parallelism))
+    mistakes.of(lambda: check_attention(model, parallelism=parallelism))
+    if float8 is not None:
+        mistakes.of(lambda: find_converted(model, settings=float8))
+    if (pp := parallelism.pipeline_parallel_degree) > 1 and not spec.stages:
+        mistakes.add(
+            "parallelism.pipeline_parallel_degree",
+            f"must be 1 for {spec.name}, got {pp}: it does not run in stages (its ModelSpec says "
+            f"stages = False)",
+        )
+    mistakes.report()
+
+
+def plan_parallel(
+    parallelism: ParallelismConfig,
+    *,
+    dims: ParallelDims,
+    counts: Counts,
+    num_layers: int,
+    training: TrainingConfig,
+    recomputes: bool,
+    compiles: bool,
+) -> tuple[Reshard, PipelineLayout | None]:
+    """Plan when gathered weights are freed, and the stages of the pipeline.
+
+    Args:
+        parallelism: Degrees and schedule.
+        dims: Resolved degrees.
+        counts: Parameters of the model.
+        num_layers: Layers of the model.
+        training: Batch sizes.
+        recomputes: Whether blocks are recomputed in backward.
+        compiles: Whether blocks are compiled.
+
+    Raises:
+        ConfigError: Layers, stages, microbatches and schedule do not fit together.
+    """
+    mistakes = Mistakes()
+    reshard = mistakes.of(lambda: find_reshard(parallelism, dims=dims))
+    pipeline = mistakes.of(
+        lambda: plan_pipeline(
+            parallelism,
+            num_layers=num_layers,
+            counts=counts,
+            training=training,
+            frees_weights=reshard is not None and not reshard.keeps_last,
+            recomputes=recomputes,
+            compiles=compiles,
+        )
+    )
+    mistakes.report()
+    assert reshard is not None
+    return reshard, pipeline
+
+
+def check_device(
+    compilation: CompileConfig, *, float8: Float8Config | None, device_type: str
+) -> None:
+    """Check that a machine with such devices has what the job computes with.
+
+    Raises:
+        ConfigError: Lists what it lacks.
+    """
+    mistakes = Mistakes()
+    mistakes.of(lambda: check_backend(compilation, is_installed=True))
+    if float8 is not None:
+        mistakes.of(lambda: check_float8(float8, device_type=device_type))
+    mistakes.report()

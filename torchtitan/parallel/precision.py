@@ -17,12 +17,16 @@ float32): another model than the one that many ranks train.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.base.device import has_bfloat16
+from torchtitan.data.settings import TrainingConfig
 from torchtitan.models.interface import CastsWeights
 
 
@@ -74,3 +78,39 @@ def compute_in(model: nn.Module, *, dtype: torch.dtype) -> None:
 
     assert isinstance(model.tok_embeddings, nn.Embedding)
     model.tok_embeddings.register_forward_hook(cast_rows)
+
+
+def resolve_precision(
+    training: TrainingConfig, *, uses_float8: bool, kind: str
+) -> tuple[TrainingConfig, str]:
+    """Return the settings with `mixed_precision_param = "auto"` replaced, and the reason.
+
+    "auto" depends on the machine. The run's folder and checkpoints hold the type that was chosen,
+    so a job that is resumed where "auto" means another type is refused. Collective.
+
+    Args:
+        training: The section [training].
+        uses_float8: Whether linear layers multiply in float8.
+        kind: Type of this rank's device.
+    """
+    if training.mixed_precision_param != "auto":
+        return training, "as set"
+    if training.dtype == "bfloat16":
+        chosen, reason = "bfloat16", "auto: as the weights are stored"
+    elif uses_float8:
+        chosen, reason = "bfloat16", "auto: as float8 wants it"
+    else:
+        chosen, reason = _choose(kind)
+    return replace(training, mixed_precision_param=chosen), reason  # type: ignore[arg-type]
+
+
+def _choose(kind: str) -> tuple[str, str]:
+    """Ask all ranks: one that computed in another type would train another model."""
+    device = "GPUs" if kind == "cuda" else "CPUs"
+    lacking = torch.tensor(int(not has_bfloat16(kind)))  # on the host: no GPU is taken yet
+    dist.all_reduce(lacking)
+    num_lacking, world_size = int(lacking), dist.get_world_size()
+    if num_lacking == 0:
+        return "bfloat16", f"auto: the {device} multiply it by themselves"
+    ranks = "all" if num_lacking == world_size else f"{num_lacking} of {world_size}"
+    return "float32", f"auto: the {device} of {ranks} ranks do not multiply bfloat16 by themselves"

@@ -49,12 +49,11 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from torchtitan.assemble.generator import find_run_step, read_settings
-from torchtitan.assemble.hf import describe_export
 from torchtitan.base.errors import CheckpointError, UserError
 from torchtitan.base.log import amount
 from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.base.urls import local_path
+from torchtitan.build import describe_export
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import HashingFileSystem, summarize, verify
 from torchtitan.checkpoint.reader import TensorReader, is_tensor
@@ -62,8 +61,9 @@ from torchtitan.checkpoint.rows import overlap
 from torchtitan.checkpoint.state import MODEL_STATE
 from torchtitan.checkpoint.storage import draft_of, list_steps, step_of
 from torchtitan.hf.write import export
-from torchtitan.layout import find_model
 from torchtitan.mesh.ranks import reasons
+from torchtitan.models.families import find_model
+from torchtitan.resume_rules import find_run_step, read_settings
 
 logger = logging.getLogger(__name__)
 Kind = Literal["uniform", "ema"]

@@ -4,7 +4,7 @@ It builds no process group and needs no GPU, so a job can be checked on the lapt
 written. What the settings alone can tell comes first, and needs no torch; then what the model's
 sizes and the number of ranks can: `--world_size N`, else the fewest ranks that the degrees allow.
 What only the machines of the job can tell, as whether their GPUs have float8, is no mistake here
-but a remark. This file alone of its folder stands above `assemble/`: it is a command.
+but a remark. This file alone of its folder stands above `build.py`: it is a command.
 """
 
 from __future__ import annotations
@@ -59,9 +59,12 @@ def check_job(config: Config, *, world_size: int | None) -> Config:
     # here: mistakes in the settings alone are told without the seconds that torch takes
     from torchtitan.base.device import device_type
     from torchtitan.data.tokenizer import check_vocabulary, find_tokenizer
-    from torchtitan.layout import check_device, find_layout, resolve_model, warn_of_random_base
+    from torchtitan.finetune.lora import warn_of_random_base
+    from torchtitan.layout import find_layout
     from torchtitan.mesh.dims import fewest_ranks
     from torchtitan.models.rope import warn_beyond_rope
+    from torchtitan.parallel.layout import check_device
+    from torchtitan.resume_rules import resolve_model
 
     config = resolve_model(config)
     layout = find_layout(config, world_size=world_size or fewest_ranks(config.parallelism))
@@ -70,9 +73,9 @@ def check_job(config: Config, *, world_size: int | None) -> Config:
         check_vocabulary(tokenizer, model_vocab_size=layout.architecture.vocab_size)
     warn_beyond_rope(layout.architecture.rope_scaling, seq_len=config.training.seq_len)
     if config.checkpoint.initial_load_path is None:
-        warn_of_random_base(config)
+        warn_of_random_base(config.lora)
     try:
-        check_device(config, layout=layout, device_type=device_type())
+        check_device(config.compile, float8=layout.float8, device_type=device_type())
     except ConfigError as error:
         for mistake in error.mistakes:
             logger.warning("On this machine the job would not start: %s", mistake)

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from tests.distributed.jobs import write_job
 from tests.distributed.rank_pool import RankPool
 from torchtitan.job import Config, load_config
-from torchtitan.layout import resolve_model
 from torchtitan.mesh.dims import ParallelDims, build_mesh
 from torchtitan.mesh.ranks import RankInfo
+from torchtitan.resume_rules import resolve_model
 from torchtitan.tools.check import disks, machines, speed
 from torchtitan.tools.check.disks import check_checkpoints, check_data
 from torchtitan.tools.check.machines import check_alike, check_memory

@@ -16,7 +16,7 @@ from tests.finetune.chats import write_lines
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.job import load_config
-from torchtitan.layout import resolve_model
+from torchtitan.resume_rules import resolve_model
 from torchtitan.tools.check import overlap
 from torchtitan.tools.check.overlap import describe_shared_documents, find_overlap, shared_files
 

@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.assemble.data import build_samples
 from torchtitan.base.errors import DataError
-from torchtitan.data.dataset import Dataset, TextSource, corpora
+from torchtitan.data.dataset import Dataset, TextSource, build_samples, corpora
 from torchtitan.data.loader import MapSamples, Samples, StreamSamples
 from torchtitan.data.prepare import open_cached
 from torchtitan.data.sample_log import hash_tokens
@@ -67,7 +66,7 @@ class Places:
             tokenizer=tokenizer,
             tokenizer_path=path,
             seed=config.debug.seed,
-            split=config.validation.holdout_fraction,
+            holdout_fraction=config.validation.holdout_fraction,
             sections=own_sections(config),
         )
         return cls(config, dataset, tokenizer)

@@ -25,9 +25,11 @@ from torchtitan.base.errors import UserError
 from torchtitan.base.log import amount
 from torchtitan.base.urls import local_path
 from torchtitan.job import Config, load_config
-from torchtitan.layout import check_device, find_layout, resolve_model
+from torchtitan.layout import find_layout
 from torchtitan.mesh.dims import Mesh, build_mesh
 from torchtitan.mesh.ranks import init_process_group, leave, read_rank_info
+from torchtitan.parallel.layout import check_device
+from torchtitan.resume_rules import resolve_model
 from torchtitan.tools.check.disks import check_checkpoints, check_data
 from torchtitan.tools.check.machines import check_alike, check_memory
 from torchtitan.tools.check.overlap import check_overlap
@@ -49,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         logging.disable()
     config = resolve_model(load_config(settings))
     layout = find_layout(config, world_size=launch.world_size)
-    check_device(config, layout=layout, device_type=device_type())
+    check_device(config.compile, float8=layout.float8, device_type=device_type())
     folder = Path(config.job.dump_folder)
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
     ranks = find_ranks(launch, device=local_device(launch.local_rank))

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtitan.assemble.validation import describe_source
 from torchtitan.base.device import GIB
 from torchtitan.base.log import amount
 from torchtitan.base.urls import is_url
@@ -20,6 +19,7 @@ from torchtitan.data.files import find_files
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.job import Config
 from torchtitan.tools.check.ranks import Checked, Failed, Finding, Ranks, attempt, usual
+from torchtitan.validate import validation_source
 
 BLOCK, WRITTEN = 2**20, 64 * 2**20
 """Bytes written at a time, and in all."""
@@ -179,7 +179,7 @@ def list_data(config: Config) -> dict[str, str]:
     found = {"the tokenizer": build_tokenizer(config.model.tokenizer_path).fingerprint}
     sources = {"training": config.training}
     if config.validation.enable and config.validation.holdout_fraction is None:
-        sources["validation"] = describe_source(config)
+        sources["validation"] = validation_source(config.training, config.validation)
     for section, source in sources.items():
         for pattern in source.paths:
             key, cache = f"{section}.dataset_path", config.training.dataset_cache

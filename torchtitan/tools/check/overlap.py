@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.assemble.data import build_samples
-from torchtitan.assemble.validation import build_held_out, describe_source
+from torchtitan.data.dataset import build_samples
 from torchtitan.data.files import find_files
 from torchtitan.data.holdout import content_number
 from torchtitan.data.settings import DEFAULT_CACHE, SUPERVISED
@@ -27,6 +26,7 @@ from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.job import Config, own_sections
 from torchtitan.tools.check.ranks import Checked, Failed, Finding, Ranks, attempt
+from torchtitan.validate import build_held_out, validation_source
 
 NUM_DOCUMENTS = 1 << 14
 NUM_TOKENS = 128
@@ -62,11 +62,15 @@ def find_overlap(config: Config) -> list[str]:
         tokenizer=tokenizer,
         tokenizer_path=config.model.tokenizer_path,
         seed=config.debug.seed,
-        split=None,
         sections=own_sections(config),
     )
-    source = describe_source(config)
-    held_out = build_held_out(config, source=source, tokenizer=tokenizer)
+    source = validation_source(training, config.validation)
+    held_out = build_held_out(
+        source,
+        holdout_fraction=config.validation.holdout_fraction,
+        tokenizer_path=config.model.tokenizer_path,
+        sections=own_sections(config),
+    )
     if held_out.fingerprint["data"] == trained_on.fingerprint["data"]:
         return ["the very data that are trained on"]
     found = []

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from torchtitan.base.errors import ConfigError, UserError
 from torchtitan.job import load_config
-from torchtitan.layout import find_model
+from torchtitan.models.families import find_model
 from torchtitan.models.sizes import MoEConfig
 from torchtitan.tools.compare.layouts import report
 from torchtitan.tools.compare.layouts.flips import Flips, compare_choices

@@ -24,7 +24,6 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan import __version__
-from torchtitan.assemble.generator import join_ranks
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
 from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.base.urls import local_path
@@ -32,7 +31,7 @@ from torchtitan.data.settings import TrainingConfig
 from torchtitan.generate.generator import DTYPES
 from torchtitan.hf.names import CONFIG
 from torchtitan.mesh.faults import refuse_exits
-from torchtitan.mesh.ranks import leave, let_rank_0_report
+from torchtitan.mesh.ranks import join_tensor_parallel, leave, let_rank_0_report
 from torchtitan.tools.evaluate.perplexity import measure, open_domain, parse_domains
 from torchtitan.tools.evaluate.report import is_first_rank, show
 from torchtitan.tools.evaluate.subject import Subject, open_subject
@@ -68,7 +67,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         UserError: An argument, a file, a task or the model has to be another.
     """
     files = _check(args)
-    device, mesh = join_ranks()
+    device, mesh = join_tensor_parallel()
     if args.tasks:
         from torchtitan.tools.evaluate.harness import Adapter, find_tasks, run_tasks
 

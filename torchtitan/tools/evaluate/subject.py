@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.assemble.generator import find_run_step, open_generator, read_settings
+from torchtitan.api import open_generator
 from torchtitan.base.files import read_json
 from torchtitan.checkpoint.storage import read_manifest
 from torchtitan.data.settings import TrainingConfig
@@ -23,6 +23,7 @@ from torchtitan.generate.generator import Generator
 from torchtitan.hf.beside import tokenizer_file
 from torchtitan.hf.config import read_config
 from torchtitan.hf.names import CONFIG
+from torchtitan.resume_rules import find_run_step, read_settings
 
 UNSAID = 2048
 """Tokens of a sequence where a Hugging Face folder does not say how many it takes, and the most

@@ -10,8 +10,9 @@ from pathlib import Path
 from torchtitan.base.errors import ConfigError
 from torchtitan.config.toml_files import to_toml
 from torchtitan.job import Config, load_config
-from torchtitan.layout import find_layout, resolve_model
+from torchtitan.layout import find_layout
 from torchtitan.parallel.layout import Layout
+from torchtitan.resume_rules import resolve_model
 from torchtitan.tools.plan.devices import Device
 from torchtitan.tools.plan.shorten import Shortened, fullest_ranks, shorten
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensors
 
-from torchtitan.assemble.validation import describe_source
 from torchtitan.build import build_balance_of, build_model, build_optimizer_of
 from torchtitan.data.loader import Samples
 from torchtitan.data.settings import TrainingConfig
@@ -41,7 +40,7 @@ from torchtitan.tools.plan.microbatches import leave_out, unroll_microbatches
 from torchtitan.tools.plan.tape import Pool, Record, Tape
 from torchtitan.tools.plan.unroll import CannotUnrollError, Template, unroll
 from torchtitan.tools.plan.world import axes_by_group, fake_world, load_evenly, stand_ins
-from torchtitan.validate import evaluate
+from torchtitan.validate import evaluate, validation_source
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -99,8 +98,8 @@ def record_step(
         tape.watch_blocks(part)
         load_evenly(part, dtype=getattr(torch, config.training.mixed_precision_param))
     source, num = config.training, layout.accumulation
-    if validates:
-        source, num = describe_source(config), 2  # one finds what the other has left gathered
+    if validates:  # two batches: one finds what the other has left gathered
+        source, num = validation_source(source, config.validation), 2
     shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
     samples = _samples(source)
     batches = [_as_fake(shard.take(samples), fakes) for _ in range(num)]

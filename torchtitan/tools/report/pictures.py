@@ -6,8 +6,9 @@ from html import escape
 
 from torchtitan.base.errors import UserError
 from torchtitan.job import Config
-from torchtitan.layout import find_layout, resolve_model
+from torchtitan.layout import find_layout
 from torchtitan.mesh.dims import ParallelDims
+from torchtitan.resume_rules import resolve_model
 from torchtitan.tools.plan.schedule import Costs, Timeline, simulate
 from torchtitan.tools.report.read import RunRecord
 

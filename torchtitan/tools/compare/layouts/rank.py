@@ -5,7 +5,7 @@ the gradients of its first steps, and which experts tokens were sent to (`routin
 weights go into a checkpoint of step 0 by the run's own manager, which knows them by name in every
 layout. Gradients are written in the same way, once they are summed over all ranks and before they
 are clipped. The trainer has no setting for any of it, hence the function put in the place of its
-`assemble`.
+`build_run`.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def main(argv: list[str]) -> None:
     from torchtitan.tools.compare.layouts.routing import CHOICES, watch_routing
 
     train: Any = import_module("torchtitan.train")
-    assemble = train.assemble
+    build_run = train.build_run
 
-    def assemble_and_save(settings: Any, **kwargs: Any) -> Run:
-        run = assemble(in_float64(settings) if os.environ.get(FLOAT64) else settings, **kwargs)
+    def build_and_save(settings: Any, **kwargs: Any) -> Run:
+        run = build_run(in_float64(settings) if os.environ.get(FLOAT64) else settings, **kwargs)
         assert run.checkpoints is not None, "the comparison switches checkpoints on"
         if run.progress.step == 0:
             run.checkpoints.save(last=False)
@@ -102,7 +102,7 @@ def main(argv: list[str]) -> None:
         num_steps = int(os.environ[NUM_STEPS])
         return record_gradients(run, folder=folder / GRADIENTS, num_steps=num_steps)
 
-    train.assemble = assemble_and_save
+    train.build_run = build_and_save
     train.main_and_exit(argv)
 
 
