@@ -228,7 +228,7 @@ def test_ctrl_c_before_the_first_step_leaves_nothing_behind(
     before = process_state()
     monkeypatch.setattr(
         import_module("torchtitan.train"),
-        "assemble",
+        "build_run",
         lambda *args, **options: os.kill(os.getpid(), signal.SIGINT),
     )
     with pytest.raises(KeyboardInterrupt):

@@ -171,7 +171,7 @@ def test_a_folder_that_is_not_there_is_named_with_how_to_get_it(
     assert option.split("=")[0] in said
     assert f"there is no folder {path}; " in said
     assert (f"hf download {path} --local-dir DIR" in said) == is_on_hub
-    assert ("name a folder of Hugging Face" in said) != is_on_hub
+    assert ("config.json and safetensors" in said) != is_on_hub
 
 
 def test_a_run_has_no_more_need_of_the_folder(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ YARN = ["--model.rope_scaling.type=yarn", "--model.rope_scaling.original_max_pos
 def test_the_log_says_how_sequences_are_cut_and_stretched(caplog: pytest.LogCaptureFixture) -> None:
     assert "Sequences" not in logged(caplog, "--model.rope_scaling.type=none")
     within = "--training.attn_mask_type=block_causal"
-    assert "Sequences: document attention within, document positions continue\n" in logged(
+    assert "Sequences: attention mask block_causal, positions continue\n" in logged(
         caplog, within, "--model.rope_scaling.type=none"
     )
     options = [

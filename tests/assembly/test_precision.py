@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
 from tests.models.fake_group import fake_group
-from torchtitan import build as precision
-from torchtitan.build import resolve_precision
 from torchtitan.config.toml_files import to_toml
-from torchtitan.job import load_config
+from torchtitan.job import Config, load_config
+from torchtitan.parallel import precision
 from torchtitan.resume_rules import Job, trajectory_differences
+
+
+def resolved(config: Config) -> tuple[Config, str]:
+    training, reason = precision.resolve_precision(config.training, uses_float8=False, kind="cpu")
+    return replace(config, training=training), reason
 
 
 def settled(
@@ -20,7 +26,7 @@ def settled(
     monkeypatch.setattr(precision, "has_bfloat16", lambda kind: has)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.add_(others_lacking))
     with fake_group(rank=0, world_size=2):
-        config, reason = resolve_precision(load_config(options))
+        config, reason = resolved(load_config(options))
     return config.training.mixed_precision_param, reason
 
 
@@ -54,7 +60,7 @@ def test_another_machine_does_not_change_a_run_unsaid(monkeypatch: pytest.Monkey
     for has in (True, False):
         monkeypatch.setattr(precision, "has_bfloat16", lambda kind, has=has: has)
         with fake_group(rank=0, world_size=1):
-            jobs.append(resolve_precision(load_config([]))[0])
+            jobs.append(resolved(load_config([]))[0])
     then, now = Job.stored(to_toml(jobs[0])), Job(config=jobs[1])
     [difference] = trajectory_differences(then, now)
     assert difference == (
