@@ -25,6 +25,8 @@ from typing import Any, Literal
 
 import torch
 
+from torchtitan.config.schema import literal, values_of
+
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError, UserError
@@ -33,8 +35,6 @@ from torchtitan.base.urls import is_plain_url, is_url, local_path
 from torchtitan.build import describe_export
 from torchtitan.checkpoint.objects import ObjectStore
 from torchtitan.checkpoint.remote import WHOLE_EXPORT
-from torchtitan.config.fields import values_of
-from torchtitan.config.layers import literal
 from torchtitan.generate.generator import DTYPES
 from torchtitan.hf.convert import to_dcp
 from torchtitan.hf.write import export

@@ -38,7 +38,7 @@ from torchtitan import (
     train,
 )
 from torchtitan.base.errors import NonFiniteError, UserError
-from torchtitan.config.toml_files import to_toml
+from torchtitan.config.sources import to_toml
 from torchtitan.generate.text import answer
 from torchtitan.job import load_config as load_command
 from torchtitan.mesh.stop import StopRequest
@@ -136,7 +136,7 @@ def test_settings_are_those_of_the_command_line(
 @pytest.mark.parametrize(
     ("path", "overrides", "said"),
     [
-        ("nowhere.toml", {}, ['path = "nowhere.toml"', "there is no file"]),
+        ("nowhere.toml", {}, ['path = "nowhere.toml"', "no such file"]),
         (None, {"training": {"stepz": 3}}, ["'stepz'", "did you mean [training] steps?"]),
         (None, {"trainig.steps": 3}, ["no section [trainig]", "did you mean"]),
         (None, {"training": {"steps": "3"}}, ["[training] steps", "must be an integer"]),

@@ -97,7 +97,7 @@ def test_a_pipeline_shows_its_loss_on_every_rank_wherever_the_last_stage_is(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--job.config_file=nowhere.toml"], "there is no file nowhere.toml"),
+        (["--job.config_file=nowhere.toml"], "no such file: nowhere.toml"),
         (["--training.stepz=3"], "did you mean --training.steps?"),
         (["--parallelism.data_parallel_shard_degree=4"], "start NGPU=4 ranks"),
         (["--model.tokenizer_path=bpe_2048"], "--model.tokenizer_path bpe_2048: "),

@@ -23,8 +23,8 @@ from torchtitan.base import own
 from torchtitan.base.errors import UserError
 from torchtitan.base.files import read_json
 from torchtitan.checkpoint.checksums import MANIFEST, write_sealed_json
-from torchtitan.config.fields import fields, value_at
-from torchtitan.config.toml_files import to_toml
+from torchtitan.config.schema import keys, value_at
+from torchtitan.config.sources import to_toml
 from torchtitan.job import Config
 from torchtitan.metrics.ledger import LEDGER, hash_manifest
 from torchtitan.models.decoder import Decoder
@@ -59,7 +59,7 @@ OBJECTS = {
 }
 globals().update({key.replace(".", "_"): found for key, found in OBJECTS.items()})
 """
-KEYS = {".".join(path): facts for path, facts in fields(Config).items() if facts.may_be_own}
+KEYS = {".".join(path): facts for path, facts in keys(Config).items() if facts.takes_import_path}
 COMPUTES = ("model.name", "training.loss", "optimizer.name", "lr_scheduler.decay_type")
 TRAINS = (*COMPUTES, "training.dataset")
 

@@ -33,8 +33,9 @@ from torchtitan.base.log import note_in_file
 from torchtitan.base.own import trust, trusting_stored
 from torchtitan.callbacks import check_callback
 from torchtitan.checkpoint.source import Checkpoint
-from torchtitan.config.layers import CONFIG_FILE, PYTHON, Layer, Setting, flatten, literal
 from torchtitan.config.load import violations
+from torchtitan.config.schema import literal
+from torchtitan.config.sources import CONFIG_FILE, PYTHON, Layer, Setting, flatten
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.finetune.lora import apply_lora
 from torchtitan.generate.generator import DTYPES, Generator, Pretrained, build_generator, read_model

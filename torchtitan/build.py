@@ -34,7 +34,7 @@ from torchtitan.checkpoint.restore import report_rate, restore
 from torchtitan.checkpoint.source import Checkpoint, WeightSource
 from torchtitan.checkpoint.start import Comparison, LoadMode, Start, find_start, stored_layout
 from torchtitan.checkpoint.state import Progress, RunState
-from torchtitan.config.toml_files import to_toml
+from torchtitan.config.sources import to_toml
 from torchtitan.data.dataset import build_samples, check_fills_batch
 from torchtitan.data.files import Once
 from torchtitan.data.loader import Loader, MapSamples, plan_steps

@@ -1,15 +1,12 @@
-"""The settings of a whole job: one frozen dataclass for each TOML section, each in its room.
+"""The settings of a job: a frozen dataclass per TOML section, each in the room that reads it.
 
-Names and meanings follow torchtitan 0.2 wherever they are the same. The docstring under a field is
-its documentation: `--help` prints it. Types are strict: 2.5 is not a batch size. What ties settings
-together stands where it can: on the field (`Needs`), in the section's `violations`, and only where
-sections of several rooms are tied to each other, here. What needs the number of ranks or the
-model's sizes is checked at assembly.
+Names and meanings follow torchtitan 0.2 where possible. The docstring under a field is
+its documentation, which `--help` prints. Rules between keys stand where they can: on the field
+(`Requires`), in the section's `violations`, and here only between sections of several rooms. What
+needs the number of ranks or the model's sizes is checked by `layout.py`.
 
-What modules of the user's own add to the settings of a job that names them.
-
-A model has sizes of its own: keys of [model], as those of our families are. And any module may
-bring sections, by a dictionary `SECTIONS` from a name to a dataclass.
+A job may name custom code by import path. A custom model brings its sizes as keys of [model], and
+any custom module may bring sections: a dictionary `SECTIONS` from names to dataclasses.
 """
 
 from __future__ import annotations
@@ -17,13 +14,11 @@ from __future__ import annotations
 import functools
 import logging
 import pathlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, PositiveInt
-from pydantic.dataclasses import dataclass
+from annotated_types import Ge, Lt
 
 from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.base.own import (
@@ -36,13 +31,22 @@ from torchtitan.base.own import (
     within,
 )
 from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
-from torchtitan.config.fields import fields, section_fields, values_of
 from torchtitan.config.foreign import Foreign, read_foreign
-from torchtitan.config.layers import Layer, Path
 from torchtitan.config.load import Loaded, load
-from torchtitan.config.needs import Needs
-from torchtitan.config.overrides import strict_section, with_sections
-from torchtitan.config.types import STRICT, InnerFile, LocalPath, Seed, Text
+from torchtitan.config.schema import (
+    LocalPath,
+    Path,
+    PositiveInt,
+    Requires,
+    Text,
+    check_section,
+    extend,
+    inside_dump_folder,
+    keys,
+    sections,
+    values_of,
+)
+from torchtitan.config.sources import Layer
 from torchtitan.data.settings import READS_FILES, TrainingConfig, ValidationConfig
 from torchtitan.finetune.settings import LoRAConfig
 from torchtitan.mesh.settings import CommConfig, ElasticConfig, ParallelismConfig
@@ -57,11 +61,19 @@ from torchtitan.parallel.settings import (
 )
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+MODEL: Path = ("model", "name")
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+def _file_name(value: str) -> None:
+    inside_dump_folder(value)
+    if pathlib.PurePath(value).name in ("", ".."):
+        raise ValueError("must name a file inside job.dump_folder")
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """The job as a whole: where its settings come from and where its output goes."""
+    """The job: where its settings come from and where its output goes."""
 
     config_file: Text | None = None
     """TOML file to read; without one every setting has its default. Command line only."""
@@ -69,54 +81,56 @@ class JobConfig:
     """Folder that receives everything the run writes: config, metrics, logs, checkpoints."""
     description: str = "default job"
     """Free text, shown in the log and sent to W&B as the run's name."""
-    time_limit_seconds: Annotated[PositiveInt | None, Needs("checkpoint.enable", True)] = None
+    time_limit_seconds: Annotated[PositiveInt | None, Requires("checkpoint.enable", True)] = None
     """Save and end the job this many seconds after its start. Choose the scheduler's time limit
     less the duration of a step and a save. Not given: no limit."""
     print_config: bool = False
     """Log the resolved settings at start."""
-    save_config_file: InnerFile | None = None
+    save_config_file: Annotated[Text, _file_name] | None = None
     """Also write the resolved settings to this path, relative to dump_folder."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class DebugConfig:
     """Reproducibility."""
 
-    seed: Seed = 0
+    seed: Annotated[int, Ge(0), Lt(2**63)] = 0
     """Seed of the initial weights, the order of the data and every random generator."""
     deterministic: bool = False
     """Refuse operators that are not reproducible bit for bit."""
-    deterministic_warn_only: Annotated[bool, Needs("deterministic", True, is_notice=True)] = False
+    deterministic_warn_only: Annotated[bool, Requires("deterministic", True, is_notice=True)] = (
+        False
+    )
     """Warn of such operators instead."""
     log_sample_hashes: bool = False
     """Write step, number and hash of every sample drawn to samples/rank_N.jsonl."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class Config:
-    """A whole job."""
+    """All settings of a job."""
 
-    job: JobConfig = Field(default_factory=JobConfig)
-    profiling: ProfilingConfig = Field(default_factory=ProfilingConfig)
-    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
-    model: ModelSection = Field(default_factory=ModelSection)
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    lr_scheduler: LRSchedulerConfig = Field(default_factory=LRSchedulerConfig)
-    router: RouterConfig = Field(default_factory=RouterConfig)
-    spikes: SpikesConfig = Field(default_factory=SpikesConfig)
-    lora: LoRAConfig = Field(default_factory=LoRAConfig)
-    training: TrainingConfig = Field(default_factory=TrainingConfig)
-    parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    validation: ValidationConfig = Field(default_factory=ValidationConfig)
-    activation_checkpoint: ActivationCheckpointConfig = Field(
+    job: JobConfig = field(default_factory=JobConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    model: ModelSection = field(default_factory=ModelSection)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    spikes: SpikesConfig = field(default_factory=SpikesConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(
         default_factory=ActivationCheckpointConfig
     )
-    compile: CompileConfig = Field(default_factory=CompileConfig)
-    quantize: QuantizeConfig = Field(default_factory=QuantizeConfig)
-    comm: CommConfig = Field(default_factory=CommConfig)
-    elastic: ElasticConfig = Field(default_factory=ElasticConfig)
-    debug: DebugConfig = Field(default_factory=DebugConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
 
     def violations(self) -> Iterator[Violation]:
         """Check what ties sections to each other."""
@@ -250,100 +264,68 @@ class Config:
 
 
 def load_job(argv: Sequence[str] | Layer) -> Loaded[Config]:
-    """Read the file that --job.config_file names, apply the other options, check everything.
+    """Read the file that --job.config_file names, apply the other options, and check everything.
 
-    Raises ConfigError with every mistake of files and command line; prints the help and raises
-    SystemExit(0) on --help. Old spellings are logged as warnings.
+    Raises:
+        ConfigError: Lists every mistake in the file and on the command line.
+        SystemExit: After `--help` was printed.
     """
-    extend = functools.partial(with_own, Config)
-    loaded = of_folder(load(Config, argv, foreign=torchtitans_keys(), extend=extend))
-    trust(text for _, text in find_own(loaded.config))  # those in another spelling too
+    foreign = foreign_names()
+    extend_tree = functools.partial(with_own, Config)
+    loaded = use_model_of_folder(load(Config, argv, foreign=foreign, extend=extend_tree))
+    trust(text for _, text in find_own(loaded.config))  # those under an old name too
     if loaded.foreign_file is not None:
-        given = {".".join(path) for path in loaded.given}
-        for meaning in other_meanings(given, loaded.config):
+        meanings = foreign.other_meanings(loaded.given, values_of(loaded.config))
+        for meaning in (*meanings, *_cut_warmup(loaded.config)):
             file = loaded.foreign_file
             logger.warning("%s: written for torchtitan 0.2, where %s", file, meaning)
     return loaded
 
 
-def of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
-    """Let a job that starts from a Hugging Face folder and names no flavor have its model.
-
-    `model.flavor = "hf"` from whoever starts the job wins over a file's family and tokenizer. The
-    folder is read at assembly: by `resolve_model`.
-    """
-    config = loaded.config
-    model, checkpoint = config.model, config.checkpoint
-    path = checkpoint.initial_load_path
-    if path is None or not checkpoint.initial_load_in_hf or path.endswith(WEIGHT_FILES):
-        return loaded
-    given = dict(loaded.given)
-    flavor = given.get(("model", "flavor"))
-    if flavor is None or flavor.value is None:
-        flavor, model = None, replace(model, flavor=HF)
-    if model.flavor != HF:
-        return replace(loaded, config=replace(config, model=model))
-    theirs: dict[str, Any] = {"name": HF, "tokenizer_path": path}
-    for key in [*theirs]:
-        setting = given.get(("model", key))
-        if setting is None or setting.value is None:
-            continue
-        if flavor is None or flavor.is_in_file or not setting.is_in_file:
-            del theirs[key]
-            continue
-        del given["model", key]  # no message should point there
-        logger.warning("%s: has no effect, %s: it is the folder's", setting.where(), flavor.where())
-    model = replace(model, **theirs)
-    return replace(loaded, config=replace(config, model=model), given=given)
-
-
 def load_config(argv: Sequence[str]) -> Config:
-    """Do as `load_job`, for who needs the settings alone."""
+    """Load a job and return only its settings."""
     return load_job(argv).config
 
 
-def torchtitans_keys() -> Foreign:
-    """Return what is known of files for torchtitan 0.1 and 0.2."""
-    return read_foreign(pathlib.Path(__file__).with_name("torchtitan_0_2.toml"), name="torchtitan")
+def foreign_names() -> Foreign:
+    """Return the known names of torchtitan 0.1 and 0.2, earlier versions and other trainers."""
+    here = pathlib.Path(__file__)
+    return read_foreign(
+        here.with_name("torchtitan_0_2.toml"),
+        program="torchtitan",
+        other_trainers=here.with_name("other_trainers.toml"),
+    )
 
 
-OTHER_DEFAULTS: Mapping[str, str] = {
-    "optimizer.no_decay_params": "norms and biases are decayed; here they are not; to decay them "
-    "write [optimizer] no_decay_params = []",
-    "router.bias_update_rate": "experts' biases move by 1e-3 a step; here they stay; to do the "
-    "same write [router] bias_update_rate = 1e-3",
-    "model.tokenizer_path": "the default tokenizer is a file of its tests; here it is "
-    '"bpe_2048", with other ids; to choose one write [model] tokenizer_path',
-    "training.dataset": 'the default data are "c4_test"; here they are "python_stdlib"',
-    "training.mixed_precision_param": "layers compute in bfloat16 by default; here only where the "
-    "device multiplies it by itself; to be sure write [training] mixed_precision_param = "
-    '"bfloat16"',
-    "debug.seed": "each start draws another seed; here it is 0; to choose one write [debug] seed",
-    "checkpoint.last_save_model_only": "the last checkpoint is of weights alone by default; here "
-    "it is a full one; for the weights beside it write [checkpoint] last_save_model_only = true",
-    "validation.dataset": "validation reads c4_validation by default; here the dataset of "
-    "[training]",
-    "validation.local_batch_size": "validation reads batches of 8 by default; here those of "
-    "[training]",
-    "validation.seq_len": "validation reads 2048 tokens by default; here as many as [training]",
-}
-"""Settings with another default in torchtitan, and what a job that leaves them out gets there."""
+def use_model_of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
+    """Use the model of the Hugging Face folder that a job starts from, unless it names a flavor.
 
-
-def other_meanings(given: Collection[str], config: Config) -> Iterator[str]:
-    """Say what would be another training in torchtitan, of a job with a file written for that.
-
-    `given`: the keys that the job names, in today's spelling.
+    `model.flavor = "hf"` on the command line overrides a file's family and tokenizer. The folder
+    is read later, by `layout.resolve_model`.
     """
-    is_used = {
-        "optimizer": config.optimizer.weight_decay > 0,
-        "checkpoint": config.checkpoint.enable,
-        "router": config.model.name == "deepseek_v3",
-        "validation": config.validation.enable,
-    }
-    for key, meaning in OTHER_DEFAULTS.items():
-        if key not in given and is_used.get(key.partition(".")[0], True):
-            yield meaning
+    config, given = loaded.config, dict(loaded.given)
+    path = config.checkpoint.initial_load_path
+    if path is None or not config.checkpoint.initial_load_in_hf or path.endswith(WEIGHT_FILES):
+        return loaded
+    flavor = given.get(("model", "flavor"))
+    is_named = flavor is not None and flavor.value is not None
+    model = config.model if is_named else replace(config.model, flavor=HF)
+    for key, value in (("name", HF), ("tokenizer_path", path)) if model.flavor == HF else ():
+        setting = given.get(("model", key))
+        if setting is not None and setting.value is not None:
+            overrides = is_named and flavor is not None and not flavor.is_in_file
+            if not overrides or not setting.is_in_file:
+                continue
+            del given["model", key]  # no message should point there
+            logger.warning(
+                "%s: has no effect because of %s", setting.where(), flavor and flavor.where()
+            )
+        changed: dict[str, Any] = {key: value}
+        model = replace(model, **changed)
+    return replace(loaded, config=replace(config, model=model), given=given)
+
+
+def _cut_warmup(config: Config) -> Iterator[str]:
     total = config.lr_scheduler.total_steps or config.training.steps
     if 0 <= total < config.lr_scheduler.num_warmup_steps(total):
         yield (
@@ -352,79 +334,76 @@ def other_meanings(given: Collection[str], config: Config) -> Iterator[str]:
         )
 
 
-T = TypeVar("T")
-MODEL = ("model", "name")
+# --- custom modules ----------------------------------------------------------------------------
 
 
 def with_own(tree: type[T], given: Layer) -> type[T]:
-    """Return the tree of a job: `tree`, with what the modules that its settings name add to it.
+    """Return a tree with the sections and sizes of the custom modules that its settings name.
 
     Raises:
-        ConfigError: A module cannot be imported, or what it brings is no section.
+        ConfigError: A module cannot be imported, or brings no valid section.
     """
-    named = list(_find_given(tree, given))
+    named = _find(tree, {path: setting.value for path, setting in given.items()})
     trust(text for _, text in named)
-    return _with(tree, named)
+    return _with_modules(tree, named)
 
 
 def with_stored_own(tree: type[T], stored: Layer, *, file: str) -> tuple[type[T], Layer]:
-    """Do the same for the settings stored in `file`; return them too, without what is not known.
+    """Do the same for settings stored in `file`, and return those that the tree has.
 
     Modules that are not trusted are not imported, so their sections and sizes are left out.
 
     Raises:
         ConfigError: The model's module is trusted and cannot be imported.
     """
-    named = list(_find_given(tree, stored))
+    named = _find(tree, {path: setting.value for path, setting in stored.items()})
     note_stored((text for _, text in named), file=file)
     made, found = tree, list[tuple[Path, str]]()
     for path, text in named:
         if not is_trusted(text):
             continue
         try:
-            made = _with(tree, [*found, (path, text)])
+            made = _with_modules(tree, [*found, (path, text)])
             found.append((path, text))
-        except ConfigError:  # a callback that is gone, say, is no matter
+        except ConfigError:  # a callback that is gone does not matter
             if path == MODEL:
                 raise
     if not named:  # then an unknown section is a mistake
         return made, stored
-    ours = {*section_fields(tree)}
+    sections = {path[0] for path in keys(tree)}
     if any(path == MODEL and not is_trusted(text) for path, text in named):
-        ours.remove("model")
-    return made, {
-        path: one for path, one in stored.items() if path[0] in ours or path in fields(made)
-    }
+        sections.remove("model")
+    known = {path: one for path, one in stored.items() if path[0] in sections or path in keys(made)}
+    return made, known
 
 
-def _with(tree: type[T], named: Iterable[tuple[Path, str]]) -> type[T]:
-    added: dict[str, type] = {}
+def _with_modules(tree: type[T], named: Iterable[tuple[Path, str]]) -> type[T]:
+    added: dict[str, tuple[type, Callable[..., object]]] = {}
     brought: dict[str, type] = {}
     for path, text in named:
         key = ".".join(path)
         found = load_object(text, key=key)
-        # without flavors it is refused at assembly, with what it has to be
+        # a model without flavors is refused by layout.find_model
         if path == MODEL and getattr(found, "flavors", None):
-            added["model"] = model_section(found.sizes)
+            model = model_section(found.sizes)
+            added["model"] = (model, model)
         for name, section in sections_of(text, key=key).items():
-            if (
-                hasattr(tree, name)
-                or name in section_fields(tree)
-                or brought.setdefault(name, section) is not section
-            ):
+            is_taken = hasattr(tree, name) or (name,) in sections(tree)
+            if is_taken or brought.setdefault(name, section) is not section:
                 rule = f"'{text}' brings a section [{name}], and there is another; rename one"
                 raise ConfigError.at(key, rule)
             try:
-                added[name] = strict_section(section, running=partial(within, text, key=key))
+                check_section(section)
             except (TypeError, NameError) as error:
-                rule = f"'{text}' brings a section [{name}] that cannot be one: {error}; mend it"
+                rule = f"'{text}' brings a section [{name}] that cannot be one: {error}"
                 raise ConfigError.at(key, rule) from error
-    return with_sections(tree, added) if added else tree
+            added[name] = (section, functools.partial(_make_section, section, text, key))
+    return extend(tree, added) if added else tree
 
 
-def find_own(config: object) -> list[tuple[Path, str]]:
-    """Return each import path in settings, after the key that holds it."""
-    return list(_find(type(config), values_of(config)))
+def _make_section(section: type, text: str, key: str, /, **values: object) -> object:
+    with within(text, key=key):  # its __post_init__ is the user's code
+        return section(**values)
 
 
 def sections_of(text: str, *, key: str) -> Mapping[str, type]:
@@ -432,35 +411,39 @@ def sections_of(text: str, *, key: str) -> Mapping[str, type]:
     found = getattr(load_module(text, key=key), "SECTIONS", {})
     if not isinstance(found, dict) or not all(map(str.isidentifier, map(str, found))):
         rule = f"'{text}': SECTIONS must be a dictionary from names to dataclasses, got {found!r}"
-        raise ConfigError.at(key, f"{rule}; mend it")
+        raise ConfigError.at(key, rule)
     return found
 
 
+def find_own(config: object) -> list[tuple[Path, str]]:
+    """Return each import path in settings, with the key that holds it."""
+    return _find(type(config), values_of(config))
+
+
 def watching_sections(config: object, *, is_watcher: Callable[[Path], bool]) -> set[str]:
-    """Return the sections in a job's settings that only modules of watchers bring, by the key that
-    names them."""
+    """Return the sections that only observers of the training bring.
+
+    Args:
+        is_watcher: Whether the key that names a module leaves the training as it is.
+    """
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for path, text in find_own(config):
-        if is_trusted(text):  # the others' sections were left out
+        if is_trusted(text):  # other modules were not imported
             found[is_watcher(path)] |= sections_of(text, key=".".join(path)).keys()
     return found[True] - found[False]
 
 
 def own_sections(config: object) -> dict[str, Any]:
-    """Return the values of all such sections that a job has, by name."""
+    """Return the sections of custom modules that a job has, by name."""
     named = [(path, text) for path, text in find_own(config) if is_trusted(text)]
     names = {name for path, text in named for name in sections_of(text, key=".".join(path))}
     return {name: getattr(config, name) for name in sorted(names)}
 
 
-def _find_given(tree: type, given: Layer) -> Iterator[tuple[Path, str]]:
-    return _find(tree, {path: setting.value for path, setting in given.items()})
-
-
-def _find(tree: type, values: Mapping[Path, object]) -> Iterator[tuple[Path, str]]:
-    for path, facts in fields(tree).items():
-        value = values.get(path)
+def _find(tree: type, values: Mapping[Path, object]) -> list[tuple[Path, str]]:
+    found = []
+    for path, key in keys(tree).items():
+        value = values.get(path) if key.takes_import_path else None
         texts = value if isinstance(value, (list, tuple)) else [value]
-        for text in texts if facts.may_be_own else ():
-            if isinstance(text, str) and is_import_path(text):
-                yield path, text
+        found += [(path, text) for text in texts if is_import_path(text)]
+    return found

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.base.errors import ConfigError, UserError
-from torchtitan.config.toml_files import to_toml
+from torchtitan.config.sources import to_toml
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hf.config import sizes_of
 from torchtitan.job import load_config

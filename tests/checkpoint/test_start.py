@@ -13,7 +13,7 @@ from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.checkpoint.source import ParameterFilter
 from torchtitan.checkpoint.start import EFFECTIVE_MODE, LoadMode, SourceKind
 from torchtitan.checkpoint.steps import resolve_step
-from torchtitan.config.toml_files import to_toml
+from torchtitan.config.sources import to_toml
 from torchtitan.job import load_config
 from torchtitan.resume_rules import Job
 

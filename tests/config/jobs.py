@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.cli import read_command_line
-from torchtitan.config.layers import flatten
 from torchtitan.config.load import Loaded, build
-from torchtitan.config.toml_files import parse
-from torchtitan.job import Config, load_config, torchtitans_keys
+from torchtitan.config.sources import flatten, parse, parse_command_line
+from torchtitan.job import Config, foreign_names, load_config
 
-THEIRS = torchtitans_keys()
+THEIRS = foreign_names()
 
 
 class Jobs:
@@ -45,7 +43,7 @@ def loaded(text: str = "", *options: str, base: str = "") -> Loaded[Config]:
         flatten(parse(one, origin=name), origin=name)
         for name, one in (("base.toml", base), ("job.toml", text))
     ]
-    given, stray = read_command_line(options, tree=Config, renamed=THEIRS.new_names)
+    given, stray = parse_command_line(options, tree=Config, renamed=THEIRS.new_names)
     assert not stray
     return build(Config, [*layers, given], foreign=THEIRS)
 

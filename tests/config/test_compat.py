@@ -7,9 +7,9 @@ import pytest
 from tests.config.jobs import THEIRS, Jobs
 from tests.config.jobs import loaded as load
 from tests.config.keys import KEYS_0_1, KEYS_0_2
-from torchtitan.config.fields import fields, values_of
-from torchtitan.config.layers import Path, literal, section, spell
 from torchtitan.config.load import Loaded
+from torchtitan.config.schema import Path, keys, literal, values_of
+from torchtitan.config.sources import header, spell
 from torchtitan.job import Config
 
 ALL: list[tuple[Path, object]] = [
@@ -49,7 +49,7 @@ def written(path: Path, value: object) -> Loaded[Config]:
     """Load a file with one key; None, which no file can say, from the command line."""
     if value is None:
         return load("", f"--{'.'.join(path)}", "none")
-    return load(f"{section(path[:-1])}\n{path[-1]} = {literal(value)}")
+    return load(f"{header(path[:-1])}\n{path[-1]} = {literal(value)}")
 
 
 def other_than(value: object) -> object:
@@ -76,7 +76,7 @@ def test_old_defaults_load_and_change_nothing() -> None:
 
 def outcome(path: Path, default: object) -> str:
     """Say what becomes of a key at another value than its old default: arrived, off, refused."""
-    value, target = other_than(default), THEIRS.renamed.get(path, path)
+    value, target = other_than(default), THEIRS.new_names.get(path, path)
     loaded = written(path, value)
     name = f"job.toml: {spell(path, origin='')} = {literal(value)}: "
     if loaded.mistakes:
@@ -95,9 +95,9 @@ def outcome(path: Path, default: object) -> str:
         return "off"
     # text stands for a list, or a list of lists
     arrived = tuple(value) if isinstance(value, list) else value
-    if fields(Config)[target].kind is tuple and isinstance(arrived, str):
+    if keys(Config)[target].kind is tuple and isinstance(arrived, str):
         arrived = (arrived,)
-    arrived = (arrived,) if fields(Config)[target].nested else arrived
+    arrived = (arrived,) if keys(Config)[target].is_nested else arrived
     assert changed(loaded) == {".".join(target): arrived}
     return "arrived"
 
@@ -117,11 +117,13 @@ def test_any_other_value_arrives_or_is_refused_by_name_or_says_that_it_has_no_ef
 
 
 def test_every_old_key_is_either_built_or_in_the_table_and_nothing_else_is() -> None:
-    known = {THEIRS.renamed.get(path, path) for path, _ in ALL}
-    ours = fields(Config).keys()
-    assert THEIRS.keys.keys() - THEIRS.ours <= known <= THEIRS.keys.keys() | ours
+    known = {THEIRS.new_names.get(path, path) for path, _ in ALL}
+    ours = keys(Config).keys()
+    their_keys = {path for path, one in THEIRS.keys.items() if not one.is_earlier}
+    assert their_keys <= known <= THEIRS.keys.keys() | ours
     assert not THEIRS.keys.keys() & ours
-    assert THEIRS.renamed.keys() <= {path for path, _ in ALL}
+    theirs = {old for old, new in THEIRS.renamed.items() if new.program is not None}
+    assert theirs <= {path for path, _ in ALL}
     assert THEIRS.values.keys() | THEIRS.whole_job.keys() <= ours
     assert THEIRS.switches.keys() <= THEIRS.keys.keys() | THEIRS.values.keys()
     assert {switch for switch, _ in THEIRS.switches.values()} <= known
@@ -129,9 +131,9 @@ def test_every_old_key_is_either_built_or_in_the_table_and_nothing_else_is() -> 
 
 def test_every_default_of_one_old_file_together() -> None:
     lines = []
-    for name, keys in KEYS_0_2.items():
+    for name, table in KEYS_0_2.items():
         lines.append(f"[{name}]")
-        lines += [f"{key} = {literal(value)}" for key, value in keys.items() if value is not None]
+        lines += [f"{key} = {literal(value)}" for key, value in table.items() if value is not None]
     text = "\n".join(lines).replace('dataset = "c4_test"', 'dataset = "synthetic"')
     config = load(text).checked()
     assert config.training.dataset == "synthetic"
@@ -342,11 +344,11 @@ def test_a_file_for_torchtitan_is_told_what_means_something_else(
     jobs.load(SILENT)
     said = [text for text in caplog.messages if "written for torchtitan 0.2, where" in text]
     assert all(text.startswith("job.toml: ") for text in said)
-    for remedy, (header, line) in MEANINGS.items():
+    for remedy, (section, line) in MEANINGS.items():
         assert sum(remedy in text for text in said) == 1
         caplog.clear()
         # the command line takes it back: the file is still one of torchtitan's
-        jobs.load(SILENT, f"--{header}.{line.replace(' = ', '=')}")
+        jobs.load(SILENT, f"--{section}.{line.replace(' = ', '=')}")
         assert not any(f"where {text}" in said for text in caplog.messages)
         now = [text for text in caplog.messages if "written for torchtitan 0.2, where" in text]
         assert not any(remedy in text for text in now)

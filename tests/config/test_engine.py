@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import pytest
-from pydantic import Field, PositiveInt
-from pydantic.dataclasses import dataclass
+from annotated_types import Ge
 
 from tests.config.jobs import Jobs, mistakes_of
 from torchtitan.base.errors import ConfigError, Violation
-from torchtitan.config.fields import fields, sections
 from torchtitan.config.foreign import Foreign, read_foreign
 from torchtitan.config.load import Loaded, load
-from torchtitan.config.needs import GIVEN, AtLeast, InsteadOf, Needs
-from torchtitan.config.toml_files import to_toml
-from torchtitan.config.types import STRICT, Strings
+from torchtitan.config.schema import (
+    GIVEN,
+    PositiveInt,
+    Replaces,
+    Requires,
+    Text,
+    keys,
+    sections,
+)
+from torchtitan.config.sources import to_toml
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class Oven:
     """Heat."""
 
     degrees: PositiveInt = 200
     """In Celsius."""
-    fan: Annotated[bool, Needs("degrees", AtLeast(100), is_notice=True)] = False
+    fan: Annotated[bool, Requires("degrees", Ge(100), is_notice=True)] = False
     """Blow."""
-    steam: Annotated[float | None, Needs("cake.fillings", GIVEN), Needs("fan", False)] = None
+    steam: Annotated[float | None, Requires("cake.fillings", GIVEN), Requires("fan", False)] = None
     """Litres."""
 
     def violations(self) -> Iterator[Violation]:
@@ -37,21 +43,21 @@ class Oven:
             yield Violation(("degrees",), "burns; try 300")
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class Cake:
     """What is baked."""
 
     minutes: PositiveInt = 60
     """Time."""
-    hours: Annotated[float | None, InsteadOf("minutes")] = None
+    hours: Annotated[float | None, Replaces("minutes")] = None
     """The same."""
-    fillings: Strings = ()
+    fillings: tuple[Text, ...] = ()
     """Inside."""
-    oven: Oven = Field(default_factory=Oven)
+    oven: Oven = Oven()
     """Heat."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What to do."""
 
@@ -59,12 +65,12 @@ class Job:
     """File to read."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class Kitchen:
     """All."""
 
-    job: Job = Field(default_factory=Job)
-    cake: Cake = Field(default_factory=Cake)
+    job: Job = Job()
+    cake: Cake = Cake()
 
     def violations(self) -> Iterator[Violation]:
         """Check the whole."""
@@ -74,11 +80,9 @@ class Kitchen:
 
 TABLE = """
 [renamed]
-"cake.time" = "cake.minutes"
+"cake.time" = {to = "cake.minutes", ignored = [0]}
 [earlier_names]
 "cake.wind" = {to = "cake.oven.fan", values = {on = true, off = false}}
-[nobodys_choice]
-"cake.time" = [0]
 [switches]
 "cake.candles" = "cake.oven.fan"
 [features.decoration]
@@ -92,7 +96,7 @@ values."cake.fillings" = ["marzipan"]
 def theirs(tmp_path: Path) -> Foreign:
     file = tmp_path / "theirs.toml"
     file.write_text(TABLE)
-    return read_foreign(file, name="bakery")
+    return read_foreign(file, program="bakery")
 
 
 def baked(jobs: Jobs, theirs: Foreign, text: str, *options: str) -> Loaded[Kitchen]:
@@ -101,7 +105,7 @@ def baked(jobs: Jobs, theirs: Foreign, text: str, *options: str) -> Loaded[Kitch
 
 def test_any_tree_is_laid_out() -> None:
     assert list(sections(Kitchen)) == [("job",), ("cake",), ("cake", "oven")]
-    steam = fields(Kitchen)["cake", "oven", "steam"]
+    steam = keys(Kitchen)["cake", "oven", "steam"]
     text = "Litres. (float; default: not set; needs cake.fillings; needs fan = false)"
     assert (steam.kind, steam.optional, steam.text) == (float, True, text)
 

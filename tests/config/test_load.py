@@ -5,16 +5,15 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 
 import pytest
 
 import torchtitan
 from tests.config.jobs import Jobs, loaded, mistakes_of
 from torchtitan.base.errors import ConfigError, Violation
-from torchtitan.config.fields import FieldFacts, fields, sections, values_of
-from torchtitan.config.layers import Path, literal
-from torchtitan.config.toml_files import to_toml
+from torchtitan.config.schema import Key, Path, keys, literal, sections, values_of
+from torchtitan.config.sources import to_toml
 from torchtitan.job import Config, load_config, load_job
 from torchtitan.optim.settings import GroupConfig, OptimizerConfig
 
@@ -197,7 +196,7 @@ def test_a_circle_is_refused(jobs: Jobs) -> None:
     [mistake] = jobs.mistakes('base = "other.toml"')
     assert mistake == (
         'other.toml: base = "job.toml": files must not inherit in a circle '
-        "(job.toml -> other.toml -> job.toml); remove one `base`"
+        "(job.toml -> other.toml -> job.toml)"
     )
     [mistake] = jobs.mistakes('base = "./job.toml"')
     assert "(job.toml -> job.toml)" in mistake
@@ -206,7 +205,7 @@ def test_a_circle_is_refused(jobs: Jobs) -> None:
 def test_a_missing_base_is_refused(jobs: Jobs) -> None:
     jobs.write('base = "nope.toml"', name="sub/mid.toml")
     [mistake] = jobs.mistakes('base = "sub/mid.toml"')
-    assert mistake.startswith('sub/mid.toml: base = "nope.toml": there is no file sub/nope.toml')
+    assert mistake.startswith('sub/mid.toml: base = "nope.toml": no such file: sub/nope.toml')
 
 
 @pytest.mark.parametrize("base", ["3", '["a.toml", "b.toml"]', '""', "{a = 1}"])
@@ -222,11 +221,11 @@ def test_a_missing_file_is_refused_with_the_nearest(jobs: Jobs) -> None:
     jobs.write("", name="debug_model.toml")
     [mistake] = mistakes_of(lambda: load_config(["--job.config_file", "debug_modle.toml"]))
     assert mistake == (
-        "command line: --job.config_file debug_modle.toml: there is no file debug_modle.toml; "
+        "command line: --job.config_file debug_modle.toml: no such file: debug_modle.toml; "
         "did you mean debug_model.toml?"
     )
     [mistake] = mistakes_of(lambda: load_config(["--job.config_file", "far/away.toml"]))
-    assert mistake.endswith(f"there is no file far/away.toml (looked from {jobs.folder})")
+    assert mistake.endswith(f"no such file: far/away.toml (looked from {jobs.folder})")
 
 
 @pytest.mark.parametrize(
@@ -264,7 +263,7 @@ def test_endless_numbers_and_brackets_are_malformed(jobs: Jobs) -> None:
     [mistake] = jobs.mistakes("[training]\nsteps = 0x" + "f" * 5000)
     assert mistake.endswith(" ...: must be at most 1000000000000")
     [mistake] = jobs.mistakes(".".join(["a"] * 5000) + " = 1")
-    assert mistake.startswith("job.toml: tables must not be nested more deeply")
+    assert mistake.startswith("job.toml: tables are nested too deeply")
     option = "9" * 5000
     [mistake] = jobs.mistakes(f"[activation_checkpoint]\nselective_ac_option = '{option}'")
     assert "must be op or a positive integer" in mistake
@@ -273,7 +272,7 @@ def test_endless_numbers_and_brackets_are_malformed(jobs: Jobs) -> None:
 def test_a_file_that_is_not_utf8_names_the_byte(jobs: Jobs) -> None:
     (jobs.folder / "latin.toml").write_bytes(b"# caf\xe9\n")
     [mistake] = mistakes_of(lambda: load_config(["--job.config_file", "latin.toml"]))
-    assert mistake.endswith("latin.toml is not UTF-8 (byte 5); save it as UTF-8")
+    assert mistake.endswith("latin.toml is not UTF-8 (byte 5)")
 
 
 def test_a_folder_is_no_file(jobs: Jobs) -> None:
@@ -305,30 +304,31 @@ TEXTS = [
 ]
 
 
-def random_value(path: Path, facts: FieldFacts, rng: random.Random) -> object:
+def random_value(path: Path, facts: Key, rng: random.Random) -> object:
     """A value that the key alone allows."""
     if facts.optional and rng.random() < 0.3:
         return None
     if facts.choices:
-        return rng.choice(facts.choices)
+        choice = rng.choice(facts.choices)
+        return (choice,) if facts.kind is tuple else choice
     if facts.kind is bool:
         return rng.random() < 0.5
     if facts.kind is dict:
         return {key: rng.choice([True, 5, 0.5, *TEXTS]) for key in ("a", "b")[: rng.randrange(3)]}
     if facts.kind is tuple:
         count = rng.randrange(3)
-        if facts.keys:
+        if is_dataclass(facts.item):
             return tuple(
                 GroupConfig(
                     params=(rng.choice(TEXTS) or "*",), lr=rng.choice([None, 0.5]), weight_decay=0.1
                 )
                 for _ in range(count)
             )
-        if facts.may_be_own:
+        if facts.takes_import_path:
             return tuple(rng.choice(["random:Random", "json:dumps"]) for _ in range(count))
-        if facts.nested and facts.item is int:
+        if facts.is_nested and facts.item is int:
             return tuple((20 * i, 20 * i + rng.randrange(19)) for i in range(count))
-        if facts.nested:
+        if facts.is_nested:
             return tuple((rng.choice(TEXTS), "norm") for _ in range(count))
         return tuple(
             rng.choice(TEXTS) if facts.item is str else rng.uniform(0.1, 9.0) for _ in range(count)
@@ -344,7 +344,7 @@ def random_value(path: Path, facts: FieldFacts, rng: random.Random) -> object:
 def random_config(seed: int) -> Config:
     """Some job that keeps the rules across keys and asks for nothing unbuilt."""
     rng = random.Random(seed)
-    values = {path: random_value(path, facts, rng) for path, facts in fields(Config).items()}
+    values = {path: random_value(path, facts, rng) for path, facts in keys(Config).items()}
     paths = values["training", "dataset_path"]
     assert isinstance(paths, tuple)
     num_workers = values["training", "dataloader", "num_workers"]
@@ -461,4 +461,4 @@ def test_resolved_toml_names_every_key_but_those_not_set() -> None:
     assert to_toml(Config(), only_changed=True) == resolved
     assert "config_file" not in text
     # what is left out must come back by itself
-    assert all(facts.default is None for facts in fields(Config).values() if facts.optional)
+    assert all(facts.default is None for facts in keys(Config).values() if facts.optional)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.jobs import Jobs
-from torchtitan.config.toml_files import to_toml
+from torchtitan.config.sources import to_toml
 from torchtitan.job import load_config
 from torchtitan.tools.config import main
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.config.jobs import Jobs, loaded
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.fields import fields, sections
-from torchtitan.config.toml_files import to_toml
+from torchtitan.config.schema import keys, sections
+from torchtitan.config.sources import to_toml
 from torchtitan.job import Config
 from torchtitan.resume_rules import COUNTS, IGNORED, Job, trajectory_differences
 
@@ -104,18 +104,15 @@ def test_the_global_batch_that_results_is_what_counts(jobs: Jobs) -> None:
     local_4 = "--training.local_batch_size=4"
     assert differences(jobs, local_4, before="", dp=(2, 4)) == []
     [found] = differences(jobs, before="", dp=(2, 4))
-    assert found == "training.global_batch_size: stored 16, now 32 (8 on each of 4 ranks)"
+    assert found == "training.global_batch_size: stored 16, now 32"
     assert differences(jobs, "--training.global_batch_size=-1", dp=(4, 2)) == []
     [found] = differences(jobs, local_4, before="", dp=(2, 2))
-    assert found == "training.global_batch_size: stored 16, now 8 (4 on each of 2 ranks)"
+    assert found == "training.global_batch_size: stored 16, now 8"
 
 
 def test_more_steps_bend_the_curve_unless_the_total_is_pinned(jobs: Jobs) -> None:
     [found] = differences(jobs, "--training.steps=200")
-    assert found == (
-        "lr_scheduler.total_steps: stored 100, now 200 "
-        "(as training.steps: total_steps is not given)"
-    )
+    assert found == "lr_scheduler.total_steps: stored 100, now 200"
     pinned = BEFORE + "[lr_scheduler]\ntotal_steps = 200"
     assert differences(jobs, "--training.steps=200", before=pinned) == []
     # pinning afterwards what was meant before is no change
@@ -130,9 +127,7 @@ def test_a_warmup_ratio_counts_as_the_steps_that_it_comes_to(jobs: Jobs) -> None
     assert differences(jobs, "--training.steps=150", before=pinned) == []
     [warmup, total] = differences(jobs, "--training.steps=200", before=before)
     assert total.startswith("lr_scheduler.total_steps: stored 100, now 200")
-    assert warmup == (
-        "lr_scheduler.warmup_steps: stored 10, now 20 (warmup_ratio 0.1 of total_steps)"
-    )
+    assert warmup == "lr_scheduler.warmup_steps: stored 10, now 20"
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
@@ -143,10 +138,8 @@ def test_what_earlier_versions_stored_keeps_its_meaning(jobs: Jobs, family: str)
     stored = to_toml(now).replace('decay_end = "after_last_step"\n', "")
     found = trajectory_differences(Job.stored(stored), Job(config=now))
     assert found == [
-        'model.flavor: stored "small", now "debugmodel" (to go on as before write it: flavor = '
-        '"small")',
-        'lr_scheduler.decay_end: stored "last_step", now "after_last_step" (to go on as before '
-        'write it: decay_end = "last_step")',
+        'model.flavor: stored "small", now "debugmodel"',
+        'lr_scheduler.decay_end: stored "last_step", now "after_last_step"',
     ]
     old = ["--model.flavor=small", "--lr_scheduler.decay_end=last_step"]
     assert trajectory_differences(Job.stored(stored), Job(config=jobs.load(job, *old))) == []
@@ -166,8 +159,8 @@ def test_stored_settings_that_cannot_be_read_are_an_error() -> None:
 
 
 def test_the_table_names_what_exists() -> None:
-    assert fields(Config).keys() | sections(Config).keys() >= IGNORED.keys()
-    assert fields(Config).keys() >= COUNTS.keys()
+    assert keys(Config).keys() | sections(Config).keys() >= IGNORED.keys()
+    assert keys(Config).keys() >= COUNTS.keys()
 
 
 @pytest.mark.parametrize(

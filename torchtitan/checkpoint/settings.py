@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
-from pydantic.dataclasses import dataclass
+from annotated_types import Ge
 
 from torchtitan.base.errors import Violation
 from torchtitan.base.urls import is_plain_url, is_url
-from torchtitan.config.needs import GIVEN, Needs
-from torchtitan.config.types import (
-    STRICT,
-    FolderOrURL,
-    InnerFolder,
+from torchtitan.config.schema import (
+    GIVEN,
+    NonNegativeInt,
     PathOrURL,
-    Strings,
+    PositiveInt,
+    Requires,
+    Text,
+    inside_dump_folder,
+    path_or_url,
 )
 
 WEIGHT_FILES = (".pt", ".pth")
@@ -28,22 +29,28 @@ _OF_A_STORE = (
     "upload_check",
     "upload_timeout_seconds",
 )
-SAVES = Needs("enable", True)
-HAS_NO_EFFECT = Needs("enable", True, is_notice=True)
-ELSEWHERE = Needs("initial_load_path", GIVEN, "name what to read, or remove this")
-WEIGHTS_ALONE = Needs("initial_load_model_only", True)
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+def _folder_or_url(value: str) -> None:
+    path_or_url(value) if is_url(value) else inside_dump_folder(value)
+
+
+SAVES = Requires("enable", True)
+HAS_NO_EFFECT = Requires("enable", True, is_notice=True)
+ELSEWHERE = Requires("initial_load_path", GIVEN, "name what to read, or remove this")
+WEIGHTS_ALONE = Requires("initial_load_model_only", True)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When to save a run, and which checkpoint or weights it starts from."""
 
     enable: bool = False
     """Save checkpoints, and resume from the newest one in the folder."""
-    folder: FolderOrURL = "checkpoint"
+    folder: Annotated[Text, _folder_or_url] = "checkpoint"
     """Folder of the checkpoints, inside dump_folder; or a URL of this run's own in an object store,
     as s3://bucket/run, to which each is uploaded in the background."""
-    staging_folder: InnerFolder = "checkpoint"
+    staging_folder: Annotated[Text, inside_dump_folder] = "checkpoint"
     """With a URL: folder inside dump_folder for checkpoints before they are uploaded."""
     staging_keep_latest_k: PositiveInt = 1
     """With a URL: how many checkpoints stay in staging_folder, for fast restarts."""
@@ -68,17 +75,17 @@ class CheckpointConfig:
     host memory. async_with_pinned_mem: the same, into page-locked memory, from GPUs."""
     keep_latest_k: NonNegativeInt = 10
     """Number of newest checkpoints to keep; 0 keeps all."""
-    keep_best: Annotated[NonNegativeInt, Needs("validation.enable", True), SAVES] = 0
+    keep_best: Annotated[NonNegativeInt, Requires("validation.enable", True), SAVES] = 0
     """Number of checkpoints with the lowest validation loss to keep in addition. Each save is then
     preceded by a validation."""
-    load_step: Annotated[int, Field(ge=-1), SAVES] = -1
+    load_step: Annotated[int, Ge(-1), SAVES] = -1
     """Step of initial_load_path to start from; -1: the newest. Without initial_load_path it must be
     the newest step of the run's own folder."""
     mode: Annotated[
         Literal["recover", "continue", "finetune"],
         SAVES,
         replace(ELSEWHERE, of=("finetune",)),
-        Needs("initial_load_model_only", True, 'or write mode = "continue"', of=("finetune",)),
+        Requires("initial_load_model_only", True, 'or write mode = "continue"', of=("finetune",)),
     ] = "recover"
     """recover: resume the same run; settings that shape the training may not differ. continue: keep
     weights, optimizer and data position with other settings. finetune: load the weights of
@@ -95,13 +102,13 @@ class CheckpointConfig:
         Literal["auto", "interleaved", "halves"],
         HAS_NO_EFFECT,
         ELSEWHERE,
-        Needs("initial_load_in_hf", False),
+        Requires("initial_load_in_hf", False),
     ] = "auto"
     """Row order of wq and wk in a DCP folder of another writer, or in a file with torchtitan's
     names. interleaved: channels (2i, 2i + 1) of a head are rotated together, as in this library.
     halves: channels (i, i + D/2), as in Hugging Face files. auto: the order that the folder states,
     else that of torchtitan 0.2: Llama interleaved, Qwen3 halves."""
-    exclude_from_loading: Annotated[Strings, HAS_NO_EFFECT] = ()
+    exclude_from_loading: Annotated[tuple[Text, ...], HAS_NO_EFFECT] = ()
     """Components (model, optimizer, lr_scheduler, dataloader, train_state) and parameters (shell
     patterns of names, e.g. "output.*") that keep their initial values."""
     grow_vocab: Annotated[bool, SAVES, ELSEWHERE, WEIGHTS_ALONE] = False

@@ -1,24 +1,28 @@
-"""Keys of another program that files hold: renamed here, or known and without their feature.
+"""Names of other programs and of earlier versions: translated, ignored or refused.
 
-A setting that is silently ignored is the worst mistake a trainer can make, and refusing a file that
-merely spells out a default is the second worst. So a table, which is data, says of each key which
-values ask for nothing. These load and are dropped; any other is refused with what to write instead,
-or gets a notice while the feature that would read it is switched off.
+A setting that is silently ignored is the worst mistake a trainer can make. Refusing a file that
+only spells out a default is the second worst. A table states for each foreign key which values
+request nothing: these are dropped. Other values are refused with a remedy, or get a notice while
+their feature is off.
 
 The table is a TOML file:
 
-    [renamed]                       old key = today's
-    [earlier_names]                 the same for keys of earlier versions of ours, with the values
-                                    that changed: {to = "section.key", values = {old = "new"}}
-    [nobodys_choice]                key = values that a default wrote, dropped before renaming
-    [switches]                      key = the key without which it asks for nothing, or that key
-                                    and the value, one of a list, that alone switches it on
+    [renamed]                       "old.key" = "new.key", or {to = "new.key", ignored = [values]}
+    [earlier_names]                 of earlier versions: {to = "new.key", values = {old = new}}
+    [switches]                      "key" = "switch", or ["switch", "value"]: the key requests
+                                    nothing while the switch is off, or lacks that value
     [features.NAME]
     instead = "what to write instead"
-    was_ours = true                 where an earlier version of ours had the feature
-    keys."section.key" = [values that ask for nothing]
-    values."section.key" = [values of a key of ours that are not built]
-    whole_job."section.key" = [the same, and nothing else of such a job is looked at]
+    was_ours = true                 an earlier version of this library had these keys
+    keys."section.key" = [values that request nothing]
+    values."section.key" = [values that are refused, of a key that is built]
+    whole_job."section.key" = [the same, and nothing else of such a job is checked]
+
+    [other_defaults]                "key" = {meaning = "default there and here", when = "switch" or
+                                    ["switch", "value"]}: told of a file of the program that leaves
+                                    the key out, while the switch is on
+
+A second file has the names of other trainers: name = "section.key: note", or a sentence.
 """
 
 from __future__ import annotations
@@ -26,135 +30,177 @@ from __future__ import annotations
 import functools
 import pathlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchtitan.config.fields import fields
-from torchtitan.config.layers import Findings, Layer, Path, Setting, literal, same, spell
-from torchtitan.config.toml_files import parse
+from torchtitan.config.schema import Path, keys, literal, same
+from torchtitan.config.sources import Layer, Setting, parse, spell
 
+Switch = tuple[Path, str | None]
+"""A key, and the value that switches the feature on. None: any that is not in `OFF`."""
 OFF: tuple[object, ...] = (None, False, [], (), 1, "none")
-"""Values that switch off: of a feature, a list, a degree, a mode."""
+"""Values of a switch, list, degree or mode that is off."""
+
+
+@dataclass
+class Report:
+    """Mistakes and notices, collected while settings are checked."""
+
+    mistakes: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Unbuilt:
-    """Values of a key, and what to do instead."""
+class Renamed:
+    """Today's name of a key.
+
+    Args:
+        program: Program that has the old name. None: an earlier version of this library.
+        values: Today's value by earlier ones.
+        ignored: Values that request nothing.
+    """
+
+    to: Path
+    program: str | None
+    values: Mapping[str, object]
+    ignored: list[object]
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values of a key, and what to write instead."""
 
     values: list[object]
     instead: str
+    is_earlier: bool
+    """Whether an earlier version of this library had the key."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """The table of another program's keys."""
+    """Tables of foreign names.
 
-    name: str
-    renamed: Mapping[Path, Path]
-    earlier: Mapping[Path, tuple[Path, Mapping[str, object]]]
-    """Keys of earlier versions of ours: today's key, and today's values by the earlier ones."""
-    nobodys_choice: Mapping[Path, list[object]]
-    switches: Mapping[Path, tuple[Path, str | None]]
-    keys: Mapping[Path, Unbuilt]
-    """Keys without a feature, with the values that ask for nothing."""
-    values: Mapping[Path, list[Unbuilt]]
-    """Keys of ours, with values of theirs that are refused."""
-    whole_job: Mapping[Path, list[Unbuilt]]
-    ours: Collection[Path]
-    """Those of `keys` that an earlier version of ours had."""
+    Args:
+        renamed: Keys with another name here.
+        switches: Keys that request nothing while another key is off, or lacks the value.
+        keys: Keys that are not built, with the values that request nothing.
+        values: Refused values of keys that are built.
+        whole_job: Refused values that make the rest of a job meaningless.
+        other_defaults: Keys with another default there: the difference, and when it matters.
+        other_trainers: What to write here, by names of other trainers.
+    """
+
+    renamed: Mapping[Path, Renamed]
+    switches: Mapping[Path, Switch]
+    keys: Mapping[Path, Values]
+    values: Mapping[Path, list[Values]]
+    whole_job: Mapping[Path, list[Values]]
+    other_defaults: Mapping[Path, tuple[str, Switch | None]]
+    other_trainers: Mapping[str, str]
 
     @property
-    def names(self) -> Collection[Path]:
-        """Every key that is no key of ours."""
-        return [*self.renamed, *self.earlier, *self.keys]
+    def names(self) -> list[Path]:
+        """Every foreign key."""
+        return [*self.renamed, *self.keys]
 
     @property
     def new_names(self) -> Mapping[Path, Path]:
-        """Today's key by each old one."""
-        return {**self.renamed, **{old: today for old, (today, _) in self.earlier.items()}}
+        """Today's path by each old one."""
+        return {old: new.to for old, new in self.renamed.items()}
 
-    def holds(self, path: Path, setting: Setting) -> bool:
-        """Tell whether only the other program would have written this."""
-        is_key = path in self.renamed or (path in self.keys and path not in self.ours)
-        return is_key or bool(self.refused_value(path, setting))
+    def is_foreign(self, path: Path, setting: Setting) -> bool:
+        """Return whether only the other program would have written this."""
+        if path in self.renamed:
+            return self.renamed[path].program is not None
+        is_key = path in self.keys and not self.keys[path].is_earlier
+        return is_key or self._refused_value(path, setting) is not None
 
-    def translate(self, layer: Layer, found: Findings) -> Layer:
+    def translate(self, layer: Layer, report: Report) -> Layer:
         """Rename the old keys of one layer.
 
-        Layers are translated before they are merged: an override in today's spelling wins over a
-        base file in the old one, and only one place naming both with different values is wrong.
+        Layers are translated before they are merged, so that a later layer with today's name
+        overrides an earlier one with the old name.
         """
         result: Layer = {}
         for path, setting in layer.items():
-            today, program = self.renamed.get(path), f"{self.name}'s"
-            if path in self.earlier:
-                (today, values), program = self.earlier[path], "the earlier"
-                if isinstance(setting.value, str) and setting.value in values:
-                    value = values[setting.value]
-                    setting = replace(setting, value=value, given=literal(value))
-            if any(same(setting.value, value) for value in self.nobodys_choice.get(path, ())):
-                continue
-            if today is None:
+            new = self.renamed.get(path)
+            if new is None:
                 result[path] = setting
                 continue
-            other, name = layer.get(today), spell(today, origin=setting.origin)
+            if any(same(setting.value, value) for value in new.ignored):
+                continue
+            if isinstance(setting.value, str) and setting.value in new.values:
+                value = new.values[setting.value]
+                setting = replace(setting, value=value, given=literal(value))
+            other, name = layer.get(new.to), spell(new.to, origin=setting.origin)
             if other is not None and not same(other.value, setting.value):
-                found.mistakes.append(
-                    f"{setting.where()}: is the old name of {name}, which is given as well, with "
-                    f"another value ({other.given}); remove the old line"
+                report.mistakes.append(
+                    f"{setting.where()}: is the old name of {name}, which also has a value "
+                    f"({other.given}); remove the old line"
                 )
                 continue
             old = spell(path, origin=setting.origin)
-            found.notices.append(f"{setting.origin}: {old} is {program} name; here it is {name}")
-            result.setdefault(today, setting)
+            program = "the earlier" if new.program is None else f"{new.program}'s"
+            report.notices.append(f"{setting.origin}: {old} is {program} name; here it is {name}")
+            result.setdefault(new.to, setting)
         return result
 
-    def other_job(self, settings: Layer) -> str | None:
-        """Say that a job is of a kind that is not built: no other line can be mended then."""
+    def refused_job(self, settings: Layer) -> str | None:
+        """Return the mistake of a job that is of no kind built here."""
         for path, entries in self.whole_job.items():
-            instead = _refused(entries, settings.get(path))
-            if instead:
+            if instead := _find(entries, settings.get(path)):
                 where = settings[path].where()
                 return f"{where}: {instead}; nothing else of this job was checked"
         return None
 
-    def without_theirs(self, settings: Layer, found: Findings, *, tree: type) -> Layer:
-        """Drop what asks for nothing, refuse what asks for a feature that is not built."""
+    def without_foreign(self, settings: Layer, report: Report, *, tree: type) -> Layer:
+        """Return the settings without foreign keys: those that request nothing are dropped, the
+        others are mistakes, or notices while their feature is off."""
         kept: Layer = {}
-        without_effect: dict[tuple[Path, str], list[str]] = defaultdict(list)
+        ineffective: dict[tuple[Path, str], list[str]] = defaultdict(list)
         for path, setting in settings.items():
             reason, accepted = self._refusal(path, setting)
-            is_off = self._is_off(path, settings=settings, tree=tree)
-            facts, value = fields(tree).get(path), setting.value
-            choices = facts.choices if facts is not None else ()
-            if is_off and choices and isinstance(value, str) and value not in choices:
-                reason = f"{value} {reason or 'is none of ' + ', '.join(choices)}"
+            is_off = path in self.switches and self._is_off(path, settings=settings, tree=tree)
+            choices = keys(tree)[path].choices if path in keys(tree) else ()
+            is_wrong = isinstance(setting.value, str) and setting.value not in choices
+            if is_off and choices and is_wrong:
+                reason = f"{setting.value} {reason or 'is none of ' + ', '.join(choices)}"
             if reason and is_off:
-                without_effect[self.switches[path][0], reason].append(setting.where())
+                ineffective[self.switches[path][0], reason].append(setting.where())
             elif reason:
-                found.mistakes.append(f"{setting.where()}: {reason}{accepted}")
+                report.mistakes.append(f"{setting.where()}: {reason}{accepted}")
             elif path not in self.keys:
                 kept[path] = setting
-        found.notices += [
+        report.notices += [
             f"{'; '.join(places)}: {'has' if len(places) == 1 else 'have'} no effect, "
             f"{'.'.join(switch)} is off ({reason})"
-            for (switch, reason), places in without_effect.items()
+            for (switch, reason), places in ineffective.items()
         ]
         return kept
 
-    def refused_value(self, path: Path, setting: Setting) -> str | None:
-        """Say what to do instead of a value of theirs of a key of ours."""
-        entries = [*self.values.get(path, ()), *self.whole_job.get(path, ())]
-        return _refused(entries, setting)
+    def other_meanings(
+        self, given: Collection[Path], values: Mapping[Path, object]
+    ) -> Iterator[str]:
+        """Yield what the keys that a job leaves out mean in the other program."""
+        for path, (meaning, switch) in self.other_defaults.items():
+            if path not in given and (switch is None or _is_on(values[switch[0]], switch[1])):
+                yield meaning
+
+    def answer(self, path: Path) -> str | None:
+        """Return what to write instead of another trainer's name, with or without a section."""
+        dotted = ".".join(path).replace("-", "_")
+        return self.other_trainers.get(dotted) or self.other_trainers.get(dotted.split(".")[-1])
+
+    def _refused_value(self, path: Path, setting: Setting) -> str | None:
+        return _find([*self.values.get(path, ()), *self.whole_job.get(path, ())], setting)
 
     def _refusal(self, path: Path, setting: Setting) -> tuple[str | None, str]:
-        """Say what to do instead, and which values are accepted."""
+        """Return what to write instead, and which values are accepted."""
         known, value = self.keys.get(path), setting.value
         if known is None:
-            return self.refused_value(path, setting), ""
-        # one word stands for a list of one
-        given = (value, [value])
+            return self._refused_value(path, setting), ""
+        given = (value, [value])  # a list may be written as one value
         if value is None or any(same(form, one) for form in given for one in known.values):
             return None, ""
         accepted = " or ".join(map(literal, known.values))
@@ -162,61 +208,67 @@ class Foreign:
         return known.instead, f" ({only})"
 
     def _is_off(self, path: Path, *, settings: Layer, tree: type) -> bool:
-        if path not in self.switches:
-            return False
         switch, wanted = self.switches[path]
-        facts = fields(tree).get(switch)
         value = settings[switch].value if switch in settings else None
-        if value is None and facts is not None:
-            value = facts.default
-        if wanted is not None:
-            return not (isinstance(value, (list, tuple)) and wanted in value) and value != wanted
-        return any(same(value, off) for off in OFF)
+        if value is None and switch in keys(tree):
+            value = keys(tree)[switch].default
+        return not _is_on(value, wanted)
 
 
-def _refused(entries: Collection[Unbuilt], setting: Setting | None) -> str | None:
+def _is_on(value: object, wanted: str | None) -> bool:
+    if wanted is None:
+        return not any(same(value, off) for off in OFF)
+    return value == wanted or (isinstance(value, (list, tuple)) and wanted in value)
+
+
+def _find(entries: Collection[Values], setting: Setting | None) -> str | None:
     given = setting.value if setting is not None else None
     values = given if isinstance(given, list) else [given]
-    return next((e.instead for e in entries for v in values if v in e.values), None)
+    return next((one.instead for one in entries for v in values if v in one.values), None)
 
 
 @functools.cache
-def read_foreign(file: pathlib.Path, *, name: str) -> Foreign:
-    """Read a table of another program's keys."""
+def read_foreign(
+    file: pathlib.Path, *, program: str, other_trainers: pathlib.Path | None = None
+) -> Foreign:
+    """Read the table of a program's names, and that of other trainers' names."""
     table: Any = parse(file.read_text("utf-8"), origin=str(file))
-    keys: dict[Path, Unbuilt] = {}
-    values: dict[Path, list[Unbuilt]] = defaultdict(list)
-    whole_job: dict[Path, list[Unbuilt]] = defaultdict(list)
-    ours: set[Path] = set()
+    renamed: dict[Path, Renamed] = {}
+    for group, owner in (("renamed", program), ("earlier_names", None)):
+        for old, new in table[group].items():
+            entry = new if isinstance(new, dict) else {"to": new}
+            values, ignored = entry.get("values", {}), entry.get("ignored", [])
+            renamed[_path(old)] = Renamed(_path(entry["to"]), owner, values, ignored)
+    known: dict[Path, Values] = {}
+    refused: dict[str, dict[Path, list[Values]]] = {
+        kind: defaultdict(list) for kind in ("values", "whole_job")
+    }
     for feature in table["features"].values():
-        instead = feature["instead"]
-        keys |= {_path(key): Unbuilt(v, instead) for key, v in feature.get("keys", {}).items()}
-        if feature.get("was_ours"):
-            ours |= {_path(key) for key in feature["keys"]}
-        for kind, into in (("values", values), ("whole_job", whole_job)):
-            for key, refused in feature.get(kind, {}).items():
-                into[_path(key)].append(Unbuilt(refused, instead))
+        instead, is_earlier = feature["instead"], feature.get("was_ours", False)
+        for key, values in feature.get("keys", {}).items():
+            known[_path(key)] = Values(values, instead, is_earlier)
+        for kind, into in refused.items():
+            for key, values in feature.get(kind, {}).items():
+                into[_path(key)].append(Values(values, instead, is_earlier))
+    answers: Any = {}
+    if other_trainers is not None:
+        answers = parse(other_trainers.read_text("utf-8"), origin=str(other_trainers))
     return Foreign(
-        name=name,
-        renamed={_path(old): _path(new) for old, new in table["renamed"].items()},
-        earlier={
-            _path(old): (_path(new["to"]), new.get("values", {}))
-            for old, new in table["earlier_names"].items()
-        },
-        nobodys_choice={_path(key): found for key, found in table["nobodys_choice"].items()},
+        renamed=renamed,
         switches={_path(key): _switch(given) for key, given in table["switches"].items()},
-        keys=keys,
-        values=values,
-        whole_job=whole_job,
-        ours=ours,
+        keys=known,
+        values=refused["values"],
+        whole_job=refused["whole_job"],
+        other_defaults={
+            _path(key): (one["meaning"], _switch(one["when"]) if "when" in one else None)
+            for key, one in table.get("other_defaults", {}).items()
+        },
+        other_trainers=answers,
     )
 
 
-def _switch(given: str | list[str]) -> tuple[Path, str | None]:
-    if isinstance(given, str):
-        return _path(given), None
-    key, wanted = given
-    return _path(key), wanted
+def _switch(given: str | list[str]) -> Switch:
+    return (_path(given), None) if isinstance(given, str) else (_path(given[0]), given[1])
 
 
 def _path(dotted: str) -> Path:

@@ -1,104 +1,93 @@
-"""Files and command line to a tree of settings, or to the list of all that is wrong with them.
+"""Load settings: merge the sources, check everything, and report all mistakes at once.
 
-One pipeline for every source: another program's keys, unknown names, types and values, what fields
-need of each other, rules of sections. Each stage takes out what it refuses and hands on the rest,
-with defaults in the gaps, so that one run of the command shows every mistake instead of the first.
+The stages are the same for every source: foreign names, unknown names, types, rules between keys.
+Each stage takes out what it refuses and passes on the rest, with defaults in the gaps, so that one
+run of a command shows every mistake with the place where it was written.
 
-Where a value comes from is settled by order alone: the base file, the file, the command line, each
-over the one before. Environment variables are left out on purpose: a run's config.toml says it all.
+The later source wins: base file, file, command line. Environment variables are left out on
+purpose, so that a run's config.toml is complete.
 """
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, is_dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
-
-from torchtitan.base.errors import ConfigError, Violation, did_you_mean
-from torchtitan.config.cli import HELP, print_help, read_command_line
-from torchtitan.config.fields import (
-    FieldFacts,
-    fields,
+from torchtitan.base.errors import ConfigError, Violation
+from torchtitan.config.foreign import Foreign, Report
+from torchtitan.config.schema import (
+    Path,
+    is_given,
+    keys,
+    literal,
     section_fields,
     sections,
     value_at,
     values_of,
 )
-from torchtitan.config.foreign import Foreign
-from torchtitan.config.layers import (
+from torchtitan.config.sources import (
     COMMAND_LINE,
     CONFIG_FILE,
-    Findings,
+    HELP,
     Layer,
-    Path,
     Setting,
-    literal,
+    header,
+    parse_command_line,
+    print_help,
+    read_layers,
     spell,
 )
-from torchtitan.config.names import Names
-from torchtitan.config.needs import GIVEN
-from torchtitan.config.toml_files import read_layers, read_value
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-RULES = {
-    "int_type": "must be an integer",
-    "int_from_float": "must be an integer",
-    "float_type": "must be a number",
-    "bool_type": "must be true or false",
-    "string_type": "must be a string",
-    "tuple_type": "must be a list",
-    "dict_type": "must be a table",
-    "string_too_short": "must not be empty",
-}
-LARGEST = 10**12
-"""Of an integer without a bound of its own: what is computed from it fits into 64 bits."""
-
 
 @runtime_checkable
 class HasRules(Protocol):
-    """A section, or the whole tree, with rules that tie its keys to each other."""
+    """A section or a tree with rules between its keys."""
 
     def violations(self) -> Iterator[Violation]:
-        """Yield each rule that does not hold, with keys relative to the section."""
+        """Yield each broken rule, with keys relative to the section."""
 
 
 @dataclass(frozen=True)
 class Loaded(Generic[T]):
-    """The settings as far as they are valid, what is wrong with the rest, and remarks."""
+    """Loaded settings.
+
+    Args:
+        config: The tree, with defaults where values are wrong.
+        given: What files and command line hold, by today's names.
+        foreign_file: The first file with a key that only another program knows.
+    """
 
     config: T
     given: Layer
-    """What files and command line say, in today's spelling, and where."""
     mistakes: list[str]
     notices: list[str]
     foreign_file: str | None
-    """The first file with a key that only another program knows."""
 
     def checked(self) -> T:
-        """Return the settings; raises ConfigError with all mistakes if there are any."""
+        """Return the settings; raises ConfigError if there are mistakes."""
         if self.mistakes:
             raise ConfigError(self.mistakes)
         return self.config
 
     def wording(self) -> AbstractContextManager[None]:
-        """Add to what a ConfigError says of these settings where the value was given."""
-        return worded(self.given)
+        """Add the origin of settings to a ConfigError that is raised inside."""
+        return add_origins(self.given)
 
 
 @contextmanager
-def worded(given: Layer) -> Iterator[None]:
-    """Add to what a ConfigError says of settings where the value was given."""
+def add_origins(given: Layer) -> Iterator[None]:
+    """Add the origin of settings to a ConfigError that is raised inside."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError([_word(one, given=given) for one in error.mistakes]) from error
+        raise ConfigError([_add_origin(one, given=given) for one in error.mistakes]) from error
 
 
 def load(
@@ -108,17 +97,20 @@ def load(
     foreign: Foreign,
     extend: Callable[[Layer], type[T]] | None = None,
 ) -> Loaded[T]:
-    """Read the file that `argv` names, apply its other options, check everything.
+    """Read the file that `argv` names, apply its other options, and check everything.
 
-    `argv`: a command line, or the settings that Python gives in its place. `extend` returns the
-    tree to check by, from what files and `argv` say. Notices are logged as warnings.
+    Args:
+        argv: Command line, or settings given in Python.
+        extend: Returns the tree to check by, from everything that is given.
 
-    Raises ConfigError with every mistake; prints the help and raises SystemExit(0) on --help.
+    Raises:
+        ConfigError: Lists every mistake.
+        SystemExit: After `--help` was printed.
     """
     words = argv if isinstance(argv, dict) else [word for word in argv if word not in HELP]
-    options, mistakes = read_command_line(words, tree=tree, renamed=foreign.new_names)
+    options, _ = _read_options(words, tree=tree, foreign=foreign)
+    mistakes: list[str] = []
     layers: list[Layer] = []
-    file_mistakes: list[str] = []
     file = options.get(CONFIG_FILE)
     is_read = True
     if file is not None and file.value is not None:
@@ -126,220 +118,247 @@ def load(
             layers = read_layers(file)
         except ConfigError as error:
             is_read = False
-            file_mistakes += map(str, error.mistakes)
+            mistakes += map(str, error.mistakes)
     if extend is not None:
         given = {path: one for layer in (*layers, options) for path, one in layer.items()}
         try:
-            with worded(given):
+            with add_origins(given):
                 tree = extend(given)
         except ConfigError as error:
-            file_mistakes += map(str, error.mistakes)
-        options, mistakes = read_command_line(words, tree=tree, renamed=foreign.new_names)
-    mistakes = [*file_mistakes, *mistakes]
+            mistakes += map(str, error.mistakes)
+    options, stray = _read_options(words, tree=tree, foreign=foreign)
     if len(words) < len(argv):
         print_help(tree)
         raise SystemExit(0)
     loaded = build(tree, [*layers, options], foreign=foreign, check_rules=is_read)
     for notice in loaded.notices:
         logger.warning(notice)
-    if mistakes:
-        raise ConfigError([*mistakes, *loaded.mistakes])
-    loaded.checked()
+    if all_mistakes := [*mistakes, *stray, *loaded.mistakes]:
+        raise ConfigError(all_mistakes)
     return loaded
 
 
 def build(
     tree: type[T], layers: Sequence[Layer], *, foreign: Foreign, check_rules: bool = True
 ) -> Loaded[T]:
-    """Merge the layers, the last one wins, and check everything.
+    """Merge layers, where later ones win, and check everything.
 
-    Without `check_rules` the rules across fields are left out: for when a file could not be read,
-    and for settings that an earlier version has checked.
+    Args:
+        check_rules: Whether to check rules between keys. False if a file could not be read, and for
+            settings that an earlier version has checked.
     """
-    found = Findings()
-    merged: Layer = {}
-    for raw in layers:
-        _check_place(raw, found)
-        layer = _with_tables(foreign.translate(raw, found), below=merged, tree=tree)
-        for pair in _alternatives(tree):
-            for one, other in (pair, pair[::-1]):
-                if one in layer and GIVEN.holds(layer[one].value):
-                    merged.pop(other, None)
-        merged |= layer
-    if other_job := foreign.other_job(merged):
-        return Loaded(tree(), merged, [other_job], [], None)
-    valid = foreign.without_theirs(merged, found, tree=tree)
-    valid = Names(tree, theirs=foreign.names).without_unknown(valid, found)
-    # `none` on the command line resets: the default is right again
+    report, merged = Report(), Layer()
+    for layer in layers:
+        file = layer.get(CONFIG_FILE)
+        if file is not None and file.is_in_file:
+            report.mistakes.append(
+                f"{file.where()}: is for the command line only; to build on another file "
+                'write base = "other.toml" at the top'
+            )
+        _merge(foreign.translate(layer, report), into=merged, tree=tree)
+    if mistake := foreign.refused_job(merged):
+        return Loaded(tree(), merged, [mistake], [], None)
+    known = foreign.without_foreign(merged, report, tree=tree)
+    valid = _without_unknown(known, report, tree=tree, foreign=foreign)
+    # `none` on the command line restores the default
     valid = {path: setting for path, setting in valid.items() if setting.value is not None}
-    config = _section(tree, (), settings=valid, found=found)
+    config = _build_section(tree, tree, (), settings=valid, report=report)
     if check_rules:
         given = {path for path, setting in merged.items() if setting.value is not None}
         refused = given - valid.keys() - foreign.keys.keys()
         for violation in violations(config):
+            # a rule about a key that was refused would speak of its default
             if refused.isdisjoint(tuple(key.split(".")) for key in violation.keys):
-                said = found.notices if violation.is_notice else found.mistakes
-                said.append(_word(violation, given=valid))
-    theirs = (
+                found = report.notices if violation.is_notice else report.mistakes
+                found.append(_add_origin(violation, given=valid))
+    foreign_files = (
         setting.origin
         for layer in layers
         for path, setting in layer.items()
-        if setting.is_in_file and foreign.holds(path, setting)
+        if setting.is_in_file and foreign.is_foreign(path, setting)
     )
-    return Loaded(config, merged, found.mistakes, found.notices, next(theirs, None))
+    return Loaded(config, merged, report.mistakes, report.notices, next(foreign_files, None))
 
 
 def violations(config: object) -> Iterator[Violation]:
-    """Yield the unmet needs of fields, and what the rules of each section and of the tree find."""
-    tree = type(config)
-    values = values_of(config)
-    for path, facts in fields(tree).items():
-        for need in facts.needs:
+    """Yield values of a wrong type, or else every broken rule between keys."""
+    known, values = keys(type(config)), values_of(config)
+    wrong = []
+    for path, key in known.items():
+        try:
+            key.convert(values[path])
+        except ValueError as error:  # of settings that Python code has changed
+            wrong.append(Violation((".".join(path),), f"{error}, got {literal(values[path])}"))
+    if wrong:
+        yield from wrong
+        return
+    for path, key in known.items():
+        for need in key.requires:
             other = tuple(need.key.split(".")) if "." in need.key else (*path[:-1], need.key)
-            asked = need.is_asked_by(values[path], default=facts.default)
-            if asked and not need.is_met_by(values[other]):
-                keys = (".".join(path), ".".join(other))
-                yield Violation(keys, need.rule(values[other]), is_notice=need.is_notice)
-                if need.is_notice:  # what has no effect needs nothing else
+            if not need.applies_to(values[path], default=key.default):
+                continue
+            if not need.is_met_by(values[other]):
+                names = (".".join(path), ".".join(other))
+                yield Violation(names, need.rule(values[other]), is_notice=need.is_notice)
+                if need.is_notice:  # what has no effect requires nothing else
                     break
-    for one, other in _alternatives(tree):
-        if GIVEN.holds(values[one]) and GIVEN.holds(values[other]):
-            yield Violation(
-                (".".join(one), ".".join(other)),
-                f"is another way to say {other[-1]}, which is {literal(values[other])}; remove one",
-            )
-    for path in ((), *sections(tree)):
+        for name in key.replaces:
+            other = (*path[:-1], name)
+            if is_given(values[path]) and is_given(values[other]):
+                rule = f"replaces {name}, which is {literal(values[other])}; remove one"
+                yield Violation((".".join(path), ".".join(other)), rule)
+    for path in ((), *sections(type(config))):
         section = value_at(config, path)
         if isinstance(section, HasRules):
             for violation in section.violations():
                 yield violation.within(".".join(path)) if path else violation
 
 
-def _alternatives(tree: type) -> list[tuple[Path, Path]]:
-    """Return the pairs of keys that say one thing in two ways."""
-    return [
-        (path, (*path[:-1], key))
-        for path, facts in fields(tree).items()
-        for key in facts.instead_of
-    ]
+def _read_options(
+    argv: Sequence[str] | Layer, *, tree: type, foreign: Foreign
+) -> tuple[Layer, list[str]]:
+    if isinstance(argv, dict):
+        return argv, []
+    return parse_command_line(argv, tree=tree, renamed=foreign.new_names)
 
 
-def _with_tables(layer: Layer, *, below: Layer, tree: type) -> Layer:
-    """Make one setting of the keys of each table of any keys.
+def _merge(layer: Layer, *, into: Layer, tree: type) -> None:
+    """Add a layer to those below it."""
+    layer = dict(layer)
+    for path, key in keys(tree).items():
+        if key.kind is dict:
+            _gather_table(path, layer=layer, below=into)
+        for name in key.replaces:
+            other = (*path[:-1], name)
+            for this, that in ((path, other), (other, path)):
+                if this in layer and is_given(layer[this].value):
+                    into.pop(that, None)
+    into |= layer
 
-    It replaces the table below; keys that stand on the command line are added to that.
+
+def _gather_table(path: Path, *, layer: Layer, below: Layer) -> None:
+    """Make the keys of a table of any keys one setting.
+
+    A table in a file replaces the one below; options of the command line are added to it.
     """
-    done = dict(layer)
-    for table in (path for path, facts in fields(tree).items() if facts.kind is dict):
-        keys = {path[-1]: done.pop(path) for path in layer if path[:-1] == table}
-        if not keys:
-            continue
-        *_, last = keys.values()
-        whole = done.get(table, below.get(table) if last.origin == COMMAND_LINE else None)
-        value = dict(whole.value) if whole is not None and isinstance(whole.value, dict) else {}
-        value |= {key: setting.value for key, setting in keys.items()}
-        value = {key: item for key, item in value.items() if item is not None}
-        done[table] = Setting(value, last.origin, table, literal(value), last.problem)
-    return done
+    items = {one[-1]: layer.pop(one) for one in [*layer] if one[:-1] == path}
+    if not items:
+        return
+    *_, last = items.values()
+    table = layer.get(path, below.get(path) if last.origin == COMMAND_LINE else None)
+    merged = dict(table.value) if table is not None and isinstance(table.value, dict) else {}
+    merged |= {name: setting.value for name, setting in items.items()}
+    merged = {name: value for name, value in merged.items() if value is not None}
+    layer[path] = Setting(merged, last.origin, path, literal(merged), last.problem)
 
 
-def _check_place(layer: Layer, found: Findings) -> None:
-    """Refuse the one key that a file cannot hold, before the command line's hides it."""
-    setting = layer.get(CONFIG_FILE)
-    if setting is not None and setting.is_in_file:
-        found.mistakes.append(
-            f"{setting.where()}: is for the command line only; to build on another file "
-            'write base = "other.toml" at the top'
-        )
-
-
-def _problem(setting: Setting, facts: FieldFacts) -> str:
-    """Say what is wrong with a value of any type: unreadable, too large, or with a NUL in it."""
-    value = setting.value
-    is_count = facts.item is int and "<" not in facts.bounds
-    if is_count and isinstance(value, int) and abs(value) > LARGEST:
-        return f"must be at most {LARGEST}"
-    texts = value if isinstance(value, list) else [value]
-    if any(isinstance(text, str) and "\0" in text for text in texts):
-        return "must not hold the character NUL (\\u0000); remove it"
-    return setting.problem
-
-
-def _section(cls: type, prefix: Path, *, settings: Layer, found: Findings) -> Any:
-    """Build one section; what is refused is taken out of the settings and stays at its default."""
+def _build_section(
+    cls: Any, make: Callable[..., Any], prefix: Path, *, settings: Layer, report: Report
+) -> Any:
+    """Build a section; what is refused is removed from the settings and keeps its default."""
     values: dict[str, Any] = {}
-    wrong: dict[str, str] = {}
-    for name, info in section_fields(cls).items():
-        path = (*prefix, name)
-        if isinstance(info.annotation, type) and is_dataclass(info.annotation):
-            values[name] = _section(info.annotation, path, settings=settings, found=found)
+    for one, annotation in section_fields(cls):
+        path = (*prefix, one.name)
+        if is_dataclass(annotation):
+            inner: Any = annotation if one.default_factory is MISSING else one.default_factory
+            values[one.name] = _build_section(
+                annotation, inner, path, settings=settings, report=report
+            )
         elif path in settings:
-            facts, value = fields(cls)[(name,)], settings[path].value
-            problem = _problem(settings[path], facts)
-            if not problem and facts.keys:
-                value, problem = _tables(value, facts.item)
+            problem = settings[path].problem
+            try:
+                values[one.name] = keys(cls)[one.name,].convert(settings[path].value)
+            except ValueError as error:
+                problem = problem or str(error)
             if problem:
-                wrong[name] = problem
-            else:
-                values[name] = value
-    try:
-        section = cls(**values)
-    except ValidationError as error:
-        for detail in error.errors(include_url=False):
-            name = str(detail["loc"][0])
-            wrong[name] = _rule(detail, choices=fields(cls)[(name,)].choices)
-        section = cls(**{name: value for name, value in values.items() if name not in wrong})
-    for name, rule in wrong.items():
-        found.mistakes.append(f"{settings.pop((*prefix, name)).where()}: {rule}")
-    return section
+                values.pop(one.name, None)
+                report.mistakes.append(f"{settings.pop(path).where()}: {problem}")
+    return make(**values)
 
 
-def _tables(value: object, cls: type) -> tuple[tuple[object, ...], str]:
-    """Build each of a list of tables, or say what is wrong with the first one that is wrong."""
-    tables = [value] if isinstance(value, dict) else value
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        return (), "must be a list of tables, each as in {key = value}"
-    built, keys = [], [path[0] for path in fields(cls)]
-    for number, table in enumerate(tables, start=1):
-        unknown = [key for key in table if key not in keys]
-        if unknown:
-            guess = did_you_mean(unknown[0], keys) or f"; valid are {', '.join(keys)}"
-            return (), f"table {number} has no key {unknown[0]!r}{guess}"
-        try:
-            built.append(cls(**table))
-        except ValidationError as error:
-            detail = error.errors(include_url=False)[0]
-            key = str(detail["loc"][0])
-            if detail["type"].startswith("missing"):
-                return (), f"table {number} needs {key}; add it"
-            rule = _rule(detail, choices=fields(cls)[(key,)].choices)
-            return (), f"table {number}: {key} {rule}"
-    return tuple(built), ""
-
-
-def _rule(detail: ErrorDetails, *, choices: Sequence[str]) -> str:
-    """Say in our words what pydantic found, with the remedy where one is evident."""
-    value = detail["input"]
-    rule = RULES.get(detail["type"], detail["msg"].replace("Input should be", "must be"))
-    rule = rule.removeprefix("Value error, ")
-    if len(detail["loc"]) > 1:
-        item = detail["loc"][1]
-        which = item + 1 if isinstance(item, int) else literal(item)
-        rule = f"item {which} {rule}, got {literal(value)}"
-    if detail["type"] == "literal_error":
-        return rule + did_you_mean(str(value), choices)
-    if detail["type"] == "string_type" and isinstance(value, (int, float)):
-        return f'{rule}; write "{literal(value)}" in quotes'
-    if isinstance(value, str) and isinstance(read_value(value.lower()), (int, float)):
-        return f"{rule}; write {value.lower()} without quotes" if detail["type"] in RULES else rule
-    return rule
-
-
-def _word(mistake: str | Violation, *, given: Layer) -> str:
-    """Point at the first key of the rule that somebody wrote."""
+def _add_origin(mistake: str | Violation, *, given: Mapping[Path, Setting]) -> str:
+    """Begin a mistake with the first key of its rule that is given."""
     if isinstance(mistake, str):
         return mistake
     paths = [tuple(key.split(".")) for key in mistake.keys]
     written = [given[path] for path in paths if path in given and given[path].value is not None]
     where = written[0].where() if written else f"default: {spell(paths[0], origin='default')}"
     return f"{where}: {mistake.rule}"
+
+
+# --- unknown names -----------------------------------------------------------------------------
+
+
+def _without_unknown(settings: Layer, report: Report, *, tree: type, foreign: Foreign) -> Layer:
+    """Return the settings that the tree has. Each unknown key or section is a mistake."""
+    known = keys(tree)
+    tables = {path[:end] for path in (*known, *foreign.names) for end in range(1, len(path))}
+    kept: Layer = {}
+    mistakes: dict[str, None] = {}  # an ordered set: the keys of a section share one message
+    for path, setting in settings.items():
+        if path in known:
+            kept[path] = setting
+        elif path not in tables or setting.value != {}:
+            mistake = _describe_unknown(path, setting, tree=tree, tables=tables, foreign=foreign)
+            mistakes[mistake] = None
+    report.mistakes += mistakes
+    return kept
+
+
+def _describe_unknown(
+    path: Path, setting: Setting, *, tree: type, tables: set[Path], foreign: Foreign
+) -> str:
+    origin, where, known = setting.origin, setting.where(), keys(tree)
+    for end in range(1, len(path)):
+        if path[:end] in known:
+            name = spell(path[:end], origin=origin)
+            if not is_dataclass(known[path[:end]].item):
+                return f"{where}: {name} is a value, not a table"
+            is_option = origin == COMMAND_LINE
+            form = f"{name} '[{{key = value}}]'" if is_option else f"[{header(path[:end])}]"
+            place = where if is_option else origin  # one message per table
+            return f"{place}: {name} is a list of tables; write {form}"
+    is_empty_table = len(path) == 1 and setting.value == {}
+    parent, name = (path, "") if is_empty_table else (path[:-1], path[-1])
+    is_new_table = bool(parent) and parent not in tables
+    by_table = {".".join(table): table for table in tables}
+    table = _closest(".".join(parent), by_table) if is_new_table else None
+    is_misspelt_table = table is not None and (*table, name) in known
+    if (answer := foreign.answer(path)) and not is_misspelt_table:
+        key, _, note = answer.partition(": ")
+        if tuple(key.split(".")) not in known:
+            return f"{where}: is not a setting here: {answer}"
+        note = f" ({note})" if note else ""
+        return (
+            f"{where}: is not a key here; write {spell(tuple(key.split('.')), origin=origin)}{note}"
+        )
+    if path in tables:
+        form = spell((*path, "key"), origin=origin)
+        return f"{where}: {header(path)} is a section, not a key; write {form} ..."
+    switch = (*parent, name.replace("-", "_").removeprefix("no_"))
+    rule = f"{header(parent)} has no key {name!r}" if parent else "has no section"
+    if switch in known and name.startswith(("no-", "no_")):  # torchtitan's --section.no-key
+        return f"{where}: {rule}; write {spell(switch, origin=origin)} false"
+    if is_new_table:
+        rule = f"unknown section {header(parent)}"
+        where = where if origin == COMMAND_LINE else origin  # one message per section
+        is_option = origin == COMMAND_LINE and table is not None and is_misspelt_table
+        guess = (*table, name) if is_option and table is not None else table
+    else:
+        # a key of another section by this very name is the most frequent slip
+        by_name = {one[-1]: one for one in reversed([*known])}
+        by_name |= {one[-1]: one for one in (*foreign.names, *known) if one[:-1] == parent}
+        guess = _closest(name, by_name)
+    if guess is not None:
+        meant = header(guess) if guess in tables else spell(guess, origin=origin)
+        return f"{where}: {rule}; did you mean {meant}?"
+    for paths in (known, foreign.names):
+        if names := [one[-1] for one in paths if one[:-1] == parent]:
+            return f"{where}: {rule}; valid are {', '.join(names)}"
+    names = [*map(header, sections(tree)), "the sections of custom modules"]
+    return f"{where}: {rule}; valid are {', '.join(names)}"
+
+
+def _closest(word: str, names: Mapping[str, Path]) -> Path | None:
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.65)
+    return names[close[0]] if close else None

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from string import Formatter
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic.dataclasses import dataclass
+from annotated_types import Ge, Gt, Lt
 
 from torchtitan.base.errors import Violation
 from torchtitan.base.urls import hide_credentials, is_url
-from torchtitan.config.needs import AtLeast, InsteadOf, Needs
-from torchtitan.config.types import (
-    STRICT,
+from torchtitan.config.schema import (
     FinitePositive,
-    ImportPaths,
-    ListOf,
+    ImportPath,
     LocalPath,
     MinusOneOrMore,
-    Own,
-    Range,
-    Share,
-    Strings,
+    NonNegativeInt,
+    Parse,
+    PositiveInt,
+    Replaces,
+    Requires,
     Text,
 )
 
-WORKERS = Needs("num_workers", AtLeast(1))
+WORKERS = Requires("num_workers", Ge(1))
 READS_FILES = ("files", "examples")
 SUPERVISED = ("examples", "synthetic_examples")
-OF_EXAMPLES = Needs("dataset", SUPERVISED)
+OF_EXAMPLES = Requires("dataset", SUPERVISED)
 
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
@@ -52,7 +50,7 @@ def template_rule(error: ValueError) -> str:
 
 DatasetKind = Annotated[
     Text,
-    Own(
+    ImportPath(
         "python_stdlib",
         "synthetic",
         "synthetic_masked",
@@ -63,11 +61,23 @@ DatasetKind = Annotated[
 ]
 
 
+def _parse_range(value: object) -> object:
+    """Return "100-199" as a pair of numbers."""
+    first, dash, last = value.partition("-") if isinstance(value, str) else ("", "", "")
+    return (int(first), int(last)) if dash and f"{first}{last}".isdecimal() else value
+
+
+def _is_pair(value: tuple[int, ...]) -> None:
+    if len(value) != 2:
+        raise ValueError("must have a first and a last number")
+
+
+SampleRange = Annotated[tuple[Annotated[int, Ge(0)], ...], Parse(_parse_range), _is_pair]
 DEFAULT_CACHE = "~/.cache/torchtitan"
 DEFAULT_STEPS = 10000
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class DataLoaderConfig:
     """How samples are read. No setting here changes the samples or their order."""
 
@@ -81,11 +91,11 @@ class DataLoaderConfig:
     """Batches that each worker reads ahead."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Data, batch sizes, length and precision of the training."""
 
-    steps: Annotated[int, Field(ge=-1)] = -1
+    steps: Annotated[int, Ge(-1)] = -1
     """Optimizer steps. 0: save and export the start without training. -1: the steps of num_epochs,
     or 10000 without it. With both, the run ends at the earlier one."""
     seq_len: PositiveInt = 2048
@@ -95,7 +105,7 @@ class TrainingConfig:
     global_batch_size: MinusOneOrMore = -1
     """Samples per optimizer step over all ranks, a multiple of local_batch_size times the
     data-parallel degree. The rest is gradient accumulation. -1: no accumulation."""
-    max_norm: PositiveFloat = 1.0
+    max_norm: Annotated[float, Gt(0)] = 1.0
     """Gradients are clipped to this global norm; inf never clips."""
     attn_mask_type: Literal["causal", "block_causal"] = "causal"
     """causal: a token attends to all previous tokens of its sample. block_causal: only to those of
@@ -107,22 +117,22 @@ class TrainingConfig:
     the same with a random number of labels per sample masked, to compare layouts; files: the files
     of dataset_path; examples: chats, or prompts and completions, of dataset_path, to fine-tune on;
     synthetic_examples: generated examples; or a custom class: see torchtitan.data.custom."""
-    dataset_path: Annotated[Strings, Needs("dataset", READS_FILES)] = ()
+    dataset_path: Annotated[tuple[Text, ...], Requires("dataset", READS_FILES)] = ()
     """Text (.txt, .md, .py ...), JSON (.jsonl, .json), tables (.csv, .tsv, .parquet, .arrow),
     token stores (.bin/.idx), folders of datasets.save_to_disk; text compressed as .gz, .bz2, .xz
     and .zst; globs and folders of these; or URLs, as s3://bucket/corpus/**/*.jsonl."""
-    dataset_weights: Annotated[ListOf[FinitePositive], Needs("dataset", "files")] = ()
+    dataset_weights: Annotated[tuple[FinitePositive, ...], Requires("dataset", "files")] = ()
     """One weight per dataset_path: samples are drawn in this proportion. Empty: one source."""
     dataset_mixture: Annotated[
         dict[Text, FinitePositive],
-        Needs("dataset", "files"),
-        InsteadOf("dataset_path", "dataset_weights"),
-    ] = Field(default_factory=dict)
+        Requires("dataset", "files"),
+        Replaces("dataset_path", "dataset_weights"),
+    ] = field(default_factory=dict)
     """A table of files, as in dataset_path, with the weight of each, instead of dataset_path and
     dataset_weights."""
     dataset_text_key: str = "text"
     """Key of a JSON object, or column of a table, that holds the text."""
-    dataset_text_template: Annotated[Text | None, Needs("dataset", "files")] = None
+    dataset_text_template: Annotated[Text | None, Requires("dataset", "files")] = None
     """Text made of several keys, as "{title}\\n{body}", instead of dataset_text_key. Write a brace
     twice."""
     chat_template: Annotated[LocalPath | None, OF_EXAMPLES] = None
@@ -130,7 +140,7 @@ class TrainingConfig:
     packing: Annotated[
         Literal["packed", "padded"],
         OF_EXAMPLES,
-        Needs("attn_mask_type", "block_causal"),
+        Requires("attn_mask_type", "block_causal"),
     ] = "padded"
     """padded: a sample is one example. packed: a sample holds several examples, separated by
     attn_mask_type."""
@@ -138,13 +148,13 @@ class TrainingConfig:
     """Cut an example longer than seq_len at its end, or skip it."""
     dataset_cache: Text = DEFAULT_CACHE
     """Folder for tokenized data, named by a fingerprint of the files and the tokenizer."""
-    skip_samples: ListOf[Range] = ()
+    skip_samples: tuple[SampleRange, ...] = ()
     """Samples to skip, as ranges of their first and last number in the order of the run, such as
     [[100, 199]]. The order of the other samples stays. On the command line: 100-199 400-415."""
     num_epochs: PositiveInt | None = None
     """Passes over the data before the run ends. Default: repeat, reshuffled, for all steps. The
     learning rate is planned over the steps that the run takes."""
-    dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
+    dataloader: DataLoaderConfig = field(default_factory=DataLoaderConfig)
     """Workers and prefetch."""
     dtype: Literal["bfloat16", "float32"] = "float32"
     """Type of the stored weights and of the optimizer's state."""
@@ -155,10 +165,10 @@ class TrainingConfig:
     """Type of gradients while they are summed across ranks."""
     enable_cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory, and copy layers to the GPU."""
-    loss: Annotated[Text, Own("cross_entropy")] = "cross_entropy"
+    loss: Annotated[Text, ImportPath("cross_entropy")] = "cross_entropy"
     """Loss per token: cross-entropy, or a custom function from float32 logits (tokens, vocabulary)
     and labels (tokens) to losses (tokens)."""
-    callbacks: ImportPaths = ()
+    callbacks: tuple[Annotated[Text, ImportPath()], ...] = ()
     """Custom classes that follow the run: see torchtitan.callbacks.Callbacks."""
     loss_chunks: NonNegativeInt = 0
     """Number of chunks of tokens whose logits are computed in turn. 1: all at once. 0: chosen by
@@ -229,7 +239,7 @@ class TrainingConfig:
             yield Violation((key, "dataset_text_key"), rule)
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
     """Validation on data that are not trained on. Other settings are those of [training]."""
 
@@ -238,9 +248,9 @@ class ValidationConfig:
     dataset: DatasetKind | None = None
     """Kind of data, as training.dataset, which is the default. Of generated data, a part that is
     never trained on."""
-    dataset_path: Strings = ()
+    dataset_path: tuple[Text, ...] = ()
     """Files to measure the loss on, as training.dataset_path."""
-    holdout_fraction: Share | None = None
+    holdout_fraction: Annotated[float, Gt(0.0), Lt(1.0)] | None = None
     """Fraction of the training documents to hold out and measure the loss on, chosen by a hash of
     their content, instead of dataset. They are held out even if enable is false."""
     local_batch_size: PositiveInt | None = None
@@ -251,7 +261,7 @@ class ValidationConfig:
     """Steps between validations. The first and the last step are always validated."""
     steps: int = -1
     """Batches per validation, always the same. -1: all samples, each once."""
-    dataloader: DataLoaderConfig = Field(default_factory=DataLoaderConfig)
+    dataloader: DataLoaderConfig = field(default_factory=DataLoaderConfig)
     """Workers and prefetch, started for each validation."""
 
     def violations(self) -> Iterator[Violation]:

@@ -45,8 +45,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torchtitan.base.device import local_device
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError, UserError, Violation
-from torchtitan.config.fields import values_of
-from torchtitan.config.layers import CONFIG_FILE, literal
+from torchtitan.config.schema import literal, values_of
+from torchtitan.config.sources import CONFIG_FILE
 from torchtitan.mesh.faults import enable_recorder
 from torchtitan.mesh.settings import CommConfig
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
-from pydantic.dataclasses import dataclass
+from annotated_types import Ge
 
 from torchtitan.base.errors import Violation
-from torchtitan.config.types import (
-    STRICT,
-    Degree,
-    ListOf,
-    ListsOfNames,
+from torchtitan.config.schema import (
     LocalPath,
     MinusOneOrMore,
-    NumberOrText,
+    NonNegativeInt,
+    Parse,
+    PositiveInt,
+    Text,
     named_or_number,
 )
 
@@ -32,23 +31,31 @@ CUTS_SEQUENCES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+def _number_as_text(value: object) -> object:
+    return str(value) if type(value) is int else value
+
+
+def _split(value: object) -> object:
+    return value.split(",") if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelismConfig:
     """Degree of each axis; their product is the number of ranks."""
 
-    data_parallel_replicate_degree: Degree = 1
+    data_parallel_replicate_degree: Annotated[int, Ge(1)] = 1
     """Copies of the (sharded) model; gradients are all-reduced across them (DDP, HSDP)."""
     data_parallel_shard_degree: MinusOneOrMore = -1
     """Ranks over which weights, gradients and optimizer state are sharded (FSDP2); -1: all ranks
     left over."""
     fsdp_reshard_after_forward: Annotated[
-        NumberOrText, named_or_number("default", "always", "never")
+        Text, Parse(_number_as_text), named_or_number("default", "always", "never")
     ] = "default"
     """Free the gathered weights after forward (always) or keep them for backward (never); default:
     always but for the last block, never under pipeline parallelism. A number: as default, but so
     many ranks keep the weights together, for backward to gather them from near by; 1 is never, all
     ranks that share the weights are always."""
-    tensor_parallel_degree: Degree = 1
+    tensor_parallel_degree: Annotated[int, Ge(1)] = 1
     """Ranks that split each layer's matrices."""
     enable_sequence_parallel: bool = True
     """Under tensor parallelism, split the residual stream along the sequence between the layers'
@@ -56,11 +63,11 @@ class ParallelismConfig:
     disable_loss_parallel: bool = False
     """Under tensor parallelism, gather the logits of the whole vocabulary on every rank for the
     loss, instead of computing it from the parts."""
-    expert_parallel_degree: Degree = 1
+    expert_parallel_degree: Annotated[int, Ge(1)] = 1
     """Ranks that each hold a part of the experts of a layer, whole ones; tokens are sent to them.
     It divides the experts and data_parallel_shard_degree x context_parallel_degree x
     tensor_parallel_degree, whose ranks they are: it adds none."""
-    pipeline_parallel_degree: Degree = 1
+    pipeline_parallel_degree: Annotated[int, Ge(1)] = 1
     """Ranks that split the layers into stages."""
     pipeline_parallel_schedule: Literal[
         "GPipe",
@@ -79,7 +86,7 @@ class ParallelismConfig:
     """Samples of a microbatch; local_batch_size is a multiple of it."""
     pipeline_parallel_num_microbatches: PositiveInt | None = None
     """Microbatches into which local_batch_size is cut, as another way to give their size."""
-    module_fqns_per_model_part: ListsOfNames = ()
+    module_fqns_per_model_part: tuple[Annotated[tuple[Text, ...], Parse(_split)], ...] = ()
     """The modules of each stage, a list of names for every one, as [["tok_embeddings", "layers.0"],
     ["layers.1", "norm", "output"]]; on the command line a word a stage, with commas. Empty: layers
     are dealt out so that the costliest stage costs least."""
@@ -90,7 +97,7 @@ class ParallelismConfig:
     """Layers that the embedding counts for; if not given, what it costs."""
     pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
     """Layers that the last norm and the output head count for; if not given, what they cost."""
-    context_parallel_degree: Degree = 1
+    context_parallel_degree: Annotated[int, Ge(1)] = 1
     """Ranks that split each sequence."""
     context_parallel_rotate_method: Literal["allgather", "ring", "alltoall", "ulysses"] = (
         "allgather"
@@ -185,7 +192,7 @@ class ParallelismConfig:
         )
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class CommConfig:
     """Process groups."""
 
@@ -202,11 +209,11 @@ class CommConfig:
     """Beginning of the flight recorder's file names."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
     """Runs that outlive a node: jobs started with a range of nodes, `--nnodes 2:4`."""
 
-    adjustable_degrees: ListOf[Literal["dp_shard", "dp_replicate"]] = ("dp_shard",)
+    adjustable_degrees: tuple[Literal["dp_shard", "dp_replicate"], ...] = ("dp_shard",)
     """Degrees that may differ from those on all nodes while nodes are missing: dp_shard is
     parallelism.data_parallel_shard_degree, dp_replicate data_parallel_replicate_degree. All others
     stay, and so does the global batch."""

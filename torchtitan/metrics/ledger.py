@@ -26,8 +26,7 @@ import torchdata
 
 import torchtitan
 from torchtitan.base.errors import CheckpointError, DataError
-from torchtitan.config.layers import flatten
-from torchtitan.config.toml_files import parse
+from torchtitan.config.sources import flatten, parse
 from torchtitan.metrics.rows import Row, read_rows
 
 logger = logging.getLogger(__name__)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
-from pydantic.dataclasses import dataclass
+from annotated_types import Ge
 
 from torchtitan.base.errors import Violation
-from torchtitan.config.types import STRICT, ImportPaths, LocalPath
+from torchtitan.config.schema import ImportPath, LocalPath, NonNegativeInt, PositiveInt, Text
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     """What is reported, how often and to where."""
 
@@ -21,19 +22,19 @@ class MetricsConfig:
     """Write TensorBoard event files to save_tb_folder."""
     save_tb_folder: LocalPath = "tb"
     """Folder of the TensorBoard files, inside dump_folder."""
-    sinks: ImportPaths = ()
+    sinks: tuple[Annotated[Text, ImportPath()], ...] = ()
     """Classes of your own that receive the figures: see torchtitan.metrics.sinks.Sink."""
     enable_wandb: bool = False
     """Send figures to Weights & Biases; WANDB_MODE=offline keeps them in dump_folder/wandb."""
     save_for_all_ranks: bool = False
     """Every rank, not rank 0 alone, writes metrics, TensorBoard and W&B figures, in own files."""
-    straggler_ratio: NonNegativeFloat = 2.0
+    straggler_ratio: Annotated[float, Ge(0)] = 2.0
     """Warn of a rank that takes this many times as long as the others; 0: time none by itself."""
     disable_color_printing: bool = False
     """No colours on the console; NO_COLOR and output that is no terminal do the same."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class ProfilingConfig:
     """Traces of whole steps, to see where the time goes."""
 

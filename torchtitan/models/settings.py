@@ -7,23 +7,22 @@ refuses a size that the model's family lacks.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
-from pydantic.dataclasses import dataclass
+from annotated_types import Ge, Gt
 
 from torchtitan.base.errors import Violation
-from torchtitan.config.needs import GIVEN, Needs
-from torchtitan.config.overrides import given_overrides, with_overrides
-from torchtitan.config.types import (
-    STRICT,
-    AboveOne,
-    AtLeastOne,
+from torchtitan.config.schema import (
+    GIVEN,
     FinitePositive,
-    ListOf,
+    ImportPath,
     LocalPath,
-    Own,
+    PositiveInt,
+    Requires,
     Text,
+    finite,
+    with_sizes,
 )
 from torchtitan.models.sizes import ROPE_KEYS, DecoderConfig, MLAConfig, RopeScaling
 
@@ -41,7 +40,7 @@ WITH_FACTOR, WITH_ORIGINAL = _types_using("factor"), _types_using("original_max_
 LLAMA3, YARN = _types_using("low_freq_factor"), _types_using("beta_fast")
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class RopeScalingConfig:
     """Growth of the rotary wavelengths, for contexts longer than those of pretraining."""
 
@@ -49,32 +48,32 @@ class RopeScalingConfig:
     # defaults are those of RopeScaling
     type: Annotated[
         Literal["flavor", "none", "linear", "llama3", "yarn"],
-        Needs("factor", GIVEN, "set it", of=WITH_FACTOR),
-        Needs("original_max_position", GIVEN, "set it", of=WITH_ORIGINAL),
+        Requires("factor", GIVEN, "set it", of=WITH_FACTOR),
+        Requires("original_max_position", GIVEN, "set it", of=WITH_ORIGINAL),
     ] = "flavor"
     """flavor: that of model.flavor; none: no scaling; linear: all wavelengths grow (position
     interpolation); llama3: only long wavelengths grow, as in Llama 3.1; yarn: the same by YaRN's
     rule, and attention is sharpened."""
-    factor: Annotated[AtLeastOne | None, Needs("type", WITH_FACTOR)] = None
+    factor: Annotated[float | None, finite, Ge(1.0), Requires("type", WITH_FACTOR)] = None
     """Long wavelengths grow by this factor: the new context length over that of pretraining."""
-    original_max_position: Annotated[PositiveInt | None, Needs("type", WITH_ORIGINAL)] = None
+    original_max_position: Annotated[PositiveInt | None, Requires("type", WITH_ORIGINAL)] = None
     """Context length of pretraining, in tokens."""
-    low_freq_factor: Annotated[FinitePositive | None, Needs("type", LLAMA3)] = None
+    low_freq_factor: Annotated[FinitePositive | None, Requires("type", LLAMA3)] = None
     """Wavelengths with fewer turns than this in original_max_position grow by the full factor.
     Default: 1."""
-    high_freq_factor: Annotated[FinitePositive | None, Needs("type", LLAMA3)] = None
+    high_freq_factor: Annotated[FinitePositive | None, Requires("type", LLAMA3)] = None
     """Wavelengths with more turns than this stay. Default: 4."""
-    beta_fast: Annotated[FinitePositive | None, Needs("type", YARN)] = None
+    beta_fast: Annotated[FinitePositive | None, Requires("type", YARN)] = None
     """Wavelengths with more turns than this in original_max_position stay. Default: 32."""
-    beta_slow: Annotated[FinitePositive | None, Needs("type", YARN)] = None
+    beta_slow: Annotated[FinitePositive | None, Requires("type", YARN)] = None
     """Wavelengths with fewer turns than this grow by the full factor. Default: 1."""
-    attention_factor: Annotated[FinitePositive | None, Needs("type", YARN)] = None
+    attention_factor: Annotated[FinitePositive | None, Requires("type", YARN)] = None
     """Queries and keys are multiplied by this. Default: 0.1 ln(factor) + 1, unless mscale and
     mscale_all_dim are given."""
-    mscale: Annotated[FinitePositive | None, Needs("type", YARN)] = None
+    mscale: Annotated[FinitePositive | None, Requires("type", YARN)] = None
     """DeepSeek's: with mscale_all_dim, rotated channels are multiplied by g(mscale) /
     g(mscale_all_dim), where g(m) = 0.1 m ln(factor) + 1."""
-    mscale_all_dim: Annotated[FinitePositive | None, Needs("type", YARN)] = None
+    mscale_all_dim: Annotated[FinitePositive | None, Requires("type", YARN)] = None
     """DeepSeek's: the scores of latent attention are multiplied by the square of
     g(mscale_all_dim)."""
 
@@ -107,11 +106,11 @@ class RopeScalingConfig:
                 )
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The model to train, and its tokenizer."""
 
-    name: Annotated[Text, Own(others=True)] = "llama3"
+    name: Annotated[Text, ImportPath(others=True)] = "llama3"
     """Model family: a key of torchtitan.models.families.MODELS, or the import path of your own
     ModelSpec, "package.module:SPEC"."""
     flavor: Text = "debugmodel"
@@ -122,30 +121,32 @@ class ModelConfig:
     """Built-in name (bpe_2048, byte), tiktoken file (Llama 3's tokenizer.model), or tokenizer.json
     or its folder."""
     converters: Annotated[
-        ListOf[Literal["float8", "quantize.linear.float8"]],
-        Needs("training.mixed_precision_param", ("bfloat16", "auto")),
-        Needs("training.dtype", "float32"),
-        Needs("lora.rank", 0),
-        Needs("parallelism.tensor_parallel_degree", 1),
-        Needs("parallelism.pipeline_parallel_degree", 1),
+        tuple[Literal["float8", "quantize.linear.float8"], ...],
+        Requires("training.mixed_precision_param", ("bfloat16", "auto")),
+        Requires("training.dtype", "float32"),
+        Requires("lora.rank", 0),
+        Requires("parallelism.tensor_parallel_degree", 1),
+        Requires("parallelism.pipeline_parallel_degree", 1),
     ] = ()
     """Conversions of layers before training: "float8", configured in [quantize.linear.float8]."""
     vocab_size: PositiveInt | None = None
     """Rows of the embedding and of the output head. Default: the flavor's."""
-    rope_theta: AboveOne | None = None
+    rope_theta: Annotated[float, finite, Gt(1.0)] | None = None
     """Base of the rotary wavelengths. Default: the flavor's."""
-    rope_scaling: RopeScalingConfig = Field(default_factory=RopeScalingConfig)
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     """Growth of the rotary wavelengths."""
 
 
 def model_section(sizes: type) -> type[ModelConfig]:
     """Return [model] with the sizes of a family as keys."""
-    return with_overrides(ModelConfig, of=sizes, remark="In place of the flavor's.")
+    return with_sizes(ModelConfig, of=sizes, remark="In place of the flavor's.")
 
 
 def given_sizes(settings: ModelConfig, *, of: type[DecoderConfig]) -> dict[str, Any]:
-    """Return the sizes of `of` for which the settings have a value."""
-    return given_overrides(settings, of=of)
+    """Return the sizes of `of` that the settings give."""
+    names = [one.name for one in fields(of) if one.name != "rope_scaling"]
+    values = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 if TYPE_CHECKING:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
-from pydantic.dataclasses import dataclass
+from annotated_types import Ge, Le, Lt
 
 from torchtitan.base.errors import Violation
-from torchtitan.config.needs import InsteadOf, Needs
-from torchtitan.config.types import (
-    STRICT,
-    Decay,
+from torchtitan.config.schema import (
     FiniteNonNegative,
     FinitePositive,
     Fraction,
-    Own,
-    Strings,
+    ImportPath,
+    NonNegativeInt,
+    PositiveInt,
+    Replaces,
+    Requires,
     Text,
 )
 
@@ -47,17 +47,16 @@ WITH_BETAS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Muon")
 """Optimizers that use beta1, beta2 and eps."""
 
 
-def _not_refused(name: object) -> object:
-    if isinstance(name, str) and name in REFUSED:
+def _not_refused(name: str) -> None:
+    if name in REFUSED:
         raise ValueError(f'cannot be used: it {REFUSED[name]}; try "AdamW"')
-    return name
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class GroupConfig:
     """Parameters with a learning rate or weight decay of their own."""
 
-    params: Strings
+    params: tuple[Text, ...]
     """Parameter names (shell patterns); a parameter belongs to the first group that matches it."""
     lr: FinitePositive | None = None
     """Peak learning rate; optimizer.lr if not given."""
@@ -65,43 +64,45 @@ class GroupConfig:
     """Weight decay, except of no_decay_params; optimizer.weight_decay if not given."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer and its constants."""
 
-    name: Annotated[Text, Own(*OPTIMIZERS), BeforeValidator(_not_refused)] = "AdamW"
+    name: Annotated[Text, _not_refused, ImportPath(*OPTIMIZERS)] = "AdamW"
     """Update rule: Muon for matrices with AdamW for the rest, one of torch.optim's, or a
     torch.optim.Optimizer of your own, which gets its arguments from options."""
     lr: FinitePositive = 8e-4
     """Peak learning rate; the schedule multiplies it."""
-    beta1: Annotated[Decay, Needs("name", WITH_BETAS)] = 0.9
+    beta1: Annotated[float, Ge(0.0), Lt(1.0), Requires("name", WITH_BETAS)] = 0.9
     """Decay of the first moment; Muon's AdamW has it too."""
-    beta2: Annotated[Decay, Needs("name", WITH_BETAS)] = 0.95
+    beta2: Annotated[float, Ge(0.0), Lt(1.0), Requires("name", WITH_BETAS)] = 0.95
     """Decay of the second moment."""
     eps: Annotated[
         FinitePositive,
-        Needs("name", WITH_BETAS, "write optimizer.options.eps (SGD has none), or remove this"),
+        Requires("name", WITH_BETAS, "write optimizer.options.eps (SGD has none), or remove this"),
     ] = 1e-8
     """Added to the denominator."""
-    momentum: Annotated[Decay, Needs("name", "SGD", "use beta1, or remove this")] = 0.0
+    momentum: Annotated[
+        float, Ge(0.0), Lt(1.0), Requires("name", "SGD", "use beta1, or remove this")
+    ] = 0.0
     """Momentum."""
-    muon_momentum: Annotated[Decay, Needs("name", "Muon")] = 0.95
+    muon_momentum: Annotated[float, Ge(0.0), Lt(1.0), Requires("name", "Muon")] = 0.95
     """Momentum of matrices."""
-    muon_excluded_params: Annotated[Strings, Needs("name", "Muon")] = (
+    muon_excluded_params: Annotated[tuple[Text, ...], Requires("name", "Muon")] = (
         "tok_embeddings.*",
         "output.*",
         "*.lora_?",
     )
     """Matrices (shell patterns) that AdamW updates, as it does vectors."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     """More arguments of the optimizer's class, as amsgrad = true."""
     weight_decay: FiniteNonNegative = 0.1
     """Weight decay of every parameter that no_decay_params does not match."""
     groups: tuple[GroupConfig, ...] = ()
     """Parameters with a learning rate or weight decay of their own, one table for each group."""
-    no_decay_params: Strings = ("*norm*", "*.bias")
+    no_decay_params: tuple[Text, ...] = ("*norm*", "*.bias")
     """Parameter names (shell patterns) that are never decayed."""
-    frozen_params: Strings = ()
+    frozen_params: tuple[Text, ...] = ()
     """Parameter names (shell patterns) that are not trained: no gradient, no optimizer state."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """How the update runs: one kernel (fused; only Adam and AdamW, else foreach), one kernel per
@@ -120,21 +121,21 @@ class OptimizerConfig:
 DEFAULT_WARMUP_STEPS = 200
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class LRSchedulerConfig:
     """Warmup, stable, decay: the learning rate as a pure function of the step."""
 
     warmup_steps: NonNegativeInt | None = None
     """Steps over which the rate grows linearly from near 0 to optimizer.lr; 200 if warmup_ratio is
     not given either."""
-    warmup_ratio: Annotated[Fraction | None, InsteadOf("warmup_steps")] = None
+    warmup_ratio: Annotated[Fraction | None, Replaces("warmup_steps")] = None
     """The same as a part of total_steps, in place of warmup_steps."""
     total_steps: PositiveInt | None = None
     """Length of the schedule; if not given the steps of the run: training.steps, or those of
     training.num_epochs if these are fewer. Pin it to be free to change them."""
     decay_ratio: Fraction | None = None
     """Part of total_steps spent in decay; if not given the decay starts right after the warmup."""
-    decay_type: Annotated[Text, Own("linear", "sqrt", "cosine")] = "linear"
+    decay_type: Annotated[Text, ImportPath("linear", "sqrt", "cosine")] = "linear"
     """Shape of the decay; or a function of your own, from the part of the decay that is done, 0 to
     1, to the part of the rate that is left."""
     decay_end: Literal["after_last_step", "last_step"] = "after_last_step"
@@ -156,11 +157,11 @@ class LRSchedulerConfig:
         return self.warmup_steps
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """Load balancing of experts; all off by default."""
 
-    bias_update_rate: Annotated[FiniteNonNegative, Needs("lora.rank", 0)] = 0.0
+    bias_update_rate: Annotated[FiniteNonNegative, Requires("lora.rank", 0)] = 0.0
     """After each step the bias of an expert with fewer tokens than the mean grows by this, that of
     one with more falls; 0: biases stay. Needs a model with expert_bias."""
     sequence_loss_weight: FiniteNonNegative = 0.0
@@ -173,17 +174,17 @@ class RouterConfig:
     """Report the load of each layer too, and in metrics.jsonl the tokens of each expert."""
 
 
-ACTS = Needs("action", ("skip", "clip"))
+ACTS = Requires("action", ("skip", "clip"))
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True)
 class SpikesConfig:
     """Handling of steps whose loss or gradient norm jumps."""
 
     action: Literal["none", "skip", "clip"] = "none"
     """skip: weights and optimizer stay as they were; clip: the gradients are scaled down to the
     median norm of the last steps; none: no detection."""
-    window: Annotated[int, Field(ge=4, le=100_000), ACTS] = 128
+    window: Annotated[int, Ge(4), Le(100_000), ACTS] = 128
     """Number of last steps that define a normal loss and gradient norm; the first ones of a run
     never spike."""
     deviations: Annotated[FinitePositive, ACTS] = 8.0

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
-from torchtitan.config.toml_files import to_toml
+from torchtitan.config.sources import to_toml
 from torchtitan.job import Config, load_job
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ from typing import Any
 from torchtitan.base.errors import ConfigError, DataError, printable
 from torchtitan.base.own import add_trust_code, check_trusted, trusting_stored
 from torchtitan.base.urls import is_url, local_path
-from torchtitan.config.layers import flatten
-from torchtitan.config.toml_files import parse, to_toml
+from torchtitan.config.sources import flatten, parse, to_toml
 from torchtitan.job import Config, find_own
 from torchtitan.metrics.ledger import LEDGER, read_ledger
 from torchtitan.metrics.rows import Row

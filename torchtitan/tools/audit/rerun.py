@@ -18,7 +18,7 @@ from types import MappingProxyType
 from torchtitan.base.errors import DataError
 from torchtitan.base.own import check_trusted
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.config.toml_files import to_toml
+from torchtitan.config.sources import to_toml
 from torchtitan.data.settings import ValidationConfig
 from torchtitan.job import Config, find_own, load_config
 from torchtitan.metrics.ledger import read_ledger

@@ -11,7 +11,7 @@ import torch
 
 import torchtitan
 from torchtitan.base.device import GIB, device_name
-from torchtitan.config.toml_files import to_toml
+from torchtitan.config.sources import to_toml
 from torchtitan.job import Config
 from torchtitan.tools.check.ranks import Checked, Finding, Ranks, odd_ones, usual
 

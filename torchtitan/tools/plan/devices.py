@@ -19,16 +19,15 @@ are 614 GB/s, for eight GPUs); both are estimates.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-
-from pydantic import PositiveInt, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from typing import Any
 
 from torchtitan.base.device import GIB, GPU_PEAKS, table_peaks
 from torchtitan.base.errors import ConfigError, did_you_mean
-from torchtitan.config.types import FinitePositive
+from torchtitan.config.schema import FinitePositive, PositiveInt, keys, literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,24 +146,32 @@ def find_device(name: str, *, memory_gib: float | None) -> Device:
     return found if memory_gib is None else replace(found, memory=round(memory_gib * GIB))
 
 
-def _mistake(file: Path, detail: ErrorDetails) -> str:
-    """Say what is wrong with one of a file's constants."""
-    key = ".".join(map(str, detail["loc"]))
-    where = f"--device {file}: {key}: " if key else f"--device {file}: "
-    if detail["type"] == "missing":
-        return f"{where}must be given; {REMEDY}"
-    rule = detail["msg"].replace("Input should be", "must be")
-    got = "" if isinstance(detail["input"], bytes) else f", got {detail['input']!r}"
-    return f"{where}{rule}{got}; {REMEDY}"
-
-
 def _read_constants(file: Path) -> Device:
     try:
-        found = TypeAdapter(Constants).validate_json(file.read_bytes(), strict=True)
+        table = json.loads(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"--device {file} must be a file to read: {error}") from error
-    except ValidationError as error:
-        raise ConfigError([_mistake(file, detail) for detail in error.errors()]) from error
+    except ValueError as error:
+        raise ConfigError(f"--device {file}: is not JSON: {error}; {REMEDY}") from error
+    mistakes, values = [], dict[str, Any]()
+    for path, key in keys(Constants).items():
+        value = table
+        for name in path:
+            value = value.get(name) if isinstance(value, dict) else None
+        try:
+            converted = key.convert(value)
+        except ValueError as error:
+            where = f"--device {file}: {'.'.join(path)}"
+            mistakes.append(f"{where}: {error}, got {literal(value)}; {REMEDY}")
+            continue
+        if path[1:]:
+            values.setdefault(path[0], {})[path[1]] = converted
+        else:
+            values[path[0]] = converted
+    if mistakes:
+        raise ConfigError(mistakes)
+    shares = {name: Share(**value) for name, value in values.items() if isinstance(value, dict)}
+    found = Constants(**values | shares)
     known = device_named(found.product)
     if known is None:
         raise ConfigError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.toml_files import to_toml
+from torchtitan.config.sources import to_toml
 from torchtitan.job import Config, load_config
 from torchtitan.layout import find_layout
 from torchtitan.parallel.layout import Layout

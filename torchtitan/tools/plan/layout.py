@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torchtitan.base.device import GIB
 from torchtitan.base.errors import ConfigError
-from torchtitan.config.toml_files import to_toml
+from torchtitan.config.sources import to_toml
 from torchtitan.tools.plan.candidates import (
     RECOMPUTES,
     Candidate,

@@ -1,0 +1,597 @@
+"""The schema of settings: frozen dataclasses, read as keys with types, bounds and requirements.
+
+A tree is a dataclass whose fields are values or sections, which are dataclasses again. `keys` lists
+every key by its path, for the command line, `--help` and error messages. `convert` turns a TOML
+value into the type of an annotation, strictly: 2.5 is not an integer and "3" is not a number.
+
+An annotation is str, int, float, bool, a Literal of strings, `T | None`, `dict[str, T]`,
+`tuple[T, ...]`, which also takes a single value, or `tuple[SomeDataclass, ...]`, a list of tables.
+`Annotated` adds bounds of annotated-types, functions that raise ValueError, `Parse` and `Requires`.
+
+pydantic converts values too, but its errors and field descriptions would have to be translated for
+`--help` and messages. Reading the annotations directly is shorter, and a job loads in a third of
+the time.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import operator
+import os
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from torchtitan.base.errors import did_you_mean
+from torchtitan.base.own import is_import_path
+from torchtitan.base.urls import is_url, url_problem
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+Path = tuple[str, ...]
+MAX_INT = 10**12
+"""Largest integer of a key without an upper bound, so that derived sizes fit into 64 bits."""
+MAX_FLOAT_BITS = 1023  # a larger integer is no float
+MAX_BITS = 64 * 200  # Python writes no decimal number of more than 4300 digits
+SCALARS = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+BOUNDS: tuple[tuple[type, str, Callable[[Any, Any], bool], str, str], ...] = (
+    (Gt, "gt", operator.gt, ">", "greater than"),
+    (Ge, "ge", operator.ge, ">=", "greater than or equal to"),
+    (Lt, "lt", operator.lt, "<", "less than"),
+    (Le, "le", operator.le, "<=", "less than or equal to"),
+)
+
+# --- what an annotation may hold ---------------------------------------------------------------
+
+
+GIVEN = object()
+"""A required value: any but None and an empty list, table or string."""
+
+
+@dataclass(frozen=True)
+class Requires:
+    """Another setting that a key requires once it differs from its default.
+
+    momentum: Annotated[float, Requires("name", "SGD")] = 0.0
+
+    Args:
+        key: Key of the same section, or a dotted path from the top.
+        wanted: Required value, minimum (`Ge`) or `GIVEN`. A tuple lists alternatives.
+        of: Values of the key that require it. Default: all but its default.
+        is_notice: Without it the key has no effect, and the job starts with a notice.
+    """
+
+    key: str
+    wanted: object
+    remedy: str = "set that, or remove this"
+    of: tuple[object, ...] = ()
+    is_notice: bool = False
+
+    @property
+    def text(self) -> str:
+        """The requirement: `name = "SGD"`, `rank >= 1`, `initial_load_path`."""
+        if self.wanted is GIVEN:
+            return self.key
+        if isinstance(self.wanted, Ge):
+            return f"{self.key} >= {self.wanted.ge}"
+        return f"{self.key} = {' or '.join(map(literal, self._alternatives))}"
+
+    def applies_to(self, value: object, *, default: object) -> bool:
+        """Return whether this value of the key requires anything."""
+        return value in self.of if self.of else not same(value, default)
+
+    def is_met_by(self, other: object) -> bool:
+        """Return whether the other setting has a required value."""
+        if self.wanted is GIVEN:
+            return is_given(other)
+        if isinstance(self.wanted, Ge):
+            minimum: Any = self.wanted.ge
+            return isinstance(other, int) and other >= minimum
+        return any(same(other, value) for value in self._alternatives)
+
+    def rule(self, other: object) -> str:
+        """Describe that the value of the other setting does not meet it."""
+        effect = "has no effect: it " if self.is_notice else ""
+        got = "" if self.wanted is GIVEN else f", got {literal(other)}"
+        return f"{effect}needs {self.text}{got}; {self.remedy}"
+
+    @property
+    def _alternatives(self) -> tuple[object, ...]:
+        return self.wanted if isinstance(self.wanted, tuple) else (self.wanted,)
+
+
+class Replaces:
+    """Keys of the same section that this key replaces. In files, the later choice wins."""
+
+    def __init__(self, *keys: str) -> None:
+        self.keys = keys
+
+
+@dataclass(frozen=True)
+class Parse:
+    """A function that is applied to a value before its type is checked."""
+
+    function: Callable[[object], object]
+
+
+class ImportPath:
+    """A string that is one of `names`, or the import path of custom code.
+
+    Args:
+        names: Built-in choices.
+        others: Whether any other string is left to a later check.
+    """
+
+    def __init__(self, *names: str, others: bool = False) -> None:
+        self.names, self._others = names, others
+
+    def __call__(self, value: str) -> None:
+        """Raise ValueError if it is neither."""
+        if value in self.names or self._others or is_import_path(value):
+            return
+        names = f"one of {', '.join(self.names)}, or " if self.names else ""
+        raise ValueError(
+            f"must be {names}an import path, my_package.my_module:NAME"
+            f"{did_you_mean(value, self.names)}"
+        )
+
+
+def named_or_number(*names: str) -> Callable[[str], None]:
+    """Return a check for one of the names, or a positive integer in digits."""
+
+    def check(value: str) -> None:
+        is_number = value.isascii() and value.isdecimal() and 0 < len(value.lstrip("0")) < 10
+        if value not in names and not is_number:
+            guess = did_you_mean(value, names)
+            rule = f'must be {", ".join(names)} or a positive integer in quotes, such as "2"{guess}'
+            raise ValueError(rule)
+
+    return check
+
+
+def is_given(value: object) -> bool:
+    """Return whether a value is neither None nor empty."""
+    return value not in (None, (), [], {}, "")
+
+
+def _not_empty(value: str) -> None:
+    if not value:
+        raise ValueError("must not be empty")
+
+
+def finite(value: float) -> None:
+    """Check for a finite number."""
+    if not math.isfinite(value):
+        raise ValueError("must be a finite number")
+
+
+def _local_path(value: str) -> None:
+    if is_url(value):
+        raise ValueError("must be a path, not a URL")
+
+
+def path_or_url(value: str) -> None:
+    """Check for a path, or a URL of a supported store."""
+    if is_url(value) and (problem := url_problem(value)):
+        raise ValueError(problem)
+
+
+def inside_dump_folder(value: str) -> None:
+    """Check for a path that lies inside job.dump_folder."""
+    _local_path(value)
+    if os.path.isabs(value) or os.path.normpath(value).split(os.sep)[0] == "..":
+        raise ValueError("must lie inside job.dump_folder; write a relative path")
+
+
+def _minus_one_or_more(value: int) -> None:
+    if value != -1 and value < 1:
+        raise ValueError("must be -1 or at least 1")
+
+
+Text = Annotated[str, _not_empty]
+LocalPath = Annotated[Text, _local_path]
+PathOrURL = Annotated[Text, path_or_url]
+PositiveInt = Annotated[int, Gt(0)]
+NonNegativeInt = Annotated[int, Ge(0)]
+MinusOneOrMore = Annotated[int, _minus_one_or_more]
+FinitePositive = Annotated[float, finite, Gt(0.0)]
+FiniteNonNegative = Annotated[float, finite, Ge(0.0)]
+Fraction = Annotated[float, Ge(0.0), Le(1.0)]
+
+# --- values ------------------------------------------------------------------------------------
+
+
+def convert(value: object, annotation: Any) -> Any:
+    """Return a TOML value as the type of an annotation.
+
+    Raises:
+        ValueError: States the rule that the value breaks.
+        TypeError: No setting can have such an annotation.
+    """
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        inner, metadata = arguments[0], _flat(arguments[1:])
+        for one in metadata:
+            if isinstance(one, Parse):
+                value = one.function(value)
+        value = convert(value, inner)
+        for one in metadata:
+            if value is not None:
+                _check(value, one)
+        return value
+    if origin in (typing.Union, types.UnionType) and arguments[1:] == (types.NoneType,):
+        return None if value is None else convert(value, arguments[0])
+    if origin is Literal:
+        if value not in arguments:
+            names = ", ".join(arguments)
+            raise ValueError(f"must be one of {names}{did_you_mean(str(value), arguments)}")
+        return value
+    if origin is tuple and arguments[1:] == (...,):
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(_item(one, arguments[0], name=n) for n, one in enumerate(items, start=1))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ValueError("must be a table")
+        return {
+            convert(key, arguments[0]): _item(one, arguments[1], name=literal(key))
+            for key, one in value.items()
+        }
+    if annotation is Any:
+        return value
+    if is_dataclass(annotation):
+        return _convert_table(value, annotation)
+    if annotation not in SCALARS:
+        raise TypeError(f"{annotation} is no type of a setting")
+    if type(value) is not annotation and not (annotation is float and type(value) is int):
+        raise ValueError(f"must be {SCALARS[annotation]}")
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("must not hold the character NUL (\\u0000)")
+    if annotation is float and isinstance(value, int):
+        if value.bit_length() > MAX_FLOAT_BITS:
+            raise ValueError("must be a finite number")
+        return float(value)
+    return value
+
+
+def _item(value: object, annotation: Any, *, name: object) -> Any:
+    try:
+        return convert(value, annotation)
+    except ValueError as error:
+        raise ValueError(f"item {name}: {error}") from error
+
+
+def _convert_table(value: object, cls: Any) -> Any:
+    if not isinstance(value, dict):
+        # an instance is what a default or Python has
+        if isinstance(value, cls):
+            return value
+        raise ValueError("must be a table, {key = value}")
+    known = keys(cls)
+    for name in value:
+        if (name,) not in known:
+            names = [path[0] for path in known]
+            guess = did_you_mean(name, names) or f"; valid keys are {', '.join(names)}"
+            raise ValueError(f"has no key {name!r}{guess}")
+    converted = {}
+    for (name,), key in known.items():
+        if name in value:
+            try:
+                converted[name] = key.convert(value[name])
+            except ValueError as error:
+                raise ValueError(f"{name} {error}") from error
+        elif key.default is MISSING:
+            raise ValueError(f"needs the key {name}")
+    return cls(**converted)
+
+
+def _check(value: Any, metadata: object) -> None:
+    if callable(metadata):
+        metadata(value)
+    for cls, name, holds, _, words in BOUNDS:
+        if isinstance(metadata, cls) and not holds(value, limit := getattr(metadata, name)):
+            raise ValueError(f"must be {words} {str(limit).removesuffix('.0')}")
+
+
+def _flat(metadata: tuple[Any, ...]) -> list[Any]:
+    """Return the metadata of an annotation; pydantic's Field holds a list of its own."""
+    return [inner for one in metadata for inner in getattr(one, "metadata", [one])]
+
+
+def same(left: object, right: object) -> bool:
+    """Compare two TOML values. 1 equals 1.0, but not true."""
+    return left == right and isinstance(left, bool) == isinstance(right, bool)
+
+
+def as_table(value: object) -> object:
+    """Return a value as TOML writes it: lists, and tables without keys that are None."""
+    if is_dataclass(value):
+        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: as_table(item) for key, item in value.items() if item is not None}
+    return [as_table(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def literal(value: object) -> str:
+    """Write a value as TOML does, and None as `none`."""
+    value = as_table(value)
+    if value is None:
+        return "none"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return f"[{', '.join(map(literal, value))}]"
+    if isinstance(value, dict):
+        items = (f"{_toml_key(key)} = {literal(item)}" for key, item in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        return hex(value)
+    return str(value)
+
+
+def _toml_key(key: str) -> str:
+    is_bare = key.isascii() and key.replace("-", "_").isidentifier()
+    return key if is_bare else literal(key)
+
+
+# --- keys --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a tree.
+
+    Args:
+        annotation: Type with its metadata.
+        default: `dataclasses.MISSING` if it must be given.
+        source: Class whose source has the docstring under the field, and a remark to add to it.
+    """
+
+    name: str
+    annotation: Any
+    default: object
+    source: tuple[type, str]
+    kind: type
+    """str, int, float, bool, tuple or dict."""
+    item: Any
+    """Innermost type: str, int, float, bool, or the dataclass of a list of tables."""
+    is_nested: bool
+    """Whether it is a list of lists."""
+    choices: tuple[str, ...]
+    optional: bool
+    metadata: tuple[Any, ...]
+
+    def convert(self, value: object) -> Any:
+        """Return a TOML value as the key's type; raises ValueError with the rule it breaks."""
+        converted = convert(value, self.annotation)
+        is_bounded = any(isinstance(one, (Lt, Le)) for one in self.metadata)
+        if isinstance(converted, int) and not is_bounded and abs(converted) > MAX_INT:
+            raise ValueError(f"must be at most {MAX_INT}")
+        return converted
+
+    @property
+    def requires(self) -> list[Requires]:
+        """Other settings that it requires."""
+        return [one for one in self.metadata if isinstance(one, Requires)]
+
+    @property
+    def replaces(self) -> list[str]:
+        """Keys of its section that it replaces."""
+        return [key for one in self.metadata if isinstance(one, Replaces) for key in one.keys]
+
+    @property
+    def takes_import_path(self) -> bool:
+        """Whether it may name custom code."""
+        return any(isinstance(one, ImportPath) for one in self.metadata)
+
+    @property
+    def unset_by_none(self) -> bool:
+        """Whether `none` on the command line restores its default."""
+        return self.optional or self.kind in (tuple, dict)
+
+    @property
+    def bounds(self) -> str:
+        """Numeric bounds, such as `> 0`."""
+        found = [
+            f"{sign} {getattr(one, name)}"
+            for one in self.metadata
+            for cls, name, _, sign, _ in BOUNDS
+            if isinstance(one, cls)
+        ]
+        return " and ".join(found)
+
+    @property
+    def type_text(self) -> str:
+        """Type and bounds, such as `int > 0` or `list of str`."""
+        if self.kind is dict:
+            return "table of any keys"
+        name = " | ".join(self.choices) or self.item.__name__
+        if self.takes_import_path:
+            name = " | ".join([*self.choices, "package.module:NAME"])
+        if is_dataclass(self.item):
+            name = "tables"
+        if self.kind is tuple:
+            name = f"list of {'lists of ' if self.is_nested else ''}{name}"
+        return f"{name} {self.bounds}".rstrip()
+
+    @property
+    def help(self) -> str:
+        """The docstring under the field."""
+        cls, remark = self.source
+        return " ".join(f"{docstrings(cls).get(self.name, '')} {remark}".split())
+
+    @property
+    def text(self) -> str:
+        """Docstring, type, default and requirements, as `--help` prints them."""
+        default = "not set" if self.default is None else literal(self.default)
+        parts = [self.type_text, "required" if self.default is MISSING else f"default: {default}"]
+        for one in self.requires:
+            parts.append(f"{' or '.join(map(literal, one.of))} needs {one.text}".lstrip())
+        inner = keys(self.item) if is_dataclass(self.item) else {}
+        columns = "".join(f" {path[0]}: {key.text}" for path, key in inner.items())
+        return f"{self.help} ({'; '.join(parts)}){columns}"
+
+
+def keys(tree: Any) -> Mapping[Path, Key]:
+    """Return every key of a tree by its path."""
+    return _walk(tree)[0]
+
+
+def sections(tree: Any) -> Mapping[Path, type]:
+    """Return every section of a tree by its path, nested ones included."""
+    return _walk(tree)[1]
+
+
+def value_at(config: object, path: Path) -> Any:
+    """Return the section or value at a path."""
+    return functools.reduce(getattr, path, config)
+
+
+def values_of(config: object) -> dict[Path, object]:
+    """Return every value of a tree by its path."""
+    return {path: value_at(config, path) for path in keys(type(config))}
+
+
+@functools.cache
+def section_fields(cls: Any) -> list[tuple[dataclasses.Field[Any], Any]]:
+    """Return each field of a section with its annotation."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return [(one, hints[one.name]) for one in dataclasses.fields(cls)]
+
+
+@functools.cache
+def _walk(tree: Any) -> tuple[dict[Path, Key], dict[Path, type]]:
+    found: tuple[dict[Path, Key], dict[Path, type]] = ({}, {})
+    for one, annotation in section_fields(tree):
+        if is_dataclass(annotation):
+            section = typing.cast(type, annotation)
+            found[1][one.name,] = section
+            inner_keys, inner_sections = _walk(section)
+            found[0].update({(one.name, *path): key for path, key in inner_keys.items()})
+            found[1].update({(one.name, *path): inner for path, inner in inner_sections.items()})
+        else:
+            found[0][one.name,] = _read_key(one, annotation, cls=tree)
+    return found
+
+
+def _read_key(one: dataclasses.Field[Any], annotation: Any, *, cls: type) -> Key:
+    layers, metadata, choices, item = [], list[Any](), tuple[str, ...](), annotation
+    while (origin := typing.get_origin(item)) is not None:
+        arguments = typing.get_args(item)
+        layers.append(origin)
+        if origin is Annotated:
+            metadata += _flat(arguments[1:])
+        elif origin is Literal:
+            choices, arguments = arguments, (str,)
+        item = arguments[-1] if origin is dict else arguments[0]
+    names = [name for check in metadata if isinstance(check, ImportPath) for name in check.names]
+    default = one.default if one.default_factory is MISSING else one.default_factory()
+    return Key(
+        name=one.name,
+        annotation=annotation,
+        default=default,
+        source=one.metadata.get("source", (cls, "")),
+        kind=dict if dict in layers else tuple if tuple in layers else item,
+        item=item,
+        is_nested=layers.count(tuple) > 1,
+        choices=choices or tuple(names),
+        optional=bool({typing.Union, types.UnionType} & {*layers}),
+        metadata=tuple(metadata),
+    )
+
+
+@functools.cache
+def docstrings(cls: type) -> Mapping[str, str]:
+    """Return the string under each field of a dataclass, those of its bases included."""
+    found: dict[str, str] = {}
+    for base in reversed([base for base in cls.__mro__ if is_dataclass(base)]):
+        try:
+            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        except (OSError, TypeError):  # defined without a file
+            continue
+        assert isinstance(body[0], ast.ClassDef)
+        for statement, text in zip(body[0].body, body[0].body[1:], strict=False):
+            match statement, text:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(doc))),
+                ):
+                    found[name] = doc
+    return found
+
+
+# --- trees that grow ---------------------------------------------------------------------------
+
+
+def extend(tree: type[T], sections: Mapping[str, tuple[type, Callable[..., object]]]) -> type[T]:
+    """Return a subclass of a tree with more sections, or with other classes for its sections.
+
+    Args:
+        sections: Class of each section by name, and the function that builds it from values.
+    """
+    added = [(name, cls, field(default_factory=build)) for name, (cls, build) in sections.items()]
+    return _subclass(tree, added)
+
+
+def with_sizes(section: type[T], of: type[DataclassInstance], *, remark: str) -> type[T]:
+    """Return a subclass of a section with an optional key for each size of a model.
+
+    Args:
+        of: Dataclass of the sizes. Fields that are no scalar, that its metadata marks as
+            "of_family" or that the section has already get no key.
+        remark: Added to the docstring of each key.
+    """
+    hints, known = typing.get_type_hints(of), {path[0] for path in keys(section)}
+    scalars = {int: PositiveInt, float: FiniteNonNegative, bool: bool, str: Text}
+    added = []
+    for one in dataclasses.fields(of):
+        plain = [kind for kind in typing.get_args(hints[one.name]) if kind is not types.NoneType]
+        kind: Any = scalars.get((plain or [hints[one.name]])[0])
+        if kind is not None and one.name not in known and not one.metadata.get("of_family"):
+            size = field(default=None, metadata={"source": (of, remark)})
+            added.append((one.name, kind | None, size))
+    return _subclass(section, added)
+
+
+def _subclass(cls: type[T], added: list[tuple[str, Any, Any]]) -> type[T]:
+    namespace = {"__doc__": cls.__doc__, "__module__": cls.__module__}
+    made = dataclasses.make_dataclass(
+        cls.__name__, added, bases=(cls,), namespace=namespace, frozen=True, kw_only=True
+    )
+    return typing.cast(type[T], made)
+
+
+def check_section(section: Any) -> None:
+    """Check that a dataclass can be a section.
+
+    Raises:
+        TypeError: It is no dataclass, a field has no default, or no setting can have its type.
+    """
+    if not (isinstance(section, type) and is_dataclass(section)):
+        raise TypeError(f"a section must be a dataclass, got {section!r}")
+    for path, key in keys(section).items():
+        name = ".".join(path)
+        if key.default is MISSING:
+            raise TypeError(f"each field of a section needs a default, and {name} has none")
+        try:
+            convert(None, key.annotation)
+        except ValueError:
+            pass
+        except TypeError as error:
+            raise TypeError(
+                f"a field must be a number, bool, string, Literal, a tuple of these, or one of "
+                f"them or None, and {name} is {key.annotation}"
+            ) from error
