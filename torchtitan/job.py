@@ -25,16 +25,16 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from torchtitan.base.errors import ConfigError, Violation
-from torchtitan.base.own import (
+from torchtitan.base.custom import (
+    convert_errors,
     is_import_path,
     is_trusted,
     load_module,
     load_object,
     note_stored,
     trust,
-    within,
 )
+from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
 from torchtitan.config.fields import fields, section_fields, values_of
 from torchtitan.config.foreign import Foreign, read_foreign
@@ -415,7 +415,9 @@ def _with(tree: type[T], named: Iterable[tuple[Path, str]]) -> type[T]:
                 rule = f"'{text}' brings a section [{name}], and there is another; rename one"
                 raise ConfigError.at(key, rule)
             try:
-                added[name] = strict_section(section, running=partial(within, text, key=key))
+                added[name] = strict_section(
+                    section, running=partial(convert_errors, text, key=key)
+                )
             except (TypeError, NameError) as error:
                 rule = f"'{text}' brings a section [{name}] that cannot be one: {error}; mend it"
                 raise ConfigError.at(key, rule) from error

@@ -101,9 +101,9 @@ class Trainer:
         run: Run,
         *,
         stop: StopRequest | None = None,
-        doing: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        status: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """`doing`, while it is open, shows what is done instead of training."""
+        """`status`: Context manager factory that shows a status such as "saving"."""
         self.run = run
         self.last_row: Row | None = None
         checkpoints, dims, hooks = run.checkpoints, run.mesh.dims, run.hooks
@@ -120,7 +120,7 @@ class Trainer:
             equal_ranks=dims.pp * dims.tp,  # along these two all hold the same tokens
             device=run.device,
         )
-        self._doing = doing
+        self._status = status
         # once: walking through all modules takes a millisecond, and the optimizer has these too
         self._parameters = [p for p in run.model.parameters() if p.requires_grad]
         self._open = ExitStack()
@@ -140,8 +140,12 @@ class Trainer:
             CheckpointError: A checkpoint could not be saved.
         """
         run, ledger = self.run, self.run.ledger
-        with nullcontext() if ledger is None else ledger.recording_failure(run.progress):
+        try:
             reason = self._train(on_step)
+        except BaseException as error:
+            if ledger is not None:
+                ledger.record_failure(run.progress.step, error)
+            raise
         if ledger is not None:
             ledger.end(run.progress.step, reason or "finished")
         return reason
@@ -230,7 +234,7 @@ class Trainer:
     def _save(self, *, last: bool) -> bool:
         if self.run.checkpoints is None or not self._is_save_due(last=last):
             return False
-        with self.run.meter.paused(), self._doing("saving"):
+        with self.run.meter.paused(), self._status("saving"):
             path = self.run.checkpoints.save(last=last, validation_loss=self._validation_loss())
         self._saved_step = self.run.progress.step
         self.run.hooks.checkpoint(self._saved_step, path)
@@ -281,9 +285,9 @@ class Trainer:
         sinks, with those of a validation if it is due."""
         run, step = self.run, self.run.progress.step
         counted = figures.num_valid if run.execution.owns_loss else figures.num_valid * 0
-        local = torch.stack([figures.loss_sum, counted.double(), *run.meter.own_times()])
+        local = torch.stack([figures.loss_sum, counted.double(), *run.meter.rank_times()])
         # the last pipeline stage has the loss; all ranks receive it
-        loss_sums, num_valid, *own_times = gather(local).unbind(1)
+        loss_sums, num_valid, *rank_times = gather(local).unbind(1)
         self.last_row = run.meter.report(
             step,
             figures={
@@ -298,10 +302,10 @@ class Trainer:
                 **(run.balance.figures() if run.balance is not None else {}),
                 **(run.spikes.figures() if run.spikes is not None else {}),
             },
-            own_times=own_times,
+            rank_times=rank_times,
         )
         if validates and run.validator is not None:
-            with run.meter.paused(), self._doing("validating"):
+            with run.meter.paused(), self._status("validating"):
                 try:
                     self.last_row |= run.validator.measure(step)
                     self.last_row |= run.hooks.validation(step, self.last_row)

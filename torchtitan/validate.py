@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.base.errors import DataError, NonFiniteError
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.data.dataset import PadToBatch, build_samples
 from torchtitan.data.files import Once, alone
 from torchtitan.data.loader import Loader, MapSamples
@@ -108,10 +108,10 @@ def build_validation_loader(
     freq = validation.freq
     logger.info(
         "Validation on %s of %s in %s, every %s",
-        amount(batches.num_drawn, "sample"),
-        amount(source.seq_len, "token"),
-        amount(batches.num_batches, "batch"),
-        amount(freq, "step") if freq > 1 else "step",
+        plural(batches.num_drawn, "sample"),
+        plural(source.seq_len, "token"),
+        plural(batches.num_batches, "batch"),
+        plural(freq, "step") if freq > 1 else "step",
     )
     loader = Loader(
         batches,

@@ -15,8 +15,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
+from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import did_you_mean
-from torchtitan.base.own import is_import_path
 from torchtitan.base.urls import is_url, url_problem
 
 T = TypeVar("T")

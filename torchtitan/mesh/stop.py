@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.base.errors import StalledError, StoppedError
-from torchtitan.base.log import amount, erase_line, is_terminal
+from torchtitan.base.log import erase_line, is_terminal, plural
 
 logger = logging.getLogger(__name__)
 PART_FOR_DATA = 0.8
@@ -185,10 +185,10 @@ def describe(votes: Sequence[int]) -> str | None:
     """Return why the run stops, from the votes summed over all ranks; None if it does not."""
     num_signalled, num_late, num_asked = votes
     if num_signalled:
-        return f"a signal (to {amount(num_signalled, 'rank')})"
+        return f"a signal (to {plural(num_signalled, 'rank')})"
     if num_late:
         return "its deadline, job.time_limit_seconds"
-    return f"a callback (on {amount(num_asked, 'rank')})" if num_asked else None
+    return f"a callback (on {plural(num_asked, 'rank')})" if num_asked else None
 
 
 @contextmanager
