@@ -43,8 +43,7 @@ from torchtitan.data.sampler import SkippedSamples
 from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
 from torchtitan.job import Config, JobConfig, own_sections
 from torchtitan.layout import find_layout
-from torchtitan.mesh.dims import Mesh, build_mesh
-from torchtitan.mesh.elastic import fit_ranks
+from torchtitan.mesh.dims import Mesh, build_mesh, fit_ranks
 from torchtitan.mesh.ranks import OncePerMachine, RankInfo, check_data_alike, set_timeout
 from torchtitan.metrics.ledger import Hardware, Ledger
 from torchtitan.metrics.meter import Meter, build_meter

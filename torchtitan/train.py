@@ -45,7 +45,6 @@ from torchtitan.base.log import (
 )
 from torchtitan.build import build_run
 from torchtitan.job import Config, load_job
-from torchtitan.mesh.elastic import started
 from torchtitan.mesh.faults import (
     exit_code_of,
     refuse_exits,
@@ -62,7 +61,7 @@ from torchtitan.mesh.ranks import (
     let_rank_0_report,
     read_rank_info,
 )
-from torchtitan.mesh.stop import StopRequest, sync_before_training, watch_signals
+from torchtitan.mesh.stop import StopRequest, launcher_started, sync_before_training, watch_signals
 from torchtitan.metrics.console import ProgressBar, Summary, shows_bar
 from torchtitan.metrics.rows import RECORD
 from torchtitan.trainer import Run, Trainer
@@ -113,7 +112,7 @@ def train_job(
         The trainer, and why and where it was stopped (None if it finished).
     """
     stop.data_timeout_seconds = config.comm.init_timeout_seconds
-    stop.end_after(config.job.time_limit_seconds, started=started(os.environ))
+    stop.end_after(config.job.time_limit_seconds, started=launcher_started(os.environ))
     folder = Path(config.job.dump_folder)
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
     shown = log_to(folder, launch=launch, color=color)
