@@ -29,8 +29,8 @@ from torchtitan.config.schema import literal, values_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
+from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.errors import CheckpointError, ConfigError, DataError, UserError
-from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.base.urls import is_plain_url, is_url, local_path
 from torchtitan.build import describe_export
 from torchtitan.checkpoint.objects import ObjectStore

@@ -36,8 +36,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from torchtitan.api import open_generator
+from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.errors import ConfigError, DataError, UserError
-from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.data.text import check_characters
 from torchtitan.generate.chat import Chat, talk
 from torchtitan.generate.generator import DTYPES

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from torchtitan.base.errors import ConfigError, DataError, UserError
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.base.urls import local_path
 from torchtitan.metrics.rows import Row, figure_of, read_rows
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
-    counts = (f"{label} ({amount(len(rows), 'row')})" for label, rows in runs.items())
+    counts = (f"{label} ({plural(len(rows), 'row')})" for label, rows in runs.items())
     print(f"{options.out}: {', '.join(counts)}")
     return 0
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests import warm_python as warm
 from tests.distributed.rank_pool import RankPool, start_server
-from torchtitan.base.own import trusting_stored
+from torchtitan.base.custom import trusting_stored
 
 # before torch is imported, here and in what tests start: two test processes share the cores, and
 # threads that wait for each other spin, for several times the work itself at these sizes

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.base.custom import is_import_path, load_object, trust
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.files import StoredJSON
-from torchtitan.base.own import is_import_path, load_object, trust
 from torchtitan.build import warn_of_other_code
 from torchtitan.callbacks import build_callbacks
 from torchtitan.config.schema import keys
@@ -86,7 +86,7 @@ def test_the_help_has_its_keys(folder: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (None, "there is no my_model; start where my_model lies"),
+        (None, "no module my_model"),
         ("SPC = 1", "my_model has no SPEC; did you mean 'SPC'?"),
         ("SPEC = 1", "must name a torchtitan.models.spec.ModelSpec"),
         ("import my_other", "No module named 'my_other'"),
@@ -209,7 +209,7 @@ def test_a_module_brings_sections_that_its_objects_read(frozen: str, folder: Pat
     (folder / "job.toml").write_text('[mine]\nkind = "b"\nnames = ["y", "z"]\nmore = "m"\n')
     options = [HOOKED, "--mine.size=4", "--mine.made=7"]
     config = load_config([f"--job.config_file={folder / 'job.toml'}", *options])
-    [hooks] = build_callbacks(config.training.callbacks, offered=own_sections(config))
+    [hooks] = build_callbacks(config.training.callbacks, kwargs=own_sections(config))
     mine = hooks.mine  # type: ignore[attr-defined]
     assert (mine.size, mine.kind, mine.names, mine.more) == (4, "b", ("y", "z"), "m")
     assert (mine.share, mine.made) == (0.5, (7,))
@@ -332,5 +332,5 @@ def test_stored_settings_miss_no_module_but_the_models(folder: Path) -> None:
     assert find_model(again.config.model)[0].name == "mine"
     (folder / "my_model.py").unlink()
     del sys.modules["my_model"]
-    with pytest.raises(ConfigError, match="there is no my_model"):
+    with pytest.raises(ConfigError, match="no module my_model"):
         Job.stored(stored)

@@ -19,7 +19,7 @@ import pytest
 
 import torchtitan
 from scripts import convert_hf, generate
-from torchtitan.base import own
+from torchtitan.base import custom
 from torchtitan.base.errors import UserError
 from torchtitan.base.files import read_json
 from torchtitan.checkpoint.checksums import MANIFEST, write_sealed_json
@@ -119,7 +119,7 @@ def workplace(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "text.txt").write_text("some text " * 20)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1]), *sys.path])
-    monkeypatch.setattr(own, "_named", set())
+    monkeypatch.setattr(custom, "_trusted", set())
     before = {*sys.modules}
     yield tmp_path
     for name in {*sys.modules} - before:
@@ -243,7 +243,7 @@ def test_trust_code_imports_it_where_it_is_needed(
     assert len(starts) == (tool in STARTS_TRAINER)
     if tool not in STARTS_TRAINER:
         assert code == 0, said
-    assert not own.is_trusted("outputs.dl.evil:x")  # once the tool is done
+    assert not custom.is_trusted("outputs.dl.evil:x")  # once the tool is done
 
 
 @pytest.mark.parametrize("path", ["os:abort", "torch.hub:load", "torchtitan.train:main"])
@@ -413,7 +413,7 @@ def test_a_run_goes_on_without_the_code_that_it_named(monkeypatch: pytest.Monkey
     own_decay = {"lr_scheduler.decay_type": "examples.own_hooks:quadratic"}
     first = {**settings, **own_decay, "checkpoint": {"enable": True}}
     torchtitan.train(torchtitan.load_config(**first))
-    monkeypatch.setattr(own, "_named", set())
+    monkeypatch.setattr(custom, "_trusted", set())
     settings["training"]["steps"] = 2
     assert torchtitan.train(torchtitan.load_config(**settings)).step == 2
 

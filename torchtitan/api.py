@@ -27,10 +27,10 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan.base.custom import trust, trusting_stored
 from torchtitan.base.device import local_device
 from torchtitan.base.errors import CheckpointError, ConfigError, UserError
 from torchtitan.base.log import note_in_file
-from torchtitan.base.own import trust, trusting_stored
 from torchtitan.callbacks import check_callback
 from torchtitan.checkpoint.source import Checkpoint
 from torchtitan.config.load import violations

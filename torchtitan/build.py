@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from torchtitan.base.custom import is_import_path
 from torchtitan.base.determinism import set_determinism
 from torchtitan.base.device import device_name, device_type, local_device
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.base.files import StoredJSON
-from torchtitan.base.log import amount
-from torchtitan.base.own import is_import_path
+from torchtitan.base.log import plural
 from torchtitan.base.patterns import matches
 from torchtitan.callbacks import CallbackRunner, build_callbacks
 from torchtitan.checkpoint.lock import lock_folder
@@ -43,13 +43,11 @@ from torchtitan.data.sampler import SkippedSamples
 from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
 from torchtitan.job import Config, JobConfig, own_sections
 from torchtitan.layout import find_layout
-from torchtitan.mesh.dims import Mesh, build_mesh
-from torchtitan.mesh.elastic import fit_ranks
+from torchtitan.mesh.dims import Mesh, build_mesh, fit_ranks
 from torchtitan.mesh.ranks import OncePerMachine, RankInfo, check_data_alike, set_timeout
 from torchtitan.metrics.ledger import Hardware, Ledger
 from torchtitan.metrics.meter import Meter, build_meter
 from torchtitan.metrics.sinks import Sink, build_sinks
-from torchtitan.metrics.stragglers import build_stragglers
 from torchtitan.metrics.trace import Profiler, build_profiler
 from torchtitan.models.families import describe_model, find_model
 from torchtitan.models.interface import LanguageModel, ModelParts
@@ -108,8 +106,8 @@ def build_run(
     """
     config, layout, precision = resolve_job(config, world_size=launch.world_size)
     folder = Path(config.job.dump_folder)
-    offered = {"folder": folder, "rank": launch.rank, **own_sections(config)}
-    callbacks = [*build_callbacks(config.training.callbacks, offered=offered), *callbacks]
+    kwargs = {"folder": folder, "rank": launch.rank, **own_sections(config)}
+    callbacks = [*build_callbacks(config.training.callbacks, kwargs=kwargs), *callbacks]
     io = open_io(config.checkpoint, run_folder=folder, device_type=device_type())
     set_determinism(  # before anything runs on the device, and before custom data
         seed=config.debug.seed,
@@ -434,7 +432,7 @@ def plan_end(config: Config, *, layout: Layout, loader: Loader, step: int) -> Co
     assert samples.num_samples is not None, "the data end with their epochs"
     logger.info(
         "%s, %d samples in all, %d per step: the run ends with step %d",
-        amount(training.num_epochs, "epoch"),
+        plural(training.num_epochs, "epoch"),
         SkippedSamples(training.skip_samples).place(samples.num_samples),
         global_batch,
         training.steps,
@@ -637,20 +635,15 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
 
 
 def build_meter_of(config: Config, *, layout: Layout, device: torch.device) -> Meter:
-    """Build what measures this rank."""
+    """Build the meter of this rank."""
     training, dims = config.training, layout.dims
-    stragglers = build_stragglers(
-        ratio=config.metrics.straggler_ratio,
-        num_stages=dims.pp,
-        world_size=dims.world_size,
-        device=device,
-    )
     return build_meter(
         flops_per_token=layout.counts.flops_per_token(training.seq_len),
         dtype=getattr(torch, training.mixed_precision_param),
         world_size=dims.world_size,
+        num_stages=dims.pp,
+        straggler_ratio=config.metrics.straggler_ratio,
         device=device,
-        stragglers=stragglers,
     )
 
 

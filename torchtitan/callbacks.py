@@ -2,11 +2,11 @@
 
 All ranks run the same loop: if one rank left it, or did more or less than the other ranks, they
 would wait for it in their next collective. So each hook is called on every rank at the same steps,
-and nothing that it does on a single rank can make the ranks diverge. An error is stored, travels
-with the reduction of the next step, and ends the run on all ranks with the same message; so does a
-request to stop. Figures are added to this rank's row only. The state of torch's random generators
-is restored after a hook. Hooks are still called after an error, so that a collective in one of them
-finds all ranks.
+and nothing that it does on a single rank can make the ranks diverge. An error is stored, exchanged
+with the reduction of the next step, and ends the run on all ranks with the same message. A request
+to stop is exchanged in the same way. Figures are added to this rank's row only. The state of
+torch's random generators is restored after each hook. Hooks are still called after an error, so
+that collectives inside them find all ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from torchtitan.base.custom import describe_error, instantiate
 from torchtitan.base.errors import ConfigError, did_you_mean
-from torchtitan.base.own import check_methods, describe_error, make
 
 logger = logging.getLogger(__name__)
 KEY = "training.callbacks"
@@ -32,48 +32,48 @@ class Callbacks(Protocol):
     """Protocol of a callback: a class with any of these methods, each called on every rank."""
 
     def on_start(self, run: Any) -> None:
-        """Look at what is about to be trained, before the first step: a torchtitan.trainer.Run."""
+        """Called before the first step with the torchtitan.trainer.Run."""
 
     def on_step(self, step: int, row: Mapping[str, object] | None) -> str | None:
-        """Follow each step; `row` holds its figures if it is logged.
+        """Called after each step. `row` has its figures if it is logged.
 
-        A text asks for the end of the run on all ranks, with a checkpoint, after the next step.
+        Return a text to stop the run on all ranks, with a checkpoint, after the next step.
         """
 
     def on_validation(
         self, step: int, row: Mapping[str, object]
     ) -> Mapping[str, float | None] | None:
-        """Follow each validation; what is returned joins the row's figures."""
+        """Called after each validation. Returned figures are added to the row."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         """Called after each save; a background save has only started."""
 
     def on_end(self, reason: str | None) -> None:
-        """Follow the end of the run, or its stop for a `reason`; not one that failed."""
+        """Called when the run ends or stops for a `reason`, but not after an error."""
 
 
 HOOKS = tuple(name for name in vars(Callbacks) if name.startswith("on_"))
 
 
 class CallbackRunner:
-    """Calls the hooks of all callbacks, and keeps what they ask for and what fails."""
+    """Calls the hooks of all callbacks; stores errors and requests to stop."""
 
     def __init__(self, callbacks: Sequence[object], *, device: torch.device) -> None:
         self._callbacks, self._device = list(callbacks), device
         self._anywhere = False
         self._error = ""
         self.stops = False
-        """Whether one has asked for the end."""
+        """Whether a callback asks to stop the run."""
 
     def has_failed(self) -> bool:
         """Return whether a callback has raised an error."""
         return bool(self._error)
 
     def start(self, run: object) -> None:
-        """Before the first step; all ranks must call this, and find out if any has callbacks.
+        """Call `on_start`. Collective, so that all ranks learn whether any has callbacks.
 
         Raises:
-            ConfigError: One has failed, on any rank.
+            ConfigError: A callback failed on any rank.
         """
         number = torch.tensor(len(self._callbacks), device=self._device)
         dist.all_reduce(number)
@@ -83,16 +83,16 @@ class CallbackRunner:
             self.raise_failure()
 
     def step(self, step: int, row: Mapping[str, object] | None) -> None:
-        """After a step; hooks get a copy of the row, which sinks have had."""
+        """Call `on_step` with a copy of the row."""
         for asked in self._call("on_step", step, None if row is None else dict(row)):
             if not isinstance(asked, str):
                 self._fail(f"on_step must return a text or None, got {asked!r:.80}")
             else:
-                logger.warning("A callback asks for the end of the run: %s", asked)
+                logger.warning("A callback asks to stop the run: %s", asked)
                 self.stops = True
 
     def validation(self, step: int, row: Mapping[str, object]) -> dict[str, Any]:
-        """After a validation; returns figures to add to the row."""
+        """Call `on_validation`; return figures to add to the row."""
         figures: dict[str, Any] = {}
         for found in self._call("on_validation", step, dict(row)):
             for name, value in found.items() if isinstance(found, Mapping) else [("", found)]:
@@ -111,20 +111,20 @@ class CallbackRunner:
         self._call("on_checkpoint", step, path)
 
     def end(self, reason: str | None) -> None:
-        """After the last step; all ranks must call this.
+        """Call `on_end`. Collective.
 
         Raises:
-            ConfigError: A callback has failed here, or since the ranks last met.
+            ConfigError: A callback failed, now or since the last exchange.
         """
         self._call("on_end", reason)
         if self._anywhere:
             self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise what has failed on any rank; all must call this.
+        """Raise the first error of any rank. Collective.
 
         Raises:
-            ConfigError: The same on all of them.
+            ConfigError: A callback failed; the same error on every rank.
         """
         errors = [""] * dist.get_world_size()
         dist.all_gather_object(errors, self._error)
@@ -133,7 +133,7 @@ class CallbackRunner:
                 raise ConfigError.at(KEY, f"{error}\n(on rank {rank})")
 
     def _call(self, hook: str, *arguments: object) -> list[object]:
-        """Return what the hook of each callback returns, but for None."""
+        """Call a hook of all callbacks; return the results that are not None."""
         found = []
         devices = [self._device] if self._device.type == "cuda" else []
         for callback in self._callbacks:
@@ -142,39 +142,38 @@ class CallbackRunner:
             with torch.random.fork_rng(devices):
                 try:
                     found.append(getattr(callback, hook)(*arguments))
-                except KeyboardInterrupt:  # of a signal
+                except KeyboardInterrupt:  # from a signal
                     raise
                 except BaseException as error:  # noqa: BLE001 - all ranks will raise it
                     self._fail(describe_error(error))
         return [one for one in found if one is not None]
 
-    def _fail(self, said: str) -> None:
-        self._error = self._error or f"a callback failed: {said}"
+    def _fail(self, message: str) -> None:
+        self._error = self._error or f"a callback failed: {message}"
 
 
-def build_callbacks(paths: Sequence[str], *, offered: Mapping[str, object]) -> list[object]:
-    """Build the callbacks of the settings; each is called with the arguments that it names.
+def build_callbacks(paths: Sequence[str], *, kwargs: Mapping[str, object]) -> list[object]:
+    """Build the callbacks of the settings, each with the `kwargs` that its signature names.
 
     Raises:
-        ConfigError: A callback does not exist, needs another argument or has an unknown hook.
+        ConfigError: A callback does not exist, requires another argument or has an unknown hook.
     """
-    made = []
+    callbacks = []
     for path in paths:
-        made.append(make(path, key=KEY, offered=offered))
-        check_callback(made[-1], path=path)
-    return made
+        callbacks.append(instantiate(path, key=KEY, kwargs=kwargs))
+        check_callback(callbacks[-1], path=path)
+    return callbacks
 
 
 def check_callback(callback: object, *, path: str) -> None:
-    """Check the hooks of a callback, which messages name `path`.
+    """Check the hooks of a callback; `path` names it in messages.
 
     Raises:
-        ConfigError: It has none, one that is never called, or one that takes other arguments.
+        ConfigError: It has no hook or an unknown one.
     """
     names = [name for name, _ in inspect.getmembers(callback, callable) if name.startswith("on_")]
     unknown = [name for name in names if name not in HOOKS]
     if unknown or not names:
         got = f"{unknown[0]}{did_you_mean(unknown[0], HOOKS)}" if unknown else "none"
-        rule = f"'{path}' must have some of the methods {', '.join(HOOKS)}, got {got}; rename it"
+        rule = f"'{path}' must have some of the methods {', '.join(HOOKS)}, got {got}"
         raise ConfigError.at(KEY, rule)
-    check_methods(callback, Callbacks, path=path, key=KEY, optional=HOOKS)

@@ -20,16 +20,16 @@ from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Lt
 
-from torchtitan.base.errors import ConfigError, Violation
-from torchtitan.base.own import (
+from torchtitan.base.custom import (
+    convert_errors,
     is_import_path,
     is_trusted,
     load_module,
     load_object,
     note_stored,
     trust,
-    within,
 )
+from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.checkpoint.settings import WEIGHT_FILES, CheckpointConfig
 from torchtitan.config.foreign import Foreign, read_foreign
 from torchtitan.config.load import Loaded, load
@@ -402,7 +402,7 @@ def _with_modules(tree: type[T], named: Iterable[tuple[Path, str]]) -> type[T]:
 
 
 def _make_section(section: type, text: str, key: str, /, **values: object) -> object:
-    with within(text, key=key):  # its __post_init__ is the user's code
+    with convert_errors(text, key=key):  # its __post_init__ is the user's code
         return section(**values)
 
 

@@ -36,7 +36,8 @@ from torch.distributed.run import (
 )
 
 from torchtitan.base.errors import NonFiniteError, StoppedError, UserError
-from torchtitan.mesh.elastic import FULL_WORLD_SIZE, STARTED
+from torchtitan.mesh.dims import FULL_WORLD_SIZE
+from torchtitan.mesh.stop import STARTED
 
 SHUTDOWN_SECONDS = 3600
 """Default of `--shutdown_timeout`: as long as a save may take. Who sent the signal often kills the

@@ -6,8 +6,8 @@ rank does the same, so that a mistake ends the job in its first second.
 
 from __future__ import annotations
 
+from torchtitan.base.custom import convert_errors
 from torchtitan.base.errors import Mistakes
-from torchtitan.base.own import within
 from torchtitan.data.loader import accumulation_steps
 from torchtitan.job import Config, own_sections
 from torchtitan.mesh.dims import resolve_dims
@@ -37,7 +37,7 @@ def find_layout(config: Config, *, world_size: int) -> Layout:
         mistakes.report()
     assert found is not None
     spec, architecture = found
-    with within(config.model.name, key="model.name"):
+    with convert_errors(config.model.name, key="model.name"):
         model = spec.build_meta(architecture)
         check_contract(model, spec=spec)
     counts = count(model)

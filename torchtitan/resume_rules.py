@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from torchtitan.base.custom import source_hash
 from torchtitan.base.errors import CheckpointError, ConfigError
 from torchtitan.base.files import read_text
-from torchtitan.base.own import source_hash
 from torchtitan.checkpoint.steps import resolve_step
 from torchtitan.checkpoint.storage import read_manifest
 from torchtitan.config.load import build

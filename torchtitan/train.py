@@ -38,7 +38,6 @@ from torchtitan.base.errors import CheckpointError, NonFiniteError, StoppedError
 from torchtitan.base.log import (
     erase_line,
     init_logging,
-    is_terminal,
     keep_logging,
     note_in_file,
     shown_ranks,
@@ -46,7 +45,6 @@ from torchtitan.base.log import (
 )
 from torchtitan.build import build_run
 from torchtitan.job import Config, load_job
-from torchtitan.mesh.elastic import started
 from torchtitan.mesh.faults import (
     exit_code_of,
     refuse_exits,
@@ -63,8 +61,8 @@ from torchtitan.mesh.ranks import (
     let_rank_0_report,
     read_rank_info,
 )
-from torchtitan.mesh.stop import StopRequest, sync_before_training, watch_signals
-from torchtitan.metrics.progress import ProgressBar, Summary, show_summary, shows_bar
+from torchtitan.mesh.stop import StopRequest, launcher_started, sync_before_training, watch_signals
+from torchtitan.metrics.console import ProgressBar, Summary, shows_bar
 from torchtitan.metrics.rows import RECORD
 from torchtitan.trainer import Run, Trainer
 
@@ -114,7 +112,7 @@ def train_job(
         The trainer, and why and where it was stopped (None if it finished).
     """
     stop.data_timeout_seconds = config.comm.init_timeout_seconds
-    stop.end_after(config.job.time_limit_seconds, started=started(os.environ))
+    stop.end_after(config.job.time_limit_seconds, started=launcher_started(os.environ))
     folder = Path(config.job.dump_folder)
     color = use_color(sys.stderr, disabled=config.metrics.disable_color_printing)
     shown = log_to(folder, launch=launch, color=color)
@@ -125,19 +123,19 @@ def train_job(
         check_alike(config)
         run = build_run(config, launch=launch, color=color, undo=undo, callbacks=callbacks)
     bar = build_bar(run, show=shows_bar(launch.rank, shown=shown), color=color)
-    trainer = Trainer(run, stop=stop, doing=bar.doing)
+    trainer = Trainer(run, stop=stop, status=bar.status)
     undo.callback(trainer.close_after_failure)
     sync_before_training(stop)
     log, limit = folder / "logs" / f"rank_{launch.rank}.log", config.comm.train_timeout_seconds
     with bar:
         with stacks_of_stalls(log, limit_seconds=limit, on_step=bar.advance) as on_step:
             reason = train_steps(trainer, on_step=on_step)
-        with bar.doing("saving"):
+        with bar.status("saving"):
             if reason is None and trainer.last_row is None and run.checkpoints is not None:
                 run.checkpoints.export_missing()
             trainer.close()
     if reason is None and (trainer.last_row is None or launch.rank == min(shown)):
-        log_summary(trainer, config=config, seconds=time.monotonic() - began, color=color)
+        log_summary(trainer, config=config, seconds=time.monotonic() - began)
     return trainer, reason and describe_stop(trainer, config=config, reason=reason)
 
 
@@ -194,12 +192,11 @@ def describe_stop(trainer: Trainer, *, config: Config, reason: str) -> str:
     return f"{where}; no checkpoint saved, because checkpoint.enable is off"
 
 
-def log_summary(trainer: Trainer, *, config: Config, seconds: float, color: bool) -> None:
+def log_summary(trainer: Trainer, *, config: Config, seconds: float) -> None:
     """Log the summary of a finished run, or that there was nothing to train."""
     step, steps = trainer.run.progress.step, trainer.run.training.steps
     if trainer.last_row is not None:
-        summary = summarize(trainer, config=config, seconds=seconds)
-        show_summary(summary, terminal=is_terminal(sys.stderr), color=color)
+        summarize(trainer, config=config, seconds=seconds).log()
     elif steps > 0:
         logger.info(
             "Nothing to train: %s is at step %d of %d already; choose another job.dump_folder, or "

@@ -1,4 +1,4 @@
-"""The step loop.
+"""The training loop.
 
 It receives finished parts (`build.py`) and builds nothing. One optimizer step:
 
@@ -6,9 +6,8 @@ It receives finished parts (`build.py`) and builds nothing. One optimizer step:
     summed loss divided by that count -> global gradient norm -> clip -> update, unless the norm
     is not finite
 
-Sums over ranks, never means, so that every split of the batch trains the same model. What ranks
-tell each other on the way (failed saves, requests to stop, norms that are not finite) is the
-business of `mesh/sync.py`.
+Ranks add sums, never means, so that every split of the batch trains the same model. `mesh/sync.py`
+exchanges failed saves, requests to stop and norms that are not finite.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torchtitan.data.loader import Loader, Samples, StreamSamples
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
 from torchtitan.mesh.ranks import gather, tighten_timeout
-from torchtitan.mesh.stop import StopRequest, WaitInterrupted, describe
+from torchtitan.mesh.stop import StopRequest, WaitInterrupted, stop_reason
 from torchtitan.mesh.sync import StepSync
 from torchtitan.metrics.ledger import Ledger
 from torchtitan.metrics.meter import Meter
@@ -101,59 +100,63 @@ class Trainer:
         run: Run,
         *,
         stop: StopRequest | None = None,
-        doing: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        status: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """`doing`, while it is open, shows what is done instead of training."""
+        """`status`: Context manager factory that shows a status such as "saving"."""
         self.run = run
         self.last_row: Row | None = None
         checkpoints, dims, hooks = run.checkpoints, run.mesh.dims, run.hooks
         self._stop = stop = stop or StopRequest()
-        stop.is_asked = lambda: hooks.stops  # not `run`, whose loader holds `stop`
+        stop.callback_requested = lambda: hooks.stops  # not run.hooks: run.loader refers to stop
         run.loader.waiting = stop.waiting_for_data
         if run.validator is not None:
             run.validator.limit_waits(stop.waiting_for_data)
         self._saved_step = run.progress.step
         save_failed = (lambda: False) if checkpoints is None else checkpoints.has_failed
-        self._agreement = StepSync(
+        self._sync = StepSync(
             stop,
             failures=[save_failed, run.hooks.has_failed],
             equal_ranks=dims.pp * dims.tp,  # along these two all hold the same tokens
             device=run.device,
         )
-        self._doing = doing
-        # once: walking through all modules takes a millisecond, and the optimizer has these too
+        self._status = status
+        # listed once, because walking through all modules takes a millisecond
         self._parameters = [p for p in run.model.parameters() if p.requires_grad]
         self._open = ExitStack()
         parts = [run.checkpoints, run.profiler, *run.sinks, run.loader, run.validator]
-        for part in reversed(parts):  # the last one in is closed first
+        for part in reversed(parts):  # ExitStack closes in reverse order
             if part is not None:
                 self._open.callback(part.close)
 
     def train(self, *, on_step: Callable[[int], None] = lambda step: None) -> str | None:
-        """Train until `training.steps`; the last step is reported and saved.
+        """Train until `training.steps`. The last step is always reported and saved.
 
-        `on_step` is called with each step that is done. Returns why the run was stopped before, on
-        all ranks alike, or None.
+        Returns:
+            Why the run stopped early, the same on all ranks, or None.
 
         Raises:
             NonFiniteError: The loss or the gradient norm is not finite; weights are unchanged.
             CheckpointError: A checkpoint could not be saved.
         """
         run, ledger = self.run, self.run.ledger
-        with nullcontext() if ledger is None else ledger.recording_failure(run.progress):
+        try:
             reason = self._train(on_step)
+        except BaseException as error:
+            if ledger is not None:
+                ledger.record_failure(run.progress.step, error)
+            raise
         if ledger is not None:
             ledger.end(run.progress.step, reason or "finished")
         return reason
 
     def _train(self, on_step: Callable[[int], None]) -> str | None:
-        run, progress, agreement = self.run, self.run.progress, self._agreement
+        run, progress, sync = self.run, self.run.progress, self._sync
         first_step = progress.step + 1
         finished = self._is_finished()
         run.hooks.start(run)
         run.meter.start_interval()
         with _collecting_garbage_by_hand() as collect:
-            while not (finished or agreement.stopped):
+            while not (finished or sync.stopped):
                 if (microbatches := self._next_microbatches()) is None:
                     break
                 progress.step += 1
@@ -161,7 +164,7 @@ class Trainer:
                 progress.tokens_seen += run.tokens_per_step
                 run.meter.count(run.tokens_per_step)
                 finished = self._is_finished()
-                save_failed, hook_failed = agreement.read_flags()
+                save_failed, hook_failed = sync.read_flags()
                 if save_failed and run.checkpoints is not None:
                     run.checkpoints.wait()  # raises the error of the failed save
                 if hook_failed:
@@ -173,43 +176,43 @@ class Trainer:
                 logged = progress.step % run.log_freq == 0 or progress.step == 1 or finished
                 logged = logged or validates
                 if logged or self._is_save_due(last=finished):
-                    agreement.check_pending_norm()
+                    sync.check_pending_norm()
                 if logged:
                     self._report(figures, validates=validates)
                 if self._save(last=finished) and not finished:
-                    agreement.sync_stop_flags()  # a signal during the save need not wait for a step
+                    sync.sync_stop_flags()  # a signal during the save need not wait for a step
                 run.hooks.step(progress.step, self.last_row if logged else None)
                 on_step(progress.step)
                 if run.profiler is not None:
                     run.profiler.step(progress.step)
                 if progress.step % run.training.gc_freq == 0:
                     collect()
-            agreement.check_pending_norm()
+            sync.check_pending_norm()
             if run.spikes is not None:
                 run.spikes.log_pending()
-        reason = None if finished else agreement.stopped
+        reason = None if finished else sync.stopped
         run.hooks.end(reason)
         return reason
 
     def _next_microbatches(self) -> list[Samples] | None:
-        """Return the samples of the next step; None: the run was asked to stop before they came,
-        and the step before is saved.
+        """Return the samples of the next step, or None if the run was stopped while it waited for
+        them, after saving the last step.
 
         Raises:
-            StoppedError: There is none.
+            StoppedError: There is nothing to save.
         """
         try:
             with self.run.meter.waiting_for_data():
                 return next(self.run.loader)
         except WaitInterrupted:
-            step, self._agreement.stopped = self.run.progress.step, describe(self._stop.votes())
+            step, self._sync.stopped = self.run.progress.step, stop_reason(self._stop.votes())
             if step == 0:
                 raise StoppedError("stopped by a signal before the first step") from None
             if isinstance(self.run.loader.dataset, StreamSamples):
-                # its state holds where its generator stands, and that was interrupted
+                # its generator was interrupted, so its state is not the one after the last step
                 raise StoppedError(
-                    f"stopped after step {step} by a signal while a stream gave no data; nothing "
-                    f"was saved since the last checkpoint, run the same command to resume from it"
+                    f"stopped after step {step} by a signal while waiting for a stream; run the "
+                    f"same command to resume from the last checkpoint"
                 ) from None
             if self._saved_step != step:
                 self._save(last=False)
@@ -217,20 +220,20 @@ class Trainer:
 
     def _is_validation_due(self, *, last: bool) -> bool:
         validator = self.run.validator
-        if validator is None or self._agreement.stopped:  # a run that must end saves at once
+        if validator is None or self._sync.stopped:  # stop as soon as possible
             return False
         return validator.is_due(
             self.run.progress.step, last=last, saves=self._is_save_due(last=last)
         )
 
     def _is_save_due(self, *, last: bool) -> bool:
-        checkpoints, now = self.run.checkpoints, self._agreement.stopped is not None
+        checkpoints, now = self.run.checkpoints, self._sync.stopped is not None
         return checkpoints is not None and checkpoints.is_due(last=last, now=now)
 
     def _save(self, *, last: bool) -> bool:
         if self.run.checkpoints is None or not self._is_save_due(last=last):
             return False
-        with self.run.meter.paused(), self._doing("saving"):
+        with self.run.meter.paused(), self._status("saving"):
             path = self.run.checkpoints.save(last=last, validation_loss=self._validation_loss())
         self._saved_step = self.run.progress.step
         self.run.hooks.checkpoint(self._saved_step, path)
@@ -246,23 +249,23 @@ class Trainer:
         return self.run.progress.step >= self.run.training.steps
 
     def _train_step(self, microbatches: Sequence[Samples]) -> StepFigures:
-        run, step, agreement = self.run, self.run.progress.step, self._agreement
+        run, step, sync = self.run, self.run.progress.step, self._sync
         set_lr(run.optimizer, run.schedule(step))
         batches = [run.sequence_shard.take(samples).to(run.device) for samples in microbatches]
         num_valid = torch.stack([count_valid(batch.labels) for batch in batches]).sum()
-        divisor = agreement.sum_valid(num_valid).clamp(min=1)
+        divisor = sync.sum_valid(num_valid).clamp(min=1)
 
         if run.balance is not None:
             run.balance.begin(divisor, is_text=[batch.is_text() for batch in batches])
         loss_sum = run.execution.forward_backward(batches, divisor=divisor)
-        agreement.check_pending_norm()  # of the step before, while the device works on this one
+        sync.check_pending_norm()  # of the step before, while the device works on this one
         grad_norm = global_norm(self._parameters, loss=loss_sum)
-        agreement.defer_norm_check(grad_norm, loss=loss_sum, step=step)
-        # this condition must come out alike on every rank, also on one that trains nothing: the
-        # check may raise
+        sync.defer_norm_check(grad_norm, loss=loss_sum, step=step)
+        # the condition must be the same on all ranks, also on one that trains nothing, because
+        # the check may raise
         offloads = run.training.enable_cpu_offload
         if offloads or not supports_found_inf(run.optimizer, device=run.device):
-            agreement.check_pending_norm()  # of this step
+            sync.check_pending_norm()  # of this step
         norm, max_norm = grad_norm, run.training.max_norm
         if run.spikes is not None:
             norm, max_norm = run.spikes.check(
@@ -277,17 +280,17 @@ class Trainer:
         return StepFigures(loss_sum=loss_sum, num_valid=num_valid, grad_norm=grad_norm)
 
     def _report(self, figures: StepFigures, *, validates: bool) -> None:
-        """Reduce the step's figures over all ranks, in one collective, and hand them to the
-        sinks, with those of a validation if it is due."""
+        """Reduce the step's figures over all ranks in one collective, validate if it is due, and
+        write the row to the sinks."""
         run, step = self.run, self.run.progress.step
         counted = figures.num_valid if run.execution.owns_loss else figures.num_valid * 0
-        local = torch.stack([figures.loss_sum, counted.double(), *run.meter.own_times()])
+        local = torch.stack([figures.loss_sum, counted.double(), *run.meter.rank_times()])
         # the last pipeline stage has the loss; all ranks receive it
-        loss_sums, num_valid, *own_times = gather(local).unbind(1)
+        loss_sums, num_valid, *rank_times = gather(local).unbind(1)
         self.last_row = run.meter.report(
             step,
             figures={
-                # a step without labels has no loss: neither of these two is finite
+                # neither of these two is finite without labels
                 "loss": loss_sums.sum() / num_valid.sum(),
                 "max_loss": torch.where(num_valid > 0, loss_sums / num_valid, -torch.inf).max(),
                 "grad_norm": figures.grad_norm,
@@ -298,26 +301,25 @@ class Trainer:
                 **(run.balance.figures() if run.balance is not None else {}),
                 **(run.spikes.figures() if run.spikes is not None else {}),
             },
-            own_times=own_times,
+            rank_times=rank_times,
         )
         if validates and run.validator is not None:
-            with run.meter.paused(), self._doing("validating"):
+            with run.meter.paused(), self._status("validating"):
                 try:
                     self.last_row |= run.validator.measure(step)
                     self.last_row |= run.hooks.validation(step, self.last_row)
                 except WaitInterrupted:
-                    self._agreement.stopped = describe(self._stop.votes())
+                    self._sync.stopped = stop_reason(self._stop.votes())
         for sink in run.sinks:
             sink.write(dict(self.last_row))
 
     def close(self) -> None:
-        """Finish the save, the sinks and the loader's workers, each also if another one fails. A
-        second call does nothing."""
+        """Close checkpoints, sinks and loaders, each even if another one fails. Idempotent."""
         with self._open:
             pass
 
     def close_after_failure(self) -> None:
-        """Close what a failed run has left open; its error stays the one that is raised."""
+        """Close the parts of a failed run; an error of closing is logged, not raised."""
         try:
             self.close()
         except Exception as other:  # noqa: BLE001 - the failure before it is raised
@@ -326,10 +328,10 @@ class Trainer:
 
 @contextmanager
 def _collecting_garbage_by_hand() -> Iterator[Callable[[], int]]:
-    # a rank that collects on its own delays all ranks at the next collective
+    # a rank that collects garbage on its own delays all ranks at the next collective
     was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
-    gc.freeze()  # what exists now stays: scanning all modules takes a tenth of a second
+    gc.freeze()  # skip existing objects: scanning all modules takes 0.1 s
     gc.disable()
     try:
         yield gc.collect

@@ -1,9 +1,9 @@
-"""The loss on data that are not trained on; measuring it changes nothing in the training.
+"""Validation: the loss on data that are not trained on, without any effect on training.
 
-A validation is a forward pass over the same samples each time: their summed loss divided by the
-number of their labels, over all ranks, so that it is the same figure in any layout. The data have a
-loader of their own, which restarts each time and so has no state to save; no gradient is computed,
-no random number drawn, and parameters are left as they were.
+Each validation is a forward pass over the same samples: their summed loss divided by the number of
+their labels, over all ranks, which is the same figure in any layout. The data have their own
+loader, which restarts each time and has no state to save. No gradient is computed, no random number
+is drawn and no parameter changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.base.errors import DataError, NonFiniteError
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.data.dataset import PadToBatch, build_samples
 from torchtitan.data.files import Once, alone
 from torchtitan.data.loader import Loader, MapSamples
@@ -37,14 +37,14 @@ from torchtitan.parallel.execution import Batch, Execution
 from torchtitan.parallel.fsdp import free_gathered
 
 logger = logging.getLogger(__name__)
-LARGEST_EXPONENT = 700.0  # exp of more overflows a float
+LARGEST_EXPONENT = 700.0  # exp of a larger number overflows
 SEED = 0  # not the run's: runs with other seeds are validated on the same samples
 KEYS: Collection[str] = ("dataset", "dataset_path", "seq_len")
-"""Settings of the data that [validation] has itself."""
+"""Settings of the data in [validation]."""
 
 
 def validation_source(training: TrainingConfig, validation: ValidationConfig) -> TrainingConfig:
-    """Return [training] with the data of [validation] in place of its own, read once."""
+    """Return [training] with the data of [validation], read once."""
     source = replace(
         training,
         local_batch_size=validation.local_batch_size or training.local_batch_size,
@@ -70,7 +70,7 @@ def build_held_out(
     sections: Mapping[str, object],
     once: Once = alone,
 ) -> MapSamples:
-    """Build the samples of the validation; arguments as of `build_samples`.
+    """Build the validation samples. Arguments as in `build_samples`.
 
     Raises:
         DataError: Data are missing, empty, damaged or too short.
@@ -91,10 +91,10 @@ def build_held_out(
 def build_validation_loader(
     samples: MapSamples, source: TrainingConfig, validation: ValidationConfig, *, mesh: Mesh
 ) -> tuple[Loader, str]:
-    """Build the loader of the validation; return it with a fingerprint of what it reads.
+    """Build the validation loader and return it with a fingerprint of its data.
 
-    The fingerprint differs wherever two losses do not compare: with other samples or fewer of
-    them, and if documents attend or are labelled in another way.
+    If the fingerprints of two runs differ, their losses cannot be compared: the samples, their
+    number, or the treatment of documents differ.
 
     Raises:
         DataError: Ranks have different data.
@@ -108,10 +108,10 @@ def build_validation_loader(
     freq = validation.freq
     logger.info(
         "Validation on %s of %s in %s, every %s",
-        amount(batches.num_drawn, "sample"),
-        amount(source.seq_len, "token"),
-        amount(batches.num_batches, "batch"),
-        amount(freq, "step") if freq > 1 else "step",
+        plural(batches.num_drawn, "sample"),
+        plural(source.seq_len, "token"),
+        plural(batches.num_batches, "batch"),
+        plural(freq, "step") if freq > 1 else "step",
     )
     loader = Loader(
         batches,
@@ -124,7 +124,7 @@ def build_validation_loader(
     parts = [
         batches.fingerprint,
         batches.num_drawn,
-        # in the words of earlier versions, whose checkpoints are compared by this
+        # earlier versions' names, because fingerprints in their checkpoints are compared
         "within" if source.attn_mask_type == "block_causal" else "across",
         "restart" if source.reset_positions else "continue",
     ]
@@ -132,12 +132,12 @@ def build_validation_loader(
 
 
 def perplexity_of(loss: float) -> float:
-    """Return the perplexity of a loss per token, cut off where it would overflow."""
+    """Return the perplexity of a loss per token, clamped before it overflows."""
     return math.exp(min(loss, LARGEST_EXPONENT))
 
 
 class Validator:
-    """Measures the model as it is.
+    """Computes the validation loss of the current weights.
 
     Args:
         loader: Reads the validation's data.
@@ -146,11 +146,11 @@ class Validator:
         model: This rank's parts of the model.
         mesh: All ranks.
         device: This rank's device.
-        data: Fingerprint of what is read.
+        data: Fingerprint of the data.
         freq: Steps between validations.
         before_saves: Validate before each save too.
         first_timeout_seconds: Timeout of the first validation of a start, which may compile.
-        timeout_seconds: Timeout of the others.
+        timeout_seconds: Timeout of later validations.
         tells_perplexity: Whether the loss is cross-entropy.
     """
 
@@ -182,11 +182,11 @@ class Validator:
         return last or step == 1 or step % self._freq == 0 or (saves and self._before_saves)
 
     def measure(self, step: int) -> Row:
-        """Return the validation's figures after `step`, on all ranks alike.
+        """Return the figures after `step`, the same on all ranks. Collective.
 
         Raises:
             WaitInterrupted: The only rank was asked to stop while it waited for data.
-            DataError: The data cannot be read, or have no labels.
+            DataError: The data cannot be read or have no labels.
             NonFiniteError: The loss is not finite.
         """
         started = time.perf_counter()
@@ -202,14 +202,14 @@ class Validator:
             self._has_run = True
         if not count:
             raise DataError(
-                "the validation's data must hold labels, all of their tokens are without; see "
-                "validation.dataset, validation.dataset_path and validation.seq_len"
+                "the validation data have no labels; see validation.dataset, "
+                "validation.dataset_path and validation.seq_len"
             )
         loss = total / count
         if not math.isfinite(loss):
             raise NonFiniteError(
-                f"step {step} must have a finite validation loss, got {loss}; go on from an "
-                f"earlier checkpoint with checkpoint.mode = 'continue' and a lower optimizer.lr"
+                f"step {step} must have a finite validation loss, got {loss}; resume from "
+                f"an earlier checkpoint with checkpoint.mode = 'continue' and a lower optimizer.lr"
             )
         row: Row = {"validation_loss": loss}
         if self._tells_perplexity:
@@ -223,7 +223,7 @@ class Validator:
         self._loader.close()
 
     def limit_waits(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
-        """Limit waits for data by `waiting`, see `Loader`."""
+        """Limit waits for data with `waiting`; see `Loader`."""
         self._loader.waiting = waiting
 
     def close(self) -> None:

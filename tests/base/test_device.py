@@ -151,7 +151,7 @@ def test_local_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_type() == "cuda"
     assert local_device(1) == torch.device("cuda", 1)
     assert chosen == [torch.device("cuda", 1)]
-    with pytest.raises(ConfigError, match=r"local rank 2 on a machine with 2; .*NGPU=2"):
+    with pytest.raises(ConfigError, match=r"local rank 2 on a machine with 2 GPUs; .*NGPU=2"):
         local_device(2)
 
 

@@ -15,10 +15,10 @@ import pytest
 from torchtitan.base.errors import ConfigError
 from torchtitan.base.log import (
     _FileHandler,
-    amount,
     find_option,
     init_logging,
     paint,
+    plural,
     reset_logging,
     shown_ranks,
     use_color,
@@ -165,7 +165,7 @@ def test_use_color(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"job\.dump_folder .* got .*file.*name another folder"):
+    with pytest.raises(ConfigError, match=r"job\.dump_folder .*got .*file"):
         _start(0, folder=tmp_path / "file")
 
 
@@ -201,9 +201,9 @@ def test_importing_has_no_effect() -> None:
 
 
 def test_amounts() -> None:
-    assert [amount(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
-    assert [amount(n, "batch") for n in (1, 2)] == ["1 batch", "2 batches"]
-    assert amount(2, "epoch") == "2 epochs"
+    assert [plural(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+    assert [plural(n, "batch") for n in (1, 2)] == ["1 batch", "2 batches"]
+    assert plural(2, "epoch") == "2 epochs"
 
 
 @pytest.mark.parametrize(

@@ -115,11 +115,11 @@ def checked(*options: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         (["--parallelism.fsdp_reshard_after_forward=3", "--world_size=8"], ["the 8 ranks", "2, 4"]),
         (
             ["--optimizer.frozen_params=layer.*"],
-            ["--optimizer.frozen_params", "'layer.*'", "near are"],
+            ["--optimizer.frozen_params", "'layer.*'", "similar are"],
         ),
         (
             ["--optimizer.no_decay_params=*nrom*"],
-            ["--optimizer.no_decay_params", "'*nrom*'", "near are"],
+            ["--optimizer.no_decay_params", "'*nrom*'", "similar are"],
         ),
         (["--model.tokenizer_path=bpe_2048"], ["2048 ids, the model 264"]),
         (["--lora.rank=2", "--lora.modules=*.wx"], ["--lora.modules", "'*.wx'"]),

@@ -242,13 +242,13 @@ BROKEN = [
         f'{PIPELINE}module_fqns_per_model_part = [["norm"]]\n'
         "pipeline_parallel_layers_per_stage = 2",
         "[parallelism] module_fqns_per_model_part",
-        "remove one",
+        "layers_per_stage = 2",
     ),
     (
         f'{CONTEXT}context_parallel_load_balancer = "balanced"\n'
         'context_parallel_rotate_method = "ulysses"',
         "[parallelism] context_parallel_load_balancer",
-        'write "headtail" or "none"',
+        '"headtail" or "none"',
     ),
     (f'{ELSEWHERE}mode = "continue"', "[checkpoint] mode", 'write mode = "finetune"'),
     *(
@@ -306,7 +306,7 @@ BROKEN = [
             (
                 "num_microbatches = 2\npipeline_parallel_microbatch_size = 2",
                 "num_microbatches",
-                "remove one of them",
+                "remove one",
             ),
         )
     ),

@@ -44,11 +44,11 @@ def test_the_file_may_lie_elsewhere(ranks: RankPool, tmp_path: Path) -> None:
     [
         (
             [[], [], ["--training.steps=7"]],
-            "rank 2 has other values than rank 0: training.steps is 7 ",
+            "rank 2 differs from rank 0: training.steps is 7 ",
         ),
         (
             [["--training.steps=7"], [], []],
-            "ranks 1, 2 have other values than rank 0: training.steps is",
+            "ranks 1, 2 differ from rank 0: training.steps is",
         ),
         (
             [
@@ -105,4 +105,4 @@ def said_of_data(files: list[str]) -> str:
 def test_every_rank_says_whose_data_differ(ranks: RankPool) -> None:
     assert ranks.run(said_of_data, ["a", "a", "a"], world=3) == ["", "", ""]
     [said] = set(ranks.run(said_of_data, ["a", "a", "b"], world=3))
-    assert "rank 2 has other values than rank 0: data is b there and a on rank 0" in said
+    assert "rank 2 differs from rank 0: data is b there and a on rank 0" in said

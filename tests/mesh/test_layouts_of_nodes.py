@@ -8,7 +8,7 @@ import pytest
 
 from torchtitan.base.errors import ConfigError
 from torchtitan.data.settings import TrainingConfig
-from torchtitan.mesh.elastic import FULL_WORLD_SIZE, fit_ranks
+from torchtitan.mesh.dims import FULL_WORLD_SIZE, fit_ranks
 from torchtitan.mesh.settings import ElasticConfig, ParallelismConfig
 
 BOTH = ("dp_shard", "dp_replicate")
@@ -29,6 +29,7 @@ def fit(
             TrainingConfig(local_batch_size=1, global_batch_size=batch),
             settings=ElasticConfig(adjustable_degrees=adjustable_degrees),  # type: ignore[arg-type]
             world_size=world,
+            can_resume=True,
             environ={} if full is None else {FULL_WORLD_SIZE: str(full)},
         )
     except ConfigError:
@@ -93,5 +94,6 @@ def test_the_refusal_names_ranks_and_batch() -> None:
             TrainingConfig(local_batch_size=1),
             settings=ElasticConfig(),
             world_size=3,
+            can_resume=True,
             environ={FULL_WORLD_SIZE: "8"},
         )

@@ -27,7 +27,7 @@ def test_torchruns_variables() -> None:
     "environ", [{"RANK": "0"}, {"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}]
 )
 def test_half_an_environment_is_refused(environ: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="must all be numbers, or all be unset"):
+    with pytest.raises(ConfigError, match="RANK must be a number"):
         read_rank_info(environ)
 
 
@@ -36,9 +36,9 @@ def test_half_an_environment_is_refused(environ: dict[str, str]) -> None:
     [
         (
             {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
-            "without MASTER_ADDR and MASTER_PORT",
+            "'MASTER_ADDR': '', 'MASTER_PORT': ''",
         ),
-        ({"RANK": "0", "LOCAL_RANK": "-1", "WORLD_SIZE": "1"}, "LOCAL_RANK 0 or more"),
+        ({"RANK": "0", "LOCAL_RANK": "-1", "WORLD_SIZE": "1"}, "'LOCAL_RANK': '-1'"),
         (
             {
                 "RANK": "0",
@@ -47,13 +47,13 @@ def test_half_an_environment_is_refused(environ: dict[str, str]) -> None:
                 **MEETING_POINT,
                 "MASTER_PORT": "x",
             },
-            "MASTER_PORT must be a port",
+            "'MASTER_PORT': 'x'",
         ),
         (
             {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "99999"},
-            "MASTER_PORT must be a port",
+            "'MASTER_PORT': '99999'",
         ),
-        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **MEETING_POINT}, "got RANK 2, WORLD"),
+        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **MEETING_POINT}, "'RANK': '2'"),
     ],
 )
 def test_ranks_that_could_not_meet_are_refused(environ: dict[str, str], message: str) -> None:

@@ -16,8 +16,8 @@ from torchtitan.mesh.stop import (
     SIGNALS,
     StopRequest,
     WaitInterrupted,
-    describe,
     interrupt,
+    stop_reason,
     watch_signals,
 )
 
@@ -66,11 +66,11 @@ def test_the_deadline_counts_from_the_start() -> None:
 
 
 def test_reasons() -> None:
-    assert describe([0, 0, 0]) is None
-    assert describe([1, 0, 0]) == "a signal (to 1 rank)"
-    assert describe([2, 2, 2]) == "a signal (to 2 ranks)"
-    assert describe([0, 2, 1]) == "its deadline, job.time_limit_seconds"
-    assert describe([0, 0, 1]) == "a callback (on 1 rank)"
+    assert stop_reason([0, 0, 0]) is None
+    assert stop_reason([1, 0, 0]) == "a signal (to 1 rank)"
+    assert stop_reason([2, 2, 2]) == "a signal (to 2 ranks)"
+    assert stop_reason([0, 2, 1]) == "its deadline, job.time_limit_seconds"
+    assert stop_reason([0, 0, 1]) == "a callback (on 1 rank)"
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def test_a_rank_is_named_once_it_stays_the_slowest() -> None:
             with jobs.listening() as lines:
                 stragglers.find(times, step=step, step_seconds=10.0)
             named += [step] * len(lines)
-            assert all(f"Step {step}: rank 2 (node2) is 3.0 times behind" in x for x in lines)
+            assert all(f"Step {step}: rank 2 (node2) takes 3.0 times" in x for x in lines)
         return named
 
     assert steps_named([*four, even, *four, other, *four, even]) == []
@@ -108,13 +108,13 @@ def test_a_meter_gathers_the_time_since_the_last_report() -> None:
                 now[0] += update
             now[0] += 5
             meter.count(1)
-        data, measured = meter.own_times()
+        data, measured = meter.rank_times()
         assert (float(data), float(measured)) == (0.5, update)
         # of two ranks, the other one updates in an eighth of the time
         both = [torch.stack([own, own / 8]) for own in (data, measured)]
-        row = meter.report(2, figures={}, own_times=both)
+        row = meter.report(2, figures={}, rank_times=both)
         assert (row["slowest_rank"], row["slowest_update_ratio"]) == (0, 8)
-        assert "own_times" not in row
+        assert not [name for name in row if "rank_times" in name]
 
 
 def train_slowed(job: list[str], slowed: str) -> tuple[list[str], dict[str, Any]]:
@@ -135,7 +135,7 @@ def train_slowed(job: list[str], slowed: str) -> tuple[list[str], dict[str, Any]
         trainer.train()
         trainer.close()
     assert trainer.last_row is not None
-    return [line for line in lines if " times behind " in line], trainer.last_row
+    return [line for line in lines if " (" in line and " times " in line], trainer.last_row
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_a_slowed_rank_is_named(
             assert warnings == []
             assert row["slowest_ratio"] == 1
             continue
-        said = {"data": "waiting for data", "update": "optimizer updates"}
-        pattern = rf"rank 1 \(.+\) is [\d.]+ times behind .* in {said[slowed]}, the slowest at 5 "
+        work = {"data": "waiting for data", "update": "optimizer updates"}[slowed]
+        pattern = rf"rank 1 \(.+\) takes [\d.]+ times .* in {work}, .* 5 logged steps"
         assert len(warnings) == 1
         assert re.search(pattern, warnings[0]), warnings
         assert row["slowest_rank"] == 1

@@ -1,12 +1,11 @@
-"""What makes two runs equal bit for bit.
+"""Determinism: runs that are equal bit for bit.
 
-Equal seeds are half of it. The other half is the order of additions: an operator whose threads add
-in the order in which they happen to finish gives other digits each time. torch knows which of its
-operators do so and refuses them on request; cuBLAS and cuDNN, which choose algorithms by
-themselves, are told by a variable of the environment and by flags.
+Equal seeds are not enough. An operator whose threads add numbers in the order they happen to finish
+returns other digits each time. torch knows these operators and refuses them on request. cuBLAS and
+cuDNN choose algorithms on their own and are configured by an environment variable and by flags.
 
-What the user has set is never flipped quietly. A setting that was not given is made, one that
-contradicts is refused, so that what a run is started with is what it runs with.
+A setting that the user made is never changed silently: missing settings are added, contradicting
+ones are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torchtitan.base.errors import ConfigError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_REPRODUCIBLE = (":4096:8", ":16:8")
-"""Workspaces of fixed size, as cuBLAS documents for reproducible results."""
+"""Workspaces of fixed size, which cuBLAS documents as reproducible."""
 
 
 def set_determinism(
@@ -33,12 +32,19 @@ def set_determinism(
     device_type: str,
     environ: MutableMapping[str, str],
 ) -> None:
-    """Seed the generators, and hold operators to reproducible ones where asked.
+    """Seed the random generators and restrict torch to deterministic operators.
 
-    Call it before anything runs on the device: cuBLAS reads `environ` once.
+    Call this before anything runs on the device, because cuBLAS reads the environment once.
+
+    Args:
+        seed: Seed of torch's generators.
+        deterministic: Restrict operators.
+        warn_only: Warn of other operators instead of raising an error.
+        device_type: "cuda" or "cpu".
+        environ: The environment, which may be changed.
 
     Raises:
-        ConfigError: The process was started with a setting that contradicts `deterministic`.
+        ConfigError: A setting of the process contradicts `deterministic`.
     """
     if deterministic and device_type == "cuda":
         _prepare_cuda(environ)
@@ -49,26 +55,25 @@ def set_determinism(
 def _prepare_cuda(environ: MutableMapping[str, str]) -> None:
     if torch.backends.cudnn.benchmark:
         raise ConfigError(
-            "[debug] deterministic needs torch.backends.cudnn.benchmark = False, got True: it "
-            "picks algorithms by measured time; leave it off, or remove debug.deterministic"
+            "debug.deterministic needs torch.backends.cudnn.benchmark = False, got True"
         )
-    given = environ.setdefault(CUBLAS, CUBLAS_REPRODUCIBLE[0])
-    if given not in CUBLAS_REPRODUCIBLE:
+    value = environ.setdefault(CUBLAS, CUBLAS_REPRODUCIBLE[0])
+    if value not in CUBLAS_REPRODUCIBLE:
         raise ConfigError(
-            f"[debug] deterministic needs {CUBLAS} to be {' or '.join(CUBLAS_REPRODUCIBLE)} in the "
-            f"environment, got '{given}'; unset it, or remove debug.deterministic"
+            f"debug.deterministic needs {CUBLAS} to be {' or '.join(CUBLAS_REPRODUCIBLE)} in the "
+            f"environment, got '{value}'"
         )
     torch.backends.cudnn.deterministic = True
 
 
 @contextmanager
 def keep_process_settings() -> Iterator[None]:
-    """Restore on exit what a run changes in this process: environment, filters of warnings, random
-    generators, determinism."""
+    """Restore on exit the process settings that a run changes: environment, warning filters, random
+    generators and determinism."""
     environ, cudnn = dict(os.environ), torch.backends.cudnn.deterministic
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    # asking for the current GPU of a process that has used none would take memory on the first one
+    # asking an unused GPU for the current device would allocate memory on it
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with warnings.catch_warnings(), torch.random.fork_rng(devices=gpus):
         try:

@@ -1,15 +1,13 @@
-"""What this process computes on: its device, how fast that is at best, and how full it got.
+"""The device of this process: its name, peak speed, memory, and small transfers.
 
-Model FLOP/s utilisation needs the peak of the device. For GPUs that is the vendor's *dense* figure
-(data sheets like to print the one with sparsity, twice as high). A device that is missing in the
-table has no peak, and a run on it no MFU; so has a CPU. A timed matrix product is no substitute:
-timed while a neighbour was busy, a CPU's peak was a quarter of what training then reached.
+Model FLOP/s utilization (MFU) needs the peak of the device. For GPUs it is the vendor's *dense*
+figure; data sheets often print the one with sparsity, which is twice as high. CPUs and GPUs that
+are missing in the table have no peak, and runs on them no MFU. A timed matrix product is no
+substitute: measured on a busy machine, a CPU's peak was a quarter of the speed of training.
 
-Small numbers between host and device, without either waiting for the other.
-
-`tensor.item()` makes the host wait until the device has done all that was asked of it, and then the
-device waits for the host's next order. A copy into page-locked memory is one more order, and its
-result may be read whenever it suits.
+`tensor.item()` makes the host wait until the device has finished all queued work, and then the
+device waits for the host. `HostCopy` queues a copy into page-locked memory instead, which is read
+later.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class PeakFlops:
-    """The best a device can do, in FLOP/s, and where that number comes from."""
+    """Peak of a device in FLOP/s, and the source of the figure."""
 
     value: float
     source: str
@@ -49,10 +47,10 @@ class GpuPeaks:
     fp32: float
 
 
-# Key: words that the name of the device must hold; the row with most words wins ("H100 PCIe" over
+# A key's words must all be in the device's name; the key with most words wins ("H100 PCIe" over
 # "H100"). Sources: NVIDIA data sheets of each product (figures "with sparsity" halved) and the
 # Ampere GA102, Ada and Blackwell RTX white papers; AMD Instinct data sheets (a device is one GCD of
-# an MI250X). tests/base/test_device.py derives the bf16 column from units x clock once more.
+# an MI250X). tests/base/test_device.py checks the bf16 column against units x clock.
 GPU_PEAKS: Mapping[str, GpuPeaks] = {
     "A10": GpuPeaks(bf16=125.0, tf32=62.5, fp32=31.2),
     "A10G": GpuPeaks(bf16=70.0, tf32=35.0, fp32=35.0),
@@ -79,35 +77,36 @@ GPU_PEAKS: Mapping[str, GpuPeaks] = {
     "GB200": GpuPeaks(bf16=2500.0, tf32=1250.0, fp32=80.0),
     "B300": GpuPeaks(bf16=2250.0, tf32=1125.0, fp32=75.0),
     "GB300": GpuPeaks(bf16=2500.0, tf32=1250.0, fp32=80.0),
-    # AMD has no TF32 that torch uses by itself: fp32 matrix units for both
+    # torch uses no TF32 on AMD: fp32 matrix units in both columns
     "MI250X": GpuPeaks(bf16=191.5, tf32=47.9, fp32=47.9),
     "MI300X": GpuPeaks(bf16=1307.4, tf32=163.4, fp32=163.4),
     "MI325X": GpuPeaks(bf16=1307.4, tf32=163.4, fp32=163.4),
 }
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
-"""What a CPU that multiplies bfloat16 has, as Linux spells it."""
+"""Flags in /proc/cpuinfo of CPUs with bfloat16 units."""
 
-# Words that make it another product than the one in the table.
+# words of names of products that the table does not have
 _OTHER_PRODUCT = frozenset({"Laptop", "MIG", "D", "Max", "Ti", "SUPER"})
 
 
 def device_type() -> Literal["cuda", "cpu"]:
-    """Return what this machine trains on: "cuda" (NVIDIA, or AMD under ROCm) if there is a GPU."""
+    """Return "cuda" if this machine has a GPU (NVIDIA, or AMD under ROCm), else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def local_device(local_rank: int) -> torch.device:
-    """Return the device of a process, by its rank on this machine, and make it the current one.
+    """Return the device of a local rank and make it the current device.
 
-    Raises ConfigError when the machine has fewer GPUs than processes.
+    Raises:
+        ConfigError: The machine has fewer GPUs than processes.
     """
     if device_type() == "cpu":
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
     if local_rank >= num_gpus:
         raise ConfigError(
-            f"each process of a machine needs a GPU of its own, got local rank {local_rank} on a "
-            f"machine with {num_gpus}; start at most {num_gpus} processes there (NGPU={num_gpus})"
+            f"each process needs its own GPU, got local rank {local_rank} on a machine with "
+            f"{num_gpus} GPUs; start at most {num_gpus} processes there (NGPU={num_gpus})"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -115,17 +114,15 @@ def local_device(local_rank: int) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the product name of the device; of a CPU also the threads that torch uses."""
+    """Return the product name of the device, for a CPU with the number of threads."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{_cpu_model()}, threads: {torch.get_num_threads()} (OMP_NUM_THREADS)"
 
 
 def has_bfloat16(device_type: str) -> bool:
-    """Tell whether the device multiplies bfloat16 by itself, at more than float32's rate.
-
-    A GPU or CPU without such units emulates them, slower than float32.
-    """
+    """Return whether the device has bfloat16 units. Without them bfloat16 is emulated, which is
+    slower than float32."""
     if device_type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return torch.backends.mkldnn.is_available() and bool(BF16_FLAGS & _cpu_flags())
@@ -147,7 +144,7 @@ def peak_flops(device: torch.device, *, dtype: torch.dtype) -> PeakFlops | None:
 
 
 def table_peaks(name: str) -> GpuPeaks | None:
-    """Return the row for a device of this name, or None if the table does not know it."""
+    """Return the table's row for a device name, or None if it has none."""
     words = set(re.split(r"[\s/-]+", name))
     if words & _OTHER_PRODUCT:
         return None
@@ -158,9 +155,9 @@ def table_peaks(name: str) -> GpuPeaks | None:
 
 
 def memory_peak_gib(device: torch.device) -> float:
-    """Return the most memory in use at once, in GiB.
+    """Return the peak memory in GiB.
 
-    GPU: by tensors, since the last `reset_memory_peak`. CPU: by this process, ever.
+    GPU: of tensors, since the last `reset_memory_peak`. CPU: of this process, since its start.
     """
     if device.type == "cuda":
         return float(torch.cuda.memory_stats(device)["active_bytes.all.peak"]) / GIB
@@ -169,7 +166,7 @@ def memory_peak_gib(device: torch.device) -> float:
 
 
 def find_out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
-    """Return the lack of memory that led to `error`, or None: a pipeline raises its own error."""
+    """Return the out-of-memory error that caused `error`, if any. A pipeline wraps errors."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__
     return error
@@ -178,7 +175,7 @@ def find_out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | 
 def describe_out_of_memory(
     error: torch.OutOfMemoryError, argv: Sequence[str], *, environ: Mapping[str, str]
 ) -> str:
-    """Return the rank, torch's error, the peak, and the command that plans the job `argv`."""
+    """Return a message with the rank, torch's error, the peak, and a command that plans the job."""
     world_size = environ.get("WORLD_SIZE", "1")
     num_local = environ.get("LOCAL_WORLD_SIZE", world_size)
     command = ["python", "-m", "torchtitan.tools.plan", "memory", "--ran_out"]
@@ -198,7 +195,7 @@ def describe_out_of_memory(
 
 
 def reset_memory_peak(device: torch.device) -> None:
-    """Let the next `memory_peak_gib` start from now; a CPU keeps its peak."""
+    """Reset the peak that `memory_peak_gib` returns. A CPU's peak cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -220,7 +217,7 @@ def _cpu_flags() -> set[str]:
 
 
 def _cpu_info(key: str) -> str:
-    """Return what Linux says of the first core under `key`; elsewhere nothing."""
+    """Return the value of `key` for the first core in /proc/cpuinfo, or ""."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
     match = re.search(rf"^{key}\s*:\s*(.+)$", text, flags=re.MULTILINE)
@@ -228,7 +225,7 @@ def _cpu_info(key: str) -> str:
 
 
 class HostCopy:
-    """Numbers on their way to the host: asked for now, read later."""
+    """Asynchronous copy of numbers to the host."""
 
     def __init__(self, values: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
@@ -241,13 +238,13 @@ class HostCopy:
             self._host = values.clone()
 
     def read(self) -> list[float]:
-        """Return the numbers, once they are there."""
+        """Wait for the copy and return the numbers."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host.tolist()
 
 
 def to_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Send numbers to a device, int64."""
+    """Copy integers to a device, as int64, without waiting."""
     pinned = torch.tensor(values, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)

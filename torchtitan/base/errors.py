@@ -1,8 +1,7 @@
-"""Typed errors for what a user can mend, so that `train.py` can answer with a message alone.
+"""Typed errors for mistakes that a user can fix. Commands print them without a traceback.
 
-A `UserError` is raised before any long work where that is possible. Its text says what rule holds,
-what was given and what to do; `main()` prints it without a traceback and exits with its code. An
-invariant of ours that breaks is an `assert`, never one of these.
+A `UserError` is raised before any long work if possible. Its message states the rule, the value
+and, where it is not obvious, what to do. A broken invariant of the library is an `assert` instead.
 """
 
 from __future__ import annotations
@@ -14,28 +13,27 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 _CONTROL = re.compile(r"[^\n\t -~\u00a0-\ud7ff\ue000-\U0010ffff]")
-"""Control characters, and surrogates, which JSON may hold and no text file."""
+"""Control characters, and surrogates, which JSON may contain but text files may not."""
 E = TypeVar("E", bound="UserError")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A rule about settings that does not hold.
+    """A violated rule about settings.
 
-    A room names keys as its own section has them, `seq_len`; whoever knows where the section stands
-    adds that by `within`, and whoever knows which file gave the value words the place.
+    A room names the keys of its own section, such as `seq_len`. `within` adds the section.
     """
 
     keys: tuple[str, ...]
-    """The settings that the rule ties, by dotted paths; the one to blame comes first."""
+    """Dotted paths of the settings in the rule, the one to blame first."""
     rule: str
-    """What must hold, what was given, and what to do."""
+    """Rule, value and remedy."""
     is_notice: bool = False
-    """The job may start: the setting has no effect, or is worth a remark."""
+    """The job may start, e.g. because the setting only has no effect."""
 
     def within(self, section: str) -> Violation:
-        """Return it with the path of the section before each key."""
+        """Return the violation with the section's path before each key."""
         return replace(self, keys=tuple(f"{section}.{key}" for key in self.keys))
 
     def __str__(self) -> str:
@@ -44,12 +42,12 @@ class Violation:
 
 
 def printable(text: str) -> str:
-    """Return a text without characters that steer a terminal: stored ones may be a stranger's."""
+    """Escape control characters, which in stored text may come from a stranger."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class UserError(Exception):
-    """Something outside the library has to change; exit code 2."""
+    """Mistake outside the library. Exit code 2."""
 
     exit_code = 2
 
@@ -58,13 +56,12 @@ class UserError(Exception):
 
     @classmethod
     def at(cls: type[E], keys: str | tuple[str, ...], rule: str) -> E:
-        """Return the error of a rule about settings, by their dotted paths, that does not hold; of
-        several the one to blame comes first."""
+        """Return the error of a violated rule about settings; see `Violation`."""
         return cls(Violation((keys,) if isinstance(keys, str) else keys, rule))
 
 
 class ConfigError(UserError):
-    """One or more mistakes in the job's settings, all of them reported together."""
+    """One or more mistakes in the job's settings, reported together."""
 
     def __init__(self, mistakes: str | Violation | Sequence[str | Violation]) -> None:
         if isinstance(mistakes, str | Violation):
@@ -74,13 +71,13 @@ class ConfigError(UserError):
 
 
 class Mistakes:
-    """Collects the mistakes of checks that do not depend on each other, to report them together."""
+    """Collects the mistakes of independent checks, to report them together."""
 
     def __init__(self) -> None:
         self._found: list[str | Violation] = []
 
     def of(self, check: Callable[[], T]) -> T | None:
-        """Return what the check returns, or None where it raises ConfigError."""
+        """Return the result of `check`, or None if it raises ConfigError."""
         try:
             return check()
         except ConfigError as error:
@@ -88,17 +85,17 @@ class Mistakes:
             return None
 
     def add(self, key: str, rule: str) -> None:
-        """Add a rule about a setting that does not hold."""
+        """Add a violated rule about a setting."""
         self._found.append(Violation((key,), rule))
 
     def report(self) -> None:
-        """Raise ConfigError with all mistakes so far, if there are any."""
+        """Raise ConfigError if there are mistakes."""
         if self._found:
             raise ConfigError(self._found)
 
 
 def nearest(given: str, names: Collection[str]) -> str | None:
-    """Return which of the names was most likely meant: by its letters, or as an abbreviation."""
+    """Return the most similar name: by its letters, or as an abbreviation."""
     lowered = {name.lower(): name for name in names}
     word = given.lower()
     close = difflib.get_close_matches(word, lowered, n=1)
@@ -108,15 +105,15 @@ def nearest(given: str, names: Collection[str]) -> str | None:
 
 
 def did_you_mean(given: str, names: Collection[str]) -> str:
-    """Return `; did you mean 'x'?`, or nothing where no name is near."""
+    """Return `; did you mean 'x'?`, or "" if no name is similar."""
     near = nearest(given, names)
     return "" if near is None else f"; did you mean {near!r}?"
 
 
 class DataError(UserError):
-    """Data or tokenizer files that are missing, damaged or do not fit the job.
+    """Data or tokenizer files are missing, damaged or do not fit the job.
 
-    A `Violation` names the setting to change, as its own section has it.
+    A `Violation` names the setting to change, relative to its section.
     """
 
     def __init__(self, problem: str | Violation) -> None:
@@ -125,33 +122,33 @@ class DataError(UserError):
 
     @property
     def key(self) -> str | None:
-        """Return the setting to change, if the error names one."""
+        """The setting to change, if the error names one."""
         return self.problem.keys[0] if isinstance(self.problem, Violation) else None
 
     def within(self, section: str) -> DataError:
-        """Return it with the path of the section before its keys."""
+        """Return the error with the section's path before its keys."""
         if isinstance(self.problem, Violation):
             return DataError(self.problem.within(section))
         return self
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be written, read or used by this job."""
+    """A checkpoint cannot be written, read or used by this job."""
 
 
 class NonFiniteError(UserError):
-    """The loss or the gradient norm is not a finite number; the weights were left unchanged."""
+    """The loss or gradient norm is not finite; weights were not changed. Exit code 3."""
 
     exit_code = 3
 
 
 class StalledError(UserError):
-    """Data, or another rank in a save, did not come in time; run again, the job resumes."""
+    """Data, or another rank in a save, took too long; the same command resumes. Exit code 4."""
 
     exit_code = 4
 
 
 class StoppedError(UserError):
-    """The run was asked to end before its last step; started again, it goes on."""
+    """The run was stopped before its last step; the same command resumes. Exit code 4."""
 
     exit_code = 4

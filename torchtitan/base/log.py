@@ -1,13 +1,12 @@
-"""Logging for many processes: one readable console, and nothing lost.
+"""Logging for many processes: a readable console and a complete log file per rank.
 
-A job of a thousand ranks says everything a thousand times. Launchers can hide the output of local
-ranks (`torchrun --local-ranks-filter`), but the same local rank exists on every node, so no setting
-there shows "global rank 0 alone", and what is hidden is gone. Here each process filters itself by
-its global rank: the picked ranks write to the console, and every rank writes its whole log to a
-file. Python warnings and the warnings of other libraries take the same way, so that a picked rank
-is all one sees.
+If every rank logged to the console, a job of a thousand ranks would print each line a thousand
+times. Launchers filter by local rank (`torchrun --local-ranks-filter`), which exists on every node,
+and what they hide is lost. So each process filters by its global rank: the ranks in LOG_RANK log to
+the console, and every rank logs to a file. Python warnings and the log records of libraries are
+treated in the same way.
 
-Modules log through `logging.getLogger(__name__)`; only `main()` calls `init_logging`.
+Modules log through `logging.getLogger(__name__)`. Only `main()` calls `init_logging`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -42,18 +41,20 @@ _HANDLER_PREFIX = "torchtitan."
 
 
 def begin_process(argv: Sequence[str], *, num_ranks: str | None, are_here: bool) -> None:
-    """Do what cannot wait until torch is imported, which takes seconds.
+    """Prepare stderr and Ctrl-C before torch is imported, which takes seconds.
 
-    Say on the console that `num_ranks`, or "auto", are starting (None: another process says it),
-    and let Ctrl-C end the import without a traceback. `are_here`: all of them on this machine.
+    Args:
+        argv: Command line without the program.
+        num_ranks: Number of ranks, or "auto", for a line on the console. None prints none.
+        are_here: All ranks run on this machine.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the import without a traceback
     if sys.stderr is None:  # started with 2>&-
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for good
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - stays open
     if num_ranks is None or not {"-h", "--help"}.isdisjoint(argv):
         return
     file = find_option(argv, "--job.config_file")
-    ranks = amount(int(num_ranks), "rank") if num_ranks.isdecimal() else "ranks"
+    ranks = plural(int(num_ranks), "rank") if num_ranks.isdecimal() else "ranks"
     where = " on this machine" if are_here else ""
     sys.stderr.write(
         f"{time.strftime(_TIME)} Starting {ranks}{where}{f': {file}' if file else ''} "
@@ -63,7 +64,7 @@ def begin_process(argv: Sequence[str], *, num_ranks: str | None, are_here: bool)
 
 
 def find_option(argv: Sequence[str], *names: str) -> str | None:
-    """Return the last value that a command line gives to an option, as "--x 1" or "--x=1"."""
+    """Return the last value of an option in a command line, written "--x 1" or "--x=1"."""
     value = None
     for word, following in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, given = word.partition("=")
@@ -75,35 +76,46 @@ def find_option(argv: Sequence[str], *names: str) -> str | None:
 def init_logging(
     *, rank: int, world_size: int, log_rank: str | None, folder: Path | None, color: bool
 ) -> None:
-    """Send this process's log to the console, if its rank is picked, and to its file.
+    """Log to the console if this rank is shown, and to this rank's file. Replaces earlier calls.
 
-    `log_rank` lists global ranks as in `shown_ranks` (None or "": rank 0). The file is
-    `folder/logs/rank_N.log`, appended to when a run is resumed; None writes no file. Call again at
-    will: the earlier set-up is replaced.
+    Args:
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        log_rank: Ranks to show, see `shown_ranks`. None or "" shows rank 0.
+        folder: Append to `folder/logs/rank_N.log`. None writes no file.
+        color: Use colors on the console.
 
-    Raises ConfigError for a `log_rank` that names no ranks of this job and for a folder that cannot
-    be written.
+    Raises:
+        ConfigError: `log_rank` is invalid, or the file cannot be written.
     """
     shown = shown_ranks(log_rank or "0", world_size=world_size)
     handlers: list[logging.Handler] = []
     if rank in shown:
-        handlers.append(_console_handler(rank=rank, shown=shown, color=color))
+        handlers.append(_ConsoleHandler(rank=rank, shown=shown, color=color))
     if folder is not None:
-        handlers.append(_file_handler(folder / "logs" / f"rank_{rank}.log"))
-
+        handlers.append(_open_file(folder / "logs" / f"rank_{rank}.log"))
     reset_logging()
-    # without any handler Python would print warnings by itself
+    # without any handler Python prints warnings itself
     for handler in handlers or [logging.NullHandler()]:
         handler.name = f"{_HANDLER_PREFIX}{type(handler).__name__}"
         logging.getLogger().addHandler(handler)
     logging.getLogger("torchtitan").setLevel(logging.INFO)
     logging.captureWarnings(True)
-    if not os.environ.get("TORCH_LOGS"):
-        _adopt_library_loggers()
+    if not os.environ.get("TORCH_LOGS"):  # which asks for torch's own handlers
+        _propagate_torch_loggers()
+
+
+def _propagate_torch_loggers() -> None:
+    """Remove the handlers of torch's loggers, which print on every rank."""
+    for name in list(logging.Logger.manager.loggerDict):
+        if f"{name}.".startswith("torch.") and name != "torch.__trace":  # writes TORCH_TRACE's file
+            logger = logging.getLogger(name)
+            logger.handlers.clear()
+            logger.propagate = True
 
 
 def note_in_file(message: str) -> None:
-    """Write to this process's log file alone: for what the console is told in another way."""
+    """Log an error to this process's file only, because the console shows it in another way."""
     record = logging.makeLogRecord(
         {"name": __name__, "levelno": logging.ERROR, "levelname": "ERROR", "msg": message}
     )
@@ -113,12 +125,13 @@ def note_in_file(message: str) -> None:
 
 
 def reset_logging() -> None:
-    """Take away what `init_logging` installed; files are closed."""
+    """Remove the handlers that `init_logging` installed and close the file."""
     root = logging.getLogger()
     for handler in list(root.handlers):
         if (handler.name or "").startswith(_HANDLER_PREFIX):
             root.removeHandler(handler)
-            handler.close()
+            with suppress(OSError):  # a full disk, which the handler has reported
+                handler.close()
     logging.captureWarnings(False)
 
 
@@ -134,9 +147,10 @@ def keep_logging() -> Iterator[None]:
 
 
 def shown_ranks(spec: str, *, world_size: int) -> frozenset[int]:
-    """Return the global ranks that `spec` picks: "all", or a list such as "0" or "0,7".
+    """Return the global ranks in `spec`: "all", or a list such as "0" or "0,7".
 
-    Raises ConfigError when it is neither, or names a rank that the job does not have.
+    Raises:
+        ConfigError: `spec` is malformed or names a rank that the job does not have.
     """
     if spec.strip() == "all":
         return frozenset(range(world_size))
@@ -150,138 +164,86 @@ def shown_ranks(spec: str, *, world_size: int) -> frozenset[int]:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Tell whether a person watches `stream` through something that can move the cursor."""
+    """Return whether `stream` is a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
-def amount(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     """Return "1 batch" or "2 batches"."""
     ending = "es" if noun.endswith("tch") else "s"
     return f"{number} {noun}{'' if number == 1 else ending}"
 
 
 def erase_line(stream: TextIO) -> str:
-    """Return what clears the line of a terminal where another rank's bar may stand."""
+    """Return the code that clears a terminal's line, where another rank's bar may be."""
     return "\r\x1b[2K" if is_terminal(stream) else ""
 
 
 def use_color(stream: TextIO, *, disabled: bool) -> bool:
-    """Tell whether to write colours to `stream`: a terminal, and neither NO_COLOR nor `disabled`.
-
-    NO_COLOR counts when it is set to anything but "" (https://no-color.org).
-    """
+    """Return whether to write colors: to a terminal, without NO_COLOR (https://no-color.org) and
+    unless `disabled`."""
     return is_terminal(stream) and not os.environ.get("NO_COLOR") and not disabled
 
 
 def paint(text: str, style: Style, *, color: bool) -> str:
-    """Return `text` in the style for terminals, or as it is when `color` is False."""
+    """Return `text` in a style for terminals, or unchanged if `color` is False."""
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if color else text
 
 
 class _ConsoleHandler(logging.StreamHandler):
-    """Write to whatever `sys.stderr` is now: a progress bar stands in for it while it is drawn."""
+    """Write to the current `sys.stderr`, which a progress bar replaces while it is drawn.
+
+    Lines have the time, the rank if several are shown, and the level of warnings and errors.
+    """
+
+    def __init__(self, *, rank: int, shown: frozenset[int], color: bool) -> None:
+        super().__init__(sys.stderr)
+        self._label = f"[rank {rank}] " if len(shown) > 1 else ""
+        # the first shown rank may draw a bar; other processes clear its line, and rich redraws it
+        self._before = erase_line(sys.stderr) if rank != min(shown) else ""
+        self._color = color
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
 
-
-class _ConsoleFormatter(logging.Formatter):
-    """One short line: time, rank if several are shown, level and origin unless all is well."""
-
-    def __init__(self, *, rank_label: str, before: str, color: bool) -> None:
-        super().__init__(datefmt=_TIME)
-        self.rank_label = rank_label
-        self.before = before
-        self.color = color
-
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record).rstrip()
-        if not self.color:
+        if not self._color:
             text = _ESCAPES.sub("", text)
         if record.levelno >= logging.WARNING:
             style: Style = "yellow" if record.levelno < logging.ERROR else "red"
-            text = f"{paint(record.levelname, style, color=self.color)} {text}"
-        time = paint(self.formatTime(record, self.datefmt), "dim", color=self.color)
-        return f"{self.before}{time} {self.rank_label}{text}"
+            text = f"{paint(record.levelname, style, color=self._color)} {text}"
+        clock = time.strftime(_TIME, time.localtime(record.created))
+        return f"{self._before}{paint(clock, 'dim', color=self._color)} {self._label}{text}"
 
 
-class _FileFormatter(logging.Formatter):
-    """Everything there is to know of a record, in plain text."""
+class _FileHandler(logging.FileHandler):
+    """Write plain text. A full disk is reported once and does not end the run."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    has_failed = False
 
     def format(self, record: logging.LogRecord) -> str:
         return _ESCAPES.sub("", super().format(record).rstrip())
 
-
-def _console_handler(*, rank: int, shown: frozenset[int], color: bool) -> logging.Handler:
-    handler = _ConsoleHandler(sys.stderr)
-    # The first picked rank may draw a progress bar. The others are other processes that know
-    # nothing of it, so they clear the line they find themselves on; the bar redraws itself below.
-    handler.setFormatter(
-        _ConsoleFormatter(
-            rank_label=f"[rank {rank}] " if len(shown) > 1 else "",
-            before=erase_line(sys.stderr) if rank != min(shown) else "",
-            color=color,
-        )
-    )
-    return handler
-
-
-class _FileHandler(logging.FileHandler):
-    """Say once that lines are lost where the disk takes no more: no run ends over its log."""
-
-    is_lost = False
-
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Note a line that could not be written."""
+        """Report that lines are missing."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self.is_lost:
-            self.is_lost = True
+        elif not self.has_failed:
+            self.has_failed = True
             sys.stderr.write(f"{self.baseFilename} lacks lines from now on: {error.strerror}\n")
 
-    def close(self) -> None:
-        """Close the file; what it could not take was told of."""
-        try:
-            super().close()
-        except OSError:
-            if not self.is_lost:
-                raise
 
-
-def _file_handler(path: Path) -> logging.Handler:
+def _open_file(path: Path) -> logging.Handler:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _FileHandler(path, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"job.dump_folder must be a folder this job can write to, got {path.parent.parent} "
-            f"({error.strerror}: {error.filename}); name another folder"
+            f"job.dump_folder must be writable, got {path.parent.parent} "
+            f"({error.strerror}: {error.filename})"
         ) from error
-    handler.setFormatter(_FileFormatter())
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     return handler
-
-
-def _adopt_library_loggers() -> None:
-    """Send what imported libraries would write to stderr themselves through our handlers instead.
-
-    torch gives dozens of its loggers a handler of their own, on every rank. TORCH_LOGS asks for
-    exactly those, so with it they stay.
-    """
-    known = logging.Logger.manager.loggerDict.values()
-    for logger in (each for each in known if isinstance(each, logging.Logger)):
-        for handler in list(logger.handlers):
-            # by exact name: another subclass (a file, a trace) does something of its own.
-            # _StderrHandler is torch's from 2.15 on
-            is_for_console = type(handler).__name__ in ("StreamHandler", "_StderrHandler")
-            if is_for_console and getattr(handler, "stream", None) in _standard_streams():
-                logger.removeHandler(handler)
-                logger.propagate = True
-
-
-def _standard_streams() -> tuple[TextIO | None, ...]:
-    return (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)

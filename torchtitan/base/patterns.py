@@ -1,4 +1,4 @@
-"""Shell patterns that stand for parameters and modules: one matcher for all settings."""
+"""Shell patterns for names of parameters and modules, matched the same way for all settings."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torchtitan.base.errors import ConfigError
 
 
 def matches(name: str, patterns: Collection[str]) -> bool:
-    """Return whether any of the patterns matches the whole name; a star spans dots."""
+    """Return whether any of the patterns matches the full name. A star also matches dots."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def check_pattern(pattern: str, names: Collection[str], *, key: str, what: str) -> None:
-    """Check that a shell pattern, given under `key`, matches something.
+    """Check that the pattern of setting `key` matches the name of a `what`, e.g. a parameter.
 
     Raises:
-        ConfigError: It does not; says which names are near.
+        ConfigError: It matches nothing; names the most similar names.
     """
     if any(matches(name, [pattern]) for name in names):
         return
-    near = sorted(sorted(names), key=lambda name: _likeness(pattern, name), reverse=True)[:3]
+    similar = sorted(sorted(names), key=lambda name: _similarity(pattern, name), reverse=True)[:3]
     raise ConfigError.at(
-        key, f"'{pattern}' must match a {what} of the model; near are {', '.join(near)}"
+        key, f"'{pattern}' must match a {what} of the model; similar are {', '.join(similar)}"
     )
 
 
-def _likeness(pattern: str, name: str) -> tuple[int, float]:
-    """Compare what they share in one piece, as a pattern is shorter than any name, then letters."""
+def _similarity(pattern: str, name: str) -> tuple[int, float]:
+    """Rank by the longest common substring first, because patterns are shorter than names."""
     matcher = difflib.SequenceMatcher(None, pattern, name)
     return matcher.find_longest_match().size, matcher.ratio()

@@ -1,8 +1,7 @@
-"""What holds for all URLs: which are supported, which package one needs, and that no credential is
-shown.
+"""URLs: supported schemes, the packages they need, and hiding of credentials.
 
-A value that looks like a URL is never read as a path: a misspelt scheme would become a folder on
-this machine's disk, where nobody looks for it.
+A value that looks like a URL is never read as a path: a misspelt scheme would create a folder on
+the local disk.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ STORES: dict[str, str | None] = {
     "abfs": None,
     "file": None,
 }
-"""Schemes of the object stores, each with the extra of ours that has its package."""
+"""Schemes of object stores, with the extra of this package that installs their client."""
 READ_ONLY = ("http", "https")
-"""Schemes of what can be read, and holds no folders."""
+"""Schemes that can only be read and have no folders."""
 
 _CREDENTIALS = re.compile(r"://(?:[^/\s]*@\S*|\S*[?]\S*)")
 _LIKE_URL = re.compile(r"\s*[a-z][a-z0-9+.-]*:[:/]|.*://", re.IGNORECASE | re.DOTALL)
@@ -38,39 +37,39 @@ _LOOKS_SECRET = re.compile(
 
 
 def is_url(value: str) -> bool:
-    """Return whether a text is meant as a URL, not as a path."""
+    """Return whether a text looks like a URL rather than a path."""
     return _LIKE_URL.match(value) is not None
 
 
 def local_path(text: str) -> Path:
-    """Return a command line's path; argparse refuses what this does."""
+    """Return the path in a command-line argument; argparse reports the error for a URL."""
     if is_url(text):
         raise ArgumentTypeError(f"must be a path, not a URL, got {hide_credentials(text)!r}")
     return Path(text)
 
 
 def hide_credentials(text: str) -> str:
-    """Return a text without what may be a password or a signature in a URL."""
+    """Replace URLs that may contain a password or a signature."""
     return _CREDENTIALS.sub("://***", text)
 
 
 def url_problem(url: str, *, also: Collection[str] = ()) -> str | None:
-    """Return the rule that a URL breaks: its scheme must be one of `STORES`, or of `also`."""
+    """Return the violated rule if the scheme is neither in `STORES` nor in `also`."""
     scheme, separator, _ = url.partition("://")
     if separator and (scheme in STORES or scheme in also):
         return None
     schemes = ", ".join(f"{scheme}://" for scheme in (*STORES, *also))
     shown = hide_credentials(url)
-    return f"must be a path, or a URL that begins with one of {schemes}, got {shown!r:.200}"
+    return f"must be a path, or a URL with one of {schemes}, got {shown!r:.200}"
 
 
 def is_plain_url(url: str) -> bool:
-    """Return whether a URL names a folder and nothing else: no credentials, no options."""
+    """Return whether a URL only names a folder, without credentials and options."""
     return not re.search(r"[@?#]", url) and bool(url.partition("://")[2].strip("/"))
 
 
 def missing_package(url: str, error: ImportError) -> str:
-    """Say what is missing for a URL, and how to install it."""
+    """Describe the package that a URL needs and how to install it."""
     protocol = url.partition("://")[0]
     extra = STORES.get(protocol)
     remedy = f"in the repository, pip install -e '.[{extra}]'" if extra else "see fsspec's docs"
@@ -78,7 +77,7 @@ def missing_package(url: str, error: ImportError) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text without the values of variables that hold secrets, and what looks like one."""
+    """Replace values of secret environment variables, and text that looks like a secret."""
     for name, value in os.environ.items():
         if len(value) >= 8 and _SECRET.search(name.upper()):
             text = text.replace(value, "***")

@@ -55,7 +55,7 @@ from torch.futures import Future
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import check_is_file
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.checkpoint.rows import Places, overlap
 from torchtitan.checkpoint.stored import StoredPiece
 from torchtitan.mesh.ranks import reason, reasons
@@ -452,7 +452,7 @@ class TensorReader(PieceReader):
         if wrong:
             raise CheckpointError(
                 f"{self.path} must have every element of a tensor once, "
-                f"{amount(len(wrong), 'tensor')} differ:\n  "
+                f"{plural(len(wrong), 'tensor')} differ:\n  "
                 + "; ".join(wrong[:8])
                 + (" ..." if len(wrong) > 8 else "")
                 + "\nlikely only one of several ranks saved its part (dcp.save with no_dist, or "

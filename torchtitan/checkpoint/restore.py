@@ -14,9 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan.base.custom import is_import_path, is_trusted
 from torchtitan.base.errors import CheckpointError, DataError
-from torchtitan.base.log import amount
-from torchtitan.base.own import is_import_path, is_trusted
+from torchtitan.base.log import plural
 from torchtitan.base.patterns import matches
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.checksums import MANIFEST
@@ -102,7 +102,7 @@ def _log_excluded(
                 f"({', '.join(COMPONENTS)}) or match a parameter of the model or the checkpoint"
             )
         shown = ", ".join(excluded[:8]) + (" ..." if len(excluded) > 8 else "")
-        count = amount(len(excluded), "parameter")
+        count = plural(len(excluded), "parameter")
         logger.info("Excluded by '%s': %s: %s", pattern, count, shown)
 
 

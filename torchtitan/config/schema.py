@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import did_you_mean
-from torchtitan.base.own import is_import_path
 from torchtitan.base.urls import is_url, url_problem
 
 if TYPE_CHECKING:

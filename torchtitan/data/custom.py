@@ -26,8 +26,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch.utils.data import get_worker_info
 
+from torchtitan.base.custom import check_methods, describe_error, instantiate, load_object
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.base.own import check_methods, describe_error, load_object, make
 from torchtitan.data.dataset import IGNORED, ORDER, Dataset, has_document_lengths
 from torchtitan.data.loader import MapSamples, Samples
 from torchtitan.data.settings import TrainingConfig
@@ -118,7 +118,7 @@ def build_custom(
 
 def _make(path: str, offered: Mapping[str, object]) -> Any:
     try:
-        data = make(path, key=KEY, offered=offered)
+        data = instantiate(path, key=KEY, kwargs=offered)
         check_methods(data, StreamedData if _is_stream(data) else IndexedData, path=path, key=KEY)
         return data
     except ConfigError as error:

@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import DataError, Violation
-from torchtitan.base.log import amount
-from torchtitan.base.own import is_import_path
+from torchtitan.base.log import plural
 from torchtitan.data.corpus import Corpus, FileCorpus, StdlibCorpus, SyntheticCorpus
 from torchtitan.data.files import Once, alone, divide, find_all
 from torchtitan.data.prepare import cached_store
@@ -307,8 +307,8 @@ def check_fills_batch(
         to_lower.append("global_batch_size")
     rule = (
         f"the data must fill a global batch of {global_batch} samples of {training.seq_len} "
-        f"tokens, got {amount(samples.num_samples, 'sample')} in "
-        f"{amount(training.num_epochs, 'epoch')}; add data, or lower {' and '.join(to_lower)}, or "
+        f"tokens, got {plural(samples.num_samples, 'sample')} in "
+        f"{plural(training.num_epochs, 'epoch')}; add data, or lower {' and '.join(to_lower)}, or "
         f"seq_len"
     )
     raise DataError(Violation((*to_lower, "seq_len"), rule).within("training"))
@@ -367,7 +367,7 @@ def build_dataset(
     )
     # ids of another tokenizer are usually found in the first sample, before any long work
     dataset[0]
-    num_sources, num_tokens = amount(len(stores), "source"), amount(dataset.num_tokens, "token")
+    num_sources, num_tokens = plural(len(stores), "source"), plural(dataset.num_tokens, "token")
     total = "repeated" if dataset.num_samples is None else f"{dataset.num_samples} in all"
     logger.info("data: %s, %s, samples of %d, %s", num_sources, num_tokens, training.seq_len, total)
     return dataset
@@ -440,7 +440,7 @@ def corpora(
     if repeated := [file for file, count in counts.items() if count > 1]:
         logger.warning(
             "dataset_path names %s more than once, as %s: their documents are repeated",
-            amount(len(repeated), "file"),
+            plural(len(repeated), "file"),
             repeated[0],
         )
     sources: list[list[Corpus | TokenStore]] = []

@@ -28,7 +28,7 @@ import fsspec
 from filelock import FileLock
 
 from torchtitan.base.errors import DataError
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.base.urls import READ_ONLY, missing_package, url_problem, without_secrets
 from torchtitan.data.readers import FETCHED, SAVED, STORE_SUFFIXES
 
@@ -191,7 +191,7 @@ def _copy(store: Any, found: Mapping[str, Entry], *, root: str, folder: Path, ur
     if not missing:
         return
     num_megabytes = sum(found[name]["size"] or 0 for name in missing) / 1e6
-    files = amount(len(missing), "file")
+    files = plural(len(missing), "file")
     logger.info("copying %s (%.1f MB) of %s into %s", files, num_megabytes, url, folder)
 
     def copy(name: str) -> None:

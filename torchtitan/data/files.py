@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.base.errors import DataError
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.base.urls import is_url
 from torchtitan.data.readers import FETCHED, SAVED, STORE_SUFFIXES, check_suffix
 from torchtitan.data.settings import DEFAULT_CACHE
@@ -95,7 +95,7 @@ def find_files(
     if empty and (is_named or len(empty) == len(files)):
         raise DataError.at(key, f"a file must not be empty: {empty[0]}; remove it")
     if empty:
-        num_files = amount(len(files), "file")
+        num_files = plural(len(files), "file")
         logger.warning("skipping %d of %s in %s: empty", len(empty), num_files, pattern)
     skipped = set(empty)
     return [file for file in files if file not in skipped]
@@ -151,7 +151,7 @@ def _deduplicate(files: set[Path]) -> list[Path]:
     for file in sorted(files, key=lambda file: (file != target[file], len(file.parts), file)):
         kept.setdefault(target[file], file)
     if len(kept) < len(files):
-        repeated = amount(len(files) - len(kept), "file")
+        repeated = plural(len(files) - len(kept), "file")
         logger.warning("%s found again through links, each is read once", repeated)
     return sorted(kept.values())
 

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan.base.errors import DataError
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.data.files import file_identity
 from torchtitan.data.prepare import cached
 from torchtitan.data.store import CHUNK, StoreWriter, TokenStore
@@ -229,7 +229,7 @@ def _divide(
     Each side has two rows: the start of each run in the view, then the length of the view; and the
     start of each run in the store.
     """
-    logger.info("dividing %s of %s", amount(store.num_documents, "document"), store.prefix)
+    logger.info("dividing %s of %s", plural(store.num_documents, "document"), store.prefix)
     firsts, places = (array("q"), array("q")), (array("q"), array("q"))
     num_tokens, num_documents = [0, 0], [0, 0]
     at, last = 0, None

@@ -33,7 +33,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from torchtitan.base.errors import DataError
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.data.corpus import Corpus
 from torchtitan.data.files import Once, alone, user_path
 from torchtitan.data.readers import Advance, Piece
@@ -88,7 +88,7 @@ def cached_store(
         vocab_size=tokenizer.vocab_size,
         write=write,
     )
-    num_tokens, folder = amount(store.num_tokens, "token"), Path(store.prefix).parent
+    num_tokens, folder = plural(store.num_tokens, "token"), Path(store.prefix).parent
     logger.info("%s: %s in %s", notes["source"], num_tokens, folder)
     return store
 
@@ -203,7 +203,7 @@ def tokenize(
     """
     num_threads = num_threads or num_cores()
     start = time.monotonic()
-    size, threads = corpus.num_bytes / 1e6, amount(num_threads, "thread")
+    size, threads = corpus.num_bytes / 1e6, plural(num_threads, "thread")
     logger.info("tokenizing %s (%.1f MB) with %s", corpus.name, size, threads)
     end = np.array([tokenizer.eos_id], np.uint32)
     text_bytes = 0
@@ -222,8 +222,8 @@ def tokenize(
     logger.info(
         "%s: %s, %s in %.1f s",
         corpus.name,
-        amount(writer.num_documents, "document"),
-        amount(writer.num_tokens, "token"),
+        plural(writer.num_documents, "document"),
+        plural(writer.num_tokens, "token"),
         time.monotonic() - start,
     )
     return text_bytes

@@ -29,7 +29,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from torchtitan.base.errors import DataError
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.data.corpus import FileCorpus
 from torchtitan.data.holdout import content_number
 from torchtitan.data.prepare import cached_store, num_cores, open_cached, show_progress
@@ -60,10 +60,10 @@ class Summary:
     def __str__(self) -> str:
         ratio = self.text_bytes / self.num_tokens
         return (
-            f"{amount(self.num_documents, 'document')}, {amount(self.num_tokens, 'token')}\n"
+            f"{plural(self.num_documents, 'document')}, {plural(self.num_tokens, 'token')}\n"
             f"{self.text_bytes / 1e6:.1f} MB of text, {ratio:.2f} bytes per token; the longest "
-            f"document, number {self.longest_at}, has {amount(self.longest, 'token')}; "
-            f"{amount(self.num_duplicates, 'document')} equal to an earlier one"
+            f"document, number {self.longest_at}, has {plural(self.longest, 'token')}; "
+            f"{plural(self.num_duplicates, 'document')} equal to an earlier one"
         )
 
 

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from torchtitan.base.errors import DataError
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.data.settings import template_parts
 from torchtitan.data.text import check_characters, check_fetched, cut_point
 
@@ -221,7 +221,7 @@ def check_heads(files: Sequence[Path]) -> None:
         logger.warning(
             "%s in JSON Lines, as %s, will be read as plain text, with keys and brackets; rename "
             "to .jsonl to read the texts",
-            amount(len(json_lines), "file"),
+            plural(len(json_lines), "file"),
             json_lines[0],
         )
 

@@ -29,7 +29,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtitan.base.errors import DataError
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.data.text import any_of
 
 Message = Mapping[str, Any]
@@ -212,7 +212,7 @@ class ChatTemplate:
                 ) from error
             asked = f"the answer of message {num_messages + asks} {'begins' if asks else 'ends'}"
             raise DataError(
-                f"{where}: to find where {asked}, the first {amount(num_messages, 'message')} "
+                f"{where}: to find where {asked}, the first {plural(num_messages, 'message')} "
                 f"must be rendered alone, but there the chat template {self.origin} fails: "
                 f"{reason}; put the message that the template needs before it, or put {MARKS} "
                 f"around the assistant's part in the template"
@@ -229,7 +229,7 @@ class ChatTemplate:
                 raise DataError(
                     f"{where}: cannot find the part of an answer that is empty or has weight 0, "
                     f"which is not learnt: the chat template {self.origin} marks "
-                    f"{amount(len(spans), 'part')} for {amount(len(due), 'answer')}; put one pair "
+                    f"{plural(len(spans), 'part')} for {plural(len(due), 'answer')}; put one pair "
                     f"of {MARKS} around each answer"
                 )
             spans = [span for span, learnt in zip(spans, due, strict=True) if learnt]

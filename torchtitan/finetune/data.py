@@ -35,7 +35,7 @@ import numpy.typing as npt
 import torch
 
 from torchtitan.base.errors import DataError
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.data.corpus import Files
 from torchtitan.data.dataset import IGNORED, Dataset, has_document_lengths
 from torchtitan.data.files import Once, alone, find_all
@@ -214,7 +214,7 @@ def _encode(
     if not writer.num_documents:
         raise DataError(
             f"there must be an example with an answer to learn, {source.name} has "
-            f"{amount(num_skipped, 'example')} without an assistant's words or a completion; if "
+            f"{plural(num_skipped, 'example')} without an assistant's words or a completion; if "
             f"they have some, check what the chat template marks by {{% generation %}}"
         )
     return {
@@ -262,7 +262,7 @@ def _plan(
     if not numbers:
         rule = (
             f"there must be an example with an answer in its first {seq_len} tokens, found "
-            f"none in {amount(ours, 'example')}; raise seq_len"
+            f"none in {plural(ours, 'example')}; raise seq_len"
         )
         raise DataError.at("seq_len", rule)
     groups: Iterable[list[int]] = ([place] for place in range(len(lengths)))
@@ -286,9 +286,9 @@ def _report(found: Mapping[str, Any], planned: Mapping[str, Any], training: Trai
         "%s: %d of %s in %s of %s, %.1f %% padding, loss on %.1f %%",
         found["source"],
         planned["num_used"],
-        amount(found["num_examples"] - planned.get("other_side", 0), "example"),
-        amount(planned["num_samples"], "sample"),
-        amount(seq_len, "token"),
+        plural(found["num_examples"] - planned.get("other_side", 0), "example"),
+        plural(planned["num_samples"], "sample"),
+        plural(seq_len, "token"),
         100 - 100 * planned["num_places"] / capacity,
         100 * planned["num_labels"] / capacity,
     )
@@ -299,17 +299,17 @@ def _report(found: Mapping[str, Any], planned: Mapping[str, Any], training: Trai
             "an answer, and %d without one in the first %s",
             found["source"],
             seq_len,
-            amount(long, "example"),
+            plural(long, "example"),
             training.long_examples,
-            amount(found["without_answer"], "example"),
+            plural(found["without_answer"], "example"),
             cut_off,
-            amount(seq_len, "token"),
+            plural(seq_len, "token"),
         )
     if found["without_end"]:
         logger.warning(
             "the chat template's {%% generation %%} marks leave out the token that ends the turn "
             "in %s: the model will not learn to end; move {%% endgeneration %%} behind it",
-            amount(found["without_end"], "example"),
+            plural(found["without_end"], "example"),
         )
 
 

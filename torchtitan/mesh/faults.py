@@ -105,8 +105,8 @@ def raise_if_nonfinite(norm: float, *, loss: Tensor, step: int) -> None:
         seen = f"the loss is finite on every rank, but the gradient norm is {norm}"
     raise NonFiniteError(
         f"step {step} must have a finite loss and gradient norm: {seen}. The weights were not "
-        f"changed; go on from the last checkpoint with checkpoint.mode = 'continue' and a lower "
-        f"optimizer.lr, or start anew in another dump_folder"
+        f"changed; resume from the last checkpoint with checkpoint.mode = 'continue' and a lower "
+        f"optimizer.lr, or start again in another dump_folder"
     )
 
 

@@ -1,9 +1,9 @@
-"""Ranks: the process group, and helpers by which ranks act together.
+"""Ranks: the process group, and helpers for collective decisions.
 
 Ranks find each other through torchrun's environment. A process started without it forms a group of
 one, so the rest of the trainer never asks whether it is distributed.
 
-A rank that raises an error alone leaves the other ranks waiting in their next collective until it
+A single rank that raises an error leaves the other ranks waiting in their next collective until it
 times out. So `on_first_rank` and `on_every_rank` exchange errors before any rank continues. A group
 of None means this process only.
 
@@ -51,7 +51,7 @@ from torchtitan.mesh.faults import enable_recorder
 from torchtitan.mesh.settings import CommConfig
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 SECONDS_FOR_RANK_0_TO_REPORT = 5
 
 
@@ -70,30 +70,21 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
     Raises:
         ConfigError: Variables are missing or invalid.
     """
-    present = [name for name in VARIABLES if name in environ]
-    if not present:
+    if not any(name in environ for name in VARIABLES):
         return RankInfo(rank=0, local_rank=0, world_size=1)
     try:
         rank, local_rank, world_size = (int(environ[name]) for name in VARIABLES)
-    except (KeyError, ValueError) as error:
+        is_port = 0 <= int(environ.get("MASTER_PORT", "1")) < 2**16
+        can_meet = world_size == 1 or all(name in environ for name in RENDEZVOUS)
+        is_valid = 0 <= rank < world_size and local_rank >= 0 and is_port and can_meet
+    except (KeyError, ValueError):
+        is_valid = False
+    if not is_valid:
+        values = {name: environ.get(name, "")[:60] for name in (*VARIABLES, *RENDEZVOUS)}
         raise ConfigError(
-            f"{', '.join(VARIABLES)} must all be numbers, or all be unset for one process; got "
-            f"{ {name: environ.get(name) for name in VARIABLES} }; start ranks with torchrun "
-            f"or ./run_train.sh"
-        ) from error
-    missing = [name for name in MEETING_POINT if name not in environ]
-    port = environ.get("MASTER_PORT", "1")
-    if not (port.isascii() and port.isdecimal() and 0 <= int(port[:6]) < 2**16) or local_rank < 0:
-        raise ConfigError(
-            f"MASTER_PORT must be a port, 0 to 65535, and LOCAL_RANK 0 or more, got {port[:60]!r} "
-            f"and {local_rank}; start ranks with torchrun or ./run_train.sh"
-        )
-    if not 0 <= rank < world_size or (world_size > 1 and missing):
-        raise ConfigError(
-            f"RANK must be below WORLD_SIZE, and several ranks need {' and '.join(MEETING_POINT)} "
-            f"to meet; got RANK {rank}, WORLD_SIZE {world_size}"
-            + (f" without {' and '.join(missing)}" if missing else "")
-            + "; start ranks with torchrun or ./run_train.sh"
+            f"RANK must be a number below WORLD_SIZE, LOCAL_RANK 0 or more, MASTER_PORT a port, "
+            f"and several ranks need MASTER_ADDR and MASTER_PORT, got {values}; start ranks with "
+            f"torchrun or ./run_train.sh"
         )
     return RankInfo(rank=rank, local_rank=local_rank, world_size=world_size)
 
@@ -177,7 +168,8 @@ def leave(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-MOST_NAMED = 3
+MAX_NAMED = 3
+"""Differences in a message."""
 
 
 def check_alike(config: object) -> None:
@@ -191,10 +183,10 @@ def check_alike(config: object) -> None:
         for path, value in values_of(config).items()
         if path != CONFIG_FILE  # the path may differ between machines
     }
-    if said := _compare(settings):
+    if difference := _compare(settings):
         raise ConfigError(
-            f"all ranks must have the same settings, but {said}; give all machines the same file "
-            f"and options"
+            f"all ranks must have the same settings, but {difference}; give all machines the same "
+            f"file and options"
         )
 
 
@@ -204,36 +196,35 @@ def check_data_alike(fingerprint: Mapping[str, str]) -> None:
     Raises:
         DataError: They differ; raised on every rank, with the entries.
     """
-    if said := _compare(fingerprint):
+    if difference := _compare(fingerprint):
         raise DataError(
-            f"all ranks must read the same data, but {said}; give all machines the same files, and "
-            f"delete a dataset_cache that was made from other files"
+            f"all ranks must read the same data, but {difference}; give all machines the same "
+            f"files, and delete a dataset_cache that was made from other files"
         )
 
 
-def _compare(ours: Mapping[str, str]) -> str | None:
-    """Describe the ranks that differ from rank 0; None if all ranks are equal."""
-    written = json.dumps(ours, sort_keys=True).encode()
-    digest = torch.frombuffer(bytearray(hashlib.sha256(written).digest()), dtype=torch.uint8)
-    digests = gather(digest)
-    others = [rank for rank, each in enumerate(digests) if not torch.equal(each, digests[0])]
-    if not others:
+def _compare(values: Mapping[str, str]) -> str | None:
+    """Describe how ranks differ from rank 0; None if all ranks are equal."""
+    first = [values]
+    dist.broadcast_object_list(first)
+    differences = [""] * dist.get_world_size()
+    dist.all_gather_object(differences, _difference(first[0], values))
+    ranks = [str(rank) for rank, difference in enumerate(differences) if difference]
+    if not ranks:
         return None
-    known: list[Mapping[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(known, dict(ours))
-    odd = f"ranks {', '.join(map(str, others))} have" if others[1:] else f"rank {others[0]} has"
-    return f"{odd} other values than rank 0: {_difference(known[0], known[others[0]])}"
+    differ = f"ranks {', '.join(ranks)} differ" if ranks[1:] else f"rank {ranks[0]} differs"
+    return f"{differ} from rank 0: {differences[int(ranks[0])]}"
 
 
-def _difference(first: Mapping[str, str], other: Mapping[str, str]) -> str:
+def _difference(first: Mapping[str, str], values: Mapping[str, str]) -> str:
     """List the first few entries that differ, with both values."""
     found = [
-        f"{name} is {other.get(name, 'unset')} there and {first.get(name, 'unset')} on rank 0"
-        for name in dict.fromkeys([*first, *other])
-        if first.get(name) != other.get(name)
+        f"{name} is {values.get(name, 'unset')} there and {first.get(name, 'unset')} on rank 0"
+        for name in dict.fromkeys([*first, *values])
+        if first.get(name) != values.get(name)
     ]
-    more = len(found) - MOST_NAMED
-    return ", ".join(found[:MOST_NAMED]) + (f", and {more} more" if more > 0 else "")
+    more = len(found) - MAX_NAMED
+    return ", ".join(found[:MAX_NAMED]) + (f", and {more} more" if more > 0 else "")
 
 
 LONGEST = timedelta(days=7)

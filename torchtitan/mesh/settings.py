@@ -1,4 +1,4 @@
-"""The settings of the ranks: the sections [parallelism], [comm] and [elastic]."""
+"""Settings of the ranks: the sections [parallelism], [comm] and [elastic]."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchtitan.config.schema import (
 
 Balancer = Literal["headtail", "balanced", "none"]
 CHUNKS_A_RANK: Mapping[Balancer, int] = {"headtail": 2, "balanced": 8, "none": 1}
-"""How finely a sequence is cut for its ranks: eight chunks leave a choice."""
+"""Chunks of a sequence per rank. Eight chunks allow different assignments."""
 CUTS_SEQUENCES = (
     "context_parallel_degree",
     "context_parallel_load_balancer",
@@ -52,21 +52,21 @@ class ParallelismConfig:
         Text, Parse(_number_as_text), named_or_number("default", "always", "never")
     ] = "default"
     """Free the gathered weights after forward (always) or keep them for backward (never); default:
-    always but for the last block, never under pipeline parallelism. A number: as default, but so
-    many ranks keep the weights together, for backward to gather them from near by; 1 is never, all
-    ranks that share the weights are always."""
+    always except for the last block, never under pipeline parallelism. A number N: as default, but
+    after forward the weights stay sharded over groups of N ranks, so that backward gathers them
+    from nearby ranks; 1 means never, the number of ranks that share the weights means always."""
     tensor_parallel_degree: Annotated[int, Ge(1)] = 1
     """Ranks that split each layer's matrices."""
     enable_sequence_parallel: bool = True
-    """Under tensor parallelism, split the residual stream along the sequence between the layers'
-    matrices, so that norms and their activations are split too."""
+    """Under tensor parallelism, shard the residual stream along the sequence between the layers'
+    matrices, so that norms and their activations are sharded too."""
     disable_loss_parallel: bool = False
-    """Under tensor parallelism, gather the logits of the whole vocabulary on every rank for the
-    loss, instead of computing it from the parts."""
+    """Under tensor parallelism, gather the logits of the full vocabulary on every rank for the
+    loss, instead of computing it from sharded logits."""
     expert_parallel_degree: Annotated[int, Ge(1)] = 1
-    """Ranks that each hold a part of the experts of a layer, whole ones; tokens are sent to them.
-    It divides the experts and data_parallel_shard_degree x context_parallel_degree x
-    tensor_parallel_degree, whose ranks they are: it adds none."""
+    """Ranks over which the experts of a layer are distributed; tokens are sent to them. It must
+    divide the number of experts and data_parallel_shard_degree x context_parallel_degree x
+    tensor_parallel_degree, whose ranks it uses; it adds no ranks."""
     pipeline_parallel_degree: Annotated[int, Ge(1)] = 1
     """Ranks that split the layers into stages."""
     pipeline_parallel_schedule: Literal[
@@ -78,66 +78,66 @@ class ParallelismConfig:
         "ZBVZeroBubble",
         "DualPipeV",
     ] = "1F1B"
-    """In which order stages run the forward and backward passes of microbatches."""
+    """Order of the forward and backward passes of microbatches in each stage."""
     pipeline_parallel_schedule_csv: str = ""
-    """File with a schedule of your own, a line of actions for each rank; it takes the place of
+    """File with a custom schedule, one line of actions per rank. It replaces
     pipeline_parallel_schedule."""
     pipeline_parallel_microbatch_size: PositiveInt = 1
     """Samples of a microbatch; local_batch_size is a multiple of it."""
     pipeline_parallel_num_microbatches: PositiveInt | None = None
-    """Microbatches into which local_batch_size is cut, as another way to give their size."""
+    """Number of microbatches in local_batch_size, instead of their size."""
     module_fqns_per_model_part: tuple[Annotated[tuple[Text, ...], Parse(_split)], ...] = ()
-    """The modules of each stage, a list of names for every one, as [["tok_embeddings", "layers.0"],
-    ["layers.1", "norm", "output"]]; on the command line a word a stage, with commas. Empty: layers
-    are dealt out so that the costliest stage costs least."""
+    """Names of the modules of each stage: [["tok_embeddings", "layers.0"], ["layers.1", "norm",
+    "output"]]; on the command line one comma-separated word per stage. Empty: layers are assigned
+    so that the most expensive stage costs least."""
     pipeline_parallel_layers_per_stage: PositiveInt | None = None
-    """Layers of a stage, on average: it sets the number of stages. If not given, one stage a rank,
-    two for schedules of several."""
+    """Average number of layers per stage, which sets the number of stages. If not given, one stage
+    per rank, or two for schedules with several."""
     pipeline_parallel_first_stage_less_layers: NonNegativeInt | None = None
-    """Layers that the embedding counts for; if not given, what it costs."""
+    """Number of layers that the embedding counts as; if not given, its cost decides."""
     pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
-    """Layers that the last norm and the output head count for; if not given, what they cost."""
+    """Number of layers that the last norm and the output head count as; if not given, their cost
+    decides."""
     context_parallel_degree: Annotated[int, Ge(1)] = 1
     """Ranks that split each sequence."""
     context_parallel_rotate_method: Literal["allgather", "ring", "alltoall", "ulysses"] = (
         "allgather"
     )
-    """How ranks attend to what others hold. allgather: all keys and values come at once; ring: they
-    pass from rank to rank (alltoall: torchtitan's name for it); ulysses: ranks exchange parts of
-    the sequence for parts of the heads."""
+    """How ranks attend to keys and values of other ranks. allgather: gather all at once; ring: pass
+    them from rank to rank (torchtitan calls it alltoall); ulysses: exchange parts of the sequence
+    for parts of the heads."""
     context_parallel_load_balancer: Balancer = "headtail"
-    """headtail: each rank holds a chunk near the head of the sequence and one near its tail, so
-    that all work alike; balanced: eight chunks, chosen for each sequence so that all work alike
-    whatever its documents (not for ulysses, which needs no balance); none: one contiguous chunk."""
+    """headtail: each rank holds a chunk near the head of the sequence and one near its tail, which
+    balances causal attention; balanced: eight chunks, chosen for each sequence to balance its
+    documents (not for ulysses, which needs no balancing); none: one contiguous chunk."""
 
     def violations(self) -> Iterator[Violation]:
-        """Check the stages of a pipeline, and the balance of context parallelism."""
+        """Check the stages of a pipeline and the load balancer of context parallelism."""
         layers = self.pipeline_parallel_layers_per_stage
         staged = self.pipeline_parallel_degree > 1 and layers is not None
         if staged and self.module_fqns_per_model_part:
             yield Violation(
                 ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"),
-                f"lists the stages, but pipeline_parallel_layers_per_stage = {layers} asks for "
-                "others; remove one",
+                f"lists the stages, so remove pipeline_parallel_layers_per_stage = {layers}",
             )
         balancer = self.context_parallel_load_balancer
         is_ulysses = self.context_parallel_rotate_method == "ulysses"
         if self.context_parallel_degree > 1 and is_ulysses and balancer == "balanced":
             yield Violation(
                 ("context_parallel_load_balancer", "context_parallel_rotate_method"),
-                'is for "ring" and "allgather": under "ulysses" every rank attends over the whole '
-                'sequence with its own heads, so all work alike; write "headtail" or "none"',
+                'must be "headtail" or "none" under "ulysses", got "balanced": each rank attends '
+                "over the full sequence with some of the heads, so the load is balanced",
             )
 
     def microbatch_size(self, local_batch_size: int) -> int:
-        """Return the samples of a pipeline's microbatch."""
+        """Return the number of samples per microbatch."""
         number = self.pipeline_parallel_num_microbatches
         if number is None:
             return self.pipeline_parallel_microbatch_size
         return max(1, local_batch_size // number)
 
     def microbatch_violation(self, local_batch_size: int) -> Violation | None:
-        """Say what is wrong with the microbatches of training.local_batch_size, if anything is."""
+        """Return the violated rule about microbatches of training.local_batch_size, if any."""
         size = self.pipeline_parallel_microbatch_size
         number = self.pipeline_parallel_num_microbatches
         if self.pipeline_parallel_degree == 1:
@@ -155,9 +155,8 @@ class ParallelismConfig:
         if number is not None and size not in (1, local_batch_size // number):
             return Violation(
                 (*keys, *ties),
-                f"is another way to say pipeline_parallel_microbatch_size, but both are given: "
-                f"{number} microbatches of local_batch_size {local_batch_size}, and size {size}; "
-                "remove one of them",
+                f"and pipeline_parallel_microbatch_size are both given: {number} microbatches of "
+                f"local_batch_size {local_batch_size}, and size {size}; remove one",
             )
         if number is not None and local_batch_size % number:
             fits = [str(n) for n in range(1, local_batch_size + 1) if local_batch_size % n == 0]
@@ -169,9 +168,11 @@ class ParallelismConfig:
         return None
 
     def sequence_violation(self, seq_len: int, *, key: str) -> Violation | None:
-        """Say what a sequence that is cut for several ranks must be a multiple of, if it is not.
+        """Return the violated rule about sequences that are split over ranks, if any.
 
-        `key`: the path of the setting that gives its length.
+        Args:
+            seq_len: Length of a sequence.
+            key: Path of the setting with the length.
         """
         cp, tp = self.context_parallel_degree, self.tensor_parallel_degree
         balancer, factors, otherwise = self.context_parallel_load_balancer, {}, ""
@@ -194,26 +195,26 @@ class ParallelismConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig:
-    """Process groups."""
+    """Process groups and their timeouts."""
 
     init_timeout_seconds: PositiveInt = 300
-    """Longest wait for other ranks until the first step of this start is done."""
+    """Timeout of collectives until the first step of a start is finished."""
     train_timeout_seconds: PositiveInt = 100
-    """Longest wait for other ranks after that."""
+    """Timeout of collectives after that."""
     trace_buf_size: NonNegativeInt = 20000
-    """Collectives remembered by torch's flight recorder, written to save_traces_folder when one
-    takes too long; 0: off."""
+    """Collectives that torch's flight recorder keeps. They are written to save_traces_folder when
+    one times out; 0: off."""
     save_traces_folder: LocalPath = "comm_traces"
     """Folder of the flight recorder's files, inside dump_folder."""
     save_traces_file_prefix: str = "rank_"
-    """Beginning of the flight recorder's file names."""
+    """Prefix of the flight recorder's file names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """Runs that outlive a node: jobs started with a range of nodes, `--nnodes 2:4`."""
+    """Runs that survive the loss of a node: jobs with a range of nodes, `--nnodes 2:4`."""
 
     adjustable_degrees: tuple[Literal["dp_shard", "dp_replicate"], ...] = ("dp_shard",)
-    """Degrees that may differ from those on all nodes while nodes are missing: dp_shard is
-    parallelism.data_parallel_shard_degree, dp_replicate data_parallel_replicate_degree. All others
-    stay, and so does the global batch."""
+    """Degrees that may change while nodes are missing: dp_shard is
+    parallelism.data_parallel_shard_degree, dp_replicate is data_parallel_replicate_degree. Other
+    degrees and the global batch stay the same."""

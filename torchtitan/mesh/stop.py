@@ -1,7 +1,7 @@
 """Stop a run early: on a signal, at its deadline, or when a callback asks.
 
-A scheduler that needs its machines sends a signal (SIGTERM, or SIGUSR1 if Slurm is told to) to some
-or all ranks and kills them a little later; a user presses Ctrl-C. No rank may leave on its own: the
+A scheduler that needs its machines sends a signal (SIGTERM; in Slurm also SIGUSR1) to some or all
+ranks and kills them a little later; a user presses Ctrl-C. No rank may leave on its own: the
 other ranks would wait for it in their next collective. So a rank records the signal, and the ranks
 exchange these records in every step (`sync.py`): all of them learn of it in the same step, save
 together and end. Before the first step there is nothing to save, and a signal ends a rank at once.
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -28,11 +28,14 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.base.errors import StalledError, StoppedError
-from torchtitan.base.log import amount, erase_line, is_terminal
+from torchtitan.base.log import erase_line, is_terminal, plural
 
 logger = logging.getLogger(__name__)
 PART_FOR_DATA = 0.8
 """Part of the timeout. The wait ends before `stacks_of_stalls` reads frames that it would free."""
+STARTED = "TORCHTITAN_STARTED"
+"""Set by the launcher: when it started, by the monotonic clock. torchrun may restart the ranks; the
+job's time limit counts from here."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDS_OF_ONE_REQUEST = 1.0
 """A scheduler signals the launcher and the ranks, and the launcher passes it on: one request."""
@@ -58,7 +61,7 @@ class StopRequest:
         leave: Callable[[int], None] = os._exit,
         takes_signals: bool = False,
     ) -> None:
-        self.is_asked: Callable[[], bool] = lambda: False
+        self.callback_requested: Callable[[], bool] = lambda: False
         """Whether a callback asks to stop."""
         self.data_timeout_seconds = 300.0
         """How long other ranks wait for this one by now."""
@@ -84,7 +87,7 @@ class StopRequest:
         """Return what to sum over all ranks: 1 for a signal, for a deadline that is over, and for
         a callback."""
         late = self._seconds is not None and self._clock() - self._started >= self._seconds
-        return [int(self.is_signalled), int(late), int(self.is_asked())]
+        return [int(self.is_signalled), int(late), int(self.callback_requested())]
 
     def defer(self) -> None:
         """From now on only note a signal: the step loop agrees on it with all ranks."""
@@ -181,14 +184,19 @@ def sync_before_training(stop: StopRequest) -> None:
         raise
 
 
-def describe(votes: Sequence[int]) -> str | None:
+def launcher_started(environ: Mapping[str, str]) -> float | None:
+    """Return when the launcher started, by the monotonic clock; None without a launcher."""
+    return float(environ[STARTED]) if STARTED in environ else None
+
+
+def stop_reason(votes: Sequence[int]) -> str | None:
     """Return why the run stops, from the votes summed over all ranks; None if it does not."""
     num_signalled, num_late, num_asked = votes
     if num_signalled:
-        return f"a signal (to {amount(num_signalled, 'rank')})"
+        return f"a signal (to {plural(num_signalled, 'rank')})"
     if num_late:
         return "its deadline, job.time_limit_seconds"
-    return f"a callback (on {amount(num_asked, 'rank')})" if num_asked else None
+    return f"a callback (on {plural(num_asked, 'rank')})" if num_asked else None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchtitan.base.device import HostCopy, to_device
 from torchtitan.mesh.faults import raise_if_nonfinite
-from torchtitan.mesh.stop import StopRequest, describe
+from torchtitan.mesh.stop import StopRequest, stop_reason
 
 
 class StepSync:
@@ -61,7 +61,7 @@ class StepSync:
         the failures."""
         assert self._flags is not None, "call sum_valid first"
         flags = [int(flag) for flag in self._flags.read()]
-        self.stopped = self.stopped or describe(flags[len(self._failures) :])
+        self.stopped = self.stopped or stop_reason(flags[len(self._failures) :])
         return [flag > 0 for flag in flags[: len(self._failures)]]
 
     def sync_stop_flags(self) -> None:
@@ -69,7 +69,7 @@ class StepSync:
         if self.stopped is None:
             votes = to_device(self._stop.votes(), self._device)
             dist.all_reduce(votes)
-            self.stopped = describe(votes.tolist())
+            self.stopped = stop_reason(votes.tolist())
 
     def defer_norm_check(self, norm: Tensor, *, loss: Tensor, step: int) -> None:
         """Store the gradient norm of a step and this rank's loss for `check_pending_norm`."""

@@ -1,8 +1,8 @@
-"""What was done to a run: `ledger.jsonl`, a row for each start, change, checkpoint, spike and end.
+"""The ledger of a run: `ledger.jsonl`, a row per start, change, checkpoint, spike and end.
 
-Rows are only ever appended, by rank 0. Metrics of steps that a start goes back behind are dropped;
-the ledger keeps that they were there. A run that is killed has no row of its end, and a checkpoint
-has its row as soon as it is whole.
+Rank 0 appends rows and never removes any. After a resume from an earlier step, `metrics.jsonl` no
+longer has the steps that are trained again, but the ledger still shows that they existed. A killed
+run has no end row. A checkpoint's row is written after its commit.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torchdata
@@ -31,47 +30,38 @@ from torchtitan.metrics.rows import Row, read_rows
 
 logger = logging.getLogger(__name__)
 LEDGER = "ledger.jsonl"
-SECONDS_FOR_GIT = 20
-_KINDS = {
+GIT_TIMEOUT_SECONDS = 20
+_TYPES = {
     **dict.fromkeys(("event", "time", "layout", "config", "folder", "setting", "reason"), str),
     **dict.fromkeys(("figure", "action", "manifest_sha256"), str),
     **{"world_size": int, "hardware": dict, "versions": dict, "git": dict},
 }
-"""Types of what tools read of rows."""
+"""Types of the values that tools read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What a start of a run ran on."""
+    """Hardware of a start."""
 
     resumed_from: int
-    """The step that was loaded; 0 for a new run."""
+    """Step of the loaded checkpoint; 0 for a new run."""
     world_size: int
     ranks_per_machine: int
     device: str
-    """The product name of rank 0's device."""
-
-
-class Stepping(Protocol):
-    """What knows the last step."""
-
-    step: int
+    """Product name of rank 0's device."""
 
 
 class Ledger:
-    """Appends rows to a run's ledger.
-
-    `step` and `time`, in UTC, are in each row; what else is there `write` is told by its caller.
-    """
+    """Append rows to the ledger in `folder`. Each row has `event`, `step` and `time` (UTC)."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LEDGER
 
     def write(self, event: str, *, step: int, **facts: object) -> None:
-        """Append a row, which is on disk when this returns.
+        """Append a row and wait until it is on disk.
 
         Raises:
-            CheckpointError: The disk does not take it.
+            CheckpointError: The file cannot be written.
         """
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         row = {"event": event, "time": now, "step": step, **facts}
@@ -82,20 +72,24 @@ class Ledger:
                 os.fsync(file.fileno())
         except OSError as error:
             raise CheckpointError(
-                f"{self.path} must be writable all along, got: {error.strerror or error}; make "
-                f"room or mend it, and start again, checkpoints are untouched"
+                f"{self.path} cannot be written: {error.strerror or error}; make room and run the "
+                f"same command to resume"
             ) from error
 
     def start(self, step: int, *, config: str, layout: str, **facts: object) -> None:
-        """Record a start, and each setting that is not as at the start before.
+        """Record a start, and a change for each setting that differs from the previous start.
 
-        `config`: the resolved settings, as TOML.
+        Args:
+            step: Step from which training starts.
+            config: Resolved settings, as TOML.
+            layout: Degrees of parallelism, as text.
+            facts: Further entries of the start's row.
 
         Raises:
-            CheckpointError: The disk does not take the rows.
+            CheckpointError: The file cannot be written.
             DataError: The file is damaged.
         """
-        before = next((row for row in reversed(self._mended()) if row["event"] == "start"), None)
+        starts = [row for row in self._read_and_repair() if row["event"] == "start"]
         self.write(
             "start",
             step=step,
@@ -104,55 +98,50 @@ class Ledger:
             command=sys.orig_argv,
             folder=os.getcwd(),
             versions=_versions(),
-            git=dict(_git_states()),
+            git=_git_states(),
             **facts,
         )
+        if not starts:
+            return
         now = _settings(config, layout=layout)
-        then = now if before is None else _settings(before["config"], layout=before["layout"])
+        then = _settings(starts[-1]["config"], layout=starts[-1]["layout"])
         for key in {**then, **now}:
             old, new = then.get(key), now.get(key)
             if old != new:
                 self.write("change", step=step, setting=key, old=old, new=new)
 
     def checkpoint(self, folder: Path, *, step: int) -> None:
-        """Record a checkpoint that is whole, with the hash of its manifest."""
-        place = os.path.relpath(folder, self.path.parent)
-        self.write("checkpoint", step=step, folder=place, manifest_sha256=hash_manifest(folder))
+        """Record a committed checkpoint and the hash of its manifest."""
+        relative = os.path.relpath(folder, self.path.parent)
+        self.write("checkpoint", step=step, folder=relative, manifest_sha256=hash_manifest(folder))
 
     def spike(self, step: int, figure: str, value: float, bound: float, action: str) -> None:
         """Record a loss or norm above its bound, and what was done."""
         self.write("spike", step=step, figure=figure, value=value, bound=bound, action=action)
 
     def end(self, step: int, reason: str) -> None:
-        """Record that the run is over, or stopped for a reason."""
+        """Record the end of the run."""
         self.write("end", step=step, reason=reason)
 
-    @contextmanager
-    def recording_failure(self, progress: Stepping) -> Iterator[None]:
-        """Record the end too if it is an error, which is raised as it was."""
+    def record_failure(self, step: int, error: BaseException) -> None:
+        """Record an error that ends the run. If that fails too, log why."""
+        first_line = next(iter(str(error).splitlines()), "")
         try:
-            yield
-        except BaseException as error:
-            said = str(error).splitlines() or [""]
-            try:
-                self.end(progress.step, f"{type(error).__name__}: {said[0]}")
-            except CheckpointError as other:
-                logger.error("%s", other)
-            raise
+            self.end(step, f"{type(error).__name__}: {first_line}")
+        except CheckpointError as other:
+            logger.error("%s", other)
 
-    def _mended(self) -> Sequence[Row]:
-        """Return all rows; a last one that a crash has torn is cut off."""
-        if not self.path.exists():
-            return []
+    def _read_and_repair(self) -> list[Row]:
+        """Return all rows; truncate an incomplete last line, left by a crash."""
         rows = read_ledger(self.path.parent)
-        content = self.path.read_bytes()
+        content = self.path.read_bytes() if self.path.exists() else b""
         if content and not content.endswith(b"\n"):
             os.truncate(self.path, content.rfind(b"\n") + 1)
         return rows
 
 
 def read_ledger(run: Path) -> list[Row]:
-    """Return the rows of a run's ledger, oldest first; none of a run that has no ledger.
+    """Return the rows of a run's ledger, oldest first. Without a ledger the list is empty.
 
     Raises:
         DataError: A row is damaged.
@@ -162,50 +151,52 @@ def read_ledger(run: Path) -> list[Row]:
     for row in rows:
         for key in ("event", "time"):
             row[key]
-        for key, kind in _KINDS.items():
+        for key, kind in _TYPES.items():
             if key in row and not isinstance(row[key], kind):
                 raise DataError(
-                    f"{path}: {key!r} of a row {row['event']!r:.20} must be of type "
+                    f"{path}: {key!r} in a row {row['event']!r:.20} must be of type "
                     f"{kind.__name__}, got {str(row[key])[:60]!r}; restore the file"
                 )
         if "hardware" in row:
-            _check_hardware(row["hardware"], place=path)
+            _check_hardware(row["hardware"], path=path)
     return rows
 
 
 def newest_hardware(rows: Sequence[Row]) -> Hardware | None:
-    """Return what the newest start ran on; None if the rows do not have it.
+    """Return the hardware of the newest start, or None if no row has it.
 
-    A resumed run drops the figures beyond the step it resumes from, so those behind `resumed_from`
-    were measured on this hardware.
+    Figures after its `resumed_from` were measured on this hardware.
     """
-    starts = (row for row in reversed(rows) if row["event"] == "start" and "hardware" in row)
-    newest = next(starts, None)
-    return None if newest is None else Hardware(**newest["hardware"])
+    starts = [row for row in rows if row["event"] == "start" and "hardware" in row]
+    return Hardware(**starts[-1]["hardware"]) if starts else None
 
 
 def read_hardware(run: Path) -> Hardware:
-    """Return what a run's newest start ran on; raise DataError if its ledger does not have it."""
+    """Return the hardware of a run's newest start.
+
+    Raises:
+        DataError: The ledger is damaged or has no hardware.
+    """
     found = newest_hardware(read_ledger(run))
     if found is None:
-        raise DataError(f"{run / LEDGER} must have a start with its hardware, got none")
+        raise DataError(f"{run / LEDGER} has no start with its hardware")
     return found
 
 
-def _check_hardware(found: dict[str, Any], *, place: Path) -> None:
-    kinds = {"resumed_from": int, "world_size": int, "ranks_per_machine": int, "device": str}
-    is_record = {key: type(value) for key, value in found.items()} == kinds and all(
+def _check_hardware(found: dict[str, Any], *, path: Path) -> None:
+    types = {"resumed_from": int, "world_size": int, "ranks_per_machine": int, "device": str}
+    is_valid = {key: type(value) for key, value in found.items()} == types and all(
         (key != "resumed_from") <= n < 2**31 for key, n in found.items() if key != "device"
     )
-    if not is_record:
+    if not is_valid:
         raise DataError(
-            f"{place} must hold {', '.join(kinds)}: three whole numbers and a device's name, got "
-            f"{str(found)[:100]}; restore it"
+            f"{path}: hardware must have {', '.join(types)} (three integers and a name), got "
+            f"{str(found)[:100]}; restore the file"
         )
 
 
 def hash_manifest(checkpoint: Path) -> str:
-    """Return the SHA-256 of a checkpoint's manifest, which holds the checksums of all its files."""
+    """Return the SHA-256 of a checkpoint's manifest, which has the checksums of all its files."""
     return hashlib.sha256((checkpoint / "manifest.json").read_bytes()).hexdigest()
 
 
@@ -215,29 +206,31 @@ def _settings(config: str, *, layout: str) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {
+    versions = {
         "python": platform.python_version(),
         "torchtitan": torchtitan.__version__,
         "torch": torch.__version__,
         "torchdata": torchdata.__version__,
     }
     if torch.version.cuda:
-        found["CUDA"] = torch.version.cuda
-    return found
+        versions["CUDA"] = torch.version.cuda
+    return versions
 
 
-def _git_states() -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yield the state of the checkouts of the library and of the current folder; None: no git."""
-    for name, folder in (("torchtitan", Path(__file__).parents[1]), ("here", Path.cwd())):
+def _git_states() -> dict[str, dict[str, Any] | None]:
+    """Return the state of the library's checkout and of the current folder's; None without git."""
+    folders = {"torchtitan": Path(__file__).parents[1], "here": Path.cwd()}
+    states: dict[str, dict[str, Any] | None] = {}
+    for name, folder in folders.items():
         try:
             commit = _git(folder, "rev-parse", "HEAD").decode().strip()
-            diff = _git(folder, "diff", "HEAD", "--binary")
+            diff = _git(folder, "diff", "HEAD", "--binary")  # without untracked files
         except (OSError, subprocess.SubprocessError):
-            yield name, None
+            states[name] = None
         else:
-            # what is not in the commit; of files that git does not follow it knows nothing
             changes = hashlib.sha256(diff).hexdigest() if diff else None
-            yield name, {"commit": commit, "diff_sha256": changes}
+            states[name] = {"commit": commit, "diff_sha256": changes}
+    return states
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
@@ -245,5 +238,5 @@ def _git(folder: Path, *arguments: str) -> bytes:
         ["git", "-C", str(folder), *arguments],
         capture_output=True,
         check=True,
-        timeout=SECONDS_FOR_GIT,
+        timeout=GIT_TIMEOUT_SECONDS,
     ).stdout

@@ -1,37 +1,42 @@
-"""From steps to figures: what a logged step reports, and how fast the steps since the last one ran.
+"""From steps to figures: what a logged step reports, and the speed since the last report.
 
-Reading a number from a GPU makes the host wait for it, and a loop that waits each step leaves the
-GPU idle. So the loop hands over device tensors, and only `Meter.report`, called on logged steps
-alone, copies them to the host: all of them at once, as float64, so that no digit is lost. That copy
-also is the moment at which all work of the interval is truly done, which makes the clock right.
+Reading a number from a GPU makes the host wait, and a loop that waits in each step leaves the GPU
+idle. So the loop passes device tensors, and only `Meter.report`, called at logged steps, copies
+them to the host: all in one transfer, as float64, so that no digit is lost. When the copy arrives,
+the device has finished all work of the interval, so the clock is read then.
 
-A meter times intervals: from `start_interval` to the first report, then from report to report. The
-first one usually is step 1 alone, start-up and compilation included; no average is mixed with it.
+Intervals last from `start_interval` to the first report, then from report to report. The first one
+is usually step 1, including start-up and compilation, so it is left out of the average speed.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from torchtitan.base.device import memory_peak_gib, peak_flops, reset_memory_peak
 from torchtitan.mesh.ranks import gather
 from torchtitan.metrics.rows import Row
-from torchtitan.metrics.stragglers import KINDS, OWN, Stragglers
+
+if TYPE_CHECKING:
+    from torchtitan.metrics.stragglers import Stragglers
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Interval:
-    """What happened since the last report; times in seconds."""
+    """Counts since the last report; times in seconds."""
 
     started: float
     waited_for_data: float = 0.0
@@ -40,11 +45,15 @@ class _Interval:
 
 
 class Meter:
-    """Count steps, tokens and time; turn them into one row of figures per report.
+    """Count steps, tokens and time, and turn them into a row of figures per report.
 
-    `flops_per_token`: forward and backward, of the whole model. `peak_flops`: of one device, None
-    where none is known. `world_size`: devices that share the work. `stragglers`: finds the slowest
-    rank; None: nobody looks. `clock`: seconds, for tests.
+    Args:
+        flops_per_token: Of forward and backward, for the entire model.
+        peak_flops: Mean peak per device in FLOP/s, or None if unknown.
+        world_size: Devices that share the work.
+        device: Device of this rank.
+        stragglers: Finds the slowest rank. None disables the search.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -64,17 +73,18 @@ class Meter:
         self._stragglers = stragglers
         self._clock = clock
         self._interval = _Interval(started=clock())
-        self._num_reports = 0
-        self._average_over = (0, 0.0)  # tokens, seconds
+        self._first_speed: float | None = None
+        self._num_tokens, self._seconds = 0, 0.0  # without the first interval
 
     @property
     def average_tokens_per_second(self) -> float:
-        """Tokens per second of all devices over all reports but the first, which is slow."""
-        num_tokens, seconds = self._average_over
-        return num_tokens / seconds if seconds else 0.0
+        """Tokens per second of all devices, without the first interval if there are more."""
+        if self._seconds:
+            return self._num_tokens / self._seconds
+        return self._first_speed or 0.0
 
     def start_interval(self) -> None:
-        """Begin counting now: call right before the first step of a start."""
+        """Start counting now. Call this right before the first step of a start."""
         self._interval = _Interval(started=self._clock())
 
     @contextmanager
@@ -85,12 +95,14 @@ class Meter:
         self._interval.waited_for_data += self._clock() - before
 
     def updating(self) -> AbstractContextManager[None]:
-        """Count the time inside as this rank's own work on the update."""
+        """Count the time inside as this rank's update."""
         return nullcontext() if self._stragglers is None else self._stragglers.updating()
 
-    def own_times(self) -> Sequence[torch.Tensor]:
-        """Return what this rank did alone since the last report, for `report` to compare with what
-        others did; nothing, if nobody looks for the slowest."""
+    def rank_times(self) -> Sequence[torch.Tensor]:
+        """Return this rank's times since the last report, one scalar per kind of work.
+
+        Gather them and pass them to `report`. Empty without straggler detection.
+        """
         if self._stragglers is None:
             return ()
         interval = self._interval
@@ -100,7 +112,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the time inside: saving a checkpoint is no training."""
+        """Exclude the time inside, such as a save or a validation."""
         before = self._clock()
         yield
         self._interval.started += self._clock() - before
@@ -115,59 +127,55 @@ class Meter:
         step: int,
         *,
         figures: Mapping[str, torch.Tensor | float],
-        own_times: Sequence[torch.Tensor] = (),
+        rank_times: Sequence[torch.Tensor] = (),
     ) -> Row:
-        """Return the row of `step`: `figures` on the host, and the speed since the last report.
+        """Return the row of `step`, and start the next interval.
 
-        `figures`: numbers, or vectors of them, on the device or not, already reduced over the
-        ranks; a number that is not finite, a mean of nothing, becomes None. Added to them are
-        tokens_per_second (all devices), tokens_per_second_per_device, tflops_per_device, mfu
-        (percent of the peak of all devices; None without one), step_time_s and data_time_s (means
-        over the interval) and memory_peak_gib (of this rank), and what is found in `own_times`, of
-        each kind those of all ranks.
+        The row has `figures`, tokens_per_second (all devices), tokens_per_second_per_device,
+        tflops_per_device, mfu (percent of the peak; None if the peak is unknown), step_time_s and
+        data_time_s (means of the interval), memory_peak_gib (this rank) and the slowest rank.
+
+        Args:
+            step: The step just finished.
+            figures: Scalars or vectors, reduced over ranks. Non-finite numbers become None.
+            rank_times: Gathered `rank_times()`, one vector over ranks per kind of work.
         """
         assert self._interval.num_steps > 0, "a report needs a step since the last one"
-        own = {OWN: torch.stack(list(own_times), dim=1)} if own_times else {}
-        values = _to_host({**figures, **own}, device=self._device)
-        now = self._clock()  # after the copy: only then the device is done with the interval
+        kinds = {f"rank_times/{index}": times for index, times in enumerate(rank_times)}
+        values = _to_host({**figures, **kinds}, device=self._device)
+        now = self._clock()  # after the copy, when the device has finished
         interval, self._interval = self._interval, _Interval(started=now)
         seconds = now - interval.started
-        self._add_to_average(interval.num_tokens, seconds=seconds)
-        per_device = interval.num_tokens / seconds / self._world_size
-        flops = per_device * self._flops_per_token
+        tokens_per_second = interval.num_tokens / seconds
+        if self._first_speed is None:
+            self._first_speed = tokens_per_second
+        else:
+            self._num_tokens += interval.num_tokens
+            self._seconds += seconds
+        flops = tokens_per_second / self._world_size * self._flops_per_token
         memory_gib = memory_peak_gib(self._device)
         reset_memory_peak(self._device)
-        times = values.pop(OWN, None)
+        step_seconds = seconds / interval.num_steps
         slowest = {}
-        if self._stragglers is not None and times is not None:
-            of_ranks = [
-                times[first : first + len(KINDS)] for first in range(0, len(times), len(KINDS))
-            ]
-            seconds_per_step = seconds / interval.num_steps
-            slowest = self._stragglers.find(of_ranks, step=step, step_seconds=seconds_per_step)
+        if self._stragglers is not None and kinds:
+            times = list(zip(*(values.pop(kind) for kind in kinds), strict=True))
+            slowest = self._stragglers.find(times, step=step, step_seconds=step_seconds)
         return {
             "step": step,
             **values,
-            "tokens_per_second": interval.num_tokens / seconds,
-            "tokens_per_second_per_device": per_device,
+            "tokens_per_second": tokens_per_second,
+            "tokens_per_second_per_device": tokens_per_second / self._world_size,
             "tflops_per_device": flops / 1e12,
             "mfu": None if self._peak_flops is None else 100 * flops / self._peak_flops,
-            "step_time_s": seconds / interval.num_steps,
+            "step_time_s": step_seconds,
             "data_time_s": interval.waited_for_data / interval.num_steps,
             "memory_peak_gib": memory_gib,
             **slowest,
         }
 
-    def _add_to_average(self, num_tokens: int, *, seconds: float) -> None:
-        tokens_before, seconds_before = self._average_over
-        if self._num_reports <= 1:  # the second report puts the first, slow one out of the average
-            tokens_before, seconds_before = 0, 0.0
-        self._average_over = (tokens_before + num_tokens, seconds_before + seconds)
-        self._num_reports += 1
-
 
 def _to_host(figures: Mapping[str, torch.Tensor | float], *, device: torch.device) -> Row:
-    """Copy all tensors in one transfer; integers stay integers, float32 is exact in float64."""
+    """Copy all tensors in one transfer. Integers stay integers; float32 is exact in float64."""
     tensors = [value for value in figures.values() if isinstance(value, torch.Tensor)]
     flat = [tensor.detach().flatten().to(device, torch.float64) for tensor in tensors]
     copied = iter(torch.cat(flat).tolist() if flat else [])
@@ -190,15 +198,34 @@ def build_meter(
     flops_per_token: float,
     dtype: torch.dtype,
     world_size: int,
+    num_stages: int,
+    straggler_ratio: float,
     device: torch.device,
-    stragglers: Stragglers | None,
 ) -> Meter:
-    """Build the meter, and log what MFU is a percentage of: the mean peak of all ranks' devices."""
+    """Build the meter and log the peak that MFU refers to. Collective.
+
+    Args:
+        flops_per_token: Of forward and backward, for the entire model.
+        dtype: Type of the matrix products.
+        world_size: Devices that share the work.
+        num_stages: Pipeline stages.
+        straggler_ratio: metrics.straggler_ratio; 0 disables the search for the slowest rank.
+        device: Device of this rank.
+    """
     peak = peak_flops(device, dtype=dtype)
-    ours = torch.tensor(peak.value if peak else math.nan, dtype=torch.float64, device=device)
-    mean = gather(ours).mean().item()  # not a number if any device's peak is unknown
+    own_peak = torch.tensor(peak.value if peak else math.nan, dtype=torch.float64, device=device)
+    mean = gather(own_peak).mean().item()  # NaN if the peak of any device is unknown
     if peak is not None and math.isfinite(mean):
         logger.info("MFU: percent of %.4g TFLOP/s per device (%s)", mean / 1e12, peak.source)
+    stragglers = None
+    if straggler_ratio and world_size > 1:
+        from torchtitan.metrics.stragglers import Stragglers
+
+        hosts = [""] * world_size
+        dist.all_gather_object(hosts, socket.gethostname())
+        stragglers = Stragglers(
+            ratio=straggler_ratio, num_stages=num_stages, hosts=hosts, device=device
+        )
     return Meter(
         flops_per_token=flops_per_token,
         peak_flops=mean if math.isfinite(mean) else None,

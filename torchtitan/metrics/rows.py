@@ -1,7 +1,7 @@
-"""Rows of a run's files, `metrics.jsonl` and `ledger.jsonl`: one JSON object with a step per line.
+"""Rows of `metrics.jsonl` and `ledger.jsonl`: one JSON object with a step per line.
 
-A run's folder may come from anyone. Tools ask a row for a key, or for a number by `figure_of`; what
-is missing or of another type is an error that names the line.
+A run's folder may come from anyone, so tools check what they read: a key that is missing, or a
+figure that is not a number (`figure_of`), is an error that names the line.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from torchtitan.base.files import load_json, read_text
 
 Row = dict[str, Any]
 RECORD = "metrics"
+"""Name of the metrics file without its suffix."""
 
 
 class StoredRow(Row):
-    """An object in a line of a file, which names the line when a key is not there."""
+    """A row read from a file. `place` names its line in the error of a missing key."""
 
     def __init__(self, content: Row, *, place: str = "a row") -> None:  # asdict() names no place
         super().__init__(content)
         self.place = place
 
     def __missing__(self, key: str) -> Any:
-        raise DataError(f"{self.place} must have {key!r}, and lacks it; restore the file")
+        raise DataError(f"{self.place} has no {key!r}; restore the file")
 
     def __reduce__(self) -> Any:
         return partial(StoredRow, place=self.place), (dict(self),)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a file; a last line torn by a crash is left out.
+    """Return the rows of a file. An incomplete last line, left by a crash, is skipped.
 
-    Raises DataError, naming the line, when the file holds something else.
+    Raises:
+        DataError: The file cannot be read, or another line is not a row.
     """
     try:
         lines = read_text(path, errors="replace").splitlines(keepends=True)
     except OSError as error:
-        raise DataError(
-            f"{path} must be a file of figures, it cannot be read: {error.strerror}; move it away"
-        ) from error
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
     rows: list[Row] = []
     for number, line in enumerate(lines, start=1):
         row = _parse(line, place=f"{path} line {number}")
@@ -50,8 +50,8 @@ def read_rows(path: Path) -> list[Row]:
             rows.append(row)
         elif number < len(lines):
             raise DataError(
-                f"each line of {path} must be a JSON object with a step, got {line.strip()[:60]!r} "
-                f"on line {number}; move the file away or mend it"
+                f"{path} line {number} must be a JSON object with a step, got "
+                f"{line.strip()[:60]!r}; fix the file or move it away"
             )
     return rows
 
@@ -59,17 +59,17 @@ def read_rows(path: Path) -> list[Row]:
 def _parse(line: str, *, place: str) -> Row | None:
     try:
         row = load_json(line, object_hook=partial(StoredRow, place=place))
-    except (ValueError, RecursionError):  # numbers of > 4300 digits; endless brackets
+    except (ValueError, RecursionError):  # more than 4300 digits; deep nesting
         return None
     step = row.get("step") if isinstance(row, StoredRow) else None
     return row if type(step) is int and 0 <= step < 2**63 else None
 
 
 def figure_of(row: Row, name: str) -> float | None:
-    """Return a figure of a row; None where it has none, or one that is not finite.
+    """Return a figure of a row, or None if it is missing or not finite.
 
     Raises:
-        DataError: It is no number.
+        DataError: The value is not a number.
     """
     value = row.get(name)
     if value is not None and not isinstance(value, int | float):
@@ -77,7 +77,7 @@ def figure_of(row: Row, name: str) -> float | None:
         raise DataError(
             f"{place}: {name!r} must be a number or null, got {str(value)[:60]!r}; restore the file"
         )
-    # a whole number may be too large for a float
+    # an integer may be too large for a float
     if value is None or abs(value) > 1e300 or not isfinite(value):
         return None
     return float(value)

@@ -1,12 +1,12 @@
-"""Where the figures of a logged step go: a file, the console, TensorBoard, Weights & Biases.
+"""Sinks: destinations of the figures of logged steps.
 
-A row is a flat dictionary of numbers, None where there is no figure, or lists of them, which only
-the file and sinks of the user's own take, and a sink is anything that
-can `write` a row and `close`. Which of them exist is decided once, by `build_sinks`; the step loop
-writes to each in a list and knows none, so a switched-off sink costs nothing. `metrics.jsonl` is
-always written: it is the record of the run, one JSON object a line with every digit, and scripts
-and tests read it. The others show the same figures. Their packages load only when they are switched
-on.
+A row is a flat dictionary of numbers. A value is None if it is undefined, or a list of numbers,
+which only the file and custom sinks receive. A sink is any object with `write(row)` and `close()`.
+`build_sinks` decides once which sinks exist, and the training loop writes each row to all of them.
+
+`metrics.jsonl` is always written, with every digit: it is the record of the run that scripts and
+tests read. TensorBoard and Weights & Biases receive the same figures under torchtitan's tags; their
+packages are imported only if they are enabled.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torchtitan.base.custom import check_methods, instantiate
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.base.log import Style, paint
-from torchtitan.base.own import check_methods, make
+from torchtitan.metrics.console import ConsoleSink
 from torchtitan.metrics.rows import RECORD, Row, read_rows
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# torchtitan's tags, so that runs of both can be laid over each other. A figure without one goes by
-# its own name.
 TAGS: Mapping[str, str] = {
     "loss": "loss_metrics/global_avg_loss",
     "max_loss": "loss_metrics/global_max_loss",
@@ -48,53 +46,48 @@ TAGS: Mapping[str, str] = {
     "validation_perplexity": "validation_metrics/perplexity",
     "validation_time_s": "validation_metrics/time(s)",
 }
-
-# What the console shows of a row: label, format, colour.
-_CONSOLE: Mapping[str, tuple[str, str, Style]] = {
-    "step": ("step", "{:>6d}", "red"),
-    "loss": ("loss", "{:8.5f}", "green"),
-    "grad_norm": ("grad_norm", "{:8.4f}", "yellow"),
-    "lr": ("lr", "{:.2e}", "magenta"),
-    "tokens_per_second": ("tokens/s", "{:,.0f}", "blue"),
-    "mfu": ("mfu", "{:.2f}%", "cyan"),
-    "router/load_max_over_mean": ("expert load", "{:.2f}x", "cyan"),
-    "memory_peak_gib": ("memory", "{:.2f}GiB", "dim"),
-    "validation_loss": ("validation loss", "{:8.5f}", "green"),
-    "validation_perplexity": ("perplexity", "{:.5g}", "green"),
-}
+"""torchtitan's tags, so that runs of both can be plotted together. Other figures keep their
+names."""
 
 
 class Sink(Protocol):
-    """A place for rows."""
+    """Protocol of a sink."""
 
     def write(self, row: Row) -> None:
-        """Take the figures of one logged step."""
+        """Receive the figures of one logged step."""
 
     def close(self) -> None:
-        """Make sure that everything has arrived; nothing is written afterwards."""
+        """Flush; no row follows."""
 
 
 class JsonlSink:
-    """Append rows to a file of JSON lines; a row survives a crash of this process at once.
+    """Append rows to a file of JSON lines. Each row is flushed, so it survives a crash.
 
-    Rows of an earlier start beyond `resume_step` are dropped first: they are trained again. At 0
-    none is gone on from, whether another training made them or a start that was killed before its
-    first save, and they are kept beside it under a number. Raises
-    DataError when the file holds something else than rows.
+    If training starts at step 0, existing rows are moved to `metrics.N.jsonl`. Otherwise rows
+    after `resume_step` are removed, because their steps are trained again.
+
+    Raises:
+        DataError: The file holds something other than rows.
     """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step == 0 and path.exists() and path.stat().st_size > 0:
-            _set_aside(path)
+            _move_aside(path)
         elif path.exists():
             kept = [row for row in read_rows(path) if row["step"] <= resume_step]
-            _replace(path, lines=[json.dumps(row) for row in kept])
+            temporary = path.with_name(path.name + ".tmp")  # a crash leaves the old file or the new
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            os.replace(temporary, path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
-        """Append the row; raises DataError when the disk does not take it."""
-        with _writing(self._file.name):
+        """Append the row.
+
+        Raises:
+            DataError: The file cannot be written.
+        """
+        with _convert_os_errors(self._file.name):
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
 
@@ -103,45 +96,23 @@ class JsonlSink:
         self._file.close()
 
 
-class ConsoleSink:
-    """Log one line a row, for the console of the picked ranks and the log file of each."""
-
-    def __init__(self, *, color: bool) -> None:
-        self._color = color
-
-    def write(self, row: Row) -> None:
-        """Log the row; a figure that it lacks is left out, a missing loss is a dash, and told."""
-        has_no_loss = "loss" in row and row["loss"] is None
-        parts = [
-            paint(f"{label}: {layout.format(row[name])}", style, color=self._color)
-            for name, (label, layout, style) in _CONSOLE.items()
-            if row.get(name) is not None
-        ]
-        if has_no_loss:
-            parts.insert(1, paint(f"loss: {'-':>8}", "green", color=self._color))
-        logger.info("  ".join(parts))
-        if has_no_loss:
-            logger.warning(
-                "Step %d has no loss: none of its tokens has a label, so its gradients are zero",
-                row["step"],
-            )
-
-    def close(self) -> None:
-        """Do nothing: the log outlives the run."""
-
-
 class TensorBoardSink:
-    """Write event files; what an earlier start wrote beyond `resume_step` is hidden.
+    """Write event files. Events of an earlier start after `resume_step` are hidden.
 
-    `settings` are the job's, shown as a text. TensorBoard calls a run by its path below --logdir.
+    Args:
+        folder: Folder of the event files.
+        resume_step: Step from which training resumes.
+        settings: The job's settings, shown as text.
     """
 
     def __init__(self, folder: Path, *, resume_step: int, settings: Mapping[str, Any]) -> None:
-        tensorboard = _load("torch.utils.tensorboard", setting="metrics.enable_tensorboard")
+        tensorboard = _import_package(
+            "torch.utils.tensorboard", setting="metrics.enable_tensorboard"
+        )
         self._folder = str(folder)
-        # indented: Markdown leaves it as it is
-        lines = (f"    {key} = {json.dumps(value)}\n" for key, value in _flat(settings))
-        with _writing(self._folder):
+        # indented, so that Markdown shows the lines as code
+        lines = (f"    {key} = {json.dumps(value)}\n" for key, value in _flatten(settings))
+        with _convert_os_errors(self._folder):
             self._writer = tensorboard.SummaryWriter(
                 self._folder, purge_step=resume_step + 1, flush_secs=10
             )
@@ -150,27 +121,35 @@ class TensorBoardSink:
     def write(self, row: Row) -> None:
         """Write the row under torchtitan's tags.
 
-        Raises DataError when the disk does not take it.
+        Raises:
+            DataError: An earlier row could not be written; a thread writes in the background.
         """
-        with _writing(self._folder):  # by a thread: what fails now is told with a later row
+        with _convert_os_errors(self._folder):
             for tag, value in tagged(row).items():
                 self._writer.add_scalar(tag, value, global_step=int(row["step"]))
 
     def close(self) -> None:
         """Flush and close the event file."""
-        with _writing(self._folder):
+        with _convert_os_errors(self._folder):
             self._writer.close()
 
 
 class WandbSink:
-    """Send rows to Weights & Biases, or with WANDB_MODE=offline to `folder/wandb` alone.
+    """Send rows to Weights & Biases, or to `folder/wandb` if WANDB_MODE=offline.
 
-    The other variables of W&B hold too (WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_ID ...). `settings`
-    are the job's, shown with the run. Raises ConfigError when W&B is missing or cannot start.
+    The variables of W&B apply (WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_ID, ...).
+
+    Args:
+        folder: Parent of W&B's folder.
+        name: Name of the run; WANDB_NAME takes precedence.
+        settings: The job's settings, shown with the run.
+
+    Raises:
+        ConfigError: W&B is not installed or cannot start.
     """
 
     def __init__(self, folder: Path, *, name: str, settings: Mapping[str, Any]) -> None:
-        wandb = _load("wandb", setting="metrics.enable_wandb")
+        wandb = _import_package("wandb", setting="metrics.enable_wandb")
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(
@@ -178,7 +157,7 @@ class WandbSink:
                 name=os.environ.get("WANDB_NAME", name),
                 dir=str(folder),
                 config=dict(settings),
-                # our log already has every line, and the progress bar must not be captured
+                # the log files have every line, and the progress bar must not be captured
                 settings=wandb.Settings(console="off", silent=True),
             )
         except wandb.errors.Error as error:
@@ -193,7 +172,7 @@ class WandbSink:
         self._run.log(tagged(row), step=int(row["step"]))
 
     def close(self) -> None:
-        """Finish the run; waits until everything is sent."""
+        """Wait until everything is sent, and finish the run."""
         self._run.finish()
 
 
@@ -208,37 +187,45 @@ def build_sinks(
     description: str,
     sections: Mapping[str, object] = MappingProxyType({}),
 ) -> list[Sink]:
-    """Return the sinks of this rank: files on rank 0, or on all ranks if asked; a console on each.
+    """Build the sinks of this rank: a console on every rank, files on rank 0 or on all ranks.
 
-    `folder`: the run's. `job_config`: all settings as plain values. `sections`: the user's own.
-    Raises ConfigError for an optional package that is missing, or a sink that is none.
+    Args:
+        metrics: The section [metrics].
+        folder: Folder of the run.
+        rank: This rank.
+        resume_step: Step from which training resumes.
+        color: Use colors on the console.
+        job_config: All settings as plain values.
+        description: Name of the run in W&B.
+        sections: Custom sections, offered to custom sinks.
+
+    Raises:
+        ConfigError: An optional package is missing, or a custom sink lacks a method.
+        DataError: A file cannot be written.
     """
     sinks: list[Sink] = []
-    everyone = metrics.save_for_all_ranks
-    if rank == 0 or everyone:
+    all_ranks = metrics.save_for_all_ranks
+    if rank == 0 or all_ranks:
         file = folder / (f"{RECORD}.rank_{rank}.jsonl" if rank else f"{RECORD}.jsonl")
         sinks.append(JsonlSink(file, resume_step=resume_step))
         if metrics.enable_tensorboard:
-            # the run's own name once more: files right in tb/ would be a run named "tb" or "."
+            # TensorBoard names a run by its path below --logdir: repeat the run's name
             tb_folder = folder / metrics.save_tb_folder / folder.resolve().name
-            tb_folder = tb_folder / f"rank_{rank}" if everyone else tb_folder
+            tb_folder = tb_folder / f"rank_{rank}" if all_ranks else tb_folder
             sinks.append(TensorBoardSink(tb_folder, resume_step=resume_step, settings=job_config))
         if metrics.enable_wandb:
-            name = f"{description} rank {rank}" if everyone else description
+            name = f"{description} rank {rank}" if all_ranks else description
             sinks.append(WandbSink(folder, name=name, settings=job_config))
-        offered = {"folder": folder, "rank": rank, "resume_step": resume_step, **sections}
-        sinks += [_build_own(path, offered) for path in metrics.sinks]
+        kwargs = {"folder": folder, "rank": rank, "resume_step": resume_step, **sections}
+        for path in metrics.sinks:
+            sink: Sink = instantiate(path, key="metrics.sinks", kwargs=kwargs)
+            check_methods(sink, Sink, path=path, key="metrics.sinks")
+            sinks.append(sink)
     return [*sinks, ConsoleSink(color=color)]
 
 
-def _build_own(path: str, offered: Mapping[str, object]) -> Sink:
-    sink: Sink = make(path, key="metrics.sinks", offered=offered)
-    check_methods(sink, Sink, path=path, key="metrics.sinks")
-    return sink
-
-
 def tagged(row: Row) -> dict[str, float]:
-    """Return the figures that a row has under torchtitan's tags, without its step."""
+    """Return the figures of a row under torchtitan's tags, without step, lists and None."""
     figures = {
         TAGS.get(name, name): value
         for name, value in row.items()
@@ -249,46 +236,39 @@ def tagged(row: Row) -> dict[str, float]:
     return figures
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each setting by its whole key: training.dataloader.num_workers."""
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each setting with its dotted key, e.g. training.dataloader.num_workers."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
 @contextmanager
-def _writing(path: str) -> Iterator[None]:
+def _convert_os_errors(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise DataError(
-            f"{path} must be writable all along, got: {error.strerror or error}; make room or mend "
-            f"it, and start again, checkpoints are untouched"
+            f"{path} cannot be written: {error.strerror or error}; make room and run the same "
+            f"command to resume"
         ) from error
 
 
-def _set_aside(path: Path) -> None:
-    """Give a file the first free of the names `metrics.1.jsonl`, `metrics.2.jsonl` ..."""
+def _move_aside(path: Path) -> None:
+    """Rename a file to the first unused name of `metrics.1.jsonl`, `metrics.2.jsonl`, ..."""
     names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
-    free = next(name for name in names if not name.exists())
-    path.rename(free)
+    unused = next(name for name in names if not name.exists())
+    path.rename(unused)
     logger.warning(
-        "%s held rows of an earlier start, which is not gone on from; they are in %s now",
+        "%s had rows of an earlier run; they were moved to %s, because training starts at step 0",
         path,
-        free.name,
+        unused.name,
     )
 
 
-def _replace(path: Path, *, lines: Sequence[str]) -> None:
-    """Rewrite a file so that a crash leaves the old one or the new one."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    os.replace(beside, path)
-
-
-def _load(module: str, *, setting: str) -> ModuleType:
+def _import_package(module: str, *, setting: str) -> ModuleType:
     """Import an optional package."""
     try:
         return importlib.import_module(module)

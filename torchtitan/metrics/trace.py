@@ -1,9 +1,9 @@
-"""Traces of whole steps: what every rank did, and when, by torch's profiler.
+"""Profiler traces of training steps.
 
-Every `profile_freq` steps the last `profiler_active` of them are recorded, on all ranks at once,
-and each rank writes its own file. `chrome://tracing` and https://ui.perfetto.dev draw it. A
-profiler on all the time would cost memory without end, one started by hand would miss the step that
-was slow.
+Of every `profile_freq` steps, torch's profiler records the last `profiler_active`, on all ranks at
+the same time. Each rank writes its own file, which `chrome://tracing` and https://ui.perfetto.dev
+display. Recording all steps would use ever more memory, and a profiler started by hand would miss
+the slow step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINETO_SILENT = "6"
 
 
 class Profiler:
-    """Records steps while it is open; `step` is called after each of them."""
+    """Record traces. Recording starts at once; call `step` after each training step."""
 
     def __init__(
         self, settings: ProfilingConfig, *, folder: Path, rank: int, device: torch.device
@@ -41,9 +41,9 @@ class Profiler:
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         else:
-            # torch's recorder writes two lines a trace to the console; on a GPU its errors matter
+            # Kineto prints two lines per trace; on a GPU its errors matter
             os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_SILENT)
-        # each trace is written before the next begins, and the settings say how long to warm up
+        # each trace is written before the next one, and the warm-up is a setting
         warnings.filterwarnings("ignore", message=".*Profiler (clears events|won't be using)")
         recorded = settings.profiler_warmup + settings.profiler_active
         self._profile = profile(
@@ -58,35 +58,38 @@ class Profiler:
         self._profile.start()
 
     def step(self, step: int) -> None:
-        """Tell that training step number `step` is done; writes the trace that ends with it."""
+        """Mark the end of training step `step`; write the trace if the step is its last.
+
+        Raises:
+            DataError: The trace cannot be written.
+        """
         self._step = step
         self._profile.step()
         self._step = None
 
     def close(self) -> None:
-        """Stop recording; a trace that is not complete is dropped."""
+        """Stop recording. An incomplete trace is dropped."""
         self._profile.stop()
         if not self._num_written:
             logger.warning(
-                "No step was profiled: the run ended before its step %d; lower "
+                "No step was profiled, because the run ended before step %d; use a smaller "
                 "profiling.profile_freq",
                 self._profile_freq,
             )
 
     def _write(self, trace: profile) -> None:
-        if self._step is None:  # stopped in the middle of it
+        if self._step is None:  # called by `close`: the trace is incomplete
             return
         folder = self._folder / f"step-{self._step}"
         path = folder / f"rank_{self._rank}.json"
-        beside = path.with_suffix(".json.tmp")
+        temporary = path.with_suffix(".json.tmp")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            trace.export_chrome_trace(str(beside))
-            os.replace(beside, path)  # whoever looks for traces finds whole ones
+            trace.export_chrome_trace(str(temporary))
+            os.replace(temporary, path)  # readers never see a partial trace
         except OSError as error:
             raise DataError(
-                f"profiling.save_traces_folder must be writable, {path} could not be written "
-                f"({error.strerror}); make room, or set profiling.enable_profiling to false"
+                f"profiling.save_traces_folder must be writable, got {path}: {error.strerror}"
             ) from error
         self._num_written += 1
         logger.info("Wrote the trace of step %d to %s", self._step, path)
@@ -95,7 +98,7 @@ class Profiler:
 def build_profiler(
     settings: ProfilingConfig, *, folder: Path, rank: int, device: torch.device
 ) -> Profiler | None:
-    """Start profiling into `folder`, where the settings ask for it."""
+    """Start profiling into `folder`. Return None if profiling is disabled."""
     if not settings.enable_profiling:
         return None
     return Profiler(settings, folder=folder, rank=rank, device=device)

@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 from importlib import import_module
 from typing import Any
 
+from torchtitan.base.custom import is_import_path, load_object
 from torchtitan.base.errors import ConfigError, Violation, did_you_mean
-from torchtitan.base.own import is_import_path, load_object
 from torchtitan.models.settings import (
     ALL_SIZES,
     HF,

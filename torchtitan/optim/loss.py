@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.base.custom import is_import_path, load_object
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.own import is_import_path, load_object
 
 LOSS = "training.loss"
 IGNORE_INDEX = -100

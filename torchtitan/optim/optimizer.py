@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.base.custom import convert_errors, instantiate, is_import_path, load_object
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.log import amount
-from torchtitan.base.own import is_import_path, load_object, make, within
+from torchtitan.base.log import plural
 from torchtitan.base.patterns import check_pattern, matches
 from torchtitan.models.interface import (
     HasParameters,
@@ -194,7 +194,7 @@ def check_optimizer(
 def _describe_group(number: int, group: GroupConfig, *, size: int) -> str:
     values = (("lr", group.lr), ("weight_decay", group.weight_decay))
     given = " and ".join(f"{key} {value:g}" for key, value in values if value is not None)
-    return f"group {number}: {amount(size, 'parameter')} at {given}"
+    return f"group {number}: {plural(size, 'parameter')} at {given}"
 
 
 def _check_muon(settings: OptimizerConfig, *, trained: Mapping[str, Tensor]) -> str:
@@ -208,7 +208,7 @@ def _check_muon(settings: OptimizerConfig, *, trained: Mapping[str, Tensor]) -> 
             'optimizer.name = "AdamW"'
         )
         raise ConfigError.at("optimizer.muon_excluded_params", rule)
-    return f"Muon updates {amount(size, 'parameter')}, AdamW {len(trained) - size}"
+    return f"Muon updates {plural(size, 'parameter')}, AdamW {len(trained) - size}"
 
 
 def _check_options(settings: OptimizerConfig) -> None:
@@ -235,7 +235,7 @@ def _check_custom(settings: OptimizerConfig, *, sections: Mapping[str, object]) 
         if state_first:
             create_state(optimizer)
         p.grad = torch.full_like(p, 0.5)
-        with within(settings.name, key=NAME):
+        with convert_errors(settings.name, key=NAME):
             optimizer.step()
         return p.detach(), optimizer.state[p]
 
@@ -321,7 +321,7 @@ def _build_custom(
         if option in fixed or option not in parameters:
             rule = f"must be arguments of {settings.name} without a setting of their own"
             raise ConfigError.at(OPTIONS, f"{rule}, got {option!r}")
-    made = make(settings.name, key=NAME, offered=fixed | dict(settings.options))
+    made = instantiate(settings.name, key=NAME, kwargs=fixed | dict(settings.options))
     if not isinstance(made, torch.optim.Optimizer):
         rule = f"'{settings.name}' must be a torch.optim.Optimizer"
         raise ConfigError.at(NAME, f"{rule}, got {made!r:.80}")

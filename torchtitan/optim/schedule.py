@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
+from torchtitan.base.custom import load_object
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.own import load_object
 from torchtitan.optim.settings import LRSchedulerConfig
 
 Schedule = Callable[[int], float]

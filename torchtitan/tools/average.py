@@ -49,9 +49,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.errors import CheckpointError, UserError
-from torchtitan.base.log import amount
-from torchtitan.base.own import add_trust_code, trusting_stored
+from torchtitan.base.log import plural
 from torchtitan.base.urls import local_path
 from torchtitan.build import describe_export
 from torchtitan.checkpoint import storage
@@ -288,7 +288,7 @@ def main(argv: Sequence[str]) -> int:
     except (UserError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return UserError.exit_code
-    names = f"{amount(len(steps), 'step')}: {', '.join(str(step_of(step)) for step in steps)}"
+    names = f"{plural(len(steps), 'step')}: {', '.join(str(step_of(step)) for step in steps)}"
     sys.stdout.write(f"{args.out}: the {args.kind} average of {names}\n")
     return 0
 

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from torchtitan.base.errors import DataError, UserError, printable
 from torchtitan.base.files import check_is_file
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.resume_rules import CONFIG_FILE, Job
 
 LAST_LINES = 3
@@ -206,7 +206,7 @@ def describe(calls: Mapping[int, Sequence[Call]], *, late: float, logs: Path) ->
     world = sorted({rank for made in calls.values() for call in made for rank in call.group[1]})
     silent = [rank for rank in world if rank not in calls]
     blocked = find_blocked(calls, late=late)
-    lines = [f"{amount(len(world), 'rank')}, records of {len(calls)}", ""]
+    lines = [f"{plural(len(world), 'rank')}, records of {len(calls)}", ""]
     lines += [
         f"rank {rank} waits for {_ranks(one.waits_for)} in {one.call}"
         for rank, one in blocked.items()

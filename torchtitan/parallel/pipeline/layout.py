@@ -29,7 +29,7 @@ from itertools import accumulate
 from math import ceil
 
 from torchtitan.base.errors import ConfigError, Violation
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.interface import Counts
@@ -118,7 +118,7 @@ def plan_pipeline(
         costs = find_costs(settings, counts=counts, num_layers=num_layers, seq_len=training.seq_len)
         modules = name_modules(cut(num_layers, num_stages=len(ranks), costs=costs))
     layout = PipelineLayout(modules=modules, ranks=ranks, table=table, microbatch_size=size)
-    logger.info("Pipeline of %s of %d: %s", amount(num_microbatches, "microbatch"), size, layout)
+    logger.info("Pipeline of %s of %d: %s", plural(num_microbatches, "microbatch"), size, layout)
     return layout
 
 
@@ -321,7 +321,7 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, 
                 f"lower pipeline_parallel_degree to at most {num_layers}"
                 if pp > num_layers
                 else f"lower pipeline_parallel_degree, or use a schedule or layers_per_stage with "
-                f"at most {amount(num_layers // pp, 'stage')} per rank"
+                f"at most {plural(num_layers // pp, 'stage')} per rank"
             ),
         )
     return num_stages

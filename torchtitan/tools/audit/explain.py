@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.errors import ConfigError, DataError, printable
-from torchtitan.base.log import amount
-from torchtitan.base.own import add_trust_code, trusting_stored
+from torchtitan.base.log import plural
 from torchtitan.base.urls import local_path
 from torchtitan.data.dataset import Dataset
 from torchtitan.tools.audit.history import Stretch, read_history, stretch_of
@@ -259,8 +259,8 @@ def _shown(one: dict[str, Any]) -> str:
 
 def _document_lines(found: dict[str, Any]) -> Iterator[str]:
     yield (
-        f"{found['document']} ({amount(found['num_documents'], 'document')}): read "
-        f"{amount(len(found['visits']), 'time')} up to step {found['last_step']}; position by "
+        f"{found['document']} ({plural(found['num_documents'], 'document')}): read "
+        f"{plural(len(found['visits']), 'time')} up to step {found['last_step']}; position by "
         f"{'; '.join(found['position_by'])}"
     )
     if found["doubt"]:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan.base.custom import add_trust_code, check_trusted, trusting_stored
 from torchtitan.base.errors import ConfigError, DataError, printable
-from torchtitan.base.own import add_trust_code, check_trusted, trusting_stored
 from torchtitan.base.urls import is_url, local_path
 from torchtitan.config.sources import flatten, parse, to_toml
 from torchtitan.job import Config, find_own

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from torchtitan.base.custom import check_trusted
 from torchtitan.base.errors import DataError
-from torchtitan.base.own import check_trusted
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.config.sources import to_toml
 from torchtitan.data.settings import ValidationConfig

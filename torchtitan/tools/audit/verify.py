@@ -17,8 +17,8 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.checkpoint.checksums import verify
 from torchtitan.checkpoint.storage import find_steps
 from torchtitan.metrics.ledger import hash_manifest, read_ledger

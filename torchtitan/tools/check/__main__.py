@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchtitan.base.device import device_type, local_device
 from torchtitan.base.errors import UserError
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.base.urls import local_path
 from torchtitan.job import Config, load_config
 from torchtitan.layout import find_layout
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     init_process_group(launch, device_type=device_type(), settings=config.comm, dump_folder=folder)
     ranks = find_ranks(launch, device=local_device(launch.local_rank))
     mesh = build_mesh(layout.dims, device_type=ranks.device.type)
-    machines = amount(len(ranks.firsts), "machine")
+    machines = plural(len(ranks.firsts), "machine")
     say(ranks, f"{config.model.name} {config.model.flavor}, {layout.dims}: on {machines}")
     checks = []
     num_parameters = layout.counts.num_parameters

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchtitan.base.device import GIB
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.base.urls import is_url
 from torchtitan.data.files import find_files
 from torchtitan.data.tokenizer import build_tokenizer
@@ -165,12 +165,12 @@ def check_data(ranks: Ranks, config: Config) -> Checked:
             findings.append(
                 Finding(
                     what=f"all machines must read the same data, {machine} sees "
-                    f"{amount(len(differing), 'file')} otherwise than rank 0, first {differing[0]}",
+                    f"{plural(len(differing), 'file')} otherwise than rank 0, first {differing[0]}",
                     remedy="copy the files again, or mount one storage everywhere",
                 )
             )
     num = len(told[0]) - 1 if isinstance(told[0], dict) else 0
-    summary = f"{amount(num, 'file')} and the tokenizer" if num else "the tokenizer; no file"
+    summary = f"{plural(num, 'file')} and the tokenizer" if num else "the tokenizer; no file"
     return Checked(name="data", summary=summary, figures={"files": num}, findings=findings)
 
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan import __version__
+from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.errors import ConfigError, Mistakes, UserError
-from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.base.urls import local_path
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.generate.generator import DTYPES

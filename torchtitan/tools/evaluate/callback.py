@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.own import is_import_path
 from torchtitan.data.dataset import PadToBatch
 from torchtitan.data.loader import Loader
 from torchtitan.data.settings import DataLoaderConfig

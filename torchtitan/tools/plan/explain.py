@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.device import GIB
 from torchtitan.base.errors import ConfigError
-from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.checkpoint.storage import step_of
 from torchtitan.metrics.ledger import Hardware, read_hardware
 from torchtitan.metrics.rows import Row, figure_of, read_rows

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan.base.custom import add_trust_code, trusting_stored
 from torchtitan.base.errors import ConfigError, UserError, printable
-from torchtitan.base.own import add_trust_code, trusting_stored
 from torchtitan.base.urls import local_path
 from torchtitan.tools.report.page import build_page
 from torchtitan.tools.report.read import name_runs, read_run

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.base.log import amount
+from torchtitan.base.log import plural
 from torchtitan.metrics.ledger import Hardware, newest_hardware, read_ledger
 from torchtitan.metrics.rows import RECORD, Row, figure_of, read_rows
 from torchtitan.resume_rules import CONFIG_FILE, Job
@@ -107,7 +107,7 @@ def events(run: RunRecord) -> list[dict[str, object]]:
         kind = row["event"]
         if kind == "start":
             verb = "started" if is_first else "started again"
-            line = f"{verb}: {row['layout']}, {amount(row['world_size'], 'rank')}"
+            line = f"{verb}: {row['layout']}, {plural(row['world_size'], 'rank')}"
             is_first = False
         elif kind == "change":
             line = f"{row['setting']}: {_short(row['old'])} \u2192 {_short(row['new'])}"

@@ -1,0 +1,171 @@
+"""Console output: one line per logged step, a progress bar and a summary.
+
+On a terminal the bar stays on the last line while log lines scroll above it. This works because
+rich replaces `sys.stderr` while it draws and the console log handler always writes to the current
+`sys.stderr`. Other shown ranks clear the line before they write (see `base/log.py`). Without a
+terminal no bar is drawn, since it would fill a log file with partial lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torchtitan.base.log import Style, is_terminal, paint
+from torchtitan.metrics.rows import Row
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+logger = logging.getLogger(__name__)
+_TRAINING = "training"
+
+# figure of a row -> label, format, color
+_COLUMNS: Mapping[str, tuple[str, str, Style]] = {
+    "step": ("step", "{:>6d}", "red"),
+    "loss": ("loss", "{:8.5f}", "green"),
+    "grad_norm": ("grad_norm", "{:8.4f}", "yellow"),
+    "lr": ("lr", "{:.2e}", "magenta"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}", "blue"),
+    "mfu": ("mfu", "{:.2f}%", "cyan"),
+    "router/load_max_over_mean": ("expert load", "{:.2f}x", "cyan"),
+    "memory_peak_gib": ("memory", "{:.2f}GiB", "dim"),
+    "validation_loss": ("validation loss", "{:8.5f}", "green"),
+    "validation_perplexity": ("perplexity", "{:.5g}", "green"),
+}
+
+
+class ConsoleSink:
+    """Log one line per row, to the console of the shown ranks and to each rank's log file."""
+
+    def __init__(self, *, color: bool) -> None:
+        self._color = color
+
+    def write(self, row: Row) -> None:
+        """Log the row. Missing figures are left out; a missing loss is a dash and a warning."""
+        has_no_loss = "loss" in row and row["loss"] is None
+        parts = [
+            paint(f"{label}: {pattern.format(row[name])}", style, color=self._color)
+            for name, (label, pattern, style) in _COLUMNS.items()
+            if row.get(name) is not None
+        ]
+        if has_no_loss:
+            parts.insert(1, paint(f"loss: {'-':>8}", "green", color=self._color))
+        logger.info("  ".join(parts))
+        if has_no_loss:
+            logger.warning(
+                "Step %d has no loss, because its batch has no labels. Its gradients are zero.",
+                row["step"],
+            )
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def shows_bar(rank: int, *, shown: frozenset[int]) -> bool:
+    """Return whether this rank draws the bar: the first shown rank does, on a terminal."""
+    return rank == min(shown) and is_terminal(sys.stderr)
+
+
+class ProgressBar:
+    """Progress bar with the current activity and the time left, drawn while the context is open.
+
+    Args:
+        done_steps: Steps of earlier starts.
+        total_steps: Steps of the run.
+        show: False draws nothing.
+        color: Use colors.
+    """
+
+    def __init__(self, *, done_steps: int, total_steps: int, show: bool, color: bool) -> None:
+        self._bar = _build_bar(color=color) if show else None
+        if self._bar is not None:
+            self._bar.add_task(_TRAINING, total=total_steps, completed=done_steps)
+
+    def __enter__(self) -> ProgressBar:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, step: int) -> None:
+        """Show that `step` is finished."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step)
+
+    @contextmanager
+    def status(self, activity: str) -> Iterator[None]:
+        """Show an activity other than training, such as "saving"."""
+        self._describe(activity)
+        try:
+            yield
+        finally:
+            self._describe(_TRAINING)
+
+    def _describe(self, activity: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], description=activity, refresh=True)
+
+
+def _build_bar(*, color: bool) -> Progress:
+    from rich import progress
+    from rich.console import Console
+
+    return progress.Progress(
+        progress.TextColumn("{task.description:<10}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
+        # soft_wrap: the terminal wraps long log lines, so that copying one gives a single line
+        console=Console(stderr=True, no_color=not color, soft_wrap=True),
+        refresh_per_second=2,
+        transient=True,
+        redirect_stdout=is_terminal(sys.stdout),  # never redirect a pipe to the terminal
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Results of a finished run.
+
+    Steps and tokens count all starts of the run, speed and time only the last one.
+    """
+
+    num_steps: int
+    num_tokens: int
+    final_loss: float | None
+    validation_loss: float | None = None
+    tokens_per_second: float
+    seconds: float
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Where the output is stored, such as "metrics": "outputs/metrics.jsonl"."""
+
+    def log(self) -> None:
+        """Log the summary, one line per entry."""
+        entries = {
+            "steps": f"{self.num_steps:,}",
+            "tokens": f"{self.num_tokens:,}",
+            "final loss": "none" if self.final_loss is None else f"{self.final_loss:.5f}",
+        }
+        if self.validation_loss is not None:
+            entries["validation loss"] = f"{self.validation_loss:.5f}"
+        entries["tokens/s"] = f"{self.tokens_per_second:,.0f}"
+        entries["time"] = _duration(self.seconds)
+        entries.update(self.places)
+        width = max(map(len, entries))
+        lines = (f"\n  {name:<{width}}  {value}" for name, value in entries.items())
+        logger.info("training finished%s", "".join(lines))
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
