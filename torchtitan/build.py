@@ -616,11 +616,11 @@ def describe_export(config: Config, *, dtype: torch.dtype | None) -> HFExport:
     Raises:
         UserError: The job's tokenizer, or the folder that it started from, is damaged or missing.
     """
-    from torchtitan.hf import export
+    from torchtitan.hf import describe
 
     spec, architecture = find_model(config.model)
     description = config.job.description
-    return export.describe_export(
+    return describe.describe_export(
         spec,
         architecture,
         dtype=dtype,
