@@ -46,10 +46,10 @@ from torchtitan.base.log import (
 from torchtitan.build import build_run
 from torchtitan.job import Config, load_job
 from torchtitan.mesh.faults import (
+    dump_stacks_on_stall,
     exit_code_of,
     refuse_exits,
     refused_exit,
-    stacks_of_stalls,
     write_collectives,
 )
 from torchtitan.mesh.ranks import (
@@ -128,7 +128,7 @@ def train_job(
     sync_before_training(stop)
     log, limit = folder / "logs" / f"rank_{launch.rank}.log", config.comm.train_timeout_seconds
     with bar:
-        with stacks_of_stalls(log, limit_seconds=limit, on_step=bar.advance) as on_step:
+        with dump_stacks_on_stall(log, limit_seconds=limit, on_step=bar.advance) as on_step:
             reason = train_steps(trainer, on_step=on_step)
         with bar.status("saving"):
             if reason is None and trainer.last_row is None and run.checkpoints is not None:

@@ -19,7 +19,7 @@ from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError, StalledError
 from torchtitan.checkpoint import storage
 from torchtitan.checkpoint.storage import find_steps
-from torchtitan.mesh.faults import exit_code_of, is_timeout, stacks_of_stalls
+from torchtitan.mesh.faults import dump_stacks_on_stall, exit_code_of, is_timeout
 from torchtitan.trainer import Trainer
 
 
@@ -77,7 +77,7 @@ def test_the_stacks_of_a_rank_that_hangs_are_in_its_log(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=hangs_here, daemon=True)
     thread.start()
-    with stacks_of_stalls(log, limit_seconds=0.5, on_step=steps.append) as on_step:
+    with dump_stacks_on_stall(log, limit_seconds=0.5, on_step=steps.append) as on_step:
         on_step(1)
         deadline = time.monotonic() + 60
         while "hangs_here" not in log.read_text() and time.monotonic() < deadline:

@@ -77,11 +77,11 @@ class ParallelDims:
 
 
 def fewest_ranks(settings: ParallelismConfig) -> int:
-    """Return the fewest ranks that the degrees allow; any number that they allow is a multiple."""
+    """Return the smallest number of ranks that the degrees allow. Others are multiples of it."""
     cp, dp_shard = settings.context_parallel_degree, settings.data_parallel_shard_degree
     if dp_shard == -1:
         asked = settings.fsdp_reshard_after_forward
-        # so many ranks keep weights together: they are a part of those that share them
+        # groups of this many ranks gather weights, so it divides the ranks that share them
         together = int(asked) if asked.isdecimal() and int(asked) else 1
         dp_shard = together // gcd(together, cp)
         inner = cp * settings.tensor_parallel_degree
@@ -97,7 +97,7 @@ def fewest_ranks(settings: ParallelismConfig) -> int:
 
 
 def resolve_dims(settings: ParallelismConfig, *, world_size: int) -> ParallelDims:
-    """Check the degrees against the number of ranks and infer dp_shard where it is -1.
+    """Check the degrees against the number of ranks, and infer dp_shard if it is -1.
 
     Raises:
         ConfigError: The degrees do not multiply to `world_size`.
@@ -136,9 +136,8 @@ def resolve_dims(settings: ParallelismConfig, *, world_size: int) -> ParallelDim
         fitting = ", ".join(str(n) for n in range(1, inner + 1) if inner % n == 0)
         raise ConfigError.at(
             ("parallelism.expert_parallel_degree", "parallelism.data_parallel_shard_degree"),
-            f"must divide the {inner} ranks of data_parallel_shard_degree, context_parallel_degree "
-            f"and tensor_parallel_degree together, among which experts are dealt out, got {ep}; "
-            f"write one of {fitting}",
+            f"must divide data_parallel_shard_degree x context_parallel_degree x "
+            f"tensor_parallel_degree = {inner}, got {ep}; use one of {fitting}",
         )
     return ParallelDims(
         pp=settings.pipeline_parallel_degree,
@@ -223,19 +222,19 @@ def _candidates(
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The views of one job's ranks; see `build_mesh`."""
+    """Views of a job's ranks; see `build_mesh`."""
 
     dims: ParallelDims
     params: DeviceMesh
-    """Axes pp, dp_replicate, fsdp, tp: how parameters are laid out."""
+    """Axes pp, dp_replicate, fsdp, tp: layout of parameters."""
     data: DeviceMesh
     """Axes pp, dp, cp, tp: dp ranks read different samples, cp ranks parts of the same ones."""
     experts: DeviceMesh
-    """Axes pp, dp_replicate, efsdp, ep: how experts are laid out."""
+    """Axes pp, dp_replicate, efsdp, ep: layout of experts."""
 
     @property
     def dp_rank(self) -> int:
-        """This rank's place among the ranks that read different samples."""
+        """This rank's index among the ranks that read different samples."""
         return self.data.get_local_rank("dp")
 
     @property
@@ -245,7 +244,7 @@ class Mesh:
 
     @property
     def data_parallel(self) -> DeviceMesh:
-        """What `fully_shard` takes: (fsdp), or (dp_replicate, fsdp) where there are copies."""
+        """Mesh for `fully_shard`: (fsdp), or (dp_replicate, fsdp) with replicas."""
         return (
             self.params["dp_replicate", "fsdp"]
             if self.dims.dp_replicate > 1
@@ -254,7 +253,7 @@ class Mesh:
 
     @property
     def expert_data_parallel(self) -> DeviceMesh:
-        """The same for experts: (efsdp), or (dp_replicate, efsdp)."""
+        """Mesh for `fully_shard` of experts: (efsdp), or (dp_replicate, efsdp)."""
         return (
             self.experts["dp_replicate", "efsdp"]
             if self.dims.dp_replicate > 1
@@ -262,7 +261,7 @@ class Mesh:
         )
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Every process group of the views, for settings that apply to all."""
+        """Return all process groups of the views."""
         return [
             view.get_group(axis)
             for view in (self.params, self.data, self.experts)

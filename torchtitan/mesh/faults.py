@@ -1,17 +1,17 @@
-"""Faults: losses that are not finite, ranks that hang, and the exit codes of a failed rank.
+"""Faults: non-finite losses, ranks that hang, and the exit codes of a failed rank.
 
-The loss and gradient norm of a step enter one reduced figure (`optim.clip.global_norm`), so all
-ranks find together that it is not finite, and no optimizer changes a weight. Only then do the ranks
-exchange which of them saw it first.
+The loss and gradient norm of a step enter one reduced number (`optim.clip.global_norm`), so all
+ranks see in the same step that it is not finite, and no optimizer changes a weight. Only then do
+the ranks exchange whose loss is not finite.
 
-A rank that hangs is detected by the timeout of the other ranks' collectives: in a step
-`comm.train_timeout_seconds`, in a save, which depends on the storage,
-`checkpoint.save_timeout_seconds`. Shortly before the other ranks give up, a C thread of
-`faulthandler`, which needs no interpreter, writes the stacks of all threads to this rank's log.
+A rank that hangs is detected by the timeout of the other ranks' collectives:
+`comm.train_timeout_seconds` in a step, `checkpoint.save_timeout_seconds` in a save, whose duration
+depends on the storage. Shortly before the timeout a C thread of `faulthandler`, which needs no
+interpreter, writes the stacks of all threads to this rank's log.
 
 torch's flight recorder keeps the newest `comm.trace_buf_size` collectives of this rank in memory.
-NCCL writes its own to a file when one takes too long; those of gloo are written here by each rank
-that ends with a fault. `python -m torchtitan.tools.hang` reads the files of all ranks. Sends and
+NCCL writes its collectives to a file when one times out. Each rank that ends with a fault writes
+those of gloo. `python -m torchtitan.tools.hang` reads the files of all ranks. Sends and
 receives of gloo are not recorded.
 """
 
@@ -44,16 +44,18 @@ PART_OF_TIMEOUT = 0.9
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return what a rank leaves with: the error's own code, 4 after a collective that timed out
-    because another rank hangs, else 1."""
+    """Return the exit code for an error: that of a UserError, 4 if a collective timed out because
+    another rank hangs, else 1."""
     if isinstance(error, UserError):
         return error.exit_code
     return StoppedError.exit_code if is_timeout(error) else 1
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether `error` is a collective's time-out. torch has no class for it: these are the
-    words of gloo, NCCL's watchdog and the store."""
+    """Return whether `error` is the timeout of a collective.
+
+    torch has no class for it, so the messages of gloo, NCCL's watchdog and the store are matched.
+    """
     words = "timed out waiting|collective operation timeout|wait timeout"
     is_known = re.search(words, str(error), re.IGNORECASE) is not None
     return is_known and isinstance(error, RuntimeError) and os.environ.get("WORLD_SIZE", "1") != "1"
@@ -78,21 +80,24 @@ def refuse_exits() -> Iterator[None]:
 
 
 def refused_exit(error: BaseException) -> ConfigError:
-    """Return the error of code that may not end the process."""
+    """Return the error for custom code that tried to end the process."""
     at = traceback.extract_tb(error.__traceback__)[-1]
     return ConfigError(
-        f"your own code must not end the process, but {error!r:.80} was raised in {at.name}, "
-        f"{at.filename}:{at.lineno}; raise an Exception, or ask for the end by a callback"
+        f"custom code must not end the process, but {error!r:.80} was raised in {at.name}, "
+        f"{at.filename}:{at.lineno}; raise an Exception, or stop the run with a callback"
     )
 
 
 def raise_if_nonfinite(norm: float, *, loss: Tensor, step: int) -> None:
-    """Stop the run where the global gradient norm is not finite.
+    """Raise if the global gradient norm is not finite. Every rank must pass the same `norm`.
 
-    `loss` is this rank's share of the loss. Every rank must call this with the same `norm`.
+    Args:
+        norm: Global gradient norm.
+        loss: This rank's part of the loss.
+        step: The step, for the message.
 
     Raises:
-        NonFiniteError: Names the step and the ranks whose own loss is not finite.
+        NonFiniteError: Names the step and the ranks whose loss is not finite.
     """
     if math.isfinite(norm):
         return
@@ -111,19 +116,19 @@ def raise_if_nonfinite(norm: float, *, loss: Tensor, step: int) -> None:
 
 
 @contextmanager
-def stacks_of_stalls(
+def dump_stacks_on_stall(
     file: Path, *, limit_seconds: float, on_step: Callable[[int], None]
 ) -> Iterator[Callable[[int], None]]:
-    """Yield what calls `on_step` with each step. Where it is not called again for most of
-    `limit_seconds`, the stacks of all threads are added to `file`."""
+    """Yield a function that calls `on_step`. If it is not called again for most of `limit_seconds`,
+    append the stacks of all threads to `file`."""
     with file.open("a", encoding="utf-8") as log:
 
-        def go_on(step: int) -> None:
+        def advance(step: int) -> None:
             faulthandler.dump_traceback_later(limit_seconds * PART_OF_TIMEOUT, file=log)
             on_step(step)
 
         try:
-            yield go_on
+            yield advance
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -131,12 +136,14 @@ def stacks_of_stalls(
 PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
 SUFFIX = ".json"
 NEWEST = 1000
-"""Collectives of a file; each takes about 1 KB."""
+"""Collectives per file, of about 1 KB each."""
 
 
 def enable_recorder(settings: CommConfig, *, dump_folder: Path, rank: int) -> None:
-    """Tell torch to remember collectives; before the first process group is made. Files that this
-    rank has left at an earlier start are removed."""
+    """Enable torch's flight recorder. Call this before the first process group is created.
+
+    Files of this rank from an earlier start are removed.
+    """
     if not settings.trace_buf_size:
         return
     folder = dump_folder / settings.save_traces_folder
@@ -144,8 +151,8 @@ def enable_recorder(settings: CommConfig, *, dump_folder: Path, rank: int) -> No
     for file in (f"{prefix}{rank}", f"{prefix}{rank}{SUFFIX}"):
         Path(file).unlink(missing_ok=True)
     if torch.cuda.is_available():
-        folder.mkdir(parents=True, exist_ok=True)  # NCCL makes none
-    # read when the group is made, hence the environment
+        folder.mkdir(parents=True, exist_ok=True)  # NCCL does not create it
+    # torch reads the environment when it creates a group
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(settings.trace_buf_size)
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
     os.environ[PREFIX] = prefix
@@ -153,12 +160,12 @@ def enable_recorder(settings: CommConfig, *, dump_folder: Path, rank: int) -> No
 
 
 def write_collectives() -> Path | None:
-    """Write what this rank has called to a file, and return it; None: nothing is remembered."""
+    """Write the recorded collectives to a file and return its path; None without a recorder."""
     prefix = os.environ.get(PREFIX)
     if not prefix or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     dump = torch._C._distributed_c10d._dump_fr_trace
-    known: dict[str, Any] = pickle.loads(dump())  # our own bytes
+    known: dict[str, Any] = pickle.loads(dump())  # from this process
     known["entries"] = known["entries"][-NEWEST:]
     rank, groups = dist.get_rank(), {}
     for group, ranks in _world.pg_group_ranks.items():

@@ -348,17 +348,17 @@ def on_every_rank(action: Callable[[], T], *, group: dist.ProcessGroup | None) -
     return [value for value, _ in outcomes]
 
 
-def union(own: Mapping[K, T], *, group: dist.ProcessGroup | None) -> dict[K, T]:
+def union(entries: Mapping[K, T], *, group: dist.ProcessGroup | None) -> dict[K, T]:
     """Return the union of all ranks' entries.
 
     Ranks with equal entries, such as those of one pipeline stage, send them once.
     """
-    digest = hashlib.sha256(repr(sorted(own.items(), key=repr)).encode()).hexdigest()
+    digest = hashlib.sha256(repr(sorted(entries.items(), key=repr)).encode()).hexdigest()
     digests = on_every_rank(lambda: digest, group=group)
     rank = 0 if group is None else dist.get_rank(group)
     is_first = rank == digests.index(digest)
-    everyone = on_every_rank(lambda: dict(own) if is_first else {}, group=group)
-    return {key: value for entries in everyone for key, value in entries.items()}
+    everyone = on_every_rank(lambda: dict(entries) if is_first else {}, group=group)
+    return {key: value for each in everyone for key, value in each.items()}
 
 
 def join_tensor_parallel() -> tuple[torch.device, DeviceMesh | None]:

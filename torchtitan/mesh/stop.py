@@ -32,7 +32,7 @@ from torchtitan.base.log import erase_line, is_terminal, plural
 
 logger = logging.getLogger(__name__)
 PART_FOR_DATA = 0.8
-"""Part of the timeout. The wait ends before `stacks_of_stalls` reads frames that it would free."""
+"""Part of the timeout. The wait ends before `dump_stacks_on_stall` reads frames that it frees."""
 STARTED = "TORCHTITAN_STARTED"
 """Set by the launcher: when it started, by the monotonic clock. torchrun may restart the ranks; the
 job's time limit counts from here."""

@@ -112,8 +112,8 @@ class Stragglers:
     def _ratios(self, kind: str, seconds: Sequence[float], step_seconds: float) -> dict[int, float]:
         """Return each rank's time divided by the median of the other ranks."""
         stages: dict[int, dict[int, float]] = {}
-        for rank, own in enumerate(seconds):
-            stages.setdefault(self._stages[rank] if kind == "update" else 0, {})[rank] = own
+        for rank, taken in enumerate(seconds):
+            stages.setdefault(self._stages[rank] if kind == "update" else 0, {})[rank] = taken
         ratios = {}
         for stage in stages.values():
             for rank, median in medians_of_others(stage).items():
