@@ -273,6 +273,15 @@ def test_sections_count_unless_only_watchers_bring_them(folder: Path) -> None:
             "n is <class 'dict'>",
         ),
         ("@dataclass\nclass M:\n    n: Oops = None\nSECTIONS = {'m': M}", "'Oops' is not defined"),
+        (
+            "@dataclass\nclass M:\n    n: tuple[int, int] = (1, 2)\nSECTIONS = {'m': M}",
+            "n is tuple[int, int]",
+        ),
+        (
+            "@dataclass\nclass M:\n    n: Annotated[str, Field(min_length=1)] = 'a'\n"
+            "SECTIONS = {'m': M}",
+            "bounds must be Gt, Ge, Lt or Le, and n has",
+        ),
     ],
 )
 def test_what_is_no_section(code: str, said: str, folder: Path) -> None:

@@ -283,6 +283,12 @@ def with_group(config: Config) -> None:
             lambda config: train(replace(config, model=replace(config.model, flavor="9B"))),
             ["[model] flavor", "must be one of tiny"],
         ),
+        (
+            lambda config: train(
+                replace(config, training=replace(config.training, seq_len="64"))  # type: ignore[arg-type]
+            ),
+            ["[training] seq_len", "must be an integer"],
+        ),
     ],
 )
 def test_a_run_that_cannot_start_says_why(

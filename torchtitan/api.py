@@ -33,7 +33,7 @@ from torchtitan.base.errors import CheckpointError, ConfigError, UserError
 from torchtitan.base.log import note_in_file
 from torchtitan.callbacks import check_callback
 from torchtitan.checkpoint.source import Checkpoint
-from torchtitan.config.load import violations
+from torchtitan.config.load import violations, wrong_types
 from torchtitan.config.schema import literal
 from torchtitan.config.sources import CONFIG_FILE, PYTHON, Layer, Setting, flatten
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
@@ -207,7 +207,9 @@ def _check(config: Config) -> None:
             "of a train in another thread; call torch.distributed.destroy_process_group() first, "
             "or train in another process"
         )
-    # dataclasses.replace checks types alone
+    # dataclasses.replace checks nothing
+    if wrong := [*wrong_types(config, tree=Config)]:
+        raise ConfigError(wrong)
     if wrong := [one for one in violations(config) if not one.is_notice]:
         raise ConfigError(wrong)
 

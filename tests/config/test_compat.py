@@ -152,7 +152,7 @@ def test_every_default_of_one_old_file_together() -> None:
         ('[model]\nconverters = ["quantize.linear.mx"]', "train in bfloat16"),
         ("[memory_estimation]\nenable = true", "metrics report the peak of a real step"),
         ("[memory_estimation]\nenabled = true", "only false is accepted"),
-        ("[parallelism]\nenable_compiled_autograd = true", "compiles that of each block"),
+        ("[parallelism]\nenable_compiled_autograd = true", "compiles the backward of each block"),
         (
             '[model]\nflavor = "debugmodel_flex_attn"',
             'flavor = "debugmodel" and training.attn_mask_type',
@@ -227,7 +227,7 @@ def test_one_notice_a_feature_that_is_off() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("c4_validation", "is not downloaded here"),
+        ("c4_validation", "is not downloaded"),
         ("my_own", "must be one of python_stdlib"),
     ],
 )

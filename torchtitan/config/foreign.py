@@ -39,8 +39,8 @@ from torchtitan.config.sources import Layer, Setting, parse, spell
 
 Switch = tuple[Path, str | None]
 """A key, and the value that switches the feature on. None: any that is not in `OFF`."""
-OFF: tuple[object, ...] = (None, False, [], (), 1, "none")
-"""Values of a switch, list, degree or mode that is off."""
+OFF: tuple[object, ...] = (None, False, [], (), 0, 1, "none")
+"""Values of a switch, list, number, degree or mode that is off."""
 
 
 @dataclass
@@ -187,10 +187,17 @@ class Foreign:
             if path not in given and (switch is None or _is_on(values[switch[0]], switch[1])):
                 yield meaning
 
-    def answer(self, path: Path) -> str | None:
+    def answer(self, path: Path, *, origin: str, tree: type) -> str | None:
         """Return what to write instead of another trainer's name, with or without a section."""
         dotted = ".".join(path).replace("-", "_")
-        return self.other_trainers.get(dotted) or self.other_trainers.get(dotted.split(".")[-1])
+        answer = self.other_trainers.get(dotted) or self.other_trainers.get(dotted.split(".")[-1])
+        if answer is None:
+            return None
+        key, _, note = answer.partition(": ")
+        if _path(key) not in keys(tree):
+            return f"is not a setting here: {answer}"
+        note = f" ({note})" if note else ""
+        return f"is not a key here; write {spell(_path(key), origin=origin)}{note}"
 
     def _refused_value(self, path: Path, setting: Setting) -> str | None:
         return _find([*self.values.get(path, ()), *self.whole_job.get(path, ())], setting)

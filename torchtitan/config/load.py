@@ -180,18 +180,23 @@ def build(
     return Loaded(config, merged, report.mistakes, report.notices, next(foreign_files, None))
 
 
-def violations(config: object) -> Iterator[Violation]:
-    """Yield values of a wrong type, or else every broken rule between keys."""
-    known, values = keys(type(config)), values_of(config)
-    wrong = []
-    for path, key in known.items():
+def wrong_types(config: object, *, tree: type) -> Iterator[Violation]:
+    """Yield each value of the wrong type, in settings that Python code has built or changed.
+
+    Args:
+        tree: Has the keys to check.
+    """
+    for path, key in keys(tree).items():
+        value = value_at(config, path)
         try:
-            key.convert(values[path])
-        except ValueError as error:  # of settings that Python code has changed
-            wrong.append(Violation((".".join(path),), f"{error}, got {literal(values[path])}"))
-    if wrong:
-        yield from wrong
-        return
+            key.convert(value)
+        except ValueError as error:
+            yield Violation((".".join(path),), f"{error}, got {literal(value)}")
+
+
+def violations(config: object) -> Iterator[Violation]:
+    """Yield each broken rule between keys."""
+    known, values = keys(type(config)), values_of(config)
     for path, key in known.items():
         for need in key.requires:
             other = tuple(need.key.split(".")) if "." in need.key else (*path[:-1], need.key)
@@ -321,17 +326,13 @@ def _describe_unknown(
     is_empty_table = len(path) == 1 and setting.value == {}
     parent, name = (path, "") if is_empty_table else (path[:-1], path[-1])
     is_new_table = bool(parent) and parent not in tables
-    by_table = {".".join(table): table for table in tables}
-    table = _closest(".".join(parent), by_table) if is_new_table else None
-    is_misspelt_table = table is not None and (*table, name) in known
-    if (answer := foreign.answer(path)) and not is_misspelt_table:
-        key, _, note = answer.partition(": ")
-        if tuple(key.split(".")) not in known:
-            return f"{where}: is not a setting here: {answer}"
-        note = f" ({note})" if note else ""
-        return (
-            f"{where}: is not a key here; write {spell(tuple(key.split('.')), origin=origin)}{note}"
-        )
+    table = None
+    if is_new_table:
+        table = _closest(".".join(parent), {".".join(table): table for table in tables})
+    intended = (*table, name) if table is not None and (*table, name) in known else None
+    answer = foreign.answer(path, origin=origin, tree=tree)
+    if answer is not None and intended is None:
+        return f"{where}: {answer}"
     if path in tables:
         form = spell((*path, "key"), origin=origin)
         return f"{where}: {header(path)} is a section, not a key; write {form} ..."
@@ -341,9 +342,9 @@ def _describe_unknown(
         return f"{where}: {rule}; write {spell(switch, origin=origin)} false"
     if is_new_table:
         rule = f"unknown section {header(parent)}"
-        where = where if origin == COMMAND_LINE else origin  # one message per section
-        is_option = origin == COMMAND_LINE and table is not None and is_misspelt_table
-        guess = (*table, name) if is_option and table is not None else table
+        guess = intended or table
+        if origin != COMMAND_LINE:
+            where, guess = origin, table  # one message per section
     else:
         # a key of another section by this very name is the most frequent slip
         by_name = {one[-1]: one for one in reversed([*known])}

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt
 
 from torchtitan.base.custom import is_import_path
 from torchtitan.base.errors import did_you_mean
@@ -45,6 +45,7 @@ MAX_INT = 10**12
 """Largest integer of a key without an upper bound, so that derived sizes fit into 64 bits."""
 MAX_FLOAT_BITS = 1023  # a larger integer is no float
 MAX_BITS = 64 * 200  # Python writes no decimal number of more than 4300 digits
+UNIONS = (typing.Union, types.UnionType)
 SCALARS = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
 BOUNDS: tuple[tuple[type, str, Callable[[Any, Any], bool], str, str], ...] = (
     (Gt, "gt", operator.gt, ">", "greater than"),
@@ -218,7 +219,6 @@ def convert(value: object, annotation: Any) -> Any:
 
     Raises:
         ValueError: States the rule that the value breaks.
-        TypeError: No setting can have such an annotation.
     """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
@@ -231,14 +231,14 @@ def convert(value: object, annotation: Any) -> Any:
             if value is not None:
                 _check(value, one)
         return value
-    if origin in (typing.Union, types.UnionType) and arguments[1:] == (types.NoneType,):
+    if origin in UNIONS:
         return None if value is None else convert(value, arguments[0])
     if origin is Literal:
         if value not in arguments:
             names = ", ".join(arguments)
             raise ValueError(f"must be one of {names}{did_you_mean(str(value), arguments)}")
         return value
-    if origin is tuple and arguments[1:] == (...,):
+    if origin is tuple:
         items = value if isinstance(value, (list, tuple)) else [value]
         return tuple(_item(one, arguments[0], name=n) for n, one in enumerate(items, start=1))
     if origin is dict:
@@ -252,8 +252,6 @@ def convert(value: object, annotation: Any) -> Any:
         return value
     if is_dataclass(annotation):
         return _convert_table(value, annotation)
-    if annotation not in SCALARS:
-        raise TypeError(f"{annotation} is no type of a setting")
     if type(value) is not annotation and not (annotation is float and type(value) is int):
         raise ValueError(f"must be {SCALARS[annotation]}")
     if isinstance(value, str) and "\0" in value:
@@ -305,8 +303,12 @@ def _check(value: Any, metadata: object) -> None:
 
 
 def _flat(metadata: tuple[Any, ...]) -> list[Any]:
-    """Return the metadata of an annotation; pydantic's Field holds a list of its own."""
-    return [inner for one in metadata for inner in getattr(one, "metadata", [one])]
+    """Return the metadata of an annotation. An Interval, and pydantic's Field, hold several."""
+    groups = (
+        one if isinstance(one, GroupedMetadata) else getattr(one, "metadata", [one])
+        for one in metadata
+    )
+    return [inner for group in groups for inner in group]
 
 
 def same(left: object, right: object) -> bool:
@@ -491,12 +493,24 @@ def _read_key(one: dataclasses.Field[Any], annotation: Any, *, cls: type) -> Key
     layers, metadata, choices, item = [], list[Any](), tuple[str, ...](), annotation
     while (origin := typing.get_origin(item)) is not None:
         arguments = typing.get_args(item)
+        if (origin in UNIONS and arguments[1:] != (types.NoneType,)) or (
+            origin is tuple and arguments[1:] != (...,)
+        ):
+            break
         layers.append(origin)
         if origin is Annotated:
             metadata += _flat(arguments[1:])
         elif origin is Literal:
             choices, arguments = arguments, (str,)
         item = arguments[-1] if origin is dict else arguments[0]
+    if item not in (*SCALARS, Any) and not is_dataclass(item):
+        raise TypeError(
+            f"a field must be a number, bool, string, Literal, a tuple of these, or one of them or "
+            f"None, and {one.name} is {annotation}"
+        )
+    for check in metadata:
+        if isinstance(check, BaseMetadata) and not isinstance(check, (Gt, Ge, Lt, Le)):
+            raise TypeError(f"bounds must be Gt, Ge, Lt or Le, and {one.name} has {check}")
     names = [name for check in metadata if isinstance(check, ImportPath) for name in check.names]
     default = one.default if one.default_factory is MISSING else one.default_factory()
     return Key(
@@ -508,7 +522,7 @@ def _read_key(one: dataclasses.Field[Any], annotation: Any, *, cls: type) -> Key
         item=item,
         is_nested=layers.count(tuple) > 1,
         choices=choices or tuple(names),
-        optional=bool({typing.Union, types.UnionType} & {*layers}),
+        optional=any(origin in UNIONS for origin in layers),
         metadata=tuple(metadata),
     )
 
@@ -586,12 +600,3 @@ def check_section(section: Any) -> None:
         name = ".".join(path)
         if key.default is MISSING:
             raise TypeError(f"each field of a section needs a default, and {name} has none")
-        try:
-            convert(None, key.annotation)
-        except ValueError:
-            pass
-        except TypeError as error:
-            raise TypeError(
-                f"a field must be a number, bool, string, Literal, a tuple of these, or one of "
-                f"them or None, and {name} is {key.annotation}"
-            ) from error

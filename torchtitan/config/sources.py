@@ -126,8 +126,9 @@ def read_layers(file: Setting) -> list[Layer]:
         path = pathlib.Path(str(current.value)).expanduser()
         if current.is_in_file:
             path = pathlib.Path(os.path.normpath(pathlib.Path(current.origin).parent / path))
+        is_circle = path.resolve() in (one.resolve() for one in seen)
         seen.append(path)
-        if path.resolve() in (one.resolve() for one in seen[:-1]):
+        if is_circle:
             circle = " -> ".join(map(str, seen))
             raise ConfigError(f"{current.where()}: files must not inherit in a circle ({circle})")
         origin = str(path)
@@ -138,9 +139,9 @@ def read_layers(file: Setting) -> list[Layer]:
         except RecursionError as error:
             raise ConfigError(f"{path}: tables are nested too deeply") from error
         current = None if base is None else Setting(base, origin, ("base",), literal(base))
-        if base is not None and not (isinstance(base, str) and base):
+        if current is not None and not (isinstance(base, str) and base):
             rule = 'must name one file, as in base = "other.toml"'
-            raise ConfigError(f"{current and current.where()}: {rule}")
+            raise ConfigError(f"{current.where()}: {rule}")
     return layers
 
 
