@@ -58,7 +58,7 @@ HIGHER = {"torchtitan/__init__.py": "api"}
 NAMES_CONFIG = ("api", "assemble", "build", "job", "layout", "resume_rules", "tools", "train")
 MAX_FUNCTION = 60
 # what `import torchtitan.train` runs; lower them whenever less is imported, and never raise them
-MAX_MODULES, MAX_LINES = 130, 24_186
+MAX_MODULES, MAX_LINES = 128, 24_179
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,10 @@ def test_a_run_is_that_of_the_command_line(tmp_path: Path) -> None:
 
 
 def test_it_resumes_and_validates(tmp_path: Path) -> None:
-    schedule = {"lr_scheduler.total_steps": 4, "validation": {"enable": True, "holdout_fraction": 0.002}}
+    schedule = {
+        "lr_scheduler.total_steps": 4,
+        "validation": {"enable": True, "holdout_fraction": 0.002},
+    }
     train(job(tmp_path, **{"training.steps": 2}, **schedule))
     result = train(job(tmp_path, **{"training.steps": 4}, **schedule))
     assert [row["step"] for row in result.rows] == [1, 2, 3, 4]

@@ -62,7 +62,7 @@ from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
 from torchtitan.optim.spikes import SpikeDetector
-from torchtitan.parallel.context.build import build_shard
+from torchtitan.parallel.context.layout import build_shard
 from torchtitan.parallel.execution import Execution
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.parallelize import build_model_and_execution, materialize

@@ -59,7 +59,7 @@ from torchtitan.optim.optimizer import check_optimizer
 from torchtitan.optim.schedule import find_decay
 from torchtitan.optim.settings import OptimizerConfig
 from torchtitan.parallel.compile import check_backend
-from torchtitan.parallel.context.build import check_attention
+from torchtitan.parallel.context.attention import check_attention
 from torchtitan.parallel.expert import check_expert_parallel
 from torchtitan.parallel.float8 import check_float8, find_converted
 from torchtitan.parallel.fsdp import find_reshard

@@ -1,4 +1,4 @@
-"""How a job lies over its ranks, as found before anything is built."""
+"""The layout of a job: everything about its ranks and model that is known before it is built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtitan.parallel.settings import Float8Config
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A model and how it lies over the ranks."""
+    """A model and its division over the ranks."""
 
     spec: ModelSpec
     architecture: DecoderConfig
@@ -25,17 +25,17 @@ class Layout:
     dims: ParallelDims
     reshard: Reshard
     pipeline: PipelineLayout | None
-    """Stages and schedule; None without pipeline parallelism."""
+    """Stages and schedule. None without pipeline parallelism."""
     float8: Float8Config | None
-    """How linear layers compute in float8; None: they do not."""
+    """Settings of float8 linear layers. None: no layer uses float8."""
     accumulation: int
-    """Microbatches of local_batch_size samples that a rank accumulates in a step."""
+    """Number of batches of local_batch_size samples that a rank accumulates per step."""
     trained: TrainableParams
-    """Which parameters are trained."""
+    """Selects the parameters to train."""
     adapt: Callable[[LanguageModel], None] | None
-    """Changes the layers of a model on the meta device, before it is cut or split; None: nothing
-    does."""
+    """Changes layers of the model on the meta device, before it is divided, such as to add LoRA.
+    None: no change."""
 
     def samples_per_step(self, training: TrainingConfig) -> int:
-        """Return the samples of one optimizer step over all ranks."""
+        """Return the number of samples per optimizer step over all ranks."""
         return training.local_batch_size * self.dims.dp * self.accumulation
