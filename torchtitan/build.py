@@ -57,7 +57,7 @@ from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
 from torchtitan.optim.spikes import SpikeDetector, build_spikes
-from torchtitan.parallel.context.build import build_shard
+from torchtitan.parallel.context.layout import build_shard
 from torchtitan.parallel.execution import Execution
 from torchtitan.parallel.layout import Layout, check_device
 from torchtitan.parallel.parallelize import build_model_and_execution, materialize

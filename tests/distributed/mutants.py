@@ -40,8 +40,6 @@ from torchtitan.optim.balance import Balance
 from torchtitan.optim.loss import IGNORE_INDEX, count_valid
 from torchtitan.parallel import activation, execution, expert, tensor
 from torchtitan.parallel import parallelize as apply
-from torchtitan.parallel import tensor as adapter_tensor
-from torchtitan.parallel import tensor as copies
 from torchtitan.parallel.context import attention as context_attention
 from torchtitan.parallel.context.layout import SequenceLayout, SequenceShard
 from torchtitan.parallel.execution import Batch
@@ -136,11 +134,11 @@ def averaging_experts(apply_fsdp: Code) -> Code:
 # --- tensor parallelism
 
 
-def gathered_inputs_keep_half(wrapped: Code) -> Code:
+def gathered_inputs_keep_half(to_dtensor: Code) -> Code:
     def call(local: Tensor, mesh: Any, placement: Any) -> Any:
         if placement.is_shard():
-            return wrapped(local, mesh, placement)
-        return wrapped(local.detach() + (local - local.detach()) / 2, mesh, placement)
+            return to_dtensor(local, mesh, placement)
+        return to_dtensor(local.detach() + (local - local.detach()) / 2, mesh, placement)
 
     return call
 
@@ -177,10 +175,10 @@ def even_shards(shard: Code) -> Code:
 
 
 def of_own_heads(shared: Code) -> Code:
-    class OfOwnHeads(copies.Shared):
+    class OfOwnHeads(tensor.GatherOutput):
         def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
             def gather(_: nn.Module, inputs: object, x: Tensor) -> Tensor:
-                whole = copies.wrapped(x, device_mesh, self.stream)
+                whole = tensor.to_dtensor(x, device_mesh, self.stream)
                 return whole.redistribute(placements=[Replicate()]).to_local()
 
             module.register_forward_hook(gather)
@@ -190,7 +188,7 @@ def of_own_heads(shared: Code) -> Code:
 
 
 def of_own_tokens(copied: Code) -> Code:
-    class OfOwnTokens(copies.Copied):
+    class OfOwnTokens(tensor.ReplicatedLinear):
         def __init__(self, stream: Any) -> None:
             super().__init__(stream)
             self.tokens = Replicate()
@@ -587,26 +585,26 @@ MUTANTS: dict[str, Mutant] = {
     "norms not summed over tp": Mutant(
         lambda norm: lambda stream: norm(Replicate()),
         tensor,
-        "_Norm",
+        "ReplicatedNorm",
         Seen("gradient *norm.weight", "tp 2", alone=True),
     ),
     "largest logit not shared": Mutant(
         without_the_largest, loss._Head, "_loss", Seen("loss 1", "tp 2")
     ),
     "gathered inputs keep their own gradient": Mutant(
-        gathered_inputs_keep_half, tensor, "wrapped", Seen("gradient *", "tp 2, stream copied")
+        gathered_inputs_keep_half, tensor, "to_dtensor", Seen("gradient *", "tp 2, stream copied")
     ),
     "copied adapters keep their own gradient": Mutant(
         copied_adapters_are_local,
-        adapter_tensor,
-        "_local",
+        tensor,
+        "_to_local",
         Seen("gradient *.lora_*", "tp 2", "adapter"),
     ),
     "latents keep the gradient of own heads": Mutant(
-        of_own_heads, tensor, "Shared", Seen("gradient *", "tp 2", "DeepSeek")
+        of_own_heads, tensor, "GatherOutput", Seen("gradient *", "tp 2", "DeepSeek")
     ),
     "latents keep the gradient of own tokens": Mutant(
-        of_own_tokens, tensor, "Copied", Seen("gradient *", "tp 2", "DeepSeek")
+        of_own_tokens, tensor, "ReplicatedLinear", Seen("gradient *", "tp 2", "DeepSeek")
     ),
     "labels shifted in a cp shard": Mutant(
         _with_batch(_labels_shifted), SequenceShard, "take", Seen("loss 1", "cp 2 allgather")
@@ -638,7 +636,7 @@ MUTANTS: dict[str, Mutant] = {
     "weights freed between halved backwards": Mutant(
         nothing,
         pipeline_layout,
-        "check_halves",
+        "check_split_backward",
         Seen("gradient *", "pp 2 ZBV x fsdp 2, weights freed"),
     ),
     "tied copy stale": Mutant(

@@ -163,12 +163,12 @@ def digits(result: jobs.Result) -> list[tuple[float, float, float]]:
 
 def train_without_waiting(job: list[str]) -> Compiled:
     """Plant the bug of old: the first block is given what is still on its way."""
-    correct = compiling._arrived
-    compiling._arrived = lambda module, inputs, output: output
+    correct = compiling._wait_for_output
+    compiling._wait_for_output = lambda module, inputs, output: output
     try:
         return train(job, strict=False)
     finally:
-        compiling._arrived = correct
+        compiling._wait_for_output = correct
 
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 12), reason="it waits by itself")

@@ -20,8 +20,7 @@ from tests.distributed.rank_pool import RankPool
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize
 from torchtitan.optim.loss import IGNORE_INDEX
-from torchtitan.parallel.context.build import build_layout
-from torchtitan.parallel.context.layout import SequenceShard
+from torchtitan.parallel.context.layout import SequenceLayout, SequenceShard
 
 T = TypeVar("T")
 TP2 = "--parallelism.tensor_parallel_degree=2"
@@ -113,7 +112,7 @@ def packed(job: list[str]) -> dict[str, list[Figures]]:
     found: dict[str, list[Figures]] = {}
     for kind in POSITIONS:
         shard = SequenceShard(
-            build_layout(parallelism),
+            SequenceLayout.from_config(parallelism),
             rank=run.mesh.data.get_local_rank("cp"),
             attn_mask_type="block_causal",
             reset_positions=kind,

@@ -58,7 +58,7 @@ def in_turn(scores_BSE: Tensor, bias_E: Tensor | None) -> Tensor:
 def count(job: list[str], *, held: int) -> Traffic:
     """Train a step on this rank; a layer's experts are `held` numbers where they are gathered."""
     found = Traffic()
-    tell, all_to_all = Exchange._tell, dist.all_to_all_single
+    tell, all_to_all = Exchange._exchange_counts, dist.all_to_all_single
 
     def telling(self: Exchange, counts: Tensor) -> Any:
         found.num_told += 1
@@ -92,7 +92,7 @@ def count(job: list[str], *, held: int) -> Traffic:
                 recomputes = isinstance(kept, partial)
                 router.choose = partial(kept.func, in_turn) if recomputes else in_turn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Exchange, "_tell", telling)
+        patch.setattr(Exchange, "_exchange_counts", telling)
         patch.setattr(dist, "all_to_all_single", exchanging)
         for what, names in COLLECTIVES.items():
             for name in filter(partial(hasattr, dist), names):

@@ -132,7 +132,7 @@ def look_up(kind: type[nn.Embedding], *, split_over: DeviceMesh | None) -> tuple
     )
     weights = torch.rand(2, 8, 4)
     if split_over is not None:
-        style = tensor.Lookup(Shard(1))
+        style = tensor.VocabParallelEmbedding(Shard(1))
         parallelize_module(module, split_over, style, src_data_rank=None)
         weights = weights.chunk(split_over.size(), dim=1)[split_over.get_local_rank()]
     rows = module(tokens)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchtitan.parallel.context.layout import SequenceLayout, chunk_costs, deal
+from torchtitan.parallel.context.layout import SequenceLayout, balance_chunks, chunk_costs
 
 SEQ_LEN = 32768
 NUM_SEQUENCES = 10
@@ -89,9 +89,9 @@ def test_what_few_chunks_cannot_do() -> None:
 
 def test_it_is_a_function_of_the_lengths_alone() -> None:
     lengths = sequences("pareto")[0]
-    hands = deal(lengths, degree=4, num_chunks=32)
+    hands = balance_chunks(lengths, degree=4, num_chunks=32)
     assert sorted(chunk for hand in hands for chunk in hand) == list(range(32))
     assert all(len(hand) == 8 and list(hand) == sorted(hand) for hand in hands)
-    deal.cache_clear()
-    assert deal(lengths, degree=4, num_chunks=32) == hands
-    assert deal(lengths[::-1], degree=4, num_chunks=32) != hands
+    balance_chunks.cache_clear()
+    assert balance_chunks(lengths, degree=4, num_chunks=32) == hands
+    assert balance_chunks(lengths[::-1], degree=4, num_chunks=32) != hands

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.models.moe import multiply_grouped, multiply_per_expert
-from torchtitan.parallel.expert import _by_expert, find_obstacle
+from torchtitan.parallel.expert import _order_by_expert, why_not_grouped
 
 E, C, H = 5, 16, 8
 
@@ -58,7 +58,7 @@ def test_experts_without_rows_have_gradients_of_zero() -> None:
 def test_where_products_are_grouped(
     sizes: list[int], device: str, dtype: torch.dtype, said: str
 ) -> None:
-    obstacle = find_obstacle(sizes, device_type=device, dtype=dtype)
+    obstacle = why_not_grouped(sizes, device_type=device, dtype=dtype)
     assert said in obstacle
     assert bool(said) == bool(obstacle)
 
@@ -66,5 +66,5 @@ def test_where_products_are_grouped(
 def test_rows_are_ordered_by_expert_and_then_by_rank() -> None:
     came = torch.tensor([[2, 0, 1], [1, 1, 0], [0, 2, 1]])
     # as they come: rank 0 sends a a c, rank 1 a b, rank 2 b b c
-    order = _by_expert(came, num_rows=8).tolist()
+    order = _order_by_expert(came, num_rows=8).tolist()
     assert order == [0, 1, 3, 4, 5, 6, 2, 7]

@@ -15,9 +15,9 @@ from torchtitan.parallel.pipeline.layout import (
     Costs,
     check_modules,
     count_stages,
-    cut,
     find_costs,
     name_modules,
+    split_layers,
 )
 
 LLAMA3 = MODELS["llama3"]
@@ -48,7 +48,7 @@ def test_no_cut_has_a_cheaper_costliest_stage_or_is_more_even(
     by_layer = tuple(0.4 + i * i % 7 / 4 for i in range(num_layers)) if unequal else ()
     costs = Costs(embedding=embedding, head=head, by_layer=by_layer)
     for num_stages in range(1, num_layers + 1):
-        found = cut(num_layers, num_stages=num_stages, costs=costs)
+        found = split_layers(num_layers, num_stages=num_stages, costs=costs)
         assert sum(found) == num_layers
         assert min(found) >= 1
         every = [costs_of(counts, costs) for counts in all_cuts(num_layers, num_stages)]
@@ -59,7 +59,7 @@ def test_no_cut_has_a_cheaper_costliest_stage_or_is_more_even(
 
 
 def test_the_largest_model_is_cut_in_no_time() -> None:
-    assert sum(cut(126, num_stages=32, costs=Costs(embedding=0.0, head=0.66))) == 126
+    assert sum(split_layers(126, num_stages=32, costs=Costs(embedding=0.0, head=0.66))) == 126
 
 
 def test_the_head_costs_what_it_multiplies() -> None:
@@ -158,7 +158,7 @@ EMBEDDING, HEAD = "tok_embeddings", ("norm", "output")
             [[EMBEDDING, "layers.0", "layers.1"], ["layers.1", *HEAD]],
             "named twice: layers.1",
         ),
-        ([[EMBEDDING, "layers.1"], ["layers.0", *HEAD]], "got layers.1 where layers.0 is due"),
+        ([[EMBEDDING, "layers.1"], ["layers.0", *HEAD]], "got layers.1 instead of layers.0"),
         ([[EMBEDDING, "layers.0", "layers.1"], [*HEAD]], "got none in list 2"),
         ([[EMBEDDING, "layers.0"], ["layers.1", "norm"], ["output"]], "got none in list 3"),
         ([[EMBEDDING], ["layers.0", "layers.1", *HEAD]], "got none in list 1"),

@@ -31,7 +31,7 @@ from torchtitan.models.init import Constant, Init, Normal
 from torchtitan.models.interface import CastsWeights, LanguageModel
 from torchtitan.models.spec import TensorRole
 from torchtitan.parallel.layout import Adapt
-from torchtitan.parallel.tensor import SplitsItself, adapter_style, low_rank
+from torchtitan.parallel.tensor import HasParallelStyle, adapter_style, low_rank
 
 logger = logging.getLogger(__name__)
 DOWN, UP = "lora_a", "lora_b"
@@ -39,7 +39,7 @@ ADAPTERS = (f"*.{DOWN}", f"*.{UP}")
 """Shell patterns of the parameters of adapters."""
 
 
-class LoRALinear(nn.Linear, CastsWeights, SplitsItself):
+class LoRALinear(nn.Linear, CastsWeights, HasParallelStyle):
     """A linear layer and its adapter; it computes in the type of its input.
 
     `low_rank` may be replaced by a function that knows how the adapter lies over ranks.

@@ -21,8 +21,8 @@ from torchtitan.finetune.chat_files import find_template
 from torchtitan.models.interface import LanguageModel, cast
 from torchtitan.models.spec import ModelSpec
 from torchtitan.optim.loss import build_loss
-from torchtitan.parallel.expert import apply_expert_parallel, find_undealt
-from torchtitan.parallel.tensor import apply_tensor_parallel, find_misfit, find_unplanned
+from torchtitan.parallel.expert import apply_expert_parallel, find_uneven_experts
+from torchtitan.parallel.tensor import apply_tensor_parallel, find_uneven_sizes, find_unplanned
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -128,12 +128,12 @@ def _split(found: Pretrained, *, mesh: DeviceMesh | None) -> None:
         return
     if unplanned := find_unplanned(model, plan=spec.tensor_plan):
         raise ConfigError(f"the number of ranks must be 1, got {mesh.size()}: {unplanned}")
-    if misfit := find_misfit(model.config, tp=mesh.size()):
+    if misfit := find_uneven_sizes(model.config, tp=mesh.size()):
         raise ConfigError(
             f"the number of ranks must divide the model's heads, feed-forward width and "
             f"vocabulary, got {misfit}; start as many ranks with torchrun"
         )
-    if uneven := find_undealt(model, ep=mesh.size()):
+    if uneven := find_uneven_experts(model, ep=mesh.size()):
         raise ConfigError(
             f"the number of ranks must divide the experts of a layer, got {uneven}; start as many "
             f"ranks with torchrun"

@@ -1,43 +1,44 @@
-"""Activation checkpointing: recompute in backward what a block computed, instead of keeping it.
+"""Activation checkpointing: backward recomputes the activations of a block instead of storing them.
 
-It changes memory and time, never a number; blocks keep their type and their parameters their names.
+It changes memory and time, never a result. Blocks keep their type, and parameters their names.
 
-    full             every block is recomputed; kept is the stream between blocks
-    selective, "n"   every n-th block is recomputed, the others keep everything
-    selective, "op"  every block is recomputed except its costliest operators: they are kept
+    full             recompute every block, and keep only the stream between blocks
+    selective, "n"   recompute every n-th block, and keep everything in the remaining ones
+    selective, "op"  recompute every block except its most expensive operators
 
-**By operator.** Kept are the outputs of attention, of every second matrix product and of the first
-of a block's two sums over tensor-parallel ranks; norms, rotations, the other products and all that
-is elementwise are recomputed. torchtitan keeps the first, third ... product, here it is the second,
-fourth ...: recomputation ends with the last tensor that backward needs, the input of a block's last
-product, so the seventh of Llama's would be kept for nothing. The same holds for the sum after it.
+**"op"** keeps the outputs of attention, of every second matrix product, and of the first of a
+block's two sums over tensor-parallel ranks. It recomputes norms, rotations, the remaining products
+and everything elementwise. torchtitan keeps products 1, 3, 5 ... Here it is 2, 4, 6 ..., because
+recomputation stops at the last tensor that backward needs, which is the input of a block's last
+product. Keeping the output of Llama's seventh product would gain nothing, and the same holds for
+the sum after it.
 
-A product whose output is only one rank's term of a sum (`wo`, `w2`) is not kept, since under
-sequence parallelism it is tp times as large as the part of the sum that this rank keeps. (So `wo`'s
-runs again although its sum is kept: one more product per block under tensor parallelism.)
+A product that is one rank's term of a sum (`wo`, `w2`) is not kept: under sequence parallelism it
+is tp times as large as this rank's part of the sum. (So `wo` is multiplied again although its sum
+is kept: one more product per block under tensor parallelism.)
 
-**Collectives** of a recomputed block are repeated, on all ranks alike, but for the sum that "op"
-keeps: the gathers along the sequence under tensor parallelism, since to keep their outputs is to
-give up what sequence parallelism saves, and the exchanges of Ulysses. Attention over a ring or over
-gathered keys is one operator, so with "op" nothing of it is repeated, hops included. FSDP gathers a
-block's weights outside of it, as ever once for forward and once for backward.
+**Collectives** in a recomputed block run again on all ranks, except for the sum that "op" keeps.
+This includes the gathers along the sequence, because keeping their outputs would undo what sequence
+parallelism saves, and the exchanges of Ulysses. "op" keeps the result of attention over a ring or
+over gathered keys, so their messages are not repeated. FSDP gathers a block's weights outside of
+the block, once for forward and once for backward as usual.
 
-**Experts.** A router's choice jumps where two scores nearly tie, so it is kept with what else is
-decided on the way (`keep_for_recomputation`), and never made again. "op" recomputes attention and
-shared experts of a block with experts by operator, the others as a whole, and keeps what lies in
-between: the weights of experts are gathered by themselves, and by operator no such collective may
-be repeated.
+**Experts.** A router's choice jumps where two scores are nearly equal, so it is recorded together
+with everything that depends on it (`keep_for_recomputation`), and never repeated. In a block with
+experts, "op" applies to attention and shared experts, recomputes the routed experts completely, and
+keeps the tensors in between: FSDP gathers the weights of experts separately, and "op" must not
+repeat such a collective.
 
-**Random numbers** are the same again: the generators' states are kept at the start of each block.
-That is done whether it draws or not, since only afterwards can one tell, and costs 5 KB and 3
-microseconds a block.
+**Random numbers** are the same in recomputation. The states of the generators are saved at the
+start of each block, which costs 5 KB and 3 microseconds per block, because it is not known in
+advance whether a block draws random numbers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -51,17 +52,15 @@ from torch.utils.checkpoint import (
 )
 
 from torchtitan.models.interface import AttentionModule, GroupedExperts, MoELayer, RouterModule
-from torchtitan.parallel.one_operator import WHOLE_ATTENTION
 
 T = TypeVar("T")
 Mode = Literal["none", "full", "selective"]
 BY_OPERATOR = "op"
 
-# by name: not every one is there in every version, or before its module is imported; and only what
-# returns new tensors, for of one that writes into its arguments, as c10d's, the result is elsewhere
+# By name, because not every version of torch has all of them. Operators that write into their
+# arguments, such as those of c10d, cannot be kept: their result is not their output.
 ATTENTION = frozenset(
     {
-        WHOLE_ATTENTION,
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
@@ -75,30 +74,29 @@ SUMS = frozenset({"_c10d_functional::reduce_scatter_tensor", "_c10d_functional::
 
 
 def apply_activation_checkpointing(model: nn.Module, *, mode: Mode, option: str) -> None:
-    """Recompute blocks of `model` in backward, by `option` ("2": every second; "op") if selective.
-
-    A block takes whatever arguments it takes.
-    """
+    """Recompute blocks of `model` in backward, in place. `option` is n or "op", for `selective`."""
     if mode == "none":
         return
     for module in model.modules():
         if isinstance(module, RouterModule):
             module.choose = partial(_choose_once, module.choose)
-    whole = partial(checkpoint, use_reentrant=False, context_fn=_contexts)
-    by_operator = partial(checkpoint, use_reentrant=False, context_fn=_contexts_by_operator)
+    completely, by_operator = (
+        partial(checkpoint, use_reentrant=False, context_fn=partial(_contexts, by_operator=each))
+        for each in (False, True)
+    )
     is_by_operator = selects_operators(mode, option)
     every = int(option) if mode == "selective" and option != BY_OPERATOR else 1
     for name, block in model.layers.items():
-        if int(name) % every:  # its number in the whole model, whatever the stage
+        if int(name) % every:  # the block's number in the full model, in every pipeline stage
             continue
         if not is_by_operator:
-            block.forward = partial(whole, block.forward)
+            block.forward = partial(completely, block.forward)
         elif not any(isinstance(module, GroupedExperts) for module in block.modules()):
             block.forward = partial(by_operator, block.forward)
         else:
             for module in block.modules():
                 if isinstance(module, GroupedExperts):
-                    module.forward = partial(whole, module.forward)
+                    module.forward = partial(completely, module.forward)
                 if isinstance(module, AttentionModule):
                     module.forward = partial(by_operator, module.forward)
                 if isinstance(module, MoELayer) and module.shared_experts is not None:
@@ -107,75 +105,78 @@ def apply_activation_checkpointing(model: nn.Module, *, mode: Mode, option: str)
 
 
 def selects_operators(mode: Mode, option: str) -> bool:
-    """Tell whether single operators are kept."""
+    """Return whether the outputs of single operators are kept."""
     return mode == "selective" and option == BY_OPERATOR
 
 
-_tapes: list[_Tape] = []
-"""Of the blocks that run now, to be recomputed or recomputed; the innermost is the last."""
+_recordings: list[_Recording] = []
+"""Recordings of the blocks that are running or being recomputed, innermost last."""
 
 
-class _Tape(AbstractContextManager[None]):
-    """Keeps values while a block runs, or hands them out again, from the first one on."""
+class _Recording(AbstractContextManager[None]):
+    """Records values while a block runs, or replays them, from the first one, on recomputation.
 
-    def __init__(self, values: list[Any], *, plays: bool) -> None:
-        self._values, self._plays, self._place = values, plays, 0
+    `inner` is entered with it. Both can be entered more than once.
+    """
+
+    def __init__(
+        self, values: list[Any], *, replays: bool, inner: AbstractContextManager[Any]
+    ) -> None:
+        self._values, self._replays, self._index, self._inner = values, replays, 0, inner
+        self.is_computing = False
+        """Whether a value is being computed. Operators inside it are not kept separately."""
 
     def __enter__(self) -> None:
-        self._place = 0
-        _tapes.append(self)
+        self._index = 0
+        _recordings.append(self)
+        self._inner.__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        assert _tapes.pop() is self, "blocks that are recomputed end in their order"
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        assert _recordings.pop() is self, "recomputed blocks end in order"
 
-    def of(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, or returned when the block first ran."""
-        if not self._plays:
-            self._values.append(work())
+    def get(self, compute: Callable[[], T]) -> T:
+        """Return `compute()`, or the value that it returned when the block first ran."""
+        if not self._replays:
+            self.is_computing = True
+            try:
+                self._values.append(compute())
+            finally:
+                self.is_computing = False
             return self._values[-1]
-        self._place += 1
-        kept: T = self._values[self._place - 1]
-        return kept
+        self._index += 1
+        value: T = self._values[self._index - 1]
+        return value
 
 
-def keep_for_recomputation(work: Callable[[], T]) -> T:
-    """Return what `work` returns, which needs no gradient; in a recomputed block without doing it
-    again."""
-    return _tapes[-1].of(work) if _tapes else work()
+def keep_for_recomputation(compute: Callable[[], T]) -> T:
+    """Return `compute()`, which runs once even if the block is recomputed.
+
+    The result must not require a gradient.
+    """
+    return _recordings[-1].get(compute) if _recordings else compute()
 
 
 def _choose_once(choose: Callable[..., Tensor], *scores_and_bias: Tensor | None) -> Tensor:
     return keep_for_recomputation(lambda: choose(*scores_and_bias))
 
 
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Make what surrounds one run of a block, and what surrounds its recomputation."""
+def _contexts(*, by_operator: bool) -> tuple[_Recording, _Recording]:
+    """Return the contexts of one run of a block and of its recomputation."""
     values: list[Any] = []
-    return _Tape(values, plays=False), _Tape(values, plays=True)
-
-
-def _contexts_by_operator() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The same where some operators' outputs are kept."""
-    (run, again), (keep, take) = _contexts(), create_selective_checkpoint_contexts(_Policy())
-    return _Together(run, keep), _Together(again, take)
-
-
-class _Together(AbstractContextManager[None]):
-    """Several contexts as one, which may be entered again."""
-
-    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
-        self._contexts, self._open = contexts, ExitStack()
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            self._open.enter_context(context)
-
-    def __exit__(self, *error: Any) -> None:
-        self._open.__exit__(*error)
+    keep, reuse = (
+        create_selective_checkpoint_contexts(_Policy())
+        if by_operator
+        else (nullcontext(), nullcontext())
+    )
+    return (
+        _Recording(values, replays=False, inner=keep),
+        _Recording(values, replays=True, inner=reuse),
+    )
 
 
 class _Policy:
-    """Says of each operator of one run of a block, in their order, whether its output is kept."""
+    """Decides for each operator of one run of a block, in order, whether its output is kept."""
 
     def __init__(self) -> None:
         self._seen: Counter[tuple[str, bool]] = Counter()
@@ -183,24 +184,26 @@ class _Policy:
     def __call__(
         self, context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
-        # some versions of torch ask again in recomputation
+        # some versions of torch ask again in recomputation, so both passes are counted
         again = context.is_recompute
         name = operator.name()
-        if name in PRODUCTS:
-            keeps = self._number("product", again) % 2 == 0 and not _is_term(*args[-2:])
+        if _recordings and _recordings[-1].is_computing:
+            keeps = False  # the recording keeps the result
+        elif name in PRODUCTS:
+            keeps = self._count("product", again) % 2 == 0 and not _is_partial(*args[-2:])
         elif name in SUMS:
-            keeps = self._number("sum", again) % 2 == 1
+            keeps = self._count("sum", again) % 2 == 1
         else:
             keeps = name in ATTENTION
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def _number(self, kind: str, again: bool) -> int:
-        """Count: 1 is the first of its kind."""
+    def _count(self, kind: str, again: bool) -> int:
+        """Count an operator. The first of its kind is 1."""
         self._seen[kind, again] += 1
         return self._seen[kind, again]
 
 
-def _is_term(left: Tensor, right: Tensor) -> bool:
+def _is_partial(left: Tensor, right: Tensor) -> bool:
     """Return whether the product of two factors is one rank's term of a sum over ranks."""
     if not isinstance(left, DTensor) or not isinstance(right, DTensor):
         return False

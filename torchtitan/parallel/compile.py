@@ -1,24 +1,23 @@
-"""torch.compile, block by block: each block's many small operators become a few fused ones.
+"""torch.compile per block: each block's many small operators become a few fused ones.
 
-Blocks that share a `forward` are compiled once, however many there are: what is compiled is the
-function behind the method, and every block calls it with itself as the first argument. Blocks of
-another class, or whose own `forward` was replaced, are compiled by themselves. (The whole model as
-one graph takes as many times longer to compile as it has layers, and FSDP, which gathers one
-block's weights at a time, would lie inside the graph.) Modules stay the same objects, so parameters
-keep their names. Embedding, last norm, head and loss are no blocks and stay as they are.
+Blocks with the same `forward` are compiled once: the method's function is compiled, and every block
+calls it with itself as the first argument. Blocks of another class, or whose `forward` was
+replaced, are compiled separately. (With one graph for the full model the time to compile would grow
+with the number of layers, and the graph would contain FSDP, which gathers one block's weights at a
+time.) Modules stay the same objects, so parameters keep their names. Embedding, last norm, head and
+loss are not compiled.
 
-A block is one graph, and whatever would break it in two is an error. The exceptions are attention
-that talks to other ranks or depends on the lengths of documents, and routers with their experts, of
-which each gets its own number of tokens: they run uncompiled, between the graphs of what comes
-before and after.
+A block is one graph, and a graph break is an error. The exceptions are attention that communicates
+with other ranks or depends on the lengths of documents, and routers with their experts, which each
+receive a different number of tokens. They run uncompiled, between the graphs before and after them.
 
-Recomputation wraps the compiled block instead of being compiled into it: so blocks that are
-recomputed and blocks that are not share one graph, and a recomputed block keeps only its input.
-Alternatively the compiler gets a memory budget and chooses itself what to recompute.
+Recomputation wraps the compiled block instead of being compiled into it. So blocks with and without
+recomputation share one graph, and a recomputed block keeps only its input. Alternatively the
+compiler gets a memory budget, and chooses by itself what to recompute.
 
-A graph is valid for one shape. Another batch or sequence length, or a forward without gradients, as
-in evaluation, compiles one more; a job has two or three of them. Beyond eight torch assumes a
-mistake and raises an error.
+A graph is valid for one shape. Another batch size or sequence length, or a forward without
+gradients, as in evaluation, compiles one more. A job has two or three of them. Beyond eight torch
+assumes a mistake and raises an error.
 """
 
 from __future__ import annotations
@@ -39,17 +38,21 @@ INDUCTOR = "inductor"
 
 
 def check_backend(settings: CompileConfig, *, is_installed: bool) -> None:
-    """Check the backend's name; `is_installed`: whether this machine must have it."""
+    """Check the name of the backend. Unless `is_installed`, it may be known to another machine.
+
+    Raises:
+        ConfigError: The backend is not installed, or its name looks like a typing error.
+    """
     if not settings.enable:
         return
-    # listing the backends takes a second: only where one is used
+    # listing the backends takes a second
     known = torch.compiler.list_backends(exclude_tags=None)
     guess = did_you_mean(settings.backend, known)
     if settings.backend not in known and (is_installed or guess):
-        others = ", ".join(sorted({*torch.compiler.list_backends()} - {INDUCTOR}))
+        installed = ", ".join(sorted({*torch.compiler.list_backends()} - {INDUCTOR}))
         raise ConfigError.at(
             "compile.backend",
-            f"must be inductor, another one that is installed ({others}), or aot_eager or eager, "
+            f"must be inductor, another installed backend ({installed}), or aot_eager or eager, "
             f"which generate no code; got '{settings.backend}'{guess}",
         )
 
@@ -62,13 +65,17 @@ def apply_compile(
     opaque_attention: bool,
     sequence_comes_async: bool,
 ) -> None:
-    """Compile the blocks of `model` in place; the work is done when the first batch comes.
+    """Compile the blocks of `model` in place. Compilation takes place in the first forward.
 
-    `memory_budget`: the fraction of what a graph would save for backward that it may save; the rest
-    is recomputed. `opaque_attention`: attention cannot be compiled. `sequence_comes_async`: the
-    embedding's output may still be on its way from other ranks.
+    Args:
+        model: A model or a pipeline stage.
+        backend: Compiler.
+        memory_budget: The fraction of the activations that a graph may save for backward. The
+            remaining ones are recomputed.
+        opaque_attention: Leave attention uncompiled.
+        sequence_comes_async: The embedding's output may still be in transit from other ranks.
     """
-    has_experts = _leave_out_routes(model)
+    has_experts = _exclude_routes(model)
     compiled: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
     for block in model.layers.values():
         forward = block.forward
@@ -81,36 +88,36 @@ def apply_compile(
                 fullgraph=not (opaque_attention or has_experts),
                 dynamic=False,
             )
-            budgeted = graphs if memory_budget == 1.0 else _within(memory_budget, graphs)
+            budgeted = graphs if memory_budget == 1.0 else _with_budget(memory_budget, graphs)
             compiled[shared] = budgeted
         block.forward = MethodType(compiled[shared], block) if is_own_method else compiled[shared]
     for module in model.modules():
         if isinstance(module, AttentionModule) and opaque_attention:
             module.attend = torch.compiler.disable(
-                module.attend, reason="it talks to other ranks, or depends on lengths"
+                module.attend, reason="it communicates, or depends on lengths"
             )
     if sequence_comes_async and model.tok_embeddings is not None:
-        # a compiled block would wait for such an input, and drop its history
-        model.tok_embeddings.register_forward_hook(_arrived)
+        # a compiled block would wait for such an input, but drop its autograd history
+        model.tok_embeddings.register_forward_hook(_wait_for_output)
 
 
-def _leave_out_routes(model: nn.Module) -> bool:
-    """Leave routers and experts out of compiled graphs, in place; tell whether there are any."""
+def _exclude_routes(model: nn.Module) -> bool:
+    """Exclude routers and experts from compiled graphs, in place. Return whether any exist."""
     disabled: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
     for module in model.modules():
         if isinstance(module, MoELayer):
             assert isinstance(module.route, MethodType)
             shared = module.route.__func__
-            if shared not in disabled:  # one for all layers: a graph holds for that alone
+            if shared not in disabled:  # one for all layers, so that their blocks share a graph
                 disabled[shared] = torch.compiler.disable(
-                    shared, reason="each expert has its own number of tokens"
+                    shared, reason="the number of tokens differs per expert"
                 )
             module.route = MethodType(disabled[shared], module)
     return bool(disabled)
 
 
-def _within(memory_budget: float, compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Set the memory budget while `compiled` runs; it is read when a graph is made."""
+def _with_budget(memory_budget: float, compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Set the memory budget while `compiled` runs. It is read when a graph is compiled."""
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         with torch._functorch.config.patch(activation_memory_budget=memory_budget):
@@ -119,6 +126,6 @@ def _within(memory_budget: float, compiled: Callable[..., Tensor]) -> Callable[.
     return forward
 
 
-def _arrived(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """Wait for a tensor: a copy of it is a plain one, with its history."""
+def _wait_for_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    """Wait for a tensor. Its copy is a plain tensor that keeps the autograd history."""
     return output.clone()

@@ -1,11 +1,9 @@
-"""How a step runs through the model: the protocol that the loop calls, and the plain version.
+"""The execution of a step: the protocol that the loop calls, and its version without a pipeline.
 
-The other version is a pipeline (`pipeline/execution.py`). Either takes the accumulation steps of
-one optimizer step and leaves summed gradients, so the loop does not know which one it has.
+The other version is a pipeline (`pipeline/execution.py`). Both take the batches of one optimizer
+step and leave summed gradients, so the loop does not know which one it has.
 
-What a rank trains on at a time: its part of each sequence of a batch.
-
-Shapes: B sequences, S tokens of each on this rank.
+Shapes: B sequences, S tokens of each sequence on this rank.
 """
 
 from __future__ import annotations
@@ -22,30 +20,29 @@ from torchtitan.parallel.fsdp import sync_gradients
 
 
 class Execution(Protocol):
-    """Runs batches through all parts of the model, on all ranks that hold one."""
+    """Runs batches through all parts of the model, on all ranks that hold a part."""
 
     owns_loss: bool
-    """Whether the loss is computed on this rank; elsewhere it is reported as 0."""
+    """Whether this rank computes the loss. Other ranks return 0."""
 
     def forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
-        """Accumulate the gradients of the loss divided by `divisor`; return the summed loss.
+        """Accumulate the gradients of the loss divided by `divisor`, and return the summed loss.
 
-        The result is a float64 scalar of this rank's tokens.
+        The result covers this rank's tokens and is a float64 scalar.
         """
         ...
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Return the summed loss of one batch, without gradients; else as `forward_backward`."""
+        """Return the summed loss of one batch, like `forward_backward` but without gradients."""
         ...
 
     def after_update(self) -> None:
-        """Bring copies of parameters up to date, after the optimizer or a checkpoint changed
-        them."""
+        """Update copies of parameters after the optimizer or a checkpoint changed them."""
         ...
 
 
 class WholeModel:
-    """All layers on every rank."""
+    """Execution without a pipeline: every rank has all layers."""
 
     owns_loss = True
 
@@ -53,7 +50,7 @@ class WholeModel:
         self._model = model
 
     def forward_backward(self, batches: Sequence[Batch], *, divisor: Tensor) -> Tensor:
-        """Run one batch after the other, the loss of each divided by the same number."""
+        """Run the batches in order. Their losses are divided by the same number."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=divisor.device)
         for index, batch in enumerate(batches):
             sync_gradients(self._model, last=index == len(batches) - 1)
@@ -68,45 +65,45 @@ class WholeModel:
         return self._run(batch).double()
 
     def after_update(self) -> None:
-        """Do nothing: there are no copies."""
+        """Do nothing, because no parameter has a copy."""
 
     def _run(self, batch: Batch) -> Tensor:
         loss = self._model(batch.tokens, batch.positions, batch.documents, batch.labels)
-        assert loss.ndim == 0, "given labels, a model returns their summed loss"
+        assert loss.ndim == 0, "with labels, a model returns their summed loss"
         return loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Tokens, their labels, and their positions."""
+    """This rank's part of each sequence of a batch."""
 
     tokens: Tensor
     """int64 (B, S)."""
     labels: Tensor
     """int64 (B, S)."""
     positions: Tensor
-    """int64, (S) where all sequences have the same, else (B, S)."""
+    """int64 (S) if all sequences have the same, otherwise (B, S)."""
     documents: Documents | None = None
-    """Of the whole sequences, for attention inside them; None: over all of a sequence."""
+    """Documents of the full sequences, to attend within them. None: attend to all tokens."""
     places: Tensor | None = None
-    """Of each token in its whole sequence, int64 (S) or (B, S); given with `lengths`."""
+    """Index of each token in the full sequence, int64 (S) or (B, S). Set with `lengths`."""
     lengths: Tensor | None = None
-    """Tokens of each whole sequence before its padding, int64 (B); None: there is no padding."""
+    """Number of tokens of each full sequence before its padding, int64 (B). None: no padding."""
 
     def is_text(self) -> Tensor | None:
-        """Return which tokens are not padding, bool (B, S); None: all."""
+        """Return whether each token is not padding, bool (B, S). None: all of them."""
         if self.lengths is None or self.places is None:
             return None
         return self.places < self.lengths[:, None]
 
     def to(self, device: torch.device) -> Batch:
-        """Return it on a device, without waiting for that."""
+        """Copy the batch to a device without waiting for the copy."""
         names = ("tokens", "labels", "positions", "places", "lengths")
         given = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
         return replace(self, **{name: _send(tensor, device) for name, tensor in given.items()})
 
     def split(self, size: int) -> list[Batch]:
-        """Return parts of `size` sequences each."""
+        """Return batches of `size` sequences each."""
         return [self._rows(slice(i, i + size)) for i in range(0, len(self.tokens), size)]
 
     def _rows(self, rows: slice) -> Batch:
@@ -123,5 +120,5 @@ class Batch:
 
 def _send(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and not tensor.is_pinned():
-        tensor = tensor.pin_memory()  # otherwise the copy would wait for the device's other work
+        tensor = tensor.pin_memory()  # otherwise the copy would block the host
     return tensor.to(device, non_blocking=True)

@@ -1,26 +1,26 @@
 """Expert parallelism: each rank holds some of a layer's experts, and tokens travel to them.
 
-FSDP gathers what a block multiplies by; a layer's experts may be a hundred times what a token needs
-of them. So each of `ep` neighbouring ranks keeps E / ep whole experts, sharded over the other ranks
-(`efsdp`) as everything else is, and a token's row is sent to the rank of each expert it chose and
-back. What travels are rows, twice in forward and twice in backward:
+FSDP gathers the weights that a block multiplies by, but a layer's experts may have a hundred times
+the weights that a token needs. So each of `ep` adjacent ranks keeps E / ep experts, sharded over
+the remaining axes (`efsdp`) like every other parameter, and each token's row is sent to the ranks
+of its experts and back, twice in forward and twice in backward:
 
-    4 x (B S K / ranks of the sequence) x C numbers a layer, of which (ep - 1) / ep leave the rank
+    4 x (B S K / ranks of the sequence) x C numbers per layer; (ep - 1) / ep of them leave the rank
 
-against 3 x E H C numbers of weights, gathered twice and scattered once.
+compared with 3 x E H C weights, gathered twice and scattered once.
 
-Every rank sends its own tokens: under data and context parallelism it has no others, under tensor
-parallelism those of its own part of the sequence, also where the stream is not split. So an `ep`
-neighbour may be a rank of dp_shard, cp or tp, and no gradient needs a factor: each token went
-through its experts once. Experts are never split by tensor parallelism: the products would be
-narrow, and the same tokens be multiplied on all of these ranks.
+Every rank sends its own tokens. Under data and context parallelism it has no other tokens. Under
+tensor parallelism it sends those of its part of the sequence, even if the stream is replicated. So
+an `ep` peer may be a rank of dp_shard, cp or tp, and gradients need no factor, because each token
+passes through its experts once. Tensor parallelism never shards experts: the products would be
+narrow, and all of its ranks would multiply the same tokens.
 
-How many rows come is not known to the host until it asks, and memory for them must be allocated:
-one wait for the device a layer, in forward alone, since backward goes the same way back, and a
-recomputed block has kept the numbers. (`all_to_all_single_autograd` of torch leaks under
-recomputation, and a fixed capacity for each expert would drop tokens.)
+The host must ask for the number of rows before it can allocate memory for them. This waits for the
+device once per layer, only in forward: backward uses the same numbers, and a recomputed block has
+recorded them. (torch's `all_to_all_single_autograd` leaks memory under recomputation, and a fixed
+capacity per expert would drop tokens.)
 
-Shapes: N rows of this rank, M rows that came to it, C width, R ranks, E experts, L of a rank.
+Shapes: N rows of this rank, M rows received, C width, R ranks, E experts, L experts per rank.
 """
 
 from __future__ import annotations
@@ -49,35 +49,37 @@ def check_expert_parallel(model: LanguageModel, *, parallelism: ParallelismConfi
     """Check that the degree divides the experts of every layer.
 
     Raises:
-        ConfigError: It does not, or there are none.
+        ConfigError: It does not, or the model has no experts.
     """
     ep, key = parallelism.expert_parallel_degree, "parallelism.expert_parallel_degree"
     if ep > 1 and not _all_experts(model):
         raise ConfigError.at(key, f"must be 1, got {ep}: the model has no experts")
-    if uneven := find_undealt(model, ep=ep):
+    if uneven := find_uneven_experts(model, ep=ep):
         raise ConfigError.at(key, f"must divide the experts of a layer, got {uneven}")
 
 
-def find_undealt(model: nn.Module, *, ep: int) -> str:
-    """Say which numbers of experts `ep` does not divide and which degrees fit; nothing where it
-    fits."""
+def find_uneven_experts(model: nn.Module, *, ep: int) -> str:
+    """Describe the numbers of experts that `ep` does not divide, and the degrees that fit.
+
+    Empty if it fits.
+    """
     sizes = {len(p) for experts in _all_experts(model) for p in experts.parameters()}
     if not any(size % ep for size in sizes):
         return ""
     common = gcd(*sizes)
     fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
     shown = " and ".join(map(str, sorted(sizes)))
-    return f"{ep} for {shown}; they can be dealt out to {fitting}"
+    return f"{ep} for {shown}; degrees that fit are {fitting}"
 
 
 def apply_expert_parallel(model: nn.Module, *, mesh: DeviceMesh) -> None:
-    """Deal out the experts of each layer to the ranks of `mesh`, in order and in place."""
+    """Shard the experts of each layer over the ranks of `mesh`, in order and in place."""
     exchange = Exchange(mesh.get_group())
     for experts in _all_experts(model):
         for name, weight in list(experts.named_parameters(recurse=False)):
-            # None: parameters are on the meta device, there is nothing to send
-            dealt = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
-            experts.register_parameter(name, nn.Parameter(dealt))
+            # None: parameters are on the meta device, so there is nothing to send
+            sharded = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
+            experts.register_parameter(name, nn.Parameter(sharded))
         experts.exchange = exchange
 
 
@@ -85,40 +87,42 @@ def _all_experts(model: nn.Module) -> list[GroupedExperts]:
     return [module for module in model.modules() if isinstance(module, GroupedExperts)]
 
 
-def group_products(model: nn.Module, *, device_type: str, dtype: torch.dtype) -> None:
-    """Have experts multiplied by grouped products where there is a kernel for them, else one after
-    another; the log says which."""
+def apply_grouped_products(model: nn.Module, *, device_type: str, dtype: torch.dtype) -> None:
+    """Multiply experts by grouped products if there is a kernel for them, in place.
+
+    Otherwise experts are multiplied one by one. The log states the choice.
+    """
     ours = [module for module in _all_experts(model) if module.compute is multiply_per_expert]
     if not ours:
         return
     sizes = {size for experts in ours for p in experts.parameters() for size in p.shape[1:]}
-    obstacle = find_obstacle(sizes, device_type=device_type, dtype=dtype)
+    obstacle = why_not_grouped(sizes, device_type=device_type, dtype=dtype)
     for experts in ours if not obstacle else []:
         experts.compute = multiply_grouped
     logger.info(
         "Experts are multiplied %s",
-        f"one after another: grouped products {obstacle}" if obstacle else "by grouped products",
+        f"one by one: grouped products {obstacle}" if obstacle else "by grouped products",
     )
 
 
-def find_obstacle(sizes: Iterable[int], *, device_type: str, dtype: torch.dtype) -> str:
-    """Say what grouped products need that is not so; nothing where they can be had.
+def why_not_grouped(sizes: Iterable[int], *, device_type: str, dtype: torch.dtype) -> str:
+    """Return the reason why grouped products cannot be used, or an empty string.
 
-    torch has one kernel for bfloat16 on GPUs from Hopper on; on others it splits them up itself,
-    and waits for the device in doing so.
+    torch has one kernel, for bfloat16 on Hopper and later. On earlier GPUs it multiplies group by
+    group, and waits for the device.
     """
     kinds = (torch.bfloat16,) if device_type == "cuda" else (torch.bfloat16, torch.float32)
     if dtype not in kinds:
-        return f"take no {str(dtype).removeprefix('torch.')} here"
+        return f"take no {str(dtype).removeprefix('torch.')} on this device"
     if odd := [size for size in sizes if size * dtype.itemsize % 16]:
         return f"take rows of a multiple of 16 bytes, not of {min(odd) * dtype.itemsize}"
     if device_type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
-        return "have no kernel of their own on this GPU"
+        return "have no kernel on this GPU"
     return ""
 
 
 class Exchange:
-    """Takes rows to the ranks of their experts, has them multiplied there, and takes them back."""
+    """Sends rows to the ranks of their experts, multiplies them there, and sends them back."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._size = group, dist.get_world_size(group)
@@ -126,55 +130,65 @@ class Exchange:
     def __call__(
         self, compute: Compute, x_NC: Tensor, counts_E: Tensor, weights: Sequence[Tensor]
     ) -> Tensor:
-        """Multiply rows that are sorted by expert, `counts_E` for each, on all ranks together."""
+        """Multiply rows that are sorted by expert, `counts_E` rows per expert, on all ranks."""
         counts_RL = counts_E.unflatten(0, (self._size, -1))
-        sent, came, came_RL = keep_for_recomputation(lambda: self._tell(counts_RL))
-        x_MC = _Travel.apply(x_NC, sent, came, self._group)
-        order_M = _by_expert(came_RL.to(x_NC.device, non_blocking=True), num_rows=len(x_MC))
+        sent, received, received_RL = keep_for_recomputation(
+            lambda: self._exchange_counts(counts_RL)
+        )
+        x_MC = _AllToAllRows.apply(x_NC, sent, received, self._group)
+        on_device_RL = received_RL.to(x_NC.device, non_blocking=True)
+        order_M = _order_by_expert(on_device_RL, num_rows=len(x_MC))
         back_M = order_M.argsort()
-        here = [w.to_local() if isinstance(w, DTensor) else w for w in weights]
-        out_MC = compute(reorder(x_MC, order_M, back_M), came_RL.sum(0), here)
-        out_NC: Tensor = _Travel.apply(reorder(out_MC, back_M, order_M), came, sent, self._group)
+        local = [w.to_local() if isinstance(w, DTensor) else w for w in weights]
+        out_MC = compute(reorder(x_MC, order_M, back_M), received_RL.sum(0), local)
+        out_MC = reorder(out_MC, back_M, order_M)
+        out_NC: Tensor = _AllToAllRows.apply(out_MC, received, sent, self._group)
         return out_NC
 
-    def _tell(self, counts_RL: Tensor) -> tuple[list[int], list[int], Tensor]:
-        """Return how many rows go to each rank, how many come from each, and on the host how many
-        come by rank and expert."""
-        came_RL = torch.empty_like(counts_RL)
-        dist.all_to_all_single(came_RL, counts_RL.contiguous(), group=self._group)
+    def _exchange_counts(self, counts_RL: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """Return the numbers of rows sent to each rank and received from each rank, and on the
+        host those received by rank and expert."""
+        received_RL = torch.empty_like(counts_RL)
+        dist.all_to_all_single(received_RL, counts_RL.contiguous(), group=self._group)
         sent_R1 = counts_RL.sum(1, keepdim=True)
-        on_host = torch.cat([sent_R1, came_RL], 1).cpu()  # the host waits for the device
-        came_RL = on_host[:, 1:]
-        return on_host[:, 0].tolist(), came_RL.sum(1).tolist(), came_RL
+        on_host = torch.cat([sent_R1, received_RL], 1).cpu()  # the host waits for the device
+        received_RL = on_host[:, 1:]
+        return on_host[:, 0].tolist(), received_RL.sum(1).tolist(), received_RL
 
 
-def _by_expert(came_RL: Tensor, *, num_rows: int) -> Tensor:
-    """Return the order by expert of rows that came by rank and then expert.
+def _order_by_expert(received_RL: Tensor, *, num_rows: int) -> Tensor:
+    """Return the order by expert of rows that arrived by rank and then by expert.
 
-    Those of an expert stay in the order of their ranks, and so in that of one device's tokens if
-    these follow one another over the ranks.
+    Rows of one expert stay in the order of their ranks. If tokens are in order over the ranks, this
+    is the order on one device.
     """
-    expert_RL = torch.arange(came_RL.shape[1], device=came_RL.device).expand(came_RL.shape)
-    expert_M = expert_RL.flatten().repeat_interleave(came_RL.flatten(), output_size=num_rows)
+    expert_L = torch.arange(received_RL.shape[1], device=received_RL.device)
+    expert_M = (
+        expert_L.expand(received_RL.shape)
+        .flatten()
+        .repeat_interleave(received_RL.flatten(), output_size=num_rows)
+    )
     return expert_M.argsort(stable=True)
 
 
-class _Travel(torch.autograd.Function):
-    """Rows to other ranks, so many to each and so many from each; gradients go the way back."""
+class _AllToAllRows(torch.autograd.Function):
+    """Sends rows to other ranks, with a number of rows per rank. Gradients travel back."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup
+        ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.sent, ctx.came, ctx.group = sent, came, group
-        return _all_to_all(x, sent, came, group)
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(x, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_to_all(grads[0], ctx.came, ctx.sent, ctx.group), None, None, None
+        return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _all_to_all(x_NC: Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup) -> Tensor:
-    out_MC = x_NC.new_empty(sum(came), *x_NC.shape[1:])
-    dist.all_to_all_single(out_MC, x_NC.contiguous(), came, sent, group=group)
+def _all_to_all(
+    x_NC: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    out_MC = x_NC.new_empty(sum(received), *x_NC.shape[1:])
+    dist.all_to_all_single(out_MC, x_NC.contiguous(), received, sent, group=group)
     return out_MC

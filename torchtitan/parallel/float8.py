@@ -1,13 +1,13 @@
-"""Matrix products in float8, by torchao.
+"""Linear layers in float8, by torchao.
 
-A linear layer of a block multiplies numbers of eight bits: four of exponent and three of mantissa
-for weights and activations, five and two for gradients. That is twice bfloat16's rate on GPUs that
-have it. A scale fits each tensor, or each row of it, to so small a range; it is found anew at each
-product from the largest number there. What surrounds the products stays bfloat16, weights and
-optimizer float32, and the layer's parameter is the one that it had, so checkpoints interchange.
+A float8 product has twice the rate of bfloat16 on GPUs that support it. Weights and activations
+have four bits of exponent and three of mantissa, gradients five and two. Each tensor, or each row
+of it, is scaled to this small range by its largest absolute value, which is computed for every
+product. The remaining computation stays bfloat16, and weights and optimizer float32. The layer's
+parameter stays the same, so checkpoints are interchangeable.
 
-The output head stays bfloat16: its loss is most sensitive to rounding. So do experts, which are no
-linear layers, and their router, which computes in float32.
+The output head stays bfloat16, because the loss is most sensitive to its rounding. So do experts,
+which are not linear layers, and their router, which computes in float32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ def load_torchao() -> Any:
 
 
 def check_float8(settings: Float8Config, *, device_type: str) -> None:
-    """Check that this machine can compute in float8."""
+    """Check that this machine can compute in float8.
+
+    Raises:
+        ConfigError: torchao is missing, or the device cannot multiply float8.
+    """
     load_torchao()
     if settings.emulate:
         return
@@ -49,50 +53,48 @@ def check_float8(settings: Float8Config, *, device_type: str) -> None:
     raise ConfigError.at(
         (f"{SECTION}.emulate", "model.converters"),
         f"must be true: this machine's {'GPUs' if device_type == 'cuda' else 'CPUs'} cannot "
-        "multiply float8 (GPUs can from compute capability 8.9 on); write emulate = true to try it "
-        "out, or model.converters = [] to train in bfloat16",
+        "multiply float8, which needs compute capability 8.9; write emulate = true to try it, or "
+        "model.converters = [] to train in bfloat16",
     )
 
 
 def find_converted(model: nn.Module, *, settings: Float8Config) -> set[str]:
-    """Return the names of the linear layers of `model` that are to multiply in float8.
+    """Return the names of the linear layers of `model` to convert.
 
     Raises:
-        ConfigError: A name to leave out is no layer's, or nothing is left.
+        ConfigError: A filter matches no layer, or no layer is left.
     """
     key = f"{SECTION}.filter_fqns"
     linear = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    names = {*linear, "output"}  # a tied head is no linear layer, and stays all the same
+    names = {*linear, "output"}  # a tied head is not a linear layer, but may be filtered too
     for part in settings.filter_fqns:
         if not any(part in name for name in names):
             raise ConfigError.at(
                 key,
-                f'no linear layer\'s name contains "{part}"; names are like '
+                f'no linear layer\'s name contains "{part}"; examples of names are '
                 "layers.0.attention.wq, layers.0.feed_forward.w1 and output",
             )
 
-    def is_converted(module: nn.Linear, name: str) -> bool:
-        return (
-            not isinstance(module, CastsWeights)
-            and not any(part in name for part in settings.filter_fqns)
-            and module.in_features % MULTIPLE == 0
-            and module.out_features % MULTIPLE == 0
-        )
-
-    converted = {name for name, module in linear.items() if is_converted(module, name)}
+    converted = {
+        name
+        for name, module in linear.items()
+        if not isinstance(module, CastsWeights)
+        and not any(part in name for part in settings.filter_fqns)
+        and not any(size % MULTIPLE for size in module.weight.shape)
+    }
     if not converted:
         raise ConfigError.at(
             (key, "model.converters"),
-            f"no layer is left to convert: all are filtered out, or have sizes that {MULTIPLE} "
-            "does not divide; remove names from it, or write model.converters = []",
+            f"no layer is left to convert: all are filtered out, or have sizes that are not a "
+            f"multiple of {MULTIPLE}; remove names, or write model.converters = []",
         )
     return converted
 
 
 def apply_float8(model: nn.Module, *, settings: Float8Config) -> None:
-    """Let the linear layers of `model`, but for the head, multiply in float8, in place."""
+    """Convert the linear layers of `model`, except the head, to float8, in place."""
     names = find_converted(model, settings=settings)
     torchao = load_torchao()
     recipe = torchao.Float8LinearConfig.from_recipe_name(settings.recipe_name or "tensorwise")

@@ -1,22 +1,23 @@
 """Data parallelism by FSDP2, for every layout: sharded, replicated, or both.
 
-`fully_shard` over one axis shards parameters, gradients and optimizer state (FSDP); over two it
-shards along the second and copies along the first (HSDP); with a second axis of one rank it is
-plain data parallelism (DDP). One mechanism, so that mixed precision, offloading, checkpoints and
-the scale of gradients are the same in all of them.
+`fully_shard` over one axis shards parameters, gradients and optimizer state (FSDP). Over two axes
+it replicates along the first and shards along the second (HSDP), and if the second axis has one
+rank it is plain data parallelism (DDP). One mechanism means that mixed precision, offloading,
+checkpoints and the scale of gradients are the same in all of them.
 
-A block's weights are gathered twice per step, for forward and for backward, and freed in between;
-keeping them, on each rank or shared by a few, costs memory and saves traffic. What backward needs
-first is kept: the last block and the head are gathered once. So is the embedding, whose backward
-reads no weights. The next group's weights are requested before a block computes (in backward FSDP2
-does so by itself), so that they arrive in time even if the host is late with the next block.
+A block's weights are gathered twice per step, for forward and for backward, and freed in between.
+Keeping them, on each rank or shared by a few, costs memory and saves traffic. The weights that
+backward needs first are kept: the last block and the head are gathered once. So is the embedding,
+whose backward reads no weights. The next group's weights are requested before a block computes (in
+backward FSDP2 does so by itself), so they arrive in time even if the host is late with the next
+block.
 
-The experts of a layer are a group of their own, over the ranks that hold the same ones, and are
-gathered while attention computes. The block after them is requested before they wait for the number
+The experts of a layer are a separate group, over the ranks that hold the same experts. They are
+gathered while attention computes, and the next block is requested before they wait for the number
 of their tokens.
 
 Gradients are *summed*: the loss is divided by the valid tokens of the global batch before backward,
-so nothing is left to average.
+so no average is left to compute.
 """
 
 from __future__ import annotations
@@ -47,23 +48,22 @@ from torchtitan.models.interface import GroupedExperts, router_biases
 
 @dataclass(frozen=True, kw_only=True)
 class Reshard:
-    """What happens to gathered weights between forward and backward."""
+    """Handling of gathered weights between forward and backward."""
 
     after_forward: bool | int
-    """Whether they are freed; a number: each so many ranks keep them together."""
+    """Whether they are freed. A number: groups of this many ranks keep them together."""
     keeps_last: bool
-    """Whether the last block's are kept for backward, which begins with them."""
+    """Whether the last block's are kept, because backward starts with them."""
 
 
 def find_reshard(settings: ParallelismConfig, *, dims: ParallelDims) -> Reshard:
     """Read fsdp_reshard_after_forward.
 
-    Weights that one rank keeps for itself are never freed; weights that all ranks keep together are
-    always freed.
+    A group of 1 rank is the same as "never", and a group of all ranks the same as "always".
 
     Raises:
-        ConfigError: A number of ranks is given that does not divide those that share the weights,
-            or that FSDP2 has no groups for.
+        ConfigError: The number of ranks does not divide those that share the weights, or FSDP2
+            cannot build such groups.
     """
     asked = settings.fsdp_reshard_after_forward
     if asked.isdecimal():
@@ -72,10 +72,10 @@ def find_reshard(settings: ParallelismConfig, *, dims: ParallelDims) -> Reshard:
         frees = {"always": True, "never": False, "default": dims.pp == 1}[asked]
         return Reshard(after_forward=frees, keeps_last=asked != "always")
     num_ranks = int(asked)
-    # FSDP2 makes the groups from a rank's own part of the mesh: elsewhere others would be made
+    # FSDP2 builds the groups from this rank's part of the mesh, so ranks elsewhere would differ
     degrees = {"pipeline_parallel_degree": dims.pp, "tensor_parallel_degree": dims.tp}
     rules = [
-        f"is a number of ranks between 1 and all only where {name} is 1, got {num_ranks} with "
+        f"can be a number of ranks between 1 and all only if {name} is 1, got {num_ranks} with "
         f'{degree}; write "default", "always" or "never"'
         for name, degree in degrees.items()
         if degree > 1
@@ -86,7 +86,7 @@ def find_reshard(settings: ParallelismConfig, *, dims: ParallelDims) -> Reshard:
             f"as a number must divide the {dims.fsdp} ranks that share the weights, got "
             f"{num_ranks}; "
             + (f"try {', '.join(fits)}, or " if fits else "")
-            + 'write "always" (all of them) or "never" (1)'
+            + 'write "always" (all ranks) or "never" (1 rank)'
         )
     if rules:
         key = "parallelism.fsdp_reshard_after_forward"
@@ -102,19 +102,24 @@ def apply_fsdp(
     reshard: Reshard,
     experts_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Shard the blocks of `model`, then what is left of it, over `mesh`, in place.
+    """Shard the blocks of `model`, then its remaining parameters, in place.
 
-    `experts_mesh`: the ranks that hold the same experts; None: all of `mesh`.
+    Args:
+        model: A model or a pipeline stage.
+        mesh: The data-parallel axes.
+        training: Dtypes, and whether parameters are offloaded to the CPU.
+        reshard: Handling of gathered weights.
+        experts_mesh: The ranks that hold the same experts. None: `mesh`.
     """
     arguments = _arguments(training, mesh=mesh, model=model)
-    order: list[Any] = []  # in which forward asks for them
+    order: list[Any] = []  # groups in the order of forward
     blocks = list(model.layers.values())
-    # a tied embedding is used at both ends: it stays in the root's group, gathered throughout
+    # a tied embedding is used at both ends, so it stays gathered in the group of the root
     has_ends = not model.config.tie_embeddings
     if has_ends and model.tok_embeddings is not None:
         frees = reshard.after_forward
         fully_shard(model.tok_embeddings, reshard_after_forward=frees, **arguments)
-        # its backward adds rows up and reads none
+        # its backward adds to rows and reads none
         model.tok_embeddings.set_unshard_in_backward(False)
         order.append(model.tok_embeddings)
     for block in blocks:
@@ -125,7 +130,7 @@ def apply_fsdp(
             _shard_experts(module, mesh=experts_mesh or mesh, arguments=arguments, frees=frees)
         fully_shard(block, reshard_after_forward=frees, **arguments)
         order += [block, *experts]
-    # used last in forward and first in backward: freed in between it would be gathered twice
+    # last in forward and first in backward: if freed in between it would be gathered twice
     last = [module for module in (model.norm, model.output) if module is not None]
     if has_ends and last:
         fully_shard(last, reshard_after_forward=False, **arguments)
@@ -135,7 +140,7 @@ def apply_fsdp(
         module.set_modules_to_forward_prefetch([following])
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # neither call recurses, and gloo knows no scaled sum
+            # neither call is recursive, and gloo has no scaled sum
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -143,11 +148,11 @@ def apply_fsdp(
 def _shard_experts(
     experts: GroupedExperts, *, mesh: DeviceMesh, arguments: Mapping[str, Any], frees: bool | int
 ) -> None:
-    """Shard a layer's experts: each rank gets whole ones, or else a part of the width of each."""
+    """Shard a layer's experts by expert, or by width if there are fewer experts than ranks."""
     shapes, num_ranks = [local_part(p).shape for p in experts.parameters()], mesh.shape[-1]
     by_width = shapes[0][0] < num_ranks and all(shape[1] % num_ranks == 0 for shape in shapes)
     if not mesh.mesh.equal(arguments["mesh"].mesh):
-        frees = bool(frees)  # FSDP2 has no groups for a number of ranks that are no neighbours
+        frees = bool(frees)  # FSDP2 cannot group a number of ranks that are not adjacent
     fully_shard(
         experts,
         shard_placement_fn=(lambda _: Shard(1)) if by_width else None,
@@ -157,11 +162,11 @@ def _shard_experts(
 
 
 def _arguments(training: TrainingConfig, *, mesh: DeviceMesh, model: nn.Module) -> dict[str, Any]:
-    """Return what all calls of `fully_shard` have in common."""
+    """Return the arguments that all calls of `fully_shard` share."""
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        cast_forward_inputs=False,  # the rotary cos and sin must stay float32
+        cast_forward_inputs=False,  # cos and sin of the rotary embedding must stay float32
     )
     arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
     arguments["ignored_params"] = set(router_biases(model))
@@ -172,9 +177,9 @@ def _arguments(training: TrainingConfig, *, mesh: DeviceMesh, model: nn.Module) 
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free what a forward pass has gathered: without a backward nothing else does.
+    """Free the weights that a forward without a backward left gathered.
 
-    Until then some parameters are whole, and a checkpoint would save them as one rank's shard.
+    Until then some parameters are unsharded, and a checkpoint would save them as one rank's shard.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -182,9 +187,9 @@ def free_gathered(model: nn.Module) -> None:
 
 
 def sync_gradients(model: nn.Module, *, last: bool) -> None:
-    """Sum gradients across copies only in the backward of a step's last microbatch.
+    """Sum gradients over replicas only in the backward of a step's last microbatch.
 
-    The sum across shards takes place in every microbatch: it frees the unsharded gradient.
+    Gradients are reduce-scattered in every microbatch, which frees the unsharded gradient.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(last)

@@ -1,4 +1,4 @@
-"""How a job lies over its ranks, as found and checked before anything is built."""
+"""The layout of a job: everything about its ranks and model that is known before it is built."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchtitan.models.interface import Counts, LanguageModel, TrainableParams
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel.compile import check_backend
-from torchtitan.parallel.context.build import check_attention
+from torchtitan.parallel.context.attention import check_attention
 from torchtitan.parallel.expert import check_expert_parallel
 from torchtitan.parallel.float8 import check_float8, find_converted
 from torchtitan.parallel.fsdp import Reshard, find_reshard
@@ -27,7 +27,7 @@ Adapt = Callable[[LanguageModel], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A model and how it lies over the ranks."""
+    """A model and its division over the ranks."""
 
     spec: ModelSpec
     architecture: DecoderConfig
@@ -37,16 +37,17 @@ class Layout:
     pipeline: PipelineLayout | None
     """Stages and schedule. None without pipeline parallelism."""
     float8: Float8Config | None
-    """How linear layers compute in float8. None if they do not."""
+    """Settings of float8 linear layers. None: no layer uses float8."""
     accumulation: int
-    """Microbatches of local_batch_size samples that a rank accumulates in a step."""
+    """Number of batches of local_batch_size samples that a rank accumulates per step."""
     trained: TrainableParams
-    """Which parameters are trained."""
+    """Selects the parameters to train."""
     adapt: Adapt | None
-    """Adds adapters. None without [lora]."""
+    """Changes layers of the model on the meta device, before it is divided, such as to add LoRA.
+    None: no change."""
 
     def samples_per_step(self, training: TrainingConfig) -> int:
-        """Return the samples of one optimizer step over all ranks."""
+        """Return the number of samples per optimizer step over all ranks."""
         return training.local_batch_size * self.dims.dp * self.accumulation
 
 

@@ -1,14 +1,13 @@
-"""The order in which a model is made parallel, in one place.
+"""The order of the transforms that make a model parallel, in one place.
 
     float8 -> tensor parallel -> expert parallel -> freezing -> context parallel -> compile ->
     activation checkpointing -> FSDP
 
-Each step wraps the result of the earlier ones: the compiler must see the sharded layers,
-recomputation replays them compiled, and FSDP gathers around all of it.
+Each transform wraps the result of the earlier ones: the compiler must see the sharded layers,
+recomputation replays compiled blocks, and FSDP gathers weights around all of it.
 
-The model as this rank holds it.
-
-build on meta -> adapt -> keep this rank's stages -> parallelize -> allocate -> initialise
+The parts of a rank are built on the meta device and adapted, pruned to its pipeline stages, made
+parallel, allocated and initialized.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from torchtitan.models.interface import (
 )
 from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
 from torchtitan.parallel.compile import apply_compile
-from torchtitan.parallel.context.build import apply_context_parallel
+from torchtitan.parallel.context.attention import apply_context_parallel
 from torchtitan.parallel.execution import Execution, WholeModel
-from torchtitan.parallel.expert import apply_expert_parallel, group_products
+from torchtitan.parallel.expert import apply_expert_parallel, apply_grouped_products
 from torchtitan.parallel.float8 import apply_float8
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.layout import Layout
-from torchtitan.parallel.pipeline.execution import build_pipeline
+from torchtitan.parallel.pipeline.execution import Pipeline
 from torchtitan.parallel.precision import can_compute_in, compute_in
 from torchtitan.parallel.settings import ActivationCheckpointConfig, CompileConfig
 from torchtitan.parallel.tensor import apply_tensor_parallel
@@ -55,7 +54,7 @@ def parallelize(
     recomputation: ActivationCheckpointConfig,
     compilation: CompileConfig,
 ) -> None:
-    """Make `model`, still on the meta device, parallel in place."""
+    """Make a model or a pipeline stage on the meta device parallel, in place."""
     if layout.float8 is not None:
         apply_float8(model, settings=layout.float8)
     if mesh.dims.tp > 1:
@@ -68,19 +67,19 @@ def parallelize(
         )
     if mesh.dims.ep > 1:
         apply_expert_parallel(model, mesh=mesh.experts["ep"])
-    group_products(
+    apply_grouped_products(
         model,
         device_type=mesh.params.device_type,
         dtype=getattr(torch, training.mixed_precision_param),
     )
-    layout.trained.freeze_rest(model)  # behind these two, which make new parameters
+    layout.trained.freeze_rest(model)  # after tensor and expert parallel, which replace parameters
     mode, option = recomputation.mode, recomputation.selective_ac_option
-    recomputed: Mode = "none" if mode == "memory_budget" else mode  # then the compiler does it
+    recomputed: Mode = "none" if mode == "memory_budget" else mode  # the compiler recomputes
     apply_context_parallel(
         model,
         mesh=mesh,
         parallelism=parallelism,
-        as_one_operator=selects_operators(recomputed, option),
+        keep_output=selects_operators(recomputed, option),
     )
     if compilation.enable:
         apply_compile(
@@ -97,8 +96,8 @@ def parallelize(
 
 
 def _shard(model: nn.Module, *, mesh: Mesh, layout: Layout, training: TrainingConfig) -> None:
-    """Shard the model, or only cast its weights where one rank has them all."""
-    # a layer in float8 takes its weight as it is: FSDP casts that, on one rank too
+    """Shard the model, or only cast its weights if one rank has all of them."""
+    # a float8 layer does not cast its weight: FSDP does, on one rank too
     needs_fsdp = (
         mesh.dims.world_size > 1 or training.enable_cpu_offload or layout.float8 is not None
     )
@@ -106,7 +105,7 @@ def _shard(model: nn.Module, *, mesh: Mesh, layout: Layout, training: TrainingCo
         return
     if not needs_fsdp and can_compute_in(model):
         compute_in(model, dtype=getattr(torch, training.mixed_precision_param))
-    else:  # on one rank slower than casting, but right for every module
+    else:  # on one rank slower than casting, but correct for every module
         apply_fsdp(
             model,
             mesh=mesh.data_parallel,
@@ -128,9 +127,9 @@ def build_model_and_execution(
     loss: HeadLoss,
     fill: Callable[[LanguageModel], None],
 ) -> tuple[ModelParts, Execution]:
-    """Build this rank's parts of the model, and what runs batches through all ranks' parts.
+    """Build this rank's parts of the model, and the execution of batches by all ranks.
 
-    `fill` gives a part, so far on the meta device, memory and initial weights.
+    `fill` allocates and initializes a part that is on the meta device.
     """
 
     def build_part(modules: tuple[str, ...] | None) -> LanguageModel:
@@ -160,7 +159,7 @@ def build_model_and_execution(
         return ModelParts([model]), WholeModel(model)
     own = layout.pipeline.stages_of(mesh.params.get_local_rank("pp"))
     parts = ModelParts([build_part(layout.pipeline.modules[stage]) for stage in own])
-    pipeline = build_pipeline(
+    return parts, Pipeline(
         parts,
         layout=layout,
         mesh=mesh,
@@ -168,31 +167,30 @@ def build_model_and_execution(
         sequence_parallel=parallelism.enable_sequence_parallel,
         device=device,
     )
-    return parts, pipeline
 
 
 def materialize(part: LanguageModel, *, device: torch.device, offloads: bool, seed: int) -> None:
-    """Allocate the weights of a part and fill them."""
+    """Allocate and initialize the weights of a part."""
     allocate(part, device=device, offloads=offloads)
     initialize(part, seed=seed)
 
 
 def allocate(part: LanguageModel, *, device: torch.device, offloads: bool) -> None:
-    """Give the weights of a part memory on the device, or where the host offloads them."""
+    """Allocate the weights of a part, on the device or, if they are offloaded, on the CPU."""
     part.to_empty(device="cpu" if offloads else device)
-    for state in router_biases(part):  # too small to fetch in every layer
+    for state in router_biases(part):  # too small to copy for every layer
         state.data = torch.empty_like(state, device=device)
 
 
 def _check_placements(part: LanguageModel, *, mesh: Mesh) -> None:
-    """Check that every parameter lies on a mesh of all ranks of its stage, on any axes.
+    """Check that the mesh of every parameter covers all ranks of its stage.
 
-    `optim.clip.global_norm` relies on it: it counts copies along a parameter's own mesh, so a copy
-    outside that mesh would count twice.
+    `optim.clip.global_norm` counts copies along a parameter's own mesh, so a copy outside that mesh
+    would count twice.
     """
     num_ranks, state = mesh.dims.world_size // mesh.dims.pp, set(router_biases(part))
     for name, parameter in part.named_parameters():
         if parameter in state:
             continue
         found = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
-        assert found == num_ranks, f"{name} lies on a mesh of {found} ranks, not of {num_ranks}"
+        assert found == num_ranks, f"{name} is on a mesh of {found} ranks, not of {num_ranks}"

@@ -1,18 +1,18 @@
-"""Computing in bfloat16 from float32 weights, on one rank.
+"""Mixed precision on one rank: compute in bfloat16 from float32 weights.
 
-FSDP2 does this where weights are gathered. It works on one rank too, but copies each gradient three
-times: into the buffer of a reduction that has nobody to reduce with, divided, and out of it. Here
-each module casts its weight where it uses it, and autograd casts the gradient back: one pass each
-way. Weights, gradients and optimizer state stay float32, microbatches add up in float32, and every
-product is computed from the same bfloat16 numbers as under FSDP2.
+FSDP2 casts weights when it gathers them. It works on one rank too, but copies each gradient three
+times: into the buffer of a reduction over one rank, divided, and out of it. Here each module casts
+its weight where it uses it, and autograd casts the gradient back, one pass each way. Weights,
+gradients and optimizer state stay float32, microbatches are summed in float32, and every product is
+computed from the same bfloat16 numbers as under FSDP2.
 
-Two weights are never cast as a whole. The embedding's rows are cast after they are looked up, and
-the head's loss takes the float32 weight and leaves a float32 gradient (`optim/loss.py`). FSDP2
-rounds the gradient of the embedding to bfloat16, and up to torch 2.14 that of the head; here both
-stay exact. Gradients of norms are rounded here, as FSDP2 does up to torch 2.14.
+Two weights are not cast as a tensor. The embedding's rows are cast after the lookup, and the head's
+loss takes the float32 weight and returns a float32 gradient (`optim/loss.py`). FSDP2 rounds the
+gradient of the embedding to bfloat16, and up to torch 2.14 that of the head. Here both stay exact.
+Gradients of norms are rounded, as FSDP2 does up to torch 2.14.
 
-The alternative is autocast, but it has rules of its own (norms and the residual stream become
-float32): another model than the one that many ranks train.
+The alternative is autocast. It has rules of its own (norms and the residual stream become float32),
+so one rank would train another model than many ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchtitan.models.interface import CastsWeights
 
 
 class _Linear(nn.Linear):
-    """A linear layer in the type of its input."""
+    """A linear layer that computes in the dtype of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(input.dtype)
@@ -39,13 +39,14 @@ class _Linear(nn.Linear):
 
 
 class _RMSNorm(nn.RMSNorm):
-    """A norm in the type of its input."""
+    """A norm that computes in the dtype of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-# only the class changes: names and parameters stay
+# Only the class of a module changes, as in `fully_shard`, so names, parameters, hooks and the
+# compiled graph that equal blocks share stay the same
 CASTING: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: _Linear,
     nn.RMSNorm: _RMSNorm,
@@ -54,7 +55,7 @@ CASTING: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def _to_convert(model: nn.Module) -> list[nn.Module]:
-    """Return the modules with weights that do not cast them by themselves."""
+    """Return the modules with weights that do not cast them already."""
     return [
         module
         for module in model.modules()
@@ -64,12 +65,12 @@ def _to_convert(model: nn.Module) -> list[nn.Module]:
 
 
 def can_compute_in(model: nn.Module) -> bool:
-    """Tell whether every module of `model` with weights casts them, or can be converted to."""
+    """Return whether every module of `model` with weights casts them, or has a class that does."""
     return all(type(module) in CASTING for module in _to_convert(model))
 
 
 def compute_in(model: nn.Module, *, dtype: torch.dtype) -> None:
-    """Let `model` compute in `dtype`, in place, whatever type its weights are stored in."""
+    """Make `model` compute in `dtype`, in place. The dtype of its weights does not change."""
     for module in _to_convert(model):
         module.__class__ = CASTING[type(module)]
 

@@ -1,44 +1,33 @@
-"""Tensor parallelism: the ranks of one axis split each layer's matrices.
+"""Tensor parallelism: the ranks of one mesh axis shard each layer's matrices.
 
-The first matrices of a layer are split by columns (of their output), the last one by rows, so that
-everything between them, heads and hidden channels, stays on its rank; the parts of the result are
-summed. With sequence parallelism the sum is scattered along the sequence and gathered again before
-the next matrices (arXiv:2205.05198): norms and the residual stream, which every rank would
-otherwise hold in full, are split too, for the same traffic. Embedding and head are split along the
+The first matrices of a layer are sharded by columns (their output), the last one by rows (their
+input). Everything in between, attention heads and hidden channels, stays on its rank, and the
+partial results are summed. With sequence parallelism the sum is scattered along the sequence and
+gathered again before the next matrices (arXiv:2205.05198). The traffic is the same, and norms and
+the residual stream are sharded instead of replicated. Embedding and head are sharded along the
 vocabulary.
 
-What a module does is data: its role, in the model's `tensor_plan`. Modules pass plain local tensors
-to each other, (B, S / tp, C) under sequence parallelism, so that pipeline stages and recomputed
-blocks need not know. Parameters are DTensors on the tp axis, as are activations from a gather to
-the matrices after it.
+A model describes its modules as data, in its `tensor_plan`: the role of each one. Modules pass
+plain local tensors to each other, (B, S / tp, C) under sequence parallelism, so pipeline stages and
+recomputed blocks need not know of it. Parameters are DTensors on the tp axis, and so are
+activations between a gather and the matrices after it.
 
-Shapes: B batch, S sequence, C = dim, V vocabulary.
+**Replicated matrices.** A matrix with a narrow output, such as the latents of MLA, is not worth
+sharding. Each rank multiplies its part of the sequence, and the latents are gathered, which is less
+traffic than the stream. Its gradient of the weight is then one term of a sum over ranks.
 
-Modules whose weights are copies on every rank of tensor parallelism.
+**Embedding.** A rank looks up the tokens whose rows it has, uses zeros for the other tokens, and
+the sum over ranks is the result. DTensor can do the same (`RowwiseParallel`), but in backward it
+builds the gradient of the full table on every rank before it takes that rank's rows. Here each rank
+builds V / tp rows. With a vocabulary of 128,256 and 16,384 channels on 8 ranks, a float32 gradient
+takes 1 GiB instead of 7.8.
 
-A matrix that makes a narrow latent is not worth splitting: each rank multiplies its own part of the
-sequence, and the latents are gathered, which are narrower than the stream. The gradients of such
-weights are each rank's own terms of a sum, unless every rank has the whole sequence.
+**LoRA adapters** are sharded like the matrix that they adapt: with a column matrix B is sharded and
+A is replicated, with a row matrix A is sharded and B is replicated. The product then has the
+placement of the matrix's own product, so forward sends nothing for adapters. (DTensor by itself
+would sum the product of width R between them.) Backward sums the gradients of the replicated one.
 
-Shapes: B batch, S sequence, C, D widths, T = B S tokens.
-
-The embedding under tensor parallelism: each rank looks up the tokens whose rows it holds.
-
-The table is split by rows of the vocabulary. A rank looks up its own rows, gives zeros for all
-other tokens, and the sum over the ranks is the lookup. DTensor can do the same (`RowwiseParallel`),
-but its backward makes the gradient of the whole table on every rank and then cuts out that rank's
-rows. Here the lookup and its gradient are local: V / tp rows on each rank. With a vocabulary of
-128,256 and 16,384 channels on 8 ranks, a float32 gradient takes 1 GiB instead of 7.8.
-
-Shapes: B batch, S sequence, C = dim, V vocabulary, R = V / tp rows of a rank.
-
-Adapters under tensor parallelism: they are split along with the matrix beside them.
-
-Where the matrix is split by columns of its output, B is split the same way and A is a copy; where
-it is split by rows of its input, A is split and B is a copy. So each rank multiplies its own part,
-and the result lies over the ranks as the matrix's own product does: in parts, or as terms of a sum
-that is computed anyway. Forward sends nothing for the adapters (DTensor by itself would sum the
-R-wide product between them); in backward the ranks' gradients of a copy are summed.
+Shapes: B batch, S sequence, T = B S tokens, C, D widths, V vocabulary, R = V / tp rows of a rank.
 """
 
 from __future__ import annotations
@@ -82,11 +71,11 @@ from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import TensorRole
 
 
-class SplitsItself:
-    """A module that says itself how its parameters are split, in the role that the plan gives."""
+class HasParallelStyle:
+    """Marks a module that chooses its own style for a role, because it has more parameters."""
 
     def parallel_style(self, role: TensorRole, *, stream: Placement) -> ParallelStyle:
-        """Return how; `stream` is the placement of what modules hand on."""
+        """Return the style. `stream` is the placement of the tensors between modules."""
         raise NotImplementedError
 
 
@@ -96,54 +85,58 @@ def check_tensor_parallel(
     plan: Mapping[str, TensorRole],
     parallelism: ParallelismConfig,
 ) -> None:
-    """Check that the plan covers a whole model, and that the degree divides its sizes."""
+    """Check that the plan covers a full model, and that the degree divides its sizes.
+
+    Raises:
+        ConfigError: A module has no role, or a size is not a multiple of the degree.
+    """
     tp, architecture = parallelism.tensor_parallel_degree, model.config
     if tp == 1:
         return
     rules = []
     if unplanned := find_unplanned(model, plan=plan):
         rules.append(f"must be 1, got {tp}: {unplanned}")
-    if misfit := find_misfit(architecture, tp=tp):
+    if uneven := find_uneven_sizes(architecture, tp=tp):
         rules.append(
-            f"must divide the model's heads, feed-forward width and vocabulary, got {misfit}; use "
-            f"data_parallel_shard_degree for the other ranks"
+            f"must divide the model's heads, feed-forward width and vocabulary, got {uneven}; use "
+            f"data_parallel_shard_degree for the remaining ranks"
         )
-    elif uneven := _find_uneven(model, plan=plan, tp=tp):
-        rules.append(f"must divide everything that is split, got {tp} for {uneven}")
+    elif uneven := _find_uneven_matrices(model, plan=plan, tp=tp):
+        rules.append(f"must divide every sharded dimension, got {tp} for {uneven}")
     if rules:
         key = "parallelism.tensor_parallel_degree"
         raise ConfigError([Violation((key,), rule) for rule in rules])
 
 
 def find_unplanned(model: nn.Module, *, plan: Mapping[str, TensorRole]) -> str:
-    """Say which modules with parameters the plan leaves out; nothing where there are none."""
-    places = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    if of_blocks := [p for p in sorted(places) if p.startswith("layers.") and p.count(".") == 1]:
+    """Describe the modules with parameters that have no role. Empty if all have one."""
+    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    if blocks := [o for o in sorted(owners) if o.startswith("layers.") and o.count(".") == 1]:
         return (
-            f"{of_blocks[0]} has parameters of its own, and a block cannot be split: put them into "
-            f"a module of their own, with a role in the tensor_plan"
+            f"{blocks[0]} has parameters of its own, and a block cannot be sharded: put them into "
+            f"a submodule with a role in the tensor_plan"
         )
-    left = [p for p in sorted(places) if not any(_matches(p, pattern) for pattern in plan)]
+    left = [o for o in sorted(owners) if not any(_matches(o, pattern) for pattern in plan)]
     some = ", ".join(left[:4]) + (" ..." if len(left) > 4 else "")
-    return f"the model's tensor_plan does not say how to split {some}" if left else ""
+    return f"the model's tensor_plan has no role for {some}" if left else ""
 
 
-def _find_uneven(model: nn.Module, *, plan: Mapping[str, TensorRole], tp: int) -> str:
-    """Name some matrices that a family has in other sizes than its config says, and do not fit."""
-    columns: dict[TensorRole, int] = {"vocabulary": 0, "column": 0, "gathered_column": 0, "head": 0}
-    split = {**columns, "row": 1}
+def _find_uneven_matrices(model: nn.Module, *, plan: Mapping[str, TensorRole], tp: int) -> str:
+    """Name some matrices that `tp` does not divide, whose sizes the config does not state."""
+    columns: tuple[TensorRole, ...] = ("vocabulary", "column", "gathered_column", "head")
+    sharded_dim = {**dict.fromkeys(columns, 0), "row": 1}
     found = [
-        f"{name} ({parameter.shape[split[role]]})"
+        f"{name} ({parameter.shape[sharded_dim[role]]})"
         for name, parameter in model.named_parameters()
         for pattern, role in plan.items()
-        if _matches(name.rpartition(".")[0], pattern) and role in split and parameter.ndim > 1
-        if parameter.shape[split[role]] % tp
+        if _matches(name.rpartition(".")[0], pattern) and role in sharded_dim and parameter.ndim > 1
+        if parameter.shape[sharded_dim[role]] % tp
     ]
     return ", ".join(found[:4])
 
 
-def find_misfit(architecture: DecoderConfig, *, tp: int) -> str:
-    """Say which sizes `tp` does not divide and which degrees fit; nothing where it fits."""
+def find_uneven_sizes(architecture: DecoderConfig, *, tp: int) -> str:
+    """Describe the sizes that `tp` does not divide, and the degrees that fit. Empty if it fits."""
     sizes = {
         "num_heads": architecture.num_heads,
         "num_kv_heads": architecture.num_kv_heads,
@@ -164,223 +157,165 @@ def apply_tensor_parallel(
     sequence_parallel: bool,
     loss_parallel: bool,
 ) -> None:
-    """Split the modules of `model` that the plan names over the ranks of `mesh`, in place.
+    """Shard the modules of `model` that the plan names, in place.
 
-    Given labels, the model takes its loss from its own rank's part of the vocabulary with
-    `loss_parallel`, else each rank by itself from all of it. Without labels it returns all logits.
+    Args:
+        model: The model, on the meta device.
+        mesh: The tp axis.
+        plan: Roles by module name.
+        sequence_parallel: Shard the stream between modules along the sequence.
+        loss_parallel: Compute the loss from each rank's part of the vocabulary. Otherwise every
+            rank computes it from all logits. Without labels the model returns all logits.
     """
     stream = Shard(1) if sequence_parallel else Replicate()
     for pattern, role in plan.items():
         common = _style(role, stream=stream, loss_parallel=loss_parallel)
         for name, module in list(model.named_modules()):
             if _matches(name, pattern) and common is not None:
-                splits_itself = isinstance(module, SplitsItself)
-                style = module.parallel_style(role, stream=stream) if splits_itself else common
-                # None: parameters are on the meta device, there is nothing to send
+                has_style = isinstance(module, HasParallelStyle)
+                style = module.parallel_style(role, stream=stream) if has_style else common
+                # None: parameters are on the meta device, so there is nothing to send
                 parallelize_module(module, mesh, style, src_data_rank=None)
-    elsewhere = {*router_biases(model), *_of_experts(model)}
+    experts = [module for module in model.modules() if isinstance(module, GroupedExperts)]
+    elsewhere = {*router_biases(model), *(p for module in experts for p in module.parameters())}
     left = [
         name
         for name, p in model.named_parameters()
         if not isinstance(p, DTensor) and p not in elsewhere
     ]
     assert not left, f"the tensor plan does not place {', '.join(left)} on the tp axis"
-    # every local part of a DTensor is a view, and FSDP fears that it might be changed in place
+    # to_local() returns a view, and FSDP warns that one might be changed in place. It warns while
+    # training, so a filter for this call would not help, and a copy of the stream would cost more
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Compare part by part: a star stands for one part of a name."""
+    """Compare component by component: a star matches one component of a name."""
     return name.count(".") == pattern.count(".") and matches(name, [pattern])
 
 
 def _style(role: TensorRole, *, stream: Placement, loss_parallel: bool) -> ParallelStyle | None:
-    """Translate a role to torch; `stream` is the placement of what modules hand on.
+    """Return the style of a role, or None if tensor parallelism does not change the module.
 
-    None: the module is left as it is.
+    `stream` is the placement of the tensors between modules.
     """
     match role:
         case "vocabulary":
-            return Lookup(stream)
+            return VocabParallelEmbedding(stream)
         case "norm":
-            return _Norm(stream)
+            return ReplicatedNorm(stream)
         case "head_norm":
-            return _Norm(Shard(2))  # heads stay where the matrices before them were cut
+            return ReplicatedNorm(Shard(2))  # the matrices before it are sharded by heads
         case "gather":
-            return _Gather(stream)
+            return GatherInput(stream)
         case "column":
             return ColwiseParallel()
         case "gathered_column":
             return ColwiseParallel(input_layouts=stream)
         case "copied":
-            return Copied(stream)
+            return ReplicatedLinear(stream)
         case "shared":
-            return Shared(stream)
+            return GatherOutput(stream)
         case "row":
             return RowwiseParallel(output_layouts=stream)
         case "head":
-            return _SplitHead(stream, loss_parallel=loss_parallel)
+            return VocabParallelHead(stream, loss_parallel=loss_parallel)
         case "route":
-            return _Route(stream)
+            return None if stream == Shard(1) else LocalRoute()
         case "gate":
-            return _Gate()
+            return ReplicatedGate()
         case "experts":
             return None
 
 
-class _Norm(ParallelStyle):
-    """A module whose weights are copies; it works on its input as that lies over the ranks."""
+def to_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """Wrap the ranks' local tensors as one DTensor, without communication."""
+    return DTensor.from_local(local, mesh, [placement], run_check=False)
+
+
+def replicate_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicate a module's own parameters on the tp axis.
+
+    Each rank's gradient covers its own tokens or heads, so it is Partial over tp. FSDP2 reduces it
+    to the parameter's Replicate before its own reduction.
+    """
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, nn.Parameter(to_dtensor(parameter, mesh, Replicate())))
+
+
+def shard_parameters(
+    module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]
+) -> None:
+    """Place a module's own parameters by name. A name that the module lacks is skipped."""
+    own = dict(module.named_parameters(recurse=False))
+    for name in [name for name in placements if name in own]:
+        # None: parameters are on the meta device, so there is nothing to send
+        sharded = distribute_tensor(own[name], mesh, [placements[name]], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(sharded))
+
+
+class StreamStyle(ParallelStyle):
+    """Base class of the styles that depend on the placement of the tensors between modules."""
 
     def __init__(self, stream: Placement) -> None:
         super().__init__()
         self.stream = stream
 
+
+class ReplicatedNorm(StreamStyle):
+    """Replicates a module's weights. The module's input and output keep their placement."""
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        copy_parameters(module, device_mesh)
+        replicate_parameters(module, device_mesh)
         module.register_forward_pre_hook(
-            lambda _, inputs: wrapped(inputs[0], device_mesh, self.stream)
+            lambda _, inputs: to_dtensor(inputs[0], device_mesh, self.stream)
         )
         module.register_forward_hook(lambda _, inputs, output: output.to_local())
         return module
 
 
-class _Gather(ParallelStyle):
-    """A module with several matrices behind one gathered input.
+class GatherInput(StreamStyle):
+    """Gathers the first argument of a module that contains several matrices.
 
-    The gradients from all its matrices are summed before they are scattered. Further arguments, as
-    the rotation and the cache, pass as they are.
+    The gradients of all its matrices are summed before they are scattered. Further arguments, such
+    as the rotary embedding and the cache, are passed unchanged.
     """
-
-    def __init__(self, stream: Placement) -> None:
-        super().__init__()
-        self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
-            x, *others = inputs
+            x, *rest = inputs
             assert isinstance(x, Tensor)
-            x_BSC = wrapped(x, device_mesh, self.stream)
-            return x_BSC.redistribute(placements=[Replicate()]), *others
+            x_BSC = to_dtensor(x, device_mesh, self.stream)
+            return x_BSC.redistribute(placements=[Replicate()]), *rest
 
         module.register_forward_pre_hook(gather)
         return module
 
 
-class _Gate(ParallelStyle):
-    """A matrix whose weights are copies, multiplied by the rank's own tokens."""
+class GatherOutput(StreamStyle):
+    """Gathers the output of a module without weights, because the heads of every rank use it.
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        copy_parameters(module, device_mesh)
-        module.product = partial(_local_product, product=module.product)
-        return module
-
-
-def _local_product(
-    x_BSC: Tensor, weight: DTensor, *, product: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    # as a DTensor the tokens, which may be unequally many, would have to be an even cut of all
-    return product(x_BSC, weight.to_local(grad_placements=[Partial()]))
-
-
-class _Route(ParallelStyle):
-    """A module that sends each rank's own part of the sequence to experts."""
-
-    def __init__(self, stream: Placement) -> None:
-        super().__init__()
-        self.is_split = stream == Shard(1)
-        self._dealing: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, MoELayer)
-        if not self.is_split:
-            route = type(module).route
-            # one for all layers: the compiler's graphs of blocks hold for that alone
-            dealing = self._dealing.setdefault(route, _deal_out(route, device_mesh))
-            module.route = MethodType(dealing, module)
-        return module
-
-
-def _deal_out(route: Callable[..., Tensor], mesh: DeviceMesh) -> Callable[..., Tensor]:
-    """Deal out a sequence that all ranks have, and gather what `route` makes of the parts."""
-
-    def of_part(module: nn.Module, x_BSC: Tensor) -> Tensor:
-        part = wrapped(x_BSC, mesh, Replicate()).redistribute(placements=[Shard(1)])
-        out = route(module, part.to_local())
-        stride = torch.empty(x_BSC.shape, device="meta").stride()
-        whole = DTensor.from_local(
-            out, mesh, [Shard(1)], run_check=False, shape=x_BSC.shape, stride=stride
-        )  # the length need not divide by the ranks
-        return whole.redistribute(placements=[Replicate()]).to_local()
-
-    return of_part
-
-
-def _of_experts(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that tensor parallelism leaves to expert parallelism."""
-    found = (m.parameters() for m in model.modules() if isinstance(m, GroupedExperts))
-    return [parameter for parameters in found for parameter in parameters]
-
-
-class _SplitHead(_Gather):
-    """The matrix from the stream to the vocabulary, its own or the embedding's, and the loss."""
-
-    def __init__(self, stream: Placement, *, loss_parallel: bool) -> None:
-        super().__init__(stream)
-        self.loss_parallel = loss_parallel
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            # nothing is sent: parameters are on the meta device
-            split = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(split))
-        super()._apply(module, device_mesh)
-        module.register_forward_hook(lambda _, inputs, output: _whole(output))
-        module.loss = partial(_local_loss, loss=module.loss, whole=not self.loss_parallel)
-        return module
-
-
-def _local_loss(
-    x_BSC: DTensor, weight_VC: DTensor, labels_BS: Tensor, *, loss: HeadLoss, whole: bool
-) -> Tensor:
-    """Take the loss on local tensors: those of this rank's part of the vocabulary, or of all."""
-    if whole:
-        # each rank computes the same, whole gradients included
-        return loss(x_BSC.to_local(), weight_VC.full_tensor(), labels_BS)
-    # the other parts of the vocabulary have their share in the gradient of x
-    x = x_BSC.to_local(grad_placements=[Partial()])
-    return loss(x, weight_VC.to_local(), labels_BS)
-
-
-def _whole(output: Tensor) -> Tensor:
-    """Gather logits; the loss is a plain tensor already."""
-    return output.full_tensor() if isinstance(output, DTensor) else output
-
-
-def wrapped(local: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """Return what the ranks hold as one tensor."""
-    return DTensor.from_local(local, mesh, [placement], run_check=False)
-
-
-def copy_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Give each rank all of a module's own parameters.
-
-    Each rank's gradient is that of its own tokens or heads, Partial over tp: FSDP2 sums it to the
-    parameter's Replicate before its own reduction.
+    Each rank has the gradient of its own heads, and the sum over ranks is the gradient.
     """
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        copied = wrapped(parameter, mesh, Replicate())
-        module.register_parameter(name, nn.Parameter(copied))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, inputs: object, x_BSD: Tensor) -> Tensor:
+            x = to_dtensor(x_BSD, device_mesh, self.stream).redistribute(placements=[Replicate()])
+            return x.to_local(grad_placements=[Partial()])
+
+        module.register_forward_hook(gather)
+        return module
 
 
-class Copied(ParallelStyle):
-    """A linear layer whose weights are copies, for the tokens that the stream has here."""
+class ReplicatedLinear(StreamStyle):
+    """Replicates a linear layer's weights. Each rank multiplies the tokens that it has."""
 
     def __init__(self, stream: Placement) -> None:
-        super().__init__()
+        super().__init__(stream)
         self.tokens = Shard(0) if stream == Shard(1) else stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        copy_parameters(module, device_mesh)
+        replicate_parameters(module, device_mesh)
         module.forward = partial(
             _on_flat_tokens, forward=module.forward, mesh=device_mesh, placement=self.tokens
         )
@@ -390,55 +325,110 @@ class Copied(ParallelStyle):
 def _on_flat_tokens(
     x_BSC: Tensor, *, forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, placement: Placement
 ) -> Tensor:
-    # flat: a product of sequences that are cut would gather them first
-    out_TD = forward(wrapped(x_BSC.flatten(0, 1), mesh, placement))
+    # flat: DTensor would gather a sharded sequence before the product
+    out_TD = forward(to_dtensor(x_BSC.flatten(0, 1), mesh, placement))
     assert isinstance(out_TD, DTensor)
     return out_TD.to_local().unflatten(0, x_BSC.shape[:2])
 
 
-class Shared(ParallelStyle):
-    """A module without weights, whose result all heads use: the whole sequence, on every rank.
-
-    Its gradient is then the sum over the ranks, each of which has that of its own heads.
-    """
-
-    def __init__(self, stream: Placement) -> None:
-        super().__init__()
-        self.stream = stream
+class ReplicatedGate(ParallelStyle):
+    """Replicates a router's weights. Each rank multiplies its own tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_: nn.Module, inputs: object, x_BSD: Tensor) -> Tensor:
-            whole = wrapped(x_BSD, device_mesh, self.stream).redistribute(placements=[Replicate()])
-            return whole.to_local(grad_placements=[Partial()])
-
-        module.register_forward_hook(gather)
+        replicate_parameters(module, device_mesh)
+        module.product = partial(_local_product, product=module.product)
         return module
 
 
-class Lookup(ParallelStyle):
-    """A table split by rows; `stream` is the placement of what it hands on.
+def _local_product(
+    x_BSC: Tensor, weight: DTensor, *, product: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    # local tensors: a DTensor would need the same number of tokens on every rank
+    return product(x_BSC, weight.to_local(grad_placements=[Partial()]))
+
+
+class LocalRoute(ParallelStyle):
+    """Makes each rank route only its own part of a replicated sequence to experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._routes: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, MoELayer)
+        route = type(module).route
+        # one function for all layers, so that their blocks share one compiled graph
+        local_route = self._routes.setdefault(route, _route_own_part(route, device_mesh))
+        module.route = MethodType(local_route, module)
+        return module
+
+
+def _route_own_part(route: Callable[..., Tensor], mesh: DeviceMesh) -> Callable[..., Tensor]:
+    """Shard a replicated sequence, call `route` on this rank's part, and gather the results."""
+
+    def route_part(module: nn.Module, x_BSC: Tensor) -> Tensor:
+        part = to_dtensor(x_BSC, mesh, Replicate()).redistribute(placements=[Shard(1)])
+        out = route(module, part.to_local())
+        stride = torch.empty(x_BSC.shape, device="meta").stride()
+        gathered = DTensor.from_local(
+            out, mesh, [Shard(1)], run_check=False, shape=x_BSC.shape, stride=stride
+        )  # shape and stride, because the parts may differ in length
+        return gathered.redistribute(placements=[Replicate()]).to_local()
+
+    return route_part
+
+
+class VocabParallelHead(GatherInput):
+    """Shards the output head, if it has a weight of its own, and computes logits and loss."""
+
+    def __init__(self, stream: Placement, *, loss_parallel: bool) -> None:
+        super().__init__(stream)
+        self.loss_parallel = loss_parallel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own = module.named_parameters(recurse=False)
+        shard_parameters(module, device_mesh, {name: Shard(0) for name, _ in own})
+        super()._apply(module, device_mesh)
+        module.register_forward_hook(lambda _, inputs, output: _gather_logits(output))
+        module.loss = partial(_local_loss, loss=module.loss, gathers=not self.loss_parallel)
+        return module
+
+
+def _local_loss(
+    x_BSC: DTensor, weight_VC: DTensor, labels_BS: Tensor, *, loss: HeadLoss, gathers: bool
+) -> Tensor:
+    """Compute the loss on local tensors, from all logits or from this rank's vocabulary."""
+    if gathers:
+        # every rank computes the same loss, and complete gradients
+        return loss(x_BSC.to_local(), weight_VC.full_tensor(), labels_BS)
+    # the vocabulary of each rank contributes to the gradient of x
+    x = x_BSC.to_local(grad_placements=[Partial()])
+    return loss(x, weight_VC.to_local(), labels_BS)
+
+
+def _gather_logits(output: Tensor) -> Tensor:
+    """Gather logits. A loss is a plain tensor already."""
+    return output.full_tensor() if isinstance(output, DTensor) else output
+
+
+class VocabParallelEmbedding(StreamStyle):
+    """Shards an embedding by rows. Its output has the placement of the stream.
 
     An embedding that does more than look up rows is left to DTensor.
     """
-
-    def __init__(self, stream: Placement) -> None:
-        super().__init__()
-        self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not _only_looks_up(module):
             general = RowwiseParallel(input_layouts=Replicate(), output_layouts=self.stream)
             general.src_data_rank = None
             return general._apply(module, device_mesh)
-        # nothing is sent: parameters are on the meta device
-        split = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
-        module.register_parameter("weight", nn.Parameter(split))
+        shard_parameters(module, device_mesh, {"weight": Shard(0)})
         module.forward = partial(_look_up, module, mesh=device_mesh, stream=self.stream)
         return module
 
 
 def _only_looks_up(module: nn.Module) -> bool:
-    """Tell whether rows are all that a module returns, and their sums all its gradient."""
+    """Return whether the output is rows of the table, and the gradient their plain sum."""
     assert isinstance(module, nn.Embedding)
     return (
         type(module).forward is nn.Embedding.forward
@@ -452,16 +442,16 @@ def _only_looks_up(module: nn.Module) -> bool:
 def _look_up(
     module: nn.Module, tokens_BS: Tensor, *, mesh: DeviceMesh, stream: Placement
 ) -> Tensor:
-    """Return the rows of all tokens, placed as `stream`."""
-    weight = module.weight  # read now: FSDP puts the gathered one in its place
+    """Return the rows of all tokens, with the placement `stream`."""
+    weight = module.weight  # read in every forward, because FSDP replaces it by the gathered one
     assert isinstance(weight, DTensor)
     rows_RC = weight.to_local()
-    places_BS = tokens_BS - mesh.get_local_rank() * len(rows_RC)
-    elsewhere_BS = (places_BS < 0) | (places_BS >= len(rows_RC))
-    x_BSC = F.embedding(places_BS.masked_fill_(elsewhere_BS, 0), rows_RC)
-    # backward, too, gives zeros to the row that stands for those of other ranks
+    index_BS = tokens_BS - mesh.get_local_rank() * len(rows_RC)
+    elsewhere_BS = (index_BS < 0) | (index_BS >= len(rows_RC))
+    x_BSC = F.embedding(index_BS.masked_fill_(elsewhere_BS, 0), rows_RC)
+    # in backward too, row 0 gets zeros for the tokens of other ranks
     x_BSC = x_BSC.masked_fill_(elsewhere_BS.unsqueeze(-1), 0)
-    summed = wrapped(x_BSC, mesh, Partial()).redistribute(placements=[stream], async_op=True)
+    summed = to_dtensor(x_BSC, mesh, Partial()).redistribute(placements=[stream], async_op=True)
     return summed.to_local()
 
 
@@ -471,50 +461,42 @@ def low_rank(x: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
 
 
 def adapter_style(role: TensorRole, *, stream: Placement) -> ParallelStyle:
-    """Return how a linear layer with an adapter is split; `stream`: where a row's result goes."""
+    """Return the style of a linear layer with an adapter.
+
+    `stream` is the placement of the tensors between modules.
+    """
     if role in ("column", "gathered_column"):
-        return _Column(input_layouts=stream if role == "gathered_column" else None)
+        return _ColwiseAdapter(input_layouts=stream if role == "gathered_column" else None)
     if role == "copied":
-        return Copied(stream)
-    assert role == "row", f"a linear layer is split by columns or rows, not as a {role}"
-    return _Row(output_layouts=stream)
+        return ReplicatedLinear(stream)
+    assert role == "row", f"a linear layer is sharded by columns or rows, not as a {role}"
+    return _RowwiseAdapter(output_layouts=stream)
 
 
-class _Column(ColwiseParallel):
+class _ColwiseAdapter(ColwiseParallel):
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         placements: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0)}
         placements |= {"lora_a": Replicate(), "lora_b": Shard(0)}
-        _distribute(module, device_mesh, placements, result=Shard(-1))
+        shard_parameters(module, device_mesh, placements)
+        module.low_rank = partial(_local_low_rank, result=Shard(-1))
 
 
-class _Row(RowwiseParallel):
+class _RowwiseAdapter(RowwiseParallel):
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         placements: dict[str, Placement] = {"weight": Shard(1), "bias": Replicate()}
         placements |= {"lora_a": Shard(1), "lora_b": Replicate()}
-        _distribute(module, device_mesh, placements, result=Partial())
+        shard_parameters(module, device_mesh, placements)
+        module.low_rank = partial(_local_low_rank, result=Partial())
 
 
-def _distribute(
-    module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], *, result: Placement
-) -> None:
-    own = dict(module.named_parameters(recurse=False))  # a bias only where there is one
-    for name, placement in placements.items():
-        if name not in own:
-            continue
-        # None: parameters are on the meta device, there is nothing to send
-        split = distribute_tensor(own[name], mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(split))
-    module.low_rank = partial(_own_part, result=result)
+def _local_low_rank(x: DTensor, a_RI: DTensor, b_OR: DTensor, *, result: Placement) -> DTensor:
+    """Multiply the local tensors. `result` is the placement of the product."""
+    product = low_rank(*map(_to_local, (x, a_RI, b_OR)))
+    return to_dtensor(product, x.device_mesh, result)
 
 
-def _own_part(x: DTensor, a_RI: DTensor, b_OR: DTensor, *, result: Placement) -> DTensor:
-    """Multiply this rank's part."""
-    product = low_rank(*map(_local, (x, a_RI, b_OR)))
-    return DTensor.from_local(product, x.device_mesh, [result], run_check=False)
-
-
-def _local(tensor: DTensor) -> Tensor:
-    """Return this rank's part; of a copy, each rank has one term of the gradient."""
+def _to_local(tensor: DTensor) -> Tensor:
+    """Return the local tensor. The gradient of a replicated one is Partial."""
     [placement] = tensor.placements
     gradient = Partial() if placement.is_replicate() else placement
     return tensor.to_local(grad_placements=[gradient])

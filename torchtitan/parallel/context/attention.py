@@ -1,64 +1,134 @@
-"""Causal attention over sequences that are split across ranks, in three ways.
+"""Context parallelism: ranks share each sequence, so that memory per rank falls with their number.
 
-    all-gather  every rank gets all keys and values at once; simple and fastest on fast links, but
-                it holds the keys and values of the whole sequence
-    ring        they pass from rank to rank, the next ones while the current ones are used
-                (arXiv:2310.01889); memory is that of a rank's own part
-    ulysses     one exchange turns parts of the sequence into parts of the heads, each rank attends
-                over the whole sequence with its heads, and a second exchange turns back
-                (arXiv:2309.14509); needs enough heads
+Everything but attention works on each token independently. A rank computes its part of the sequence
+like a sequence of its own, with the right positions (`SequenceShard`), and only attention also
+needs the keys and values of other ranks. Parameters are sharded over these ranks as over those of
+FSDP, whose sum of gradients is also the sum over the sequence.
 
-The first two are one autograd function, which visits the keys of every rank and differs only in how
-they arrive and how their gradients return. Keys and values are sent with their own heads, in their
-own dtype, as one message; gradients are summed and sent in float32.
+Causal attention over a sharded sequence takes one of three forms:
 
-Shapes: B batch, H query heads, K key/value heads, S tokens of this rank, D head width, N ranks; 2
-stands for keys and values.
+    all-gather  every rank gets all keys and values at once. Simple, and fastest on fast links, but
+                each rank holds the keys and values of the full sequence
+    ring        keys and values pass from rank to rank, and the next ones arrive while the current
+                ones are used (arXiv:2310.01889). Memory is that of a rank's own part
+    ulysses     an all-to-all turns parts of the sequence into parts of the heads, each rank attends
+                over the full sequence with its heads, and a second all-to-all turns back
+                (arXiv:2309.14509). Needs enough heads
 
-Attention of a block of queries to a block of keys, and how two such results become one.
+The first two are one autograd function that visits the keys of every rank. They differ only in the
+transport of keys, values and their gradients. Keys and values are sent with their own number of
+heads, in their own dtype, as one message. Gradients are summed and sent in float32.
 
-Softmax over keys that come in pieces needs, beside each piece's output, the logarithm of its sum of
-exponentials: then pieces are merged exactly, in any order (arXiv:2205.14135). PyTorch's public
-attention keeps that number to itself, the operators below it return it: one for each kind of device
-and dtype. Backward takes the *merged* output and log-sum-exp, so that a piece's gradients are right
-without the other pieces. No kernel holds a matrix of scores, nor takes a mask.
+**Merging.** To merge the results for several blocks of keys exactly and in any order, softmax needs
+the log-sum-exp of each block's scores next to its output (arXiv:2205.14135). PyTorch's public
+attention does not return it, so the operators below it are called, one per kind of device and
+dtype. Backward takes the *merged* output and log-sum-exp, so the gradients of a block are right
+without the other blocks. No kernel stores a matrix of scores or takes a mask.
 
-Measured on CPU alone. The two CUDA kernels follow PyTorch's declarations and have not been run; the
-one for 16 bits needs a head width that is a multiple of 8.
+Measured on CPUs only. The two CUDA kernels follow PyTorch's declarations and have not been run. The
+16-bit one needs a head width that is a multiple of 8.
 
-Shapes: B batch, H query heads, K key/value heads, S queries, T keys, D head width.
+Shapes: B batch, H query heads, K key/value heads, S tokens of this rank, T keys, D head width,
+N ranks. 2 is keys and values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchtitan.base.errors import ConfigError
+from torchtitan.mesh.dims import Mesh
+from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.attention import causal_attention
-from torchtitan.models.interface import Attend, Documents
+from torchtitan.models.interface import (
+    Attend,
+    AttentionModule,
+    Documents,
+    LanguageModel,
+    has_window,
+)
+from torchtitan.parallel.activation import keep_for_recomputation
 from torchtitan.parallel.context.layout import Block, SequenceLayout, find_blocks
-from torchtitan.parallel.one_operator import as_one_operator
 
 Method = Literal["allgather", "ring", "alltoall", "ulysses"]
+DEGREE, METHOD = (f"parallelism.context_parallel_{name}" for name in ("degree", "rotate_method"))
+
+
+def check_attention(model: LanguageModel, *, parallelism: ParallelismConfig) -> None:
+    """Check that the model's attention can be sharded over ranks.
+
+    Raises:
+        ConfigError: A block has no `AttentionModule`, or a window, which only Ulysses supports, or
+            the heads are not a multiple of the ranks of Ulysses times those of tensor parallelism.
+    """
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    if cp == 1:
+        return
+    for name, block in model.layers.items():
+        if not any(isinstance(module, AttentionModule) for module in block.modules()):
+            raise ConfigError.at(
+                DEGREE,
+                f"must be 1 for a model with its own kind of attention, got {cp}: layers.{name} "
+                f"contains no AttentionModule (torchtitan.models.interface)",
+            )
+    method = parallelism.context_parallel_rotate_method
+    if method != "ulysses":
+        if has_window(model):
+            raise ConfigError.at(
+                METHOD,
+                f'must be "ulysses" for a model with sliding-window attention, got "{method}"; or '
+                f"set {DEGREE} = 1",
+            )
+        return
+    heads = {"query": model.config.num_heads, "key/value": model.config.num_kv_heads}
+    for kind, count in heads.items():
+        if count % (cp * tp):
+            raise ConfigError.at(
+                (METHOD, DEGREE, "parallelism.tensor_parallel_degree"),
+                f"ulysses splits heads: the model's {count} {kind} heads must be a multiple of "
+                f"{cp * tp} (context_parallel_degree {cp} x tensor_parallel_degree {tp}); lower a "
+                f'degree, or write "ring" or "allgather", which have no such limit',
+            )
+
+
+def apply_context_parallel(
+    model: nn.Module, *, mesh: Mesh, parallelism: ParallelismConfig, keep_output: bool = False
+) -> None:
+    """Make the attention of `model` reach the keys and values of other ranks, in place.
+
+    `keep_output` is explained at `build_attention`.
+    """
+    if mesh.dims.cp == 1:
+        return
+    layout = SequenceLayout.from_config(parallelism)
+    ranks = Ranks(group=mesh.data.get_group("cp"), layout=layout)
+    for module in model.modules():
+        if isinstance(module, AttentionModule):
+            module.attend = build_attention(
+                parallelism.context_parallel_rotate_method,
+                ranks=ranks,
+                keep_output=keep_output,
+                local_attend=module.attend,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The ranks that share a sequence, and how they share it."""
+    """The ranks that share a sequence, and their parts of it."""
 
     group: dist.ProcessGroup
     layout: SequenceLayout
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """This rank's number in the group."""
         return dist.get_rank(self.group)
 
     @property
@@ -67,29 +137,32 @@ class Ranks:
         return self.layout.degree
 
     def blocks(self, source: int, *, num_tokens: int, documents: Documents | None) -> list[Block]:
-        """Return what this rank's queries, so many, attend to among the keys of another."""
+        """Return the blocks of this rank's queries and the keys of rank `source`.
+
+        `num_tokens` is the number of tokens per rank.
+        """
         seq_len = num_tokens * self.degree
         return find_blocks(self.layout, self.rank, source, seq_len, documents)
 
 
 class KVTransport(Protocol):
-    """Brings the keys and values of all ranks here, and returns their gradients."""
+    """Transports keys and values of all ranks to this one, and their gradients back."""
 
     def visit(self, kv_2BKSD: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield each rank's number, this one's first, with its keys and values."""
+        """Yield the number of each rank, this one's first, and its keys and values."""
         ...
 
     def add(self, source: int, grad_2BKSD: Tensor) -> None:
-        """Take the gradient of what `visit` has yielded last, float32."""
+        """Take the gradient, float32, of the keys and values that `visit` yielded last."""
         ...
 
     def total(self) -> Tensor:
-        """Return the gradient of this rank's own keys and values, by all ranks."""
+        """Return the gradient of this rank's own keys and values, summed over all ranks."""
         ...
 
 
 class Gather:
-    """Brings everything at once."""
+    """Transports everything at once."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -105,11 +178,11 @@ class Gather:
             yield source, gathered[source]
 
     def add(self, source: int, grad_2BKSD: Tensor) -> None:
-        """Keep it until all are here."""
+        """Store the gradient until all have been added."""
         self._grads[source] = grad_2BKSD
 
     def total(self) -> Tensor:
-        """Sum up by one reduce-scatter."""
+        """Sum with one reduce-scatter."""
         own_2BKSD = torch.empty_like(self._grads[self._ranks.rank])
         grads = [self._grads[source] for source in range(self._ranks.degree)]
         dist.reduce_scatter(own_2BKSD, grads, group=self._ranks.group)
@@ -117,14 +190,14 @@ class Gather:
 
 
 class Ring:
-    """Passes them from each rank to the next, while the caller works on what it has."""
+    """Passes keys and values to the next rank, while the caller uses the current ones."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._in_transit: Message | None = None
 
     def visit(self, kv_2BKSD: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield what arrives from the rank before, hop by hop."""
+        """Yield what arrives from the previous rank, hop by hop."""
         rank, degree = self._ranks.rank, self._ranks.degree
         for hop in range(degree - 1):
             following = Message(kv_2BKSD, ranks=self._ranks)
@@ -133,22 +206,22 @@ class Ring:
         yield (rank + 1) % degree, kv_2BKSD
 
     def add(self, source: int, grad_2BKSD: Tensor) -> None:
-        """Send it on, with what the ranks before have added: it follows its keys and so returns."""
+        """Send the gradient, plus that of earlier ranks, after its keys, which return home."""
         if self._in_transit is not None:
             grad_2BKSD += self._in_transit.receive()
         self._in_transit = Message(grad_2BKSD, ranks=self._ranks)
 
     def total(self) -> Tensor:
-        """Return what arrives with the last hop."""
+        """Return the gradient that arrives with the last hop."""
         assert self._in_transit is not None
         return self._in_transit.receive()
 
 
 class Message:
-    """A tensor sent to the next rank, and the one that arrives from the rank before."""
+    """A tensor on its way to the next rank, and one arriving from the previous rank."""
 
     def __init__(self, tensor: Tensor, *, ranks: Ranks) -> None:
-        self._sent = tensor.contiguous()  # alive and unchanged until it has left
+        self._sent = tensor.contiguous()  # kept, and not changed, until it has been sent
         self._received = torch.empty_like(self._sent)
         rank, degree, group = ranks.rank, ranks.degree, ranks.group
         following = dist.get_global_rank(group, (rank + 1) % degree)
@@ -161,14 +234,14 @@ class Message:
         )
 
     def receive(self) -> Tensor:
-        """Wait for both."""
+        """Wait for both, and return the tensor that arrived."""
         for work in self._works:
             work.wait()
         return self._received
 
 
 class _Attention(torch.autograd.Function):
-    """Visits the keys and values of every rank; backward visits them again."""
+    """Attends to the keys and values of every rank. Backward visits all of them again."""
 
     @staticmethod
     def forward(
@@ -179,13 +252,14 @@ class _Attention(torch.autograd.Function):
         ranks: Ranks,
         transport: Callable[[Ranks], KVTransport],
         documents: Documents | None,
-        whole: bool,
+        keep_output: bool,
     ) -> Tensor:
-        visit = partial(_visit_all, ranks=ranks, transport=transport, documents=documents)
-        if whole:
-            out_BHSD, lse_BHS = as_one_operator(visit, q_BHSD, k_BKSD, v_BKSD)
-        else:
-            out_BHSD, lse_BHS = visit(q_BHSD, k_BKSD, v_BKSD)
+        def attend_all() -> tuple[Tensor, Tensor]:
+            return _attend_all(q_BHSD, k_BKSD, v_BKSD, ranks, transport, documents)
+
+        out_BHSD, lse_BHS = keep_for_recomputation(attend_all) if keep_output else attend_all()
+        # autograd adds a history to the tensor that is returned, and the one that is kept has none
+        out_BHSD = out_BHSD.detach()
         ctx.save_for_backward(q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse_BHS)
         ctx.ranks, ctx.transport, ctx.documents = ranks, transport, documents
         return out_BHSD
@@ -219,47 +293,42 @@ class _Attention(torch.autograd.Function):
         return dq_BHSD.to(q_BHSD.dtype), dk_BKSD, dv_BKSD, None, None, None, None
 
 
-def _visit_all(
+def _attend_all(
     q_BHSD: Tensor,
     k_BKSD: Tensor,
     v_BKSD: Tensor,
-    *,
     ranks: Ranks,
     transport: Callable[[Ranks], KVTransport],
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, in q's dtype, and the log-sum-exp of the scores over all ranks' keys."""
+    """Return the output, in q's dtype, and the log-sum-exp of the scores over all keys."""
     out_BHSD = torch.zeros(q_BHSD.shape, dtype=torch.float32, device=q_BHSD.device)
     lse_BHS = torch.full_like(out_BHSD[..., 0], -torch.inf)
     for source, (k, v) in transport(ranks).visit(torch.stack((k_BKSD, v_BKSD))):
         for block in ranks.blocks(source, num_tokens=q_BHSD.shape[2], documents=documents):
             rows, cols = block.places
             piece_BHSD, piece_lse_BHS = attend(q_BHSD[rows], k[cols], v[cols], causal=block.causal)
-            merge(
-                out_BHSD[rows],
-                lse_BHS[rows],
-                piece_BHSD=piece_BHSD,
-                piece_lse_BHS=piece_lse_BHS,
-            )
+            piece = {"piece_BHSD": piece_BHSD, "piece_lse_BHS": piece_lse_BHS}
+            merge(out_BHSD[rows], lse_BHS[rows], **piece)
     return out_BHSD.to(q_BHSD.dtype), lse_BHS
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all over dim 0, which is its own gradient."""
+class _AllToAll(torch.autograd.Function):
+    """All-to-all over dimension 0. Its gradient is another all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        out, given = torch.empty_like(x, memory_format=torch.contiguous_format), x.contiguous()
-        dist.all_to_all_single(out, given, group=group)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, x.contiguous(), group=group)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(grad, ctx.group), None
+        return _AllToAll.apply(grad, ctx.group), None
 
 
-def _exchange_heads(
+def _attend_with_own_heads(
     q_BHSD: Tensor,
     k_BKSD: Tensor,
     v_BKSD: Tensor,
@@ -268,54 +337,64 @@ def _exchange_heads(
     documents: Documents | None,
     attend: Attend,
 ) -> Tensor:
-    """Attend over the whole sequence with this rank's share of the heads."""
+    """Attend over the full sequence with this rank's share of the heads."""
     degree, order = ranks.degree, ranks.layout.order()
     parts = [x.unflatten(1, (degree, -1)).movedim(1, 0) for x in (q_BHSD, k_BKSD, v_BKSD)]
     sizes = [part.shape[2] for part in parts]
-    received = _Exchange.apply(torch.cat(parts, dim=2), ranks.group)  # one message for all three
+    received = _AllToAll.apply(torch.cat(parts, dim=2), ranks.group)  # one message for all three
     # (N, B, heads, S, D) -> the chunks of all ranks -> the sequence
-    chunks = received.unflatten(3, (ranks.layout.chunks_a_rank, -1)).movedim(3, 1)
+    chunks = received.unflatten(3, (ranks.layout.chunks_per_rank, -1)).movedim(3, 1)
     chunks = chunks.flatten(0, 1).unbind(0)
-    whole = torch.cat([chunks[place] for place in order], dim=2)
-    q, k, v = whole.split(sizes, dim=1)
+    sequence = torch.cat([chunks[index] for index in order], dim=2)
+    q, k, v = sequence.split(sizes, dim=1)
     out = attend(q, k, v, documents)
-    # and all the way back
+    # and back in the reverse order
     pieces = out.unflatten(2, (len(order), -1)).unbind(2)
-    held = [pieces[order.index(place)] for place in range(len(order))]
-    given = torch.stack(held).unflatten(0, (degree, -1)).movedim(1, 3).flatten(3, 4)
-    return _Exchange.apply(given, ranks.group).movedim(0, 1).flatten(1, 2)
+    by_rank = torch.stack([pieces[order.index(index)] for index in range(len(order))])
+    sent = by_rank.unflatten(0, (degree, -1)).movedim(1, 3).flatten(3, 4)
+    return _AllToAll.apply(sent, ranks.group).movedim(0, 1).flatten(1, 2)
 
 
 def build_attention(
-    method: Method, *, ranks: Ranks, whole: bool = False, of_heads: Attend = causal_attention
+    method: Method,
+    *,
+    ranks: Ranks,
+    keep_output: bool = False,
+    local_attend: Attend = causal_attention,
 ) -> Attend:
     """Return causal attention of this rank's queries to the keys and values of all ranks.
 
-    `whole`: a ring or gather runs as one operator; the operators inside are not seen. `of_heads`:
-    what Ulysses runs, on all tokens and the heads that a rank then has.
+    Args:
+        method: The form of attention. "alltoall" is torchtitan's name of the ring.
+        ranks: The ranks of the cp axis.
+        keep_output: Keep the output of a ring or an all-gather if the block is recomputed, so that
+            its messages are not repeated.
+        local_attend: Attention of Ulysses, over all tokens with the heads that a rank then has.
     """
     transport: Callable[[Ranks], KVTransport] = Gather if method == "allgather" else Ring
 
     def attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         if method == "ulysses":
-            return _exchange_heads(q, k, v, ranks=ranks, documents=documents, attend=of_heads)
-        return _Attention.apply(q, k, v, ranks, transport, documents, whole)
+            return _attend_with_own_heads(
+                q, k, v, ranks=ranks, documents=documents, attend=local_attend
+            )
+        return _Attention.apply(q, k, v, ranks, transport, documents, keep_output)
 
     return attention
 
 
 aten = torch.ops.aten
 LSE_ALIGNMENT = 32
-"""Rows to a multiple of which the CUDA kernel for float32 pads its log-sum-exp."""
+"""The CUDA kernel for float32 pads its log-sum-exp to a multiple of this many rows."""
 
 
 def attend(
     q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, as q, and the log-sum-exp of the scores, float32 of shape (B, H, S)."""
+    """Return the output, like q, and the log-sum-exp of the scores, float32 (B, H, S)."""
     if q_BHSD.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q_BHSD, k_BKTD, v_BKTD, 0.0, causal)
-    k_BHTD, v_BHTD = _spread(k_BKTD, like=q_BHSD), _spread(v_BKTD, like=q_BHSD)
+    k_BHTD, v_BHTD = _repeat_heads(k_BKTD, like=q_BHSD), _repeat_heads(v_BKTD, like=q_BHSD)
     if q_BHSD.dtype == torch.float32:
         out_BHSD, lse, *_ = aten._scaled_dot_product_efficient_attention(
             q_BHSD, k_BHTD, v_BHTD, None, True, 0.0, causal
@@ -337,16 +416,16 @@ def attend_backward(
     lse_BHS: Tensor,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v by this block, given output and log-sum-exp over all."""
+    """Return this block's gradients of q, k and v from the merged output and log-sum-exp."""
     grad, out, lse = grad_BHSD.contiguous(), out_BHSD.contiguous(), lse_BHS.contiguous()
     if q_BHSD.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q_BHSD, k_BKTD, v_BKTD, out, lse, 0.0, causal
         )
-    k, v = _spread(k_BKTD, like=q_BHSD), _spread(v_BKTD, like=q_BHSD)
-    unused = torch.zeros((), dtype=torch.int64, device=q_BHSD.device)  # state of a dropout of 0
+    k, v = _repeat_heads(k_BKTD, like=q_BHSD), _repeat_heads(v_BKTD, like=q_BHSD)
+    unused = torch.zeros((), dtype=torch.int64, device=q_BHSD.device)  # dropout state
     if q_BHSD.dtype == torch.float32:
-        # rows of the padding have an infinite sum, so that their probabilities are 0
+        # padding rows get an infinite sum, so that their probabilities are 0
         lse = F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=torch.inf)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             grad, q_BHSD, k, v, None, out, lse, unused, unused, 0.0, [True, True, True, False],
@@ -357,11 +436,13 @@ def attend_backward(
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
             grad, q_BHSD, k, v, out, lse, None, None, *lengths, 0.0, causal, unused, unused
         )
-    return dq, _collect(dk, like=k_BKTD), _collect(dv, like=v_BKTD)
+    return dq, _sum_heads(dk, like=k_BKTD), _sum_heads(dv, like=v_BKTD)
 
 
 def merge(out_BHSD: Tensor, lse_BHS: Tensor, *, piece_BHSD: Tensor, piece_lse_BHS: Tensor) -> None:
-    """Take another piece into `out` and `lse`, float32, in place; they start as 0 and -inf.
+    """Merge another block's result into `out` and `lse`, float32, in place.
+
+    They start as 0 and -inf.
 
     out = (e^lse out + e^lse' piece) / (e^lse + e^lse'), in a form that cannot overflow.
     """
@@ -370,11 +451,11 @@ def merge(out_BHSD: Tensor, lse_BHS: Tensor, *, piece_BHSD: Tensor, piece_lse_BH
     torch.logaddexp(lse_BHS, piece_lse_BHS, out=lse_BHS)
 
 
-def _spread(x_BKTD: Tensor, *, like: Tensor) -> Tensor:
-    """Copy each key/value head for the query heads that it serves, on this device alone."""
+def _repeat_heads(x_BKTD: Tensor, *, like: Tensor) -> Tensor:
+    """Repeat each key/value head for its query heads, on this device only."""
     return x_BKTD.repeat_interleave(like.shape[1] // x_BKTD.shape[1], dim=1)
 
 
-def _collect(grad_BHTD: Tensor, *, like: Tensor) -> Tensor:
-    """Add up, in float32, the gradients of one key/value head's copies."""
+def _sum_heads(grad_BHTD: Tensor, *, like: Tensor) -> Tensor:
+    """Sum the gradients of each key/value head's copies, in float32."""
     return grad_BHTD.unflatten(1, (like.shape[1], -1)).float().sum(2)

@@ -1,25 +1,26 @@
-"""Who holds which part of a sequence, and what each part has to attend to.
+"""The division of each sequence over the ranks of context parallelism, as pure arithmetic.
 
-The sequence is cut into chunks of equal length. `headtail` gives rank r of n the chunks r and
-2n - 1 - r: causal attention costs a chunk in proportion to its place, so a chunk near the head and
-one near the tail make the same sum on every rank. `balanced` deals out smaller chunks by what they
-cost in this very sequence (`balance.py`), which is even for documents of any lengths.
-Without load balance rank r holds chunk r, and the last rank works 2n - 1 times as long as the
-first.
+The sequence is cut into chunks of equal length:
 
-A rank holds its chunks upwards. So of each document it holds a row of tokens without gaps, and one
-rule covers all layouts: its own part of a document is attended to causally, and from a stretch of
-queries all that another rank holds of their document before them is seen in full. A list of
-rectangles says all that a mask would. Nothing here knows of devices or processes.
+    headtail  rank r of n holds chunks r and 2n - 1 - r. Under causal attention the cost of a chunk
+              grows with its position, so one near the head and one near the tail add up to the same
+              sum on every rank
+    balanced  smaller chunks are assigned by their cost in each sequence, which balances documents
+              of any lengths
+    none      rank r holds chunk r. The last rank works 2n - 1 times as long as the first
 
-Chunks of a sequence dealt out to ranks, so that attention costs each the same.
+Each rank holds its chunks in ascending order, so its part of a document is a row of tokens without
+gaps. One rule then covers all layouts: a rank attends causally to its own part of a document, and a
+stretch of its queries attends fully to all earlier tokens of their document on another rank. A list
+of rectangles takes the place of a mask. Nothing in this file knows of devices or processes.
 
-A token attends to those of its document up to itself: its place there, counted from 1, is what it
-costs. With documents of mixed lengths no fixed pattern is even, so the chunks of each sequence are
-dealt out by what they cost. Each rank gets the same number of chunks, since memory must be even
-too. The costliest go first, each to the rank with least so far that has room (Graham's rule of
-longest processing time); then pairs are exchanged while that brings two ranks closer together.
-It is a pure function of the lengths: every rank computes the same and nothing is sent.
+**Balancing.** A token attends to the tokens of its document up to itself, so its cost is its
+position in the document, counted from 1. No fixed pattern is even for documents of mixed lengths,
+so chunks are assigned by cost, the same number to each rank because memory must be even too. The
+most expensive chunks are assigned first, each to the rank with the smallest sum that has room
+(Graham's longest processing time rule). Then pairs of chunks are swapped while that brings two
+ranks closer together. The result is a pure function of the lengths, so every rank computes it
+without communication.
 """
 
 from __future__ import annotations
@@ -33,61 +34,71 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchtitan.mesh.settings import CHUNKS_A_RANK, Balancer
+from torchtitan.data.settings import TrainingConfig
+from torchtitan.mesh.dims import Mesh
+from torchtitan.mesh.settings import CHUNKS_A_RANK, Balancer, ParallelismConfig
 from torchtitan.models.interface import Documents
 from torchtitan.parallel.execution import Batch
 
 Ranges = tuple[tuple[int, int], ...]
-"""Begin and end of stretches of a sequence, upwards."""
+"""Start and end of stretches of a sequence, in ascending order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Queries and keys, by their places on the ranks that hold them, that meet in one kernel."""
+    """Queries and keys of one kernel call, by their indices on the ranks that hold them."""
 
     samples: slice
-    """The sequences of the batch that it is part of."""
+    """The sequences of the batch that the block covers."""
     rows: slice
     cols: slice
     causal: bool
-    """Each query sees the keys up to its own place in the block; otherwise it sees all."""
+    """Each query attends to the keys up to its own index in the block. Otherwise to all keys."""
 
     @property
     def places(self) -> tuple[tuple[slice, slice, slice], tuple[slice, slice, slice]]:
-        """Return where its queries and its keys stand in (batch, heads, tokens)."""
+        """Return the slices of its queries and of its keys in (batch, heads, tokens)."""
         return (self.samples, slice(None), self.rows), (self.samples, slice(None), self.cols)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceLayout:
-    """Sequences of any length, a multiple of `num_chunks`, over `degree` ranks."""
+    """Division of sequences, of any multiple of `num_chunks` tokens, over `degree` ranks."""
 
     degree: int
     balancer: Balancer
 
+    @classmethod
+    def from_config(cls, parallelism: ParallelismConfig) -> SequenceLayout:
+        """Return the layout of the settings. With one rank it is the full sequence."""
+        return cls(
+            degree=parallelism.context_parallel_degree,
+            balancer=parallelism.context_parallel_load_balancer,
+        )
+
     @property
-    def chunks_a_rank(self) -> int:
-        """Number of chunks that a rank holds."""
+    def chunks_per_rank(self) -> int:
+        """Number of chunks per rank."""
         return 1 if self.degree == 1 else CHUNKS_A_RANK[self.balancer]
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of the whole sequence."""
-        return self.degree * self.chunks_a_rank
+        """Number of chunks of the full sequence."""
+        return self.degree * self.chunks_per_rank
 
     def chunks(self, rank: int, *, lengths: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Return the numbers of a rank's chunks, in the order in which it holds them: upwards.
+        """Return the numbers of a rank's chunks, in ascending order.
 
-        `lengths` are those of the sequence's documents, by which `balanced` goes.
+        `lengths` are the lengths of the sequence's documents, which `balanced` depends on.
         """
-        if self.chunks_a_rank == 1:
+        if self.chunks_per_rank == 1:
             return (rank,)
         if self.balancer == "headtail":
             return (rank, self.num_chunks - 1 - rank)
-        return deal(lengths, degree=self.degree, num_chunks=self.num_chunks)[rank]
+        return balance_chunks(lengths, degree=self.degree, num_chunks=self.num_chunks)[rank]
 
     def ranges(self, rank: int, *, lengths: tuple[int, ...]) -> Ranges:
-        """Return what a rank holds of a sequence; neighbouring chunks are one stretch."""
+        """Return the parts of a sequence that a rank holds. Adjacent chunks are one stretch."""
         length, rest = divmod(sum(lengths), self.num_chunks)
         assert not rest
         ranges: list[tuple[int, int]] = []
@@ -99,8 +110,10 @@ class SequenceLayout:
         return tuple(ranges)
 
     def positions(self, rank: int, *, seq_len: int, documents: Documents | None = None) -> Tensor:
-        """Return the places of a rank's tokens in their sequences, int64: (S), or (B, S) where
-        each sequence is dealt out by its own documents."""
+        """Return the positions of a rank's tokens in the full sequence, int64 (S).
+
+        If the layout depends on the documents of each sequence, the shape is (B, S).
+        """
         each = documents is not None and self.balancer == "balanced"
         rows = documents.lengths if documents is not None and each else ((seq_len,),)
         held = [
@@ -110,17 +123,17 @@ class SequenceLayout:
         return torch.stack(held) if each else held[0]
 
     def order(self) -> list[int]:
-        """Return where chunk 0, 1 ... of the sequence stands among all ranks' chunks in a row."""
-        assert self.balancer != "balanced", "sequences differ"
+        """Return the index of chunk 0, 1 ... in the concatenation of all ranks' chunks."""
+        assert self.balancer != "balanced", "the order differs between sequences"
         held = [chunk for rank in range(self.degree) for chunk in self.chunks(rank)]
         return [held.index(chunk) for chunk in range(self.num_chunks)]
 
     def blocks(
         self, rank: int, *, source: int, seq_len: int, documents: Documents | None = None
     ) -> list[Block]:
-        """Return what the queries of `rank` attend to among the keys of `source`.
+        """Return the blocks of the queries of `rank` and the keys of `source`.
 
-        Without documents a block is one of all sequences of the batch.
+        Without documents each block covers all sequences of the batch.
         """
         if documents is None:
             return self._blocks_of((seq_len,), rank, source=source, samples=slice(None))
@@ -137,32 +150,32 @@ class SequenceLayout:
         own = self.ranges(rank, lengths=lengths)
         keys = self.ranges(source, lengths=lengths)
         blocks: list[Block] = []
-        place = 0
-        for begin, start, stop in _parts(own, lengths=lengths):
-            first, place = place, place + stop - start
+        end = 0
+        for document, start, stop in _parts(own, lengths=lengths):
+            first, end = end, end + stop - start
             if source == rank:
-                # with what there is of the document before: causal as a whole
-                first = _num_before(begin, keys)
-                cols = slice(first, place)
-                goes_on = bool(blocks) and blocks[-1].rows.start == first
+                # together with this rank's earlier part of the document, one causal block
+                first = _num_before(document, keys)
+                cols = slice(first, end)
+                extends = bool(blocks) and blocks[-1].rows.start == first
             else:
-                if begin == start:
-                    continue  # nothing of the document before it
-                cols = slice(_num_before(begin, keys), _num_before(start, keys))
-                # neighbours that see the same: one kernel
-                goes_on = bool(blocks) and blocks[-1].cols == cols
-                first = blocks[-1].rows.start if goes_on else first
-            if goes_on:
+                if document == start:
+                    continue  # the document has no earlier tokens
+                cols = slice(_num_before(document, keys), _num_before(start, keys))
+                # consecutive parts that attend to the same keys share one kernel
+                extends = bool(blocks) and blocks[-1].cols == cols
+                first = blocks[-1].rows.start if extends else first
+            if extends:
                 blocks.pop()
             if cols.start < cols.stop:
-                blocks.append(Block(samples, slice(first, place), cols, source == rank))
+                blocks.append(Block(samples, slice(first, end), cols, source == rank))
         return blocks
 
 
 def find_blocks(
     layout: SequenceLayout, rank: int, source: int, seq_len: int, documents: Documents | None
 ) -> list[Block]:
-    """Return `blocks`, remembered."""
+    """Return `layout.blocks(...)`, cached."""
     if documents is None:
         return _blocks_of_all(layout, rank, source, seq_len)
     return documents.cached(
@@ -177,25 +190,43 @@ def _blocks_of_all(layout: SequenceLayout, rank: int, source: int, seq_len: int)
 
 
 def _parts(ranges: Ranges, *, lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield each part of a document that lies in a range: the document's begin, its own, its
-    end."""
+    """Yield each part of a document within a range: start of the document, start, stop."""
     documents = pairwise(accumulate(lengths, initial=0))
-    begin, end = next(documents)
+    document, end = next(documents)
     for start, stop in ranges:
         while start < stop:
             while end <= start:
-                begin, end = next(documents)
-            yield begin, start, min(end, stop)
+                document, end = next(documents)
+            yield document, start, min(end, stop)
             start = min(end, stop)
 
 
-def _num_before(place: int, ranges: Ranges) -> int:
-    """Count the tokens in ranges before a place of the sequence."""
-    return sum(min(stop, place) - start for start, stop in ranges if start < place)
+def _num_before(position: int, ranges: Ranges) -> int:
+    """Count the tokens in ranges before a position of the sequence."""
+    return sum(min(stop, position) - start for start, stop in ranges if start < position)
+
+
+def build_shard(
+    parallelism: ParallelismConfig, *, training: TrainingConfig, mesh: Mesh
+) -> SequenceShard:
+    """Build the `SequenceShard` of this rank."""
+    return SequenceShard(
+        SequenceLayout.from_config(parallelism),
+        rank=mesh.data.get_local_rank("cp"),
+        attn_mask_type=training.attn_mask_type,
+        reset_positions=training.reset_positions,
+    )
 
 
 class SequenceShard:
-    """The one place where tokens, labels and positions are cut to a rank's part of the sequence."""
+    """Cuts tokens, labels and positions to a rank's part of each sequence, only here.
+
+    Args:
+        layout: The division of the sequence.
+        rank: Number of the rank on the cp axis.
+        attn_mask_type: `block_causal`: tokens attend to their own document only.
+        reset_positions: Count positions from 0 in each document.
+    """
 
     def __init__(
         self,
@@ -206,24 +237,24 @@ class SequenceShard:
         reset_positions: bool = False,
     ) -> None:
         self._layout, self._rank = layout, rank
-        self._separates = attn_mask_type == "block_causal"
-        self._restarts = reset_positions
+        self._separates_documents = attn_mask_type == "block_causal"
+        self._resets_positions = reset_positions
 
     def take(self, samples: Mapping[str, Tensor]) -> Batch:
-        """Return the rank's part of whole sequences: `tokens` and `labels`, int64 (B, S).
+        """Return the rank's part of full sequences: `tokens` and `labels`, int64 (B, S).
 
-        Where documents matter there are `document_lengths` too, those of all sequences in a row,
-        and where samples are padded `length`, the number of tokens before the padding, int64 (B).
+        If documents matter, samples have `document_lengths`, concatenated over all sequences. If
+        they are padded, `length` is the number of tokens before the padding, int64 (B).
         """
         tokens_BS, labels_BS = samples["tokens"], samples["labels"]
         seq_len = tokens_BS.shape[1]
         documents = None
-        if self._separates or self._restarts:
+        if self._separates_documents or self._resets_positions:
             documents = Documents.from_flat(samples["document_lengths"], seq_len=seq_len)
-        separated = documents if self._separates else None
+        separated = documents if self._separates_documents else None
         places = self._layout.positions(self._rank, seq_len=seq_len, documents=separated)
         positions = places
-        if documents is not None and self._restarts:
+        if documents is not None and self._resets_positions:
             positions = _pick(documents.positions(), places)
         lengths = samples.get("length")
         return Batch(
@@ -237,29 +268,29 @@ class SequenceShard:
 
 
 def _pick(x_BS: Tensor, places: Tensor) -> Tensor:
-    """Take the tokens at the same places of each sequence, or at those of its own."""
+    """Select tokens by position: the same positions in each sequence, or one row for each."""
     if places.shape[-1] == x_BS.shape[1]:
-        return x_BS  # all of it, in its order, in page-locked memory if it is there
+        return x_BS  # all tokens, in order, so that pinned memory stays pinned
     return x_BS.index_select(1, places) if places.ndim == 1 else x_BS.gather(1, places)
 
 
 EVEN_ENOUGH = 1000
-"""No exchanges where the busiest rank has less than this part of the mean above it."""
+"""Chunks are not swapped if the busiest rank is above the mean by less than 1 / EVEN_ENOUGH."""
 
 
 def chunk_costs(lengths: Sequence[int], *, num_chunks: int) -> list[int]:
-    """Return the pairs of a query and a key that each chunk of a sequence makes."""
+    """Return the number of query-key pairs of each chunk of a sequence."""
     seq_len = sum(lengths)
     assert seq_len % num_chunks == 0
     cuts = range(0, seq_len + 1, seq_len // num_chunks)
     ends = list(accumulate(lengths, initial=0))
     pairs_until: list[int] = []
-    whole, document = 0, 0  # the pairs of all documents before this one
+    finished, document = 0, 0  # the pairs of all documents before this one
     for cut in cuts:
         while document < len(lengths) and ends[document + 1] <= cut:
-            whole += _pairs(lengths[document])
+            finished += _pairs(lengths[document])
             document += 1
-        pairs_until.append(whole + _pairs(cut - ends[document]))
+        pairs_until.append(finished + _pairs(cut - ends[document]))
     return [after - before for before, after in pairwise(pairs_until)]
 
 
@@ -268,41 +299,45 @@ def _pairs(num_tokens: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def deal(lengths: tuple[int, ...], *, degree: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the chunks of each rank, upwards, for a sequence of documents of these lengths."""
+def balance_chunks(
+    lengths: tuple[int, ...], *, degree: int, num_chunks: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the chunks of each rank, in ascending order, for documents of these lengths."""
     costs = chunk_costs(lengths, num_chunks=num_chunks)
     room = num_chunks // degree
-    hands: list[list[int]] = [[] for _ in range(degree)]
+    assigned: list[list[int]] = [[] for _ in range(degree)]
     sums = [0] * degree
     for chunk in sorted(range(num_chunks), key=lambda chunk: -costs[chunk]):
-        rank = min((r for r in range(degree) if len(hands[r]) < room), key=lambda r: sums[r])
-        hands[rank].append(chunk)
+        rank = min((r for r in range(degree) if len(assigned[r]) < room), key=lambda r: sums[r])
+        assigned[rank].append(chunk)
         sums[rank] += costs[chunk]
-    while _exchange(hands, sums, costs):
+    while _swap_chunks(assigned, sums, costs):
         pass
-    return tuple(tuple(sorted(hand)) for hand in hands)
+    return tuple(tuple(sorted(chunks)) for chunks in assigned)
 
 
-def _exchange(hands: list[list[int]], sums: list[int], costs: Sequence[int]) -> bool:
-    """Exchange the pair of chunks, one of the busiest rank's, that brings it closest to another;
-    tell whether there was any."""
-    busiest = max(range(len(hands)), key=lambda rank: sums[rank])
+def _swap_chunks(assigned: list[list[int]], sums: list[int], costs: Sequence[int]) -> bool:
+    """Swap one chunk of the busiest rank, with the pair that brings it closest to another rank.
+
+    Returns whether any pair was found.
+    """
+    busiest = max(range(len(assigned)), key=lambda rank: sums[rank])
     if (sums[busiest] * len(sums) - sum(sums)) * EVEN_ENOUGH <= sum(sums):
         return False
     best: tuple[int, int, int, int] | None = None
-    for rank in sorted(range(len(hands)), key=lambda rank: sums[rank]):
+    for rank in sorted(range(len(assigned)), key=lambda rank: sums[rank]):
         gap = sums[busiest] - sums[rank]
-        for i, given in enumerate(hands[busiest]):
-            for j, taken in enumerate(hands[rank]):
+        for i, given in enumerate(assigned[busiest]):
+            for j, taken in enumerate(assigned[rank]):
                 less = costs[given] - costs[taken]
-                # both stay below what the busiest had, so that this ends
+                # both sums stay below that of the busiest rank, so the loop ends
                 if 0 < less < gap and (best is None or abs(gap - 2 * less) < best[0]):
                     best = abs(gap - 2 * less), rank, i, j
     if best is None:
         return False
     _, rank, i, j = best
-    given, taken = hands[busiest][i], hands[rank][j]
-    hands[busiest][i], hands[rank][j] = taken, given
+    given, taken = assigned[busiest][i], assigned[rank][j]
+    assigned[busiest][i], assigned[rank][j] = taken, given
     sums[busiest] -= costs[given] - costs[taken]
     sums[rank] += costs[given] - costs[taken]
     return True

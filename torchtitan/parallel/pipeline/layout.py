@@ -1,22 +1,22 @@
-"""From the settings to a pipeline's layout: stages, their ranks and the table of the schedule.
+"""The layout of a pipeline, from the settings: stages, their ranks, and the table of the schedule.
 
-Every mistake is found here, on all ranks alike and before anything is built: a mistake that only
-one rank meets would leave the others waiting for it.
+All mistakes are found here, on every rank and before anything is built. If only one rank found a
+mistake, the other ranks would wait for it.
 
-How the layers are divided into the stages of a pipeline: arithmetic, no ranks and no tensors.
-
-A pipeline is as fast as its slowest stage, so the costliest one must cost as little as possible. In
-units of one layer, by the FLOPs of one token (`Counts`) with dim C, vocabulary V, sequence
-S and L layers of H heads of width D, each with N weights in matrix products:
+Dividing the layers into stages is arithmetic, without ranks and tensors. A pipeline is as fast as
+its slowest stage, so the cost of the most expensive stage is minimized. In units of one layer, by
+the FLOPs per token (`Counts`), with dim C, vocabulary V, sequence S and L layers of H heads of
+width D that each have N weights in matrix products:
 
     layer     = 6 N + 12 H D S
     head      = 6 C V / layer
-    embedding = 0, looking up costs nothing
+    embedding = 0, because a lookup costs nothing
 
-A layer with experts costs what a token meets of it; where layers differ, one is their mean.
+A layer with experts costs the products of the experts that a token is sent to. If layers differ,
+the unit is their mean.
 
-The layers stay in order, so a cut is a list of layer counts, and the best one is found exactly, by
-dynamic programming over (stages, layers).
+Layers stay in order, so a cut is a list of layer counts. The best one is found exactly, by dynamic
+programming over (stages, layers).
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineLayout:
-    """Which modules make up each stage, where each stage lies, and who does what when."""
+    """The modules and the rank of each stage, and the schedule."""
 
     modules: Stages
     ranks: tuple[int, ...]
-    """The rank of each stage, along the pipeline axis."""
+    """Rank of each stage on the pp axis."""
     table: Table
     microbatch_size: int
-    """Samples of a microbatch."""
+    """Samples per microbatch."""
 
     def stages_of(self, rank: int) -> list[int]:
-        """Return the stages that a rank holds, in their order."""
+        """Return the stages of a rank, in order."""
         return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
 
     @property
     def losses_in_flight(self) -> int:
-        """Most microbatches whose loss waits for the gradient of the last stage's weights."""
+        """Largest number of losses whose gradients of the last stage's weights are outstanding."""
         last, waiting, most = len(self.modules) - 1, 0, 0
         for action in (action for row in self.table for action in row if action.stage == last):
             if action.kind == "forward":
@@ -88,10 +88,16 @@ def plan_pipeline(
     recomputes: bool,
     compiles: bool,
 ) -> PipelineLayout | None:
-    """Lay the model out over the pipeline; None where its degree is 1.
+    """Plan the layout of the pipeline. None if its degree is 1.
 
-    `frees_weights`: whether all gathered weights are freed after forward; `recomputes`: whether
-    blocks are recomputed in backward; `compiles`: whether they are compiled.
+    Args:
+        settings: Degree, schedule and stages.
+        num_layers: Number of layers of the model.
+        counts: FLOPs of the model, to divide the layers.
+        training: Batch size and sequence length.
+        frees_weights: Whether all gathered weights are freed after forward.
+        recomputes: Whether blocks are recomputed in backward.
+        compiles: Whether blocks are compiled.
 
     Raises:
         ConfigError: Layers, stages, microbatches and schedule do not fit together.
@@ -104,7 +110,7 @@ def plan_pipeline(
         table = read_table(settings, num_layers=num_layers, num_microbatches=num_microbatches)
     else:
         table = make_table(settings, num_layers=num_layers, num_microbatches=num_microbatches)
-    check_halves(
+    check_split_backward(
         settings,
         table=table,
         frees_weights=frees_weights,
@@ -116,14 +122,14 @@ def plan_pipeline(
         modules = check_modules(settings.module_fqns_per_model_part, num_layers=num_layers)
     else:
         costs = find_costs(settings, counts=counts, num_layers=num_layers, seq_len=training.seq_len)
-        modules = name_modules(cut(num_layers, num_stages=len(ranks), costs=costs))
+        modules = name_modules(split_layers(num_layers, num_stages=len(ranks), costs=costs))
     layout = PipelineLayout(modules=modules, ranks=ranks, table=table, microbatch_size=size)
     logger.info("Pipeline of %s of %d: %s", plural(num_microbatches, "microbatch"), size, layout)
     return layout
 
 
 def make_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches: int) -> Table:
-    """Return the table of the schedule that the settings name."""
+    """Compute the table of the schedule in the settings."""
     name, pp = settings.pipeline_parallel_schedule, settings.pipeline_parallel_degree
     facts = SCHEDULES[name]
     wanted = count_stages(
@@ -138,17 +144,17 @@ def make_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
 
 
 def read_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches: int) -> Table:
-    """Return the table of the schedule file."""
+    """Read the table of the schedule file.
+
+    Raises:
+        ConfigError: The file is malformed, or does not fit the settings.
+    """
     path, pp = settings.pipeline_parallel_schedule_csv, settings.pipeline_parallel_degree
     table = read_csv(path)
     num_stages = len(ranks_of(table))
     wanted = count_stages(settings, num_layers=num_layers, default=num_stages, fixed=True)
-    last = [
-        a.microbatch
-        for row in table
-        for a in row
-        if a.kind == "forward" and a.stage == num_stages - 1
-    ]
+    forwards = [action for row in table for action in row if action.kind == "forward"]
+    last = [action.microbatch for action in forwards if action.stage == num_stages - 1]
     mistakes = []
     if len(table) != pp:
         mistakes.append(
@@ -167,15 +173,15 @@ def read_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
         )
     if last != sorted(last):
         mistakes.append(
-            f"runs microbatches forward on the last stage in the order {last}; torch counts the "
-            f"losses there from 0, so keep them in order"
+            f"runs microbatches forward on the last stage in the order {last}, but must run them "
+            f"in ascending order"
         )
     if mistakes:
         raise ConfigError([f"{path}: {mistake}" for mistake in mistakes])
     return table
 
 
-def check_halves(
+def check_split_backward(
     settings: ParallelismConfig,
     *,
     table: Table,
@@ -183,69 +189,66 @@ def check_halves(
     recomputes: bool,
     compiles: bool,
 ) -> None:
-    """Refuse what does not work with a backward in two halves, for inputs and for weights.
+    """Check a schedule that computes the gradients of inputs and of weights separately.
 
-    torch computes the gradients of weights with the parameters that are in place at that time;
-    those of freed weights would be lost silently. And it requests them group by group, each time
-    recomputing a checkpointed block: eleven forwards instead of two. The backward of a compiled
-    block is one operator, which has no halves.
+    torch computes the gradients of weights for the parameters that exist at that time, so the
+    gradients of freed weights would be lost silently. It requests them group by group, and each
+    time recomputes a checkpointed block: eleven forwards instead of two. The backward of a compiled
+    block is one operator and cannot be split.
 
     Raises:
-        ConfigError: The schedule has such halves, and weights are freed, blocks recomputed or
-            compiled.
+        ConfigError: The schedule splits backward, and weights are freed, or blocks are recomputed
+            or compiled.
     """
     if not any(action.kind == "backward_weight" for row in table for action in row):
         return
-    whole = ", ".join(name for name, facts in SCHEDULES.items() if not facts.splits_backward)
+    fitting = ", ".join(name for name, facts in SCHEDULES.items() if not facts.splits_backward)
     schedule = settings.pipeline_parallel_schedule_csv or settings.pipeline_parallel_schedule
-    why = "since it computes the gradients of inputs and weights apart"
-    broken = {}
-    if frees_weights:
-        reshard = settings.fsdp_reshard_after_forward
-        broken["parallelism.fsdp_reshard_after_forward"] = (
-            f'"{reshard}" frees weights that {schedule} still needs, {why}; write "default" or '
-            f'"never", or take one of {whole}'
-        )
-    if recomputes:
-        broken["activation_checkpoint.mode"] = (
-            f"{schedule} would recompute each block many times over, {why}; write mode = "
-            f'"none", or take one of {whole}'
-        )
-    if compiles:
-        broken["compile.enable"] = (
-            f"{schedule} cuts the backward of a block in two, {why}, but that of a compiled "
-            f"block is whole; write enable = false, or take one of {whole}"
-        )
+    reshard = settings.fsdp_reshard_after_forward
+    rules = {
+        "parallelism.fsdp_reshard_after_forward": frees_weights
+        and f'must be "default" or "never", got "{reshard}"',
+        "activation_checkpoint.mode": recomputes and 'must be "none"',
+        "compile.enable": compiles and "must be false",
+    }
+    why = f"{schedule} computes gradients of inputs and weights separately; or use one of {fitting}"
+    schedule_key = "parallelism.pipeline_parallel_schedule"
+    broken = [
+        Violation((key, schedule_key), f"{rule}: {why}") for key, rule in rules.items() if rule
+    ]
     if broken:
-        tie = "parallelism.pipeline_parallel_schedule"
-        raise ConfigError([Violation((key, tie), rule) for key, rule in broken.items()])
+        raise ConfigError(broken)
 
 
 FIRST = ("tok_embeddings",)
 LAST = ("norm", "output")
 DEGREE = "parallelism.pipeline_parallel_degree"
 ROUNDING = 1e-9
-"""Of the sums of layers' costs."""
+"""Tolerance when sums of layers' costs are compared."""
 EXPLICIT = "parallelism.module_fqns_per_model_part"
 
 Stages = tuple[tuple[str, ...], ...]
-"""The modules of each stage, in their order: tok_embeddings, layers.0 ..., norm, output."""
+"""The modules of each stage, in order: tok_embeddings, layers.0 ..., norm, output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What the ends of a model cost, in layers."""
+    """Costs of the parts of a model, in units of a mean layer."""
 
     embedding: float
     head: float
     by_layer: tuple[float, ...] = ()
-    """What each layer costs, of a mean one; none are given where all cost the same."""
+    """Cost of each layer. Empty: all layers are equal."""
 
 
 def find_costs(
     settings: ParallelismConfig, *, counts: Counts, num_layers: int, seq_len: int
 ) -> Costs:
-    """Return what embedding and head count for: what the settings say, or their FLOPs."""
+    """Return the costs of embedding, head and layers, from the settings or from their FLOPs.
+
+    Raises:
+        ConfigError: An end is set to cost as much as all layers.
+    """
     head = 6 * counts.num_head
     layer = (counts.flops_per_token(seq_len) - head) / num_layers
     first = settings.pipeline_parallel_first_stage_less_layers
@@ -255,17 +258,17 @@ def find_costs(
             raise ConfigError.at(
                 f"parallelism.pipeline_parallel_{name}_stage_less_layers",
                 f"must be fewer than the model's {num_layers} layers, got {value}; remove it to "
-                f"count what the stage costs",
+                f"use the cost of the stage",
             )
     return Costs(
         embedding=0.0 if first is None else float(first),
         head=head / layer if last is None else float(last),
-        by_layer=_compare_layers(counts.multiplied_by_layer, layer=layer),
+        by_layer=_layer_costs(counts.multiplied_by_layer, layer=layer),
     )
 
 
-def _compare_layers(multiplied: Sequence[int], *, layer: float) -> tuple[float, ...]:
-    """Return what each layer costs, of a mean one of `layer` FLOPs; nothing where all are equal."""
+def _layer_costs(multiplied: Sequence[int], *, layer: float) -> tuple[float, ...]:
+    """Return the cost of each layer in units of `layer` FLOPs. Empty if all are equal."""
     if len(set(multiplied)) <= 1:
         return ()
     mean = sum(multiplied) / len(multiplied)
@@ -273,20 +276,21 @@ def _compare_layers(multiplied: Sequence[int], *, layer: float) -> tuple[float, 
 
 
 def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, fixed: bool) -> int:
-    """Return the number of stages: `default` where the settings give none.
+    """Return the number of stages.
 
-    `fixed` says that the schedule takes no other, so that none is suggested.
+    Args:
+        settings: Lists of modules, or layers per stage.
+        num_layers: Number of layers of the model.
+        default: Number of stages if the settings do not determine it.
+        fixed: The schedule supports only `default`, so errors suggest no other number.
 
     Raises:
-        ConfigError: It is no multiple of the pipeline degree, or above the number of layers.
+        ConfigError: It is not a multiple of the pipeline degree, or above the number of layers.
     """
     pp = settings.pipeline_parallel_degree
-    lists, size = (
-        settings.module_fqns_per_model_part,
-        settings.pipeline_parallel_layers_per_stage,
-    )
-    if lists:
-        num_stages = len(lists)
+    size = settings.pipeline_parallel_layers_per_stage
+    if settings.module_fqns_per_model_part:
+        num_stages = len(settings.module_fqns_per_model_part)
         if num_stages % pp:
             raise ConfigError.at(
                 (EXPLICIT, DEGREE),
@@ -327,26 +331,26 @@ def count_stages(settings: ParallelismConfig, *, num_layers: int, default: int, 
     return num_stages
 
 
-def cut(num_layers: int, *, num_stages: int, costs: Costs) -> tuple[int, ...]:
+def split_layers(num_layers: int, *, num_stages: int, costs: Costs) -> tuple[int, ...]:
     """Return the number of layers of each stage, at least one.
 
-    Of all cuts whose costliest stage costs least it is one with the least sum of squared costs: as
-    even as it gets.
+    The cost of the most expensive stage is minimal. Among such cuts the sum of squared costs is
+    minimal, so that the stages are as even as possible.
     """
     assert 1 <= num_stages <= num_layers
 
-    begun = list(accumulate(costs.by_layer or [1.0] * num_layers, initial=0.0))
+    cost_before = list(accumulate(costs.by_layer or [1.0] * num_layers, initial=0.0))
 
     def cost(stage: int, left: int, layers: int) -> float:
         ends = (costs.embedding if stage == 0 else 0.0) + (
             costs.head if stage == num_stages - 1 else 0.0
         )
         first = num_layers - left
-        return begun[first + layers] - begun[first] + ends
+        return cost_before[first + layers] - cost_before[first] + ends
 
     @cache
     def least(stage: int, left: int) -> float:
-        """Return the cost of the costliest stage from `stage` on, with `left` layers to deal."""
+        """Return the cost of the most expensive stage from `stage` on, for `left` layers."""
         if stage == num_stages - 1:
             return cost(stage, left, left)
         return min(
@@ -360,7 +364,7 @@ def cut(num_layers: int, *, num_stages: int, costs: Costs) -> tuple[int, ...]:
 
     @cache
     def evenest(stage: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """Return the least sum of squares within the limit, and its cut."""
+        """Return the smallest sum of squares within the limit, and its cut."""
         if stage == num_stages - 1:
             return cost(stage, left, left) ** 2, (left,)
         found = []
@@ -374,7 +378,7 @@ def cut(num_layers: int, *, num_stages: int, costs: Costs) -> tuple[int, ...]:
 
 
 def name_modules(counts: Sequence[int]) -> Stages:
-    """Return the modules of each stage from its number of layers."""
+    """Return the modules of each stage from the numbers of layers."""
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     return tuple(
         (
@@ -387,26 +391,30 @@ def name_modules(counts: Sequence[int]) -> Stages:
 
 
 def check_modules(stages: Sequence[Sequence[str]], *, num_layers: int) -> Stages:
-    """Return the stages that the settings list."""
+    """Check the lists of modules in the settings, and return them as stages.
+
+    Raises:
+        ConfigError: A module is unknown, missing, repeated or misplaced, or a stage has no layer.
+    """
     layers = [f"layers.{layer}" for layer in range(num_layers)]
     wanted = [*FIRST, *layers, *LAST]
     named = [name for stage in stages for name in stage]
     unknown = sorted(set(named) - set(wanted))
     missing = [name for name in wanted if name not in named]
     twice = sorted({name for name in named if named.count(name) > 1})
-    for what, names in (("unknown", unknown), ("missing", missing), ("named twice", twice)):
+    for mistake, names in (("unknown", unknown), ("missing", missing), ("named twice", twice)):
         if names:
             raise ConfigError.at(
                 EXPLICIT,
                 f"must name each module of the model once (tok_embeddings, layers.0 to "
-                f"layers.{num_layers - 1}, norm, output), {what}: {', '.join(names[:8])}"
+                f"layers.{num_layers - 1}, norm, output), {mistake}: {', '.join(names[:8])}"
                 + (" ..." if len(names) > 8 else ""),
             )
     if named != wanted:
         at = next(i for i, (a, b) in enumerate(zip(named, wanted, strict=True)) if a != b)
         raise ConfigError.at(
             EXPLICIT,
-            f"must name the modules in their order, got {named[at]} where {wanted[at]} is due",
+            f"must name the modules in order, got {named[at]} instead of {wanted[at]}",
         )
     empty = [number for number, stage in enumerate(stages) if not set(stage) & set(layers)]
     if empty:

@@ -1,16 +1,15 @@
-"""Pipeline schedules: which rank computes what, and in which order, from torch's own tables.
+"""Pipeline schedules: the order of each rank's work, from torch's own tables, and their runtime.
 
-A schedule class of torch decides the order when it is built, from three numbers: ranks, stages per
-rank and microbatches. Here it is built around a stand-in stage, so the table is available without
-ranks or a model. The runtime executes the same table; nothing is copied from it by hand.
-Only this file imports `torch.distributed.pipelining`, whose internals change.
+A schedule class of torch computes the order when it is built, from three numbers: ranks, stages per
+rank and microbatches. Here it is built around a placeholder for a stage, so the table is available
+without ranks or a model. The runtime executes the same table, so that drawings, plans and runs
+agree. Only this file imports `torch.distributed.pipelining`, whose internals change.
 
-A pipeline schedule of one's own, read from a CSV file in torch's compute-only format.
-
-A row stands for a rank; each cell is empty or one action, stage-letter-microbatch: `0F3` is stage
-0's forward of microbatch 3, `B` a whole backward, `I` and `W` its halves for inputs and weights,
-`(0F3;3B1)OVERLAP_F_B` two in turn. All is checked when the file is read: a schedule that misses an
-action, or in which two ranks wait for each other, would hang a run after its first step.
+A schedule can also be read from a CSV file in torch's compute-only format. Each row is a rank, and
+each cell is empty or one action, stage-letter-microbatch: `0F3` is the forward of stage 0 for
+microbatch 3, `B` a full backward, `I` and `W` its halves for inputs and weights, and
+`(0F3;3B1)OVERLAP_F_B` two actions in turn. The file is checked when it is read: a schedule that
+lacks an action, or deadlocks, would otherwise hang a run after its first step.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One stage's work on one microbatch; `backward` is that of inputs and weights together."""
+    """One stage's work on one microbatch. `backward` covers both inputs and weights."""
 
     stage: int
     kind: Kind
@@ -68,18 +67,18 @@ class Action:
 
 
 Table = list[list[Action]]
-"""A row for each rank, in the order in which the rank works."""
+"""The actions of each rank, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Properties of one schedule; those that torch's class knows are read from it."""
+    """Properties of one schedule, read from torch's class where possible."""
 
     name: str
     microbatch_per_stage: bool = False
-    """It needs at least as many microbatches as there are stages."""
+    """Whether it needs at least one microbatch per stage."""
     in_rounds: bool = False
-    """Microbatches come in equal rounds, of as many as there are ranks or a few more."""
+    """Whether microbatches run in equal rounds of about one per rank."""
 
     @property
     def multi_stage(self) -> bool:
@@ -88,17 +87,17 @@ class Schedule:
 
     @cached_property
     def placement(self) -> Literal["loop", "v"]:
-        """Whether stages go round the ranks again and again, or there and back."""
-        first_rank = {action.stage for action in self._small[0]}
+        """Whether stages wrap around from the last rank to the first, or return rank by rank."""
+        first_rank = {action.stage for action in self._example[0]}
         return "v" if 3 in first_rank else "loop"
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether the gradients of inputs and of weights are computed apart."""
-        return any(action.kind == "backward_input" for row in self._small for action in row)
+        """Whether the gradients of inputs and of weights are computed separately."""
+        return any(action.kind == "backward_input" for row in self._example for action in row)
 
     @cached_property
-    def _small(self) -> Table:
+    def _example(self) -> Table:
         return _torch_table(self, pp=2, stages_per_rank=2 if self.multi_stage else 1, num=4)
 
 
@@ -117,13 +116,17 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 
 def check_schedule(schedule: str, *, pp: int, stages_per_rank: int, num_microbatches: int) -> None:
-    """Refuse what the schedule cannot run, with what would work."""
+    """Check that a schedule can run with these numbers.
+
+    Raises:
+        ConfigError: It cannot. The message suggests numbers that work.
+    """
     if schedule not in SCHEDULES:
         raise ConfigError(f"a pipeline schedule is one of {', '.join(SCHEDULES)}; got {schedule!r}")
     facts = SCHEDULES[schedule]
     mistakes = [
-        f"{what} must be at least 1, got {number}"
-        for what, number in (
+        f"{name} must be at least 1, got {number}"
+        for name, number in (
             ("pipeline ranks", pp),
             ("stages per rank", stages_per_rank),
             ("microbatches", num_microbatches),
@@ -136,8 +139,8 @@ def check_schedule(schedule: str, *, pp: int, stages_per_rank: int, num_microbat
     if stages_per_rank != needed:
         mistakes.append(
             f"{schedule} puts exactly {needed} stage{'s' * (needed > 1)} on a rank, got "
-            f"{stages_per_rank}; for {pp} rank{'s' * (pp > 1)} make {needed * pp} in all, or leave "
-            f"out pipeline_parallel_layers_per_stage"
+            f"{stages_per_rank}; for {pp} rank{'s' * (pp > 1)} make {needed * pp} in all, or "
+            f"remove pipeline_parallel_layers_per_stage"
         )
     num_stages = pp * needed
     if facts.microbatch_per_stage and num_microbatches < num_stages:
@@ -161,10 +164,13 @@ def check_schedule(schedule: str, *, pp: int, stages_per_rank: int, num_microbat
 
 
 def compute_table(schedule: str, *, pp: int, stages_per_rank: int, num_microbatches: int) -> Table:
-    """Return what each rank computes, in order, as torch's schedule class decides it.
+    """Return the actions of each rank, in order, as computed by torch's schedule class.
 
-    A pair that DualPipeV marks as overlapped appears as its two parts, one after the other, which
-    is how torch's runtime executes it.
+    A pair that DualPipeV marks as overlapped appears as two actions in turn, which is how torch's
+    runtime executes it.
+
+    Raises:
+        ConfigError: The schedule cannot run with these numbers.
     """
     check_schedule(
         schedule, pp=pp, stages_per_rank=stages_per_rank, num_microbatches=num_microbatches
@@ -175,7 +181,7 @@ def compute_table(schedule: str, *, pp: int, stages_per_rank: int, num_microbatc
 
 
 def _torch_table(schedule: Schedule, *, pp: int, stages_per_rank: int, num: int) -> Table:
-    # what the constructors of torch's schedules read of a stage, and nothing else
+    # the attributes of a stage that the constructors of torch's schedules read
     stage: Any = SimpleNamespace(
         group_rank=0, group_size=pp, num_stages=pp * stages_per_rank, submod=None
     )
@@ -186,7 +192,7 @@ def _torch_table(schedule: Schedule, *, pp: int, stages_per_rank: int, num: int)
 
 
 def _unwrap(actions: Sequence[Any]) -> list[Action]:
-    """Keep the computing of a row of torch's: no gaps, no reductions, pairs as their parts."""
+    """Keep the computing actions of a row of torch: no gaps, no reductions, pairs unpacked."""
     parts = [part for action in actions if action for part in action.sub_actions or (action,)]
     return [
         Action(part.stage_index, KINDS[part.computation_type.value], part.microbatch_index)
@@ -196,7 +202,7 @@ def _unwrap(actions: Sequence[Any]) -> list[Action]:
 
 
 def _number_forwards(row: list[Action]) -> list[Action]:
-    """Count a single stage's forwards from 0: torch's 1F1B table starts the last rank at 1."""
+    """Number a single stage's forwards from 0. torch's 1F1B table starts the last rank at 1."""
     numbers = iter(range(len(row)))
     return [
         Action(action.stage, "forward", next(numbers)) if action.kind == "forward" else action
@@ -206,15 +212,15 @@ def _number_forwards(row: list[Action]) -> list[Action]:
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """Shapes of what stages pass on: static, so that torch needs no trial run to find out."""
+    """Shapes of the tensors between stages, so that torch need not infer them from a trial run."""
 
     tokens: tuple[int, int]
     stream: tuple[int, int, int]
     dtype: torch.dtype
-    """Of the stream."""
+    """Dtype of the stream."""
 
     def examples(self, *, first: bool, last: bool) -> dict[str, Tensor]:
-        """Return a stage's input and output, without memory."""
+        """Return a stage's input and output on the meta device."""
         stream = torch.empty(self.stream, dtype=self.dtype, device="meta", requires_grad=True)
         tokens = torch.empty(self.tokens, dtype=torch.int64, device="meta")
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
@@ -225,16 +231,16 @@ class Shapes:
 
 
 class _Stage(PipelineStage):
-    """A stage that never sends to itself."""
+    """A stage that never sends to its own rank."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # torch 2.11 connects neighbours on the same rank too, which gloo refuses
-        every: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
-        return [op for op in every if op.group_peer != self.group_rank]
+        # torch 2.11 connects adjacent stages on the same rank too, which gloo refuses
+        ops: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
 
 
 class _Schedule(_PipelineScheduleRuntime):
-    """Takes microbatches already split: torch would split only tensors, not documents."""
+    """Takes batches that are already split, because torch would split only tensors."""
 
     def _split_inputs(self, args: tuple[Any, ...], kwargs: Any = None) -> tuple[Any, Any]:
         [microbatches] = args
@@ -246,16 +252,24 @@ class _Schedule(_PipelineScheduleRuntime):
             return
         from torch.distributed.pipelining.schedules import InferenceMode  # torch 2.11 has none
 
-        for stage in stages:  # a world of one rank, for plans: there is no peer to agree with
+        for stage in stages:  # a plan has a fake group, and no peer to agree with
             stage._inference_mode = InferenceMode.STATIC
 
 
 class Runtime:
-    """Executes a table over the stages of this rank, by torch's own runtime.
+    """Executes a table over the stages of this rank, with torch's own runtime.
 
-    All schedules run this way, those with one stage per rank included, so that what is drawn is
-    what runs. Pairs of DualPipeV run as their two parts, each of which sends its result at once. A
-    table with only forwards is for evaluation.
+    All schedules run this way, including those with one stage per rank, so that drawings match
+    runs. Pairs of DualPipeV run as two actions that each send their result at once. A table with
+    only forwards is for evaluation.
+
+    Args:
+        stages: The modules of this rank, by stage.
+        table: The schedule of all ranks.
+        shapes: Shapes of the tensors between stages.
+        group: The pp axis.
+        device: The device of this rank.
+        loss: From the loss and the labels of a microbatch to the scalar to run backward from.
     """
 
     def __init__(
@@ -293,24 +307,24 @@ class Runtime:
         self._schedule.pipeline_order_with_comms = lower(table)
 
     def run(self, microbatches: Sequence[Batch]) -> None:
-        """Run a batch through the table; `loss` gets the loss of each microbatch."""
+        """Run the microbatches of a batch through the table."""
         run = self._schedule.step if self._trains else self._schedule.eval
         inputs: list[tuple[tuple[Tensor, ...], dict[str, object]]] = []
         for part in microbatches:
             given: dict[str, object] = {"positions": part.positions, "labels": part.labels}
-            if part.documents is not None:  # halves of backwards of torch 2.11 take no None
+            if part.documents is not None:  # split backwards of torch 2.11 do not support None
                 given["documents"] = part.documents
             inputs.append(((part.tokens,) if self._holds_first else (), given))
-        # the model has the labels already; torch asks for a target where there is a loss
+        # the model has the labels already, but torch requires a target to compute a loss
         target = torch.cat([part.labels for part in microbatches]) if self._holds_last else None
         run(inputs, target=target, return_outputs=False)
         if not self._trains:
             for stage in self._schedule._stages:
-                stage.clear_runtime_states()  # no backward comes for what is kept
+                stage.clear_runtime_states()  # no backward will free them
 
 
 def forward_table(ranks: Sequence[int], *, num_microbatches: int) -> Table:
-    """Return the table that runs each stage forward over all microbatches, one after the other."""
+    """Return the table that runs each stage forward over all microbatches in order."""
     table: Table = [[] for _ in range(max(ranks) + 1)]
     for stage, rank in enumerate(ranks):
         table[rank] += [Action(stage, "forward", number) for number in range(num_microbatches)]
@@ -318,22 +332,22 @@ def forward_table(ranks: Sequence[int], *, num_microbatches: int) -> Table:
 
 
 def ranks_of(table: Table) -> tuple[int, ...]:
-    """Return the rank that holds each stage of a table."""
+    """Return the rank of each stage of a table."""
     found = {action.stage: rank for rank, row in enumerate(table) for action in row}
     return tuple(found[stage] for stage in range(len(found)))
 
 
 def count_microbatches(table: Table) -> int:
-    """Return the number of microbatches of a step."""
+    """Return the number of microbatches of a table."""
     return 1 + max(action.microbatch for row in table for action in row)
 
 
 def lower(table: Table) -> dict[int, list[_Action]]:
-    """Add what else a rank does: gather a stage's weights, reduce its gradients, send and receive.
+    """Add the remaining actions: gather a stage's weights, reduce its gradients, send and receive.
 
-    Stages are gathered once, all before the first work of their rank, and kept until they have no
-    more. (torch's own preparation keeps at most three: a rank with four gathers them again and
-    again. It takes no table without backwards either.)
+    Stages are gathered once, before the first action of their rank, and kept until their last one.
+    (torch's own preparation keeps at most three stages, so a rank with four gathers them again and
+    again. It does not support tables without backwards either.)
     """
     ranks = ranks_of(table)
     num_microbatches = count_microbatches(table)
@@ -345,7 +359,7 @@ def lower(table: Table) -> dict[int, list[_Action]]:
     lowered: dict[int, list[_Action]] = _add_send_recv(
         actions, stage_to_rank=lambda stage: ranks[stage], num_stages=len(ranks)
     )
-    # the runtime of torch 2.15 waits for each send where the table says so; before, at the end
+    # torch 2.15 waits for a send where the table has an action for it, earlier ones at the end
     add_wait_send = getattr(torch_schedules, "_add_wait_send", None)
     return add_wait_send(lowered) if add_wait_send else lowered
 
@@ -356,15 +370,16 @@ def _as_torch(action: Action) -> _Action:
 
 _SINGLE = re.compile(r"(\d+)([FBIW])(\d+)")
 _PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
-# of a file that is all wrong the first are named
+# only the first mistakes of a file are reported
 _MAX_MISTAKES = 10
 
 
 def read_csv(path: str | Path) -> Table:
-    """Return the table of a schedule file.
+    """Read the table of a schedule file.
 
     Raises:
-        ConfigError: naming the file and what is malformed, missing, repeated or never reached.
+        ConfigError: The file is unreadable, an action is malformed, missing or repeated, or the
+            ranks deadlock.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -372,14 +387,14 @@ def read_csv(path: str | Path) -> Table:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{path} cannot be read as a schedule in CSV: {reason}; name a file with a row of "
-            f"actions for each pipeline rank"
+            f"{path} cannot be read as a schedule in CSV: {reason}; it must have a row of actions "
+            f"for each pipeline rank"
         ) from error
     mistakes: list[str] = []
     table = [_parse_row(line, rank=rank, mistakes=mistakes) for rank, line in enumerate(lines)]
     if not table:
         mistakes.append("no row holds an action; write a row for each pipeline rank")
-    mistakes = mistakes or [*islice(_mistakes(table), _MAX_MISTAKES)] or _stuck(table)
+    mistakes = mistakes or [*islice(_find_mistakes(table), _MAX_MISTAKES)] or _find_deadlock(table)
     if mistakes:
         raise ConfigError([f"{path}: {line}" for line in mistakes[:_MAX_MISTAKES]])
     return table
@@ -398,7 +413,7 @@ def _parse_row(cells: list[str], *, rank: int, mistakes: list[str]) -> list[Acti
             if action is None:
                 mistakes.append(
                     f"rank {rank}, cell {column}: {text!r} is no action; write stage, one of "
-                    "F B I W, microbatch, as in 0F3"
+                    "F B I W, and microbatch, such as 0F3"
                 )
                 continue
             stage, letter, microbatch = action.groups()
@@ -406,8 +421,8 @@ def _parse_row(cells: list[str], *, rank: int, mistakes: list[str]) -> list[Acti
     return row
 
 
-def _mistakes(table: Table) -> Iterator[str]:
-    """Yield what keeps every stage from doing each microbatch exactly once, on one rank."""
+def _find_mistakes(table: Table) -> Iterator[str]:
+    """Yield the stages that are on two ranks, or do not process each microbatch exactly once."""
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(table):
         for action in row:
@@ -420,26 +435,26 @@ def _mistakes(table: Table) -> Iterator[str]:
         f, b, i, w = (counts[Action(stage, kind, microbatch)] for kind in KINDS.values())
         if f != 1 or (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
             yield (
-                f"stage {stage} has {f} F, {b} B, {i} I and {w} W of microbatch {microbatch}; one "
-                "F, and either one B or one I and one W, are due"
+                f"stage {stage} has {f} F, {b} B, {i} I and {w} W of microbatch {microbatch}; it "
+                "must have one F, and either one B or one I and one W"
             )
 
 
-def _stuck(table: Table) -> list[str]:
-    """Play the table through; where no rank can go on, name what each of them waits at."""
-    done = {action for _, action, _ in in_order(table)}
+def _find_deadlock(table: Table) -> list[str]:
+    """Execute the table on paper, and describe the action that each deadlocked rank waits at."""
+    done = {action for _, action, _ in execution_order(table)}
     return [
-        f"rank {rank} never gets past {next(a for a in row if a not in done)}: what it needs "
-        "is not done before it"
+        f"rank {rank} never gets past {next(a for a in row if a not in done)}: an action that it "
+        "depends on is not done before it"
         for rank, row in enumerate(table)
         if not done.issuperset(row)
     ]
 
 
-def in_order(table: Table) -> Iterator[tuple[int, Action, list[Action]]]:
-    """Yield rank, action and what it had to wait for, each action after all of that.
+def execution_order(table: Table) -> Iterator[tuple[int, Action, list[Action]]]:
+    """Yield rank, action and the actions that it depends on, each action after its dependencies.
 
-    It ends early where every rank waits for another.
+    The iterator ends early if the ranks deadlock.
     """
     num_stages = 1 + max(action.stage for row in table for action in row)
     num_done = [0] * len(table)
@@ -463,7 +478,7 @@ def in_order(table: Table) -> Iterator[tuple[int, Action, list[Action]]]:
 
 
 def _requirements(action: Action, *, num_stages: int) -> list[tuple[Action, ...]]:
-    """List what must be done before `action`, each as alternatives of which one is in the table."""
+    """Return the dependencies of `action`, each as alternatives. One of them is in the table."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind == "forward":
         return [(Action(stage - 1, "forward", microbatch),)] if stage else []

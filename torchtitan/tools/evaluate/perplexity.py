@@ -30,8 +30,7 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.interface import LanguageModel
 from torchtitan.optim.loss import count_valid
-from torchtitan.parallel.context.build import build_layout
-from torchtitan.parallel.context.layout import SequenceShard
+from torchtitan.parallel.context.layout import SequenceLayout, SequenceShard
 from torchtitan.parallel.execution import WholeModel
 from torchtitan.tools.evaluate.report import tracked
 from torchtitan.validate import perplexity_of
@@ -113,7 +112,7 @@ def measure(
     """
     cut, samples = domain.cut, domain.samples
     shard = SequenceShard(
-        build_layout(ParallelismConfig()),
+        SequenceLayout.from_config(ParallelismConfig()),
         rank=0,
         attn_mask_type=cut.attn_mask_type,
         reset_positions=cut.reset_positions,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchtitan.parallel.pipeline.schedules import Action, Kind, Table, in_order
+from torchtitan.parallel.pipeline.schedules import Action, Kind, Table, execution_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def simulate(table: Table, *, costs: Costs) -> Timeline:
     rank_of = {action.stage: rank for rank, row in enumerate(table) for action in row}
     rows: list[list[Span]] = [[] for _ in table]
     ends: dict[Action, float] = {}
-    for rank, action, needs in in_order(table):
+    for rank, action, needs in execution_order(table):
         start = rows[rank][-1].end if rows[rank] else 0.0
         for need in needs:
             here = rank_of[need.stage] == rank

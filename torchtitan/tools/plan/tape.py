@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from torchtitan.parallel.one_operator import WHOLE_ATTENTION, compute
 from torchtitan.tools.plan.passes import (
     WRAPPERS,
     count_bytes,
@@ -231,9 +230,6 @@ class Tape(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, WRAPPERS) for kind in types):
             return NotImplemented  # it comes again with what is within
-        if func.name() == WHOLE_ATTENTION:
-            with self:  # what is within it sends, and needs memory
-                return compute(*args)
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func is torch.ops._c10d_functional.wait_tensor.default:

@@ -265,7 +265,7 @@ class _EvenExchange(Exchange):
         self._num_rows = len(x_NC)
         return super().__call__(partial(_compute_evenly, compute), x_NC, *args)
 
-    def _tell(self, counts_RL: Tensor) -> tuple[list[int], list[int], Tensor]:
+    def _exchange_counts(self, counts_RL: Tensor) -> tuple[list[int], list[int], Tensor]:
         came_RL = torch.empty_like(counts_RL)
         dist.all_to_all_single(came_RL, counts_RL.contiguous(), group=self._group)
         torch.cat([counts_RL.sum(1, keepdim=True), came_RL], 1)
