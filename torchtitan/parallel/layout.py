@@ -1,4 +1,4 @@
-"""The layout of a job: everything about its ranks and model that is known before it is built."""
+"""The layout of a job, planned and checked before anything is built."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def check_parallel(
     if (pp := parallelism.pipeline_parallel_degree) > 1 and not spec.stages:
         mistakes.add(
             "parallelism.pipeline_parallel_degree",
-            f"must be 1 for {spec.name}, got {pp}: it does not run in stages (its ModelSpec says "
+            f"must be 1 for {spec.name}, got {pp}: it does not run in stages (its ModelSpec has "
             f"stages = False)",
         )
     mistakes.report()
