@@ -20,11 +20,21 @@ from tests.parallel.test_tensor import split
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.init import initialize, local_part
+from torchtitan.models.interface import AttentionModule, MoELayer
 from torchtitan.models.sizes import DecoderConfig
-from torchtitan.parallel.activation import Mode, apply_activation_checkpointing
+from torchtitan.parallel.activation import PRODUCTS, Mode, apply_activation_checkpointing
 
 PRODUCT = "aten::mm"
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+NUM_PRODUCTS = {
+    "llama3": {7},
+    "mistral": {7},
+    "qwen2": {7},
+    "qwen3": {7},
+    "qwen3_moe": {4},  # attention
+    "deepseek_v2": {7, 4, 3},  # a dense block, attention, shared experts
+    "deepseek_v3": {8, 5, 3},
+}
 
 
 def tiny(num_layers: int = 2) -> Decoder:
@@ -119,6 +129,34 @@ def test_by_operator_the_dear_ones_are_kept() -> None:
     widths = (16, config.dim, config.hidden_dim, config.dim, config.num_heads)
     assert held_by_op - held_by_full == 2 * 4 * 1024 * sum(widths)
     assert held_by_full < held_by_op < held_by_none
+
+
+def products_by_operator(family: str) -> set[int]:
+    """The numbers of products in the modules of a family to which "op" applies."""
+    model = MODELS[family].build(MODELS[family].flavors["tiny"])
+    initialize(model, seed=0)
+    watch, found, started = Watch(), set(), Counter[nn.Module]()
+
+    def count() -> int:
+        return sum(watch.calls[name] for name in PRODUCTS)
+
+    for block in model.layers.values():
+        modules, experts = [block], [m for m in block.modules() if isinstance(m, MoELayer)]
+        if experts:
+            modules = [m for m in block.modules() if isinstance(m, AttentionModule)]
+            modules += [layer.shared_experts for layer in experts if layer.shared_experts]
+        for module in modules:
+            module.register_forward_pre_hook(lambda m, _: started.update({m: count()}))
+            module.register_forward_hook(lambda m, *_: found.add(count() - started[m]))
+    with watch, torch.no_grad():
+        model(torch.arange(24).view(2, 12))
+    return found
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_numbers_of_products_that_parity_relies_on(family: str) -> None:
+    """Every second product is kept, so another product in a module would change which ones."""
+    assert products_by_operator(family) == NUM_PRODUCTS[family]
 
 
 TP = replace(MODELS["llama3"].flavors["tiny8"], num_layers=2, vocab_size=264)

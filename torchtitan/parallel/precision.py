@@ -1,4 +1,4 @@
-"""Mixed precision on one rank: compute in bfloat16 from float32 weights.
+"""Mixed precision: the dtype of a run, and bfloat16 from float32 weights on one rank.
 
 FSDP2 casts weights when it gathers them. It works on one rank too, but copies each gradient three
 times: into the buffer of a reduction over one rank, divided, and out of it. Here each module casts
@@ -106,7 +106,7 @@ def resolve_precision(
 
 
 def _choose(kind: str) -> tuple[str, str]:
-    """Ask all ranks: one that computed in another type would train another model."""
+    """Choose from the devices of all ranks, so that all of them compute in the same dtype."""
     device = "GPUs" if kind == "cuda" else "CPUs"
     lacking = torch.tensor(int(not has_bfloat16(kind)))  # on the host: no GPU is taken yet
     dist.all_reduce(lacking)
