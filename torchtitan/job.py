@@ -133,46 +133,46 @@ class Config:
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     def violations(self) -> Iterator[Violation]:
-        """Check what ties sections to each other."""
-        if self.training.num_epochs is None:  # else assembly does, which knows the steps
+        """Yield the broken rules between sections."""
+        if self.training.num_epochs is None:  # else build.py checks it, once the data are read
             yield from self.schedule_violations()
-        yield from self._batches()
-        yield from self._float8_tokens()
-        yield from self._of_their_own()
-        if self.validation.enable:
-            yield from self._validation_data()
-        option = self.activation_checkpoint.selective_ac_option
-        by_operator = self.activation_checkpoint.mode == "selective" and option == "op"
+        yield from self._size_violations()
+        yield from self._float8_violations()
+        yield from self._custom_code_violations()
+        if self.validation.enable and self.validation.holdout_fraction is None:
+            yield from self._validation_data_violations()
+        recompute = self.activation_checkpoint
+        by_operator = (recompute.mode, recompute.selective_ac_option) == ("selective", "op")
         if self.compile.enable and by_operator:
             yield Violation(
                 ("activation_checkpoint.selective_ac_option", "compile.enable"),
-                "chooses operators one by one, and a compiled block is one operator; write "
+                "selects single operators, and a compiled block is one operator; write "
                 '"2" for every second block, or compile.enable = false',
             )
 
     def schedule_violations(self) -> Iterator[Violation]:
-        """Check the learning rate over training.steps."""
+        """Yield the broken rules of a schedule over training.steps."""
         schedule, steps, peak = self.lr_scheduler, self.training.steps, self.optimizer.lr
         total, decays_to_zero = schedule.total_steps, schedule.min_lr_factor == 0
         decays = schedule.decay_ratio is None or schedule.decay_ratio > 0
         if total is not None and total < steps and decays and decays_to_zero:
             yield Violation(
                 ("lr_scheduler.total_steps", "training.steps", "lr_scheduler.min_lr_factor"),
-                f"must be at least training.steps ({steps}), got {total}: the learning rate would "
-                "be 0 from there on; raise it, or set min_lr_factor",
+                f"must be at least training.steps ({steps}), got {total}: after that the learning "
+                "rate is 0; raise it, or set min_lr_factor",
             )
         num_warmup = schedule.num_warmup_steps(total or steps)
         if num_warmup > steps > 0:
             yield Violation(
                 ("lr_scheduler.warmup_ratio", "lr_scheduler.warmup_steps", "training.steps"),
-                f"the warmup takes {num_warmup} steps and the run {steps}, so the learning rate "
-                f"ends at {peak * steps / num_warmup:.3g} and never reaches optimizer.lr = "
-                f"{peak:g}; lower warmup_steps, or write warmup_ratio = 0.1",
+                f"the warmup has {num_warmup} steps and the run {steps}: the learning rate ends at "
+                f"{peak * steps / num_warmup:.3g}, below optimizer.lr = {peak:g}; lower "
+                "warmup_steps, or write warmup_ratio = 0.1",
                 is_notice=True,
             )
 
-    def _batches(self) -> Iterator[Violation]:
-        """Check that sequences and batches can be cut as the layout asks."""
+    def _size_violations(self) -> Iterator[Violation]:
+        """Check that the layout divides sequences and batches."""
         parallelism, training, validation = self.parallelism, self.training, self.validation
         if wrong := parallelism.microbatch_violation(training.local_batch_size):
             yield wrong
@@ -193,12 +193,12 @@ class Config:
                     "parallelism.pipeline_parallel_microbatch_size",
                     "parallelism.pipeline_parallel_num_microbatches",
                 ),
-                f"must be a multiple of the {microbatch} samples of a pipeline's microbatch, got "
+                f"must be a multiple of a pipeline's microbatch of {microbatch} samples, got "
                 f"{size}; try {max(size // microbatch, 1) * microbatch}",
             )
 
-    def _float8_tokens(self) -> Iterator[Violation]:
-        """Check what the gradient of a weight adds up over: the tokens of a product."""
+    def _float8_violations(self) -> Iterator[Violation]:
+        """Check the number of tokens per rank, over which the gradient of a weight sums."""
         training, cp = self.training, self.parallelism.context_parallel_degree
         num_tokens = training.local_batch_size * training.seq_len // cp
         multiplies = self.model.converters and not self.quantize.linear.float8.emulate
@@ -215,8 +215,8 @@ class Config:
                 f"= {max(training.seq_len // (MULTIPLE * cp), 1) * MULTIPLE * cp}",
             )
 
-    def _of_their_own(self) -> Iterator[Violation]:
-        """Check what a loss and data of the user's own cannot be combined with."""
+    def _custom_code_violations(self) -> Iterator[Violation]:
+        """Check what a custom loss or dataset cannot be combined with."""
         training, parallelism = self.training, self.parallelism
         is_split = parallelism.tensor_parallel_degree > 1 and not parallelism.disable_loss_parallel
         if is_import_path(training.loss) and is_split:
@@ -226,35 +226,33 @@ class Config:
                     "parallelism.disable_loss_parallel",
                     "parallelism.tensor_parallel_degree",
                 ),
-                "takes the logits of the whole vocabulary, and tensor parallelism splits them; "
+                "needs the logits of the full vocabulary, which tensor parallelism shards; "
                 "write parallelism.disable_loss_parallel = true",
             )
         if is_import_path(training.dataset) and self.validation.holdout_fraction is not None:
             yield Violation(
                 ("validation.holdout_fraction", "training.dataset"),
-                "holds out documents of text that is read here, and training.dataset is of your "
-                "own; remove it, and name a validation.dataset",
+                "holds out text documents, and training.dataset is custom; remove it, and name a "
+                "validation.dataset",
             )
 
-    def _validation_data(self) -> Iterator[Violation]:
+    def _validation_data_violations(self) -> Iterator[Violation]:
+        """Check that validation has data of its own."""
         validation, default = self.validation, self.training.dataset
         kind, files = validation.dataset or default, validation.dataset_path
         keys = ("validation.dataset", "validation.dataset_path", "validation.enable")
         ties = (*keys, "training.dataset")
-        if validation.holdout_fraction is not None:
-            return
         if kind == default == "python_stdlib":
             yield Violation(
                 ties,
-                'needs data of its own: training reads all of "python_stdlib"; hold out a part of '
-                'it with validation.holdout_fraction = 0.05 and no dataset, or write "files" with '
-                "dataset_path",
+                'needs other data: training reads all of "python_stdlib"; write '
+                'validation.holdout_fraction = 0.05 without dataset, or "files" with dataset_path',
             )
         elif kind in READS_FILES and not files:
             yield Violation(
                 ties,
-                f'"{kind}" needs validation.dataset_path, the files to read; or hold out a part of '
-                "the training's documents with validation.holdout_fraction = 0.05 and no dataset",
+                f'"{kind}" needs validation.dataset_path; or write '
+                "validation.holdout_fraction = 0.05 without dataset",
             )
         elif kind not in READS_FILES and files:
             yield Violation(
@@ -301,7 +299,7 @@ def use_model_of_folder(loaded: Loaded[Config]) -> Loaded[Config]:
     """Use the model of the Hugging Face folder that a job starts from, unless it names a flavor.
 
     `model.flavor = "hf"` on the command line overrides a file's family and tokenizer. The folder
-    is read later, by `layout.resolve_model`.
+    is read later, by `resume_rules.resolve_model`.
     """
     config, given = loaded.config, dict(loaded.given)
     path = config.checkpoint.initial_load_path
@@ -383,7 +381,7 @@ def _with_modules(tree: type[T], named: Iterable[tuple[Path, str]]) -> type[T]:
     for path, text in named:
         key = ".".join(path)
         found = load_object(text, key=key)
-        # a model without flavors is refused by layout.find_model
+        # models/families.py refuses a model without flavors
         if path == MODEL and getattr(found, "flavors", None):
             model = model_section(found.sizes)
             added["model"] = (model, model)

@@ -490,16 +490,16 @@ def test_other_rules_still_speak_beside_a_wrong_value(jobs: Jobs) -> None:
 @pytest.mark.parametrize(
     ("text", "place", "reached"),
     [
-        ("[training]\nsteps = 60", "[training] steps = 60: ", "ends at 0.00024 "),
+        ("[training]\nsteps = 60", "[training] steps = 60: ", "ends at 0.00024"),
         (
             "[lr_scheduler]\nwarmup_steps = 100\n[training]\nsteps = 25\n[optimizer]\nlr = 0.01",
             "[lr_scheduler] warmup_steps = 100: ",
-            "ends at 0.0025 ",
+            "ends at 0.0025",
         ),
         (
             "[lr_scheduler]\nwarmup_ratio = 0.5\ntotal_steps = 100\n[training]\nsteps = 25",
             "[lr_scheduler] warmup_ratio = 0.5: ",
-            "ends at 0.0004 ",
+            "ends at 0.0004",
         ),
     ],
 )

@@ -18,9 +18,8 @@ The table is a TOML file:
     values."section.key" = [values that are refused, of a key that is built]
     whole_job."section.key" = [the same, and nothing else of such a job is checked]
 
-    [other_defaults]                "key" = {meaning = "default there and here", when = "switch" or
-                                    ["switch", "value"]}: told of a file of the program that leaves
-                                    the key out, while the switch is on
+    [other_defaults]                "key" = {meaning = "default there and here", when = a switch}:
+                                    logged if a file of the program leaves the key out
 
 A second file has the names of other trainers: name = "section.key: note", or a sentence.
 """

@@ -108,7 +108,7 @@ def load(
         SystemExit: After `--help` was printed.
     """
     words = argv if isinstance(argv, dict) else [word for word in argv if word not in HELP]
-    options, _ = _read_options(words, tree=tree, foreign=foreign)
+    options, _ = parse_command_line(words, tree=tree, renamed=foreign.new_names)
     mistakes: list[str] = []
     layers: list[Layer] = []
     file = options.get(CONFIG_FILE)
@@ -126,7 +126,7 @@ def load(
                 tree = extend(given)
         except ConfigError as error:
             mistakes += map(str, error.mistakes)
-    options, stray = _read_options(words, tree=tree, foreign=foreign)
+    options, stray = parse_command_line(words, tree=tree, renamed=foreign.new_names)
     if len(words) < len(argv):
         print_help(tree)
         raise SystemExit(0)
@@ -217,14 +217,6 @@ def violations(config: object) -> Iterator[Violation]:
         if isinstance(section, HasRules):
             for violation in section.violations():
                 yield violation.within(".".join(path)) if path else violation
-
-
-def _read_options(
-    argv: Sequence[str] | Layer, *, tree: type, foreign: Foreign
-) -> tuple[Layer, list[str]]:
-    if isinstance(argv, dict):
-        return argv, []
-    return parse_command_line(argv, tree=tree, renamed=foreign.new_names)
 
 
 def _merge(layer: Layer, *, into: Layer, tree: type) -> None:

@@ -19,11 +19,12 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import math
 import operator
 import os
-import textwrap
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -532,12 +533,8 @@ def docstrings(cls: type) -> Mapping[str, str]:
     """Return the string under each field of a dataclass, those of its bases included."""
     found: dict[str, str] = {}
     for base in reversed([base for base in cls.__mro__ if is_dataclass(base)]):
-        try:
-            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        except (OSError, TypeError):  # defined without a file
-            continue
-        assert isinstance(body[0], ast.ClassDef)
-        for statement, text in zip(body[0].body, body[0].body[1:], strict=False):
+        body = _class_bodies(sys.modules.get(base.__module__)).get(base.__name__, [])
+        for statement, text in itertools.pairwise(body):
             match statement, text:
                 case (
                     ast.AnnAssign(target=ast.Name(id=name)),
@@ -545,6 +542,15 @@ def docstrings(cls: type) -> Mapping[str, str]:
                 ):
                     found[name] = doc
     return found
+
+
+@functools.cache
+def _class_bodies(module: Any) -> Mapping[str, list[ast.stmt]]:
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except (OSError, TypeError):  # a module without a file
+        return {}
+    return {one.name: one.body for one in ast.walk(tree) if isinstance(one, ast.ClassDef)}
 
 
 # --- trees that grow ---------------------------------------------------------------------------
@@ -596,7 +602,6 @@ def check_section(section: Any) -> None:
     """
     if not (isinstance(section, type) and is_dataclass(section)):
         raise TypeError(f"a section must be a dataclass, got {section!r}")
-    for path, key in keys(section).items():
-        name = ".".join(path)
+    for key in keys(section).values():
         if key.default is MISSING:
-            raise TypeError(f"each field of a section needs a default, and {name} has none")
+            raise TypeError(f"each field of a section needs a default, and {key.name} has none")

@@ -197,16 +197,19 @@ def _read_text(path: pathlib.Path, *, named_by: Setting) -> str:
 
 
 def parse_command_line(
-    argv: Sequence[str], *, tree: type, renamed: Mapping[Path, Path]
+    argv: Sequence[str] | Layer, *, tree: type, renamed: Mapping[Path, Path]
 ) -> tuple[Layer, list[str]]:
     """Split words into settings. Names and types are checked later, together with those of files.
 
     Args:
+        argv: Words, or settings given in Python, which are returned.
         renamed: Today's path by each old one.
 
     Returns:
         The settings, and a mistake for each word that belongs to no option.
     """
+    if isinstance(argv, dict):
+        return argv, []
     layer: Layer = {}
     mistakes = []
     words = list(argv)
