@@ -36,8 +36,8 @@ from torchtitan.build import describe_export
 from torchtitan.checkpoint.objects import ObjectStore
 from torchtitan.checkpoint.remote import WHOLE_EXPORT
 from torchtitan.generate.generator import DTYPES
-from torchtitan.hf.convert import to_dcp
-from torchtitan.hf.write import export
+from torchtitan.hf.export import export
+from torchtitan.hf.folder import to_dcp
 from torchtitan.models.families import MODELS, to_settings
 from torchtitan.models.settings import ModelSection
 from torchtitan.resume_rules import find_run_step, read_settings

@@ -149,7 +149,7 @@ def chat_in_terminal(chat: Chat) -> None:
     def tell(text: str) -> None:
         sys.stderr.write(f"{text}\n")
 
-    num_lines = talk(chat, read=read, write=write, tell=tell, stops_at_mistakes=not is_terminal)
+    num_lines = talk(chat, read=read, write=write, notify=tell, stops_at_errors=not is_terminal)
     if not num_lines and not is_terminal:
         raise DataError(
             "a chat reads its questions from standard input, a line each, and got none; give "

@@ -490,7 +490,7 @@ def test_a_chat_is_answered(trained: Path) -> None:
     assert chat(generator, messages, max_new_tokens=9, top_k=40, seed=4) != wanted
     with pytest.raises(UserError, match="chats=True"):
         chat(load_generator(trained), messages)
-    with pytest.raises(UserError, match="role of message 1"):
+    with pytest.raises(UserError, match="message 1 must have a role"):
         chat(generator, [{"role": "robot", "content": "Hi"}])
 
 

@@ -40,10 +40,10 @@ from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.finetune.lora import apply_lora
 from torchtitan.generate.generator import DTYPES, Generator, Pretrained, build_generator, read_model
 from torchtitan.generate.text import answer, complete
-from torchtitan.hf.beside import end_tokens, stop_ids, tokenizer_file
 from torchtitan.hf.config import architecture_of, family_of, read_config
 from torchtitan.hf.folder import open_folder
 from torchtitan.hf.names import ADAPTER_CONFIG, CONFIG
+from torchtitan.hf.tokenizer_files import eos_ids, read_stop_ids, tokenizer_file
 from torchtitan.job import Config, find_own, load_job
 from torchtitan.mesh.ranks import on_first_rank, read_rank_info
 from torchtitan.mesh.stop import interrupt, watch_signals
@@ -304,7 +304,7 @@ def _of_hf_folder(path: Path, *, group: dist.ProcessGroup | None) -> Pretrained:
         dtype=dtype,
         tokenizer=str(path),
         chat_template=None,
-        stop_ids=stop_ids(path) or end_tokens(config),
+        stop_ids=read_stop_ids(path) or eos_ids(config),
         context=config.get("max_position_embeddings"),
     )
 
@@ -372,7 +372,7 @@ def open_generator(
         found,
         tokenizer=tokenizer,
         chat_template=chat_template or found.chat_template,
-        stop_ids=found.stop_ids | (frozenset() if file is None else stop_ids(file.parent)),
+        stop_ids=found.stop_ids | (frozenset() if file is None else read_stop_ids(file.parent)),
     )
     return build_generator(found, device=device, mesh=mesh, chats=chats, dtype=dtype)
 

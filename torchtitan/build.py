@@ -79,7 +79,7 @@ from torchtitan.validate import (
 )
 
 if TYPE_CHECKING:
-    from torchtitan.hf.write import HFExport
+    from torchtitan.hf.export import HFExport
 
 logger = logging.getLogger(__name__)
 
@@ -589,12 +589,11 @@ def build_checkpoints(
         return None
     export: Export | None = None
     if config.checkpoint.last_save_in_hf:
-        from torchtitan.hf import write
+        from torchtitan.hf.export import export as export_to_hf
 
         dtype = getattr(torch, config.checkpoint.export_dtype)
-        export = partial(
-            write.export, settings=describe_export(config, dtype=dtype), group=io.group
-        )
+        settings = describe_export(config, dtype=dtype)
+        export = partial(export_to_hf, settings=settings, group=io.group)
     return CheckpointManager(
         state,
         settings=config.checkpoint,

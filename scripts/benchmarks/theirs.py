@@ -45,8 +45,8 @@ def _weights(model: Decoder, spec: ModelSpec) -> dict[str, Tensor]:
     names = Names(spec.hf, model.config)
     found: dict[str, Tensor] = {}
     for ours, weight in model.state_dict().items():
-        theirs = names.theirs(ours)
-        rows = to_their_rows(weight, head_dim=names.head_dim(ours)).contiguous()
+        theirs = names.to_hf(ours)
+        rows = to_their_rows(weight, head_dim=names.rope_head_dim(ours)).contiguous()
         if EACH in theirs:
             found |= {theirs.replace(EACH, str(i)): one.clone() for i, one in enumerate(rows)}
         else:

@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from tests.distributed import jobs
 from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.state import model_tensors
-from torchtitan.hf import read
+from torchtitan.hf import weights as hf_weights
+from torchtitan.hf.export import HFExport, export
 from torchtitan.hf.names import Names
-from torchtitan.hf.write import HFExport, export
 from torchtitan.models import llama3
 from torchtitan.trainer import Trainer
 
-original_open = read.safe_open
+original_open = hf_weights.safe_open
 
 
 class Counted:
@@ -51,12 +51,12 @@ def begin(
 ) -> tuple[dict[str, Tensor], int, int]:
     """Begin a job; return its weights, and the bytes that this rank has read and holds."""
     Counted.num_bytes = 0
-    read.safe_open = Counted
+    hf_weights.safe_open = Counted
     try:
         with jobs.changed_flavor(job, flavor, changes):
             run = jobs.start(job)
     finally:
-        read.safe_open = original_open
+        hf_weights.safe_open = original_open
     own = model_tensors(run.model)
     local = [t.to_local() if isinstance(t, DTensor) else t for t in own.values()]
     weights = {name: jobs.full(t) for name, t in own.items()}

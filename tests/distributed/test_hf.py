@@ -264,14 +264,14 @@ def test_refusals_reach_every_rank_before_anything_is_built(
     assert message.endswith("write checkpoint.initial_load_in_hf = true")
     wrong = job_from(tmp_path, source, flavor="tiny8")
     for message in ranks.run(jobs.refusal, wrong, world=2):
-        assert 'write model.flavor = "hf"' in message
+        assert 'model.flavor = "hf"' in message
     nowhere = job_from(tmp_path, tmp_path / "nowhere")
     for message in ranks.run(jobs.refusal, nowhere, world=2):
         assert f"initial_load_path: there is no folder {tmp_path / 'nowhere'}; name" in message
     file = sorted(source.glob("*.safetensors"))[3]
     file.write_bytes(file.read_bytes()[:-8])
     for message in ranks.run(jobs.refusal, job_from(tmp_path, source), world=2):
-        assert f"{file} cannot be read, it may be cut short" in message
+        assert f"{file} cannot be read" in message
 
 
 def test_what_is_left_out_keeps_its_initial_weights(ranks: RankPool, tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from transformers import AutoTokenizer
 from tests.finetune.chats import CHAT, CHATML, MARKED, TEMPLATES, write_tokenizer
 from torchtitan.base.errors import DataError
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.finetune.chat import ChatTemplate, Rendered
-from torchtitan.finetune.chat_files import find_template
-from torchtitan.finetune.examples import Conversation, Encoder
+from torchtitan.finetune.chat import ChatTemplate, Conversation, Rendered, find_template
+from torchtitan.finetune.encoder import Encoder
 
 TOOLS = [{"type": "function", "function": {"name": "f<é>", "parameters": {}}}]
 CALL = [
@@ -59,7 +58,7 @@ def test_the_text_of_transformers(tmp_path: Path, name: str) -> None:
 def test_a_question_and_the_end_of_its_answer(tmp_path: Path, name: str) -> None:
     folder = write_tokenizer(tmp_path, template=TEMPLATES[name])
     tokenizer, oracle = build_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
-    asked = Encoder(tokenizer, found(folder)).ask(Conversation(CHAT[:3], None, "here"))
+    asked = Encoder(tokenizer, found(folder)).encode_prompt(Conversation(CHAT[:3], None, "here"))
     expected = oracle.apply_chat_template(CHAT[:3], add_generation_prompt=True, return_dict=False)
     assert asked == expected
     ends = {"llama3": "<|eot|>", "instruct": "<|end|>"}
@@ -160,7 +159,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("a\n{% for x in %}", r"^chat_template: x.jinja must be valid Jinja, line 2: .*; mend it"),
+        ("a\n{% for x in %}", r"^chat_template: x.jinja must be valid Jinja, line 2: "),
         ("{% generation %}a", r"line 1: Unexpected end of template"),
         ("{{ 1 | nofilter }}", r"line 1: No filter named 'nofilter'"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "x.jinja"),
@@ -210,9 +209,7 @@ def test_many_at_once_are_each_as_one_alone(tmp_path: Path) -> None:
 )
 def test_templates_that_fail(source: str, complaint: str) -> None:
     chat = list(CHAT)
-    with pytest.raises(
-        DataError, match=rf"f.jsonl line 7: .*x.jinja fails: .*({complaint}).*; mend"
-    ):
+    with pytest.raises(DataError, match=rf"f.jsonl line 7: .*x.jinja fails: .*({complaint})"):
         divided(template_of(source), chat, "f.jsonl line 7")
     assert chat == CHAT
 
@@ -234,13 +231,13 @@ def test_an_answer_that_changes_later_is_refused() -> None:
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
     with pytest.raises(
-        DataError, match=r"f line 1: cannot find .* the answer of message 2 .* differently once"
+        DataError, match=r"f line 1: cannot find the answer of message 2 .* differently once"
     ):
         divided(template_of(drops), CHAT, "f line 1")
     prompts = CHATML.replace("assistant\\n' }}", "assistant\\n<think>' }}")
     with pytest.raises(
         DataError,
-        match=r"prompt writes '<think>', but .* begin so, or put {% generation %} and {% endgen",
+        match=r"prompt has '<think>', .* put {% generation %} and {% endgen",
     ):
         divided(template_of(prompts), CHAT, "f line 1")
     # one answer, the last: nothing changes after it
@@ -250,8 +247,8 @@ def test_an_answer_that_changes_later_is_refused() -> None:
 def test_a_template_that_fails_on_the_messages_before_an_answer() -> None:
     with pytest.raises(
         DataError,
-        match=r"f line 1: .* message 1 begins, the first 0 messages must be rendered alone, "
-        r"but there the chat template x.jinja fails: list object has no element 0; put the message",
+        match=r"f line 1: the chat template x.jinja fails on the first 0 messages only: list "
+        r"object has no element 0; .* put {% generation %}",
     ):
         divided(template_of(CHATML), CHAT[1:], "f line 1")
 
@@ -279,7 +276,7 @@ def test_whose_a_marked_part_is_must_be_clear() -> None:
     assert len(learnt_of(one, CHAT)) == 1
     with pytest.raises(
         DataError,
-        match=r"f line 1: .* part of an answer .* marks 1 part for 2 answers; put",
+        match=r"f line 1: .* tags 1 part for 2 answers; put",
     ):
         learnt_of(one, [*CHAT[:3], {**CHAT[3], "weight": 0}])
 
@@ -289,12 +286,12 @@ def test_marks_without_the_end_of_the_turn_are_noticed() -> None:
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
         "<|im_end|>{% endfor %}"
     )
-    assert marked.leaves_out_end(divided(marked, CHAT, "here"))
+    assert marked.lacks_end(divided(marked, CHAT, "here"))
     whole = template_of(
         "{% for m in messages %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
         "<|im_end|>{% endfor %}"
     )
-    assert not whole.leaves_out_end(divided(whole, CHAT, "here"))
+    assert not whole.lacks_end(divided(whole, CHAT, "here"))
 
 
 def test_a_template_with_a_byte_order_mark(tmp_path: Path) -> None:

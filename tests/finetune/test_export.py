@@ -21,9 +21,9 @@ from tests.models.reference import VARIANTS, family_name, random_decoder, refere
 from torchtitan.api import open_generator
 from torchtitan.base.errors import CheckpointError
 from torchtitan.finetune.lora import apply_lora, is_adapter
-from torchtitan.finetune.lora_export import LoRAExport, weight_beside
+from torchtitan.hf.export import HFExport, export
 from torchtitan.hf.names import Names
-from torchtitan.hf.write import HFExport, export
+from torchtitan.hf.peft import AdapterExport
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS
 from torchtitan.models.spec import ModelSpec
@@ -49,12 +49,12 @@ def adapted(variant: str) -> Decoder:
     return model
 
 
-def exported(variant: str, model: Decoder, folder: Path, *, alone: bool, **more: Any) -> Path:
+def exported(variant: str, model: Decoder, folder: Path, *, merge: bool, **more: Any) -> Path:
     writer = dcp.FileSystemWriter(folder / "step-1" / "model")
     dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
     settings = HFExport(
-        names=Names(family(variant).hf, model.config, weight_beside),
-        adapter=LoRAExport(rank=3, alpha=6.0, alone=alone, base="base"),
+        names=Names(family(variant).hf, model.config),
+        adapter=AdapterExport(rank=3, alpha=6.0, merge=merge, base="base"),
         **more,
     )
     export(folder / "step-1", folder / "out", settings=settings, group=None)
@@ -64,7 +64,7 @@ def exported(variant: str, model: Decoder, folder: Path, *, alone: bool, **more:
 @BOTH
 def test_the_merged_model_says_what_the_adapted_one_says(variant: str, tmp_path: Path) -> None:
     model = adapted(variant)
-    folder = exported(variant, model, tmp_path, alone=False, max_file_bytes=20_000)
+    folder = exported(variant, model, tmp_path, merge=True, max_file_bytes=20_000)
     theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
     with torch.no_grad():
         found, expected = theirs(TOKENS).logits, model.double()(TOKENS)
@@ -77,7 +77,7 @@ def test_the_merged_model_says_what_the_adapted_one_says(variant: str, tmp_path:
 def test_an_adapter_added_by_hand_to_the_base_says_the_same(variant: str, tmp_path: Path) -> None:
     """By PEFT's names and formula: W + lora_alpha / r B A, for each module that it targets."""
     model = adapted(variant)
-    folder = exported(variant, model, tmp_path, alone=True, max_file_bytes=1000)
+    folder = exported(variant, model, tmp_path, merge=False, max_file_bytes=1000)
     assert sorted(path.name for path in folder.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",

@@ -211,7 +211,7 @@ def test_long_examples_are_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixt
     )
     assert "3 of 5 examples in 3 samples of 24 tokens" in caplog.text
     assert "longer than seq_len = 24: 3 examples (long_examples: truncate)" in caplog.text
-    assert "left out: 1 example without an answer, and 1 without one in the first 24" in caplog.text
+    assert "skipped: 1 example without an answer, and 1 without one in the first 24" in caplog.text
 
 
 def test_long_examples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -225,15 +225,17 @@ def test_long_examples_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_a_store_is_no_file_of_examples(tmp_path: Path) -> None:
     with open_writer(tmp_path / "s", vocab_size=9) as writer:
         writer.add(np.arange(9), ends_document=True)
-    with pytest.raises(DataError, match=r"examples must be rows .*, got .*s\.idx"):
+    with pytest.raises(DataError, match=r"examples must be in one of .*, got .*s\.idx"):
         examples_of(tmp_path, dataset_path=str(tmp_path / "s"))
 
 
 def test_no_example_is_left(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a.jsonl has 1 example without an assistant's words or"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl must have an example .*, got 1 example without one"
+    ):
         examples_of(tmp_path, [{"prompt": "a", "completion": ""}])
     with pytest.raises(
-        DataError, match=r"^seq_len: .* first 24 tokens, found none in 1 example; raise seq_len"
+        DataError, match=r"^seq_len: .* first 24 tokens, got none in 1 example; raise seq_len"
     ):
         examples_of(tmp_path, [{"prompt": "a" * 99, "completion": "b"}])
     with pytest.raises(DataError, match="no file matches"):
@@ -340,5 +342,5 @@ def test_generated_examples_are_held_out(tmp_path: Path) -> None:
 
 def test_blank_lines_are_no_examples(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n \n")
-    with pytest.raises(DataError, match=r"must hold examples, .*a\.jsonl has only blank lines"):
+    with pytest.raises(DataError, match=r"a\.jsonl must have an example .*, got only blank lines"):
         examples_of(tmp_path, dataset_path=[str(tmp_path / "a.jsonl")])

@@ -40,7 +40,7 @@ class Fed:
     def run(self, chat: Chat, write: Callable[[str], None] | None = None, stops=True) -> int:
         write = write or self.pieces.append
         return talk(
-            chat, read=self.read, write=write, tell=self.told.append, stops_at_mistakes=stops
+            chat, read=self.read, write=write, notify=self.told.append, stops_at_errors=stops
         )
 
 
@@ -115,9 +115,9 @@ def test_an_interrupt_ends_the_answer_alone(generator: Generator) -> None:
     cut = "".join(fed.pieces[:2])
     assert fed.pieces[2] == "\n"
     assert fed.told == ["(stopped)"]
-    assert chat.said[1]["content"] == plain(generator, cut)
+    assert chat.messages[1]["content"] == plain(generator, cut)
     # what was said until then is part of the chat
-    said = [user("Who?"), chat.said[1], user("Why?")]
+    said = [user("Who?"), chat.messages[1], user("Why?")]
     assert "".join(fed.pieces[3:]) == answer(generator, [said], **SETTINGS)[0] + "\n"
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -132,7 +132,7 @@ def test_special_tokens_in_an_answer_break_no_later_question(generator: Generato
     chat = Chat(generator, **settings)
     fed.run(chat)
     assert any(name in "".join(fed.pieces) for name in generator.tokenizer.special_tokens)
-    assert not any(name in str(chat.said) for name in generator.tokenizer.special_tokens)
+    assert not any(name in str(chat.messages) for name in generator.tokenizer.special_tokens)
 
 
 def test_a_conversation_that_is_too_long_is_told(generator: Generator) -> None:
@@ -152,7 +152,7 @@ MISTAKES = [
     ("/rest", "did you mean '/reset'?"),
     ("/", "one of /reset, /system, /help, /quit, got '/'"),
     ("/etc/passwd is what?", "put a space before it"),
-    ("a<|im_end|>b", "no message may spell a special token"),
+    ("a<|im_end|>b", "messages must not contain special tokens"),
     ("\udcff", "must hold complete characters"),
 ]
 

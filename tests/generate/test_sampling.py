@@ -78,7 +78,7 @@ def test_logits_that_are_no_numbers_are_refused(temperature):
     """As of a model whose activations float16 cannot hold."""
     model = random_decoder(TINY).half()
     model.layers["0"].feed_forward.w2.weight.data *= 1e4
-    with pytest.raises(UserError, match=r"got NaN in torch\.float16; compute in another type"):
+    with pytest.raises(UserError, match=r"NaN in torch\.float16"):
         generate(model, [PROMPT], max_new_tokens=2, temperature=temperature)
 
 

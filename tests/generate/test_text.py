@@ -13,10 +13,17 @@ from tests.finetune.chats import CHATML, write_tokenizer
 from tests.models.reference import TINY, random_decoder
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.finetune.chat_files import find_template
+from torchtitan.finetune.chat import find_template
 from torchtitan.generate import text as text_module
 from torchtitan.generate.generator import Generator
-from torchtitan.generate.text import CUT, Pieces, answer, complete, stream, stream_answer
+from torchtitan.generate.text import (
+    REPLACEMENT,
+    StreamDecoder,
+    answer,
+    complete,
+    stream,
+    stream_answer,
+)
 
 TEXT = "naïve \U0001f600\U0001f680 中文, and 'quotes' .  Ends"
 
@@ -56,7 +63,7 @@ def random_generator(path: str) -> Generator:
 
 
 def whole_characters(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    pieces = Pieces(tokenizer)
+    pieces = StreamDecoder(tokenizer)
     return [piece for i in ids if (piece := pieces.add([i]))] + [pieces.rest()]
 
 
@@ -66,7 +73,7 @@ def test_pieces_are_the_text_and_hold_whole_characters(path: str) -> None:
     *pieces, rest = whole_characters(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids) == TEXT
     assert rest == ""
-    assert CUT not in "".join(pieces)
+    assert REPLACEMENT not in "".join(pieces)
     assert len(pieces) > 10
     # cut inside the first emoji, and what no text holds
     broken = tokenizer.encode(TEXT[:7])[:-1]
@@ -82,7 +89,7 @@ def test_streamed_text_is_the_whole_text(path: str, prompt: str, settings: dict)
     settings["max_new_tokens"] = 40
     pieces = [*stream(generator, prompt, **settings)]
     assert "".join(pieces) == complete(generator, [prompt], **settings)[0]
-    assert not any(piece.endswith(CUT) for piece in pieces[:-1])
+    assert not any(piece.endswith(REPLACEMENT) for piece in pieces[:-1])
 
 
 def test_a_streamed_answer_is_the_whole_answer(tmp_path: Path) -> None:
@@ -129,10 +136,13 @@ def test_special_tokens_are_meant_where_that_is_asked_for(monkeypatch: pytest.Mo
     ("chat", "said"),
     [
         ([], "the chat: messages must be a list of objects"),
-        ([{"role": "robot", "content": "Hi"}], "the role of message 1 must be one of"),
-        ([{"role": "user"}], "message 1 must have a content that is text"),
+        ([{"role": "robot", "content": "Hi"}], "message 1 must have a role of"),
+        ([{"role": "user"}], "message 1 must have text as content"),
         ([{"role": "user", "content": "\udcff"}], "the chat must hold complete characters"),
-        ([{"role": "user", "content": "<|end_of_text|>"}], "no message may spell"),
+        (
+            [{"role": "user", "content": "<|end_of_text|>"}],
+            "messages must not contain special tokens",
+        ),
     ],
 )
 def test_a_chat_that_is_none_is_refused(chat: list, said: str) -> None:

@@ -18,8 +18,9 @@ from tests.models.reference import random_decoder, reference_of
 from torchtitan.api import open_generator
 from torchtitan.build import describe_export
 from torchtitan.generate.text import encode_chats
-from torchtitan.hf.beside import GENERATION_CONFIG, warn_of_other_tokenizer
-from torchtitan.hf.write import export
+from torchtitan.hf.export import export
+from torchtitan.hf.names import GENERATION_CONFIG
+from torchtitan.hf.tokenizer_files import warn_of_other_tokenizer
 from torchtitan.job import Config, load_config
 from torchtitan.models.families import MODELS
 from torchtitan.resume_rules import resolve_model
@@ -154,5 +155,5 @@ def test_another_tokenizer_than_the_one_beside_the_weights_is_warned_of(
     for folder, path, warns in cases:
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            warn_of_other_tokenizer(str(path), origin=folder)
-        assert ("is not the tokenizer of this job" in caplog.text) == warns
+            warn_of_other_tokenizer(str(path), base=folder)
+        assert (f"model.tokenizer_path {path}" in caplog.text) == warns

@@ -16,13 +16,9 @@ from tests.distributed.rank_pool import RankPool
 from tests.finetune.chats import CHATML, SPECIAL, write_lines, write_tokenizer
 from tests.models.reference import random_decoder, reference_of
 from torchtitan.build import describe_export
-from torchtitan.hf.card import (
-    CARD,
-    find_hub_id,
-    find_license,
-    shown,
-)
-from torchtitan.hf.write import export
+from torchtitan.hf.card import find_hub_id, read_license, without_home
+from torchtitan.hf.export import export
+from torchtitan.hf.names import CARD
 from torchtitan.models.families import MODELS
 from torchtitan.resume_rules import read_settings
 
@@ -94,7 +90,7 @@ def test_it_says_what_the_run_was(tuned: Path, base: Path) -> None:
         "| data | `chats.jsonl` |",
         "| sequence length | 64 |",
         f"| tokens | {state['tokens_seen']} |",
-        "\nName a purpose before you publish it.\n",
+        "\nAdd a purpose before",
     ):
         assert line in text, line
     assert str(tuned.parent) not in text
@@ -130,7 +126,7 @@ def test_a_run_from_nothing_names_no_base(ranks: RankPool, tmp_path: Path) -> No
     card = ModelCard.load(tmp_path / "run" / "checkpoint" / "export" / "step-1" / CARD)
     assert set(card.data.to_dict()) == {"library_name", "pipeline_tag", "tags"}
     assert "| base | none |" in card.content
-    assert "Name a license and a purpose before" in card.content
+    assert "Add a license and a purpose before" in card.content
     assert "\nTo try: it\n" in card.content
 
 
@@ -152,7 +148,7 @@ def test_a_run_from_nothing_names_no_base(ranks: RankPool, tmp_path: Path) -> No
 def test_a_license_is_read_or_not_known(card: str | None, expected: dict, tmp_path: Path) -> None:
     if card is not None:
         (tmp_path / CARD).write_text(card)
-    found = find_license(tmp_path)
+    found = read_license(tmp_path)
     assert {**found, **expected} == found
     assert set(found) - set(expected) <= {"license_link"}
 
@@ -182,4 +178,4 @@ def test_the_hubs_name_is_known_in_its_cache_alone(path: str, expected: str | No
     ],
 )
 def test_no_home_is_told(path: str, expected: str) -> None:
-    assert shown(path) == expected
+    assert without_home(path) == expected

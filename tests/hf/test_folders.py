@@ -29,14 +29,13 @@ from torchtitan.base.errors import CheckpointError
 from torchtitan.checkpoint.rows import runs, to_their_rows
 from torchtitan.checkpoint.source import ParameterFilter
 from torchtitan.hf import config as hf_config
-from torchtitan.hf import write
+from torchtitan.hf import export as hf_export
 from torchtitan.hf.config import architecture_of, read_config, sizes_of
-from torchtitan.hf.convert import to_dcp
-from torchtitan.hf.folder import open_folder
+from torchtitan.hf.export import HFExport, export
+from torchtitan.hf.folder import open_folder, to_dcp
 from torchtitan.hf.names import Names
-from torchtitan.hf.read import DTYPES
 from torchtitan.hf.source import chosen_rotation
-from torchtitan.hf.write import HFExport, export
+from torchtitan.hf.weights import DTYPES
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.families import MODELS, find_model, to_settings
 from torchtitan.models.settings import ModelConfig, RopeScalingConfig
@@ -150,7 +149,7 @@ def test_there_and_back(name: str, shard_size: str, tmp_path: Path) -> None:
         expected = reference(TOKENS).logits
         atol = 1e-5 * float(expected.abs().max())
         torch.testing.assert_close(model(TOKENS), expected, rtol=1e-5, atol=atol)
-        max_file_bytes = 20_000 if is_sharded else write.MAX_FILE_BYTES
+        max_file_bytes = 20_000 if is_sharded else hf_export.MAX_FILE_BYTES
         folder = exported(model, tmp_path, max_file_bytes=max_file_bytes)
         again = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
         assert type(again) is type(reference)
@@ -314,16 +313,19 @@ def test_published_qwen3_find_their_flavor(flavor: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"use_sliding_window": True}, "use_sliding_window = True, only False is"),
+        ({"use_sliding_window": True}, "use_sliding_window must be False, got True"),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types = 'sliding_attention', only 'full_attention' is",
+            "layer_types must be 'full_attention', got 'sliding_attention'",
         ),
-        ({"layer_types": "sliding_attention"}, "layer_types = 'sliding_attention', only"),
-        ({"attention_bias": True}, "attention_bias = True, only False is"),
-        ({"head_dim": 8}, "head_dim: 8 there, 12 in this job"),
-        ({"rms_norm_eps": 1e-6}, "rms_norm_eps: 1e-06 there, 0.01 in this job"),
-        ({"architectures": ["LlamaForCausalLM"]}, "must be of a Qwen3ForCausalLM, got"),
+        (
+            {"layer_types": "sliding_attention"},
+            "layer_types must be 'full_attention', got 'sliding_attention'",
+        ),
+        ({"attention_bias": True}, "attention_bias must be False, got True"),
+        ({"head_dim": 8}, "head_dim: 8 in the file, 12 in this job"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps: 1e-06 in the file, 0.01 in this job"),
+        ({"architectures": ["LlamaForCausalLM"]}, 'architectures must be ["Qwen3ForCausalLM"]'),
     ],
 )
 def test_what_does_not_fit_of_qwen3_is_named(
@@ -409,16 +411,24 @@ def test_published_mistrals_find_their_flavor(
 @pytest.mark.parametrize(
     ("variant", "changes", "said"),
     [
-        ("biased", {"use_sliding_window": True}, "use_sliding_window = True, only False is"),
-        ("biased", {"layer_types": ["sliding_attention"]}, "layer_types = 'sliding_attention'"),
-        ("biased", {"mlp_bias": True}, "mlp_bias = True, only False is"),
-        ("biased", {"architectures": ["LlamaForCausalLM"]}, "must be of a Qwen2ForCausalLM"),
-        ("window", {"sliding_window": 8}, "sliding_window: 8 there, 7 in this job"),
-        ("window", {"sliding_window": None}, "sliding_window: None there, 7 in this job"),
+        ("biased", {"use_sliding_window": True}, "use_sliding_window must be False, got True"),
+        (
+            "biased",
+            {"layer_types": ["sliding_attention"]},
+            "layer_types must be 'full_attention', got 'sliding_attention'",
+        ),
+        ("biased", {"mlp_bias": True}, "mlp_bias must be False, got True"),
+        (
+            "biased",
+            {"architectures": ["LlamaForCausalLM"]},
+            'architectures must be ["Qwen2ForCausalLM"]',
+        ),
+        ("window", {"sliding_window": 8}, "sliding_window: 8 in the file, 7 in this job"),
+        ("window", {"sliding_window": None}, "sliding_window: None in the file, 7 in this job"),
         ("window", {"sliding_window": "8"}, "'sliding_window' must be of type int, got '8'"),
-        ("window", {"sliding_window": 0}, "sliding_window: 0 there, 7 in this job"),
-        ("window", {"attention_bias": True}, "attention_bias = True, only False is"),
-        ("window", {"mlp_bias": True}, "mlp_bias = True, only False is"),
+        ("window", {"sliding_window": 0}, "sliding_window: 0 in the file, 7 in this job"),
+        ("window", {"attention_bias": True}, "attention_bias must be False, got True"),
+        ("window", {"mlp_bias": True}, "mlp_bias must be False, got True"),
     ],
 )
 def test_what_does_not_fit_of_qwen2_and_mistral_is_named(
@@ -455,7 +465,7 @@ def test_the_sizes_of_a_folder_as_settings(name: str, tmp_path: Path) -> None:
     assert sizes_of(again) == sizes_of(found) == sizes_of(config)
     with pytest.raises(CheckpointError) as error:
         open_folder(folder, spec=LLAMA, architecture=LLAMA.flavors["tiny8"], group=None)
-    assert 'write model.flavor = "hf"' in str(error.value).splitlines()[-1]
+    assert 'model.flavor = "hf"' in str(error.value).splitlines()[-1]
 
 
 EXPERTS = "experts, first layer dense"
@@ -537,21 +547,24 @@ def without(part: str) -> Callable[[dict[str, Tensor]], Any]:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_local_experts": 6}, "num_experts: 6 there, 5 in this job"),
-        ({"num_experts_per_tok": 2}, "num_experts_per_tok: 2 there, 3 in this job"),
+        ({"num_local_experts": 6}, "num_experts: 6 in the file, 5 in this job"),
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok: 2 in the file, 3 in this job"),
         ({"num_experts_per_tok": "3"}, "'num_experts_per_tok' must be of type int, got '3'"),
-        ({"norm_topk_prob": True}, "norm_topk_prob: True there, False in this job"),
+        ({"norm_topk_prob": True}, "norm_topk_prob: True in the file, False in this job"),
         ({"norm_topk_prob": 1}, "'norm_topk_prob' must be of type bool, got '1'"),
-        ({"mlp_only_layers": []}, "mlp_only_layers: [] there, [0] in this job"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2, only 1 is"),
-        (without(".experts.2.up"), "got no number 2 beside 'model.layers.1.mlp.experts.0.up_proj"),
+        ({"mlp_only_layers": []}, "mlp_only_layers: [] in the file, [0] in this job"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
+        (without(".experts.2.up"), "number 2 missing"),
         (without(".experts.4.up"), "has shape [4, 20, 32], not [5, 20, 32]"),
         (without(".mlp.gate.weight"), "1 missing: 'layers.1.moe.router.gate.weight'"),
         (
             lambda t: t.update({"model.layers.1.mlp.experts.3.up_proj.weight": torch.ones(2, 2)}),
-            "got ((2, 2), 'F32') and ((20, 32), 'F32') beside",
+            "((2, 2), 'F32') and ((20, 32), 'F32')",
         ),
-        (lambda t: t.update({"layers.1.moe.experts.w3": torch.ones(5, 20, 32)}), "once, as one"),
+        (
+            lambda t: t.update({"layers.1.moe.experts.w3": torch.ones(5, 20, 32)}),
+            "'layers.1.moe.experts.w3' must be one tensor",
+        ),
     ],
 )
 def test_what_does_not_fit_of_experts_is_named(changes: Any, said: str, tmp_path: Path) -> None:
@@ -566,10 +579,10 @@ def test_what_does_not_fit_of_experts_is_named(changes: Any, said: str, tmp_path
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"mlp_only_layers": [1]}, "must list the first few layers under mlp_only_layers"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers must list the first layers"),
         ({"mlp_only_layers": [0, 1]}, "leave a layer with experts, got 2 of 2"),
         ({"num_experts_per_tok": 9}, "at most num_experts, got 9 of 5"),
-        ({"num_local_experts": 0}, "must give counts of 1 and more"),
+        ({"num_local_experts": 0}, "num_experts must be from 1 to"),
     ],
 )
 def test_experts_that_no_model_has_are_refused(
@@ -638,9 +651,9 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (cut, "model.safetensors cannot be read, it may be cut short"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "holds no safetensors file"),
-        (lambda folder: (folder / "config.json").unlink(), "which lacks config.json"),
+        (cut, "model.safetensors cannot be read"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no safetensors file"),
+        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
         (change_config(hidden_size="32"), "'hidden_size' must be of type int, got '32'"),
         (change_config(num_attention_heads=None), "it lacks 'num_attention_heads'"),
@@ -664,21 +677,33 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
             change_tensors(lambda t: t.update({"model.norm.weight": torch.ones(32).char()})),
             "1 of another type: 'norm.weight' (model.norm.weight) has type I8, not F64, F32, F16, ",
         ),
-        (with_index({"extra": "one.safetensors"}), "names what is not there: extra in one."),
+        (with_index({"extra": "one.safetensors"}), "names missing tensors: extra in one."),
         (with_index({"extra": "two.safetensors"}), "two.safetensors cannot be read"),
-        (with_index({"extra": "../one.safetensors"}), "a file beside it for each tensor, got '../"),
+        (
+            with_index({"extra": "../one.safetensors"}),
+            "weight_map must name a file in the folder for each tensor, got '../",
+        ),
         (with_index({}), None),
-        (with_index(["one.safetensors"]), "weight_map must give a file beside it"),
-        (change_config(num_hidden_layers=3), "num_hidden_layers: 3 there, 2 in this job"),
-        (change_config(rms_norm_eps=1e-6), "rms_norm_eps: 1e-06 there, 1e-05 in this job"),
-        (change_config(rope_parameters={"rope_theta": 1e4}), "rope_theta: 10000.0 there, 500000.0"),
-        (change_config(num_attention_heads=8), "num_attention_heads: 8 there, 4 in this job"),
-        (change_config(num_attention_heads=8, head_dim=4), "num_attention_heads: 8 there, 4 in"),
-        (change_config(rope_parameters=ROPE), "got rope_type 'longrope' with"),
-        (change_rope(YARN, truncate=False), "got truncate = False; take a model without it"),
+        (with_index(["one.safetensors"]), "weight_map must name a file in the folder"),
+        (change_config(num_hidden_layers=3), "num_hidden_layers: 3 in the file, 2 in this job"),
+        (change_config(rms_norm_eps=1e-6), "rms_norm_eps: 1e-06 in the file, 1e-05 in this job"),
+        (
+            change_config(rope_parameters={"rope_theta": 1e4}),
+            "rope_theta: 10000.0 in the file, 500000.0",
+        ),
+        (change_config(num_attention_heads=8), "num_attention_heads: 8 in the file, 4 in this job"),
+        (
+            change_config(num_attention_heads=8, head_dim=4),
+            "num_attention_heads: 8 in the file, 4 in",
+        ),
+        (
+            change_config(rope_parameters=ROPE),
+            "rope_type must be default, linear or llama3 or yarn, got 'longrope'",
+        ),
+        (change_rope(YARN, truncate=False), "truncate = False"),
         (change_rope(YARN, mscale=0.0), "'mscale' must be a number above 0, got '0.0'"),
-        (change_rope(YARN, short_factor=[1.0]), "got short_factor = [1.0]; take"),
-        (change_rope(YARN, factor=None), "'yarn' must have 'factor', which is null or not"),
+        (change_rope(YARN, short_factor=[1.0]), "short_factor = [1.0]"),
+        (change_rope(YARN, factor=None), "rope_type 'yarn' needs 'factor'"),
         (
             change_rope(YARN, factor="8"),
             "config.json is damaged: 'factor' must be a number above 0, got",
@@ -687,18 +712,18 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
         (change_rope(YARN, factor=-2.0), "'factor' must be a number above 0, got '-2.0'"),
         (change_rope(YARN, beta_fast="32"), "'beta_fast' must be a number above 0, got '32'"),
         (change_rope(YARN, beta_fast=None, mscale=None, truncate=True), "rope_scaling: {'rope_ty"),
-        (change_rope(YARN, rope_type=["yarn"]), "got rope_type ['yarn'] with"),
+        (change_rope(YARN, rope_type=["yarn"]), "got ['yarn']"),
         (change_rope({"rope_theta": "5"}), "'rope_theta' must be a number above 0, got '5'"),
         (change_config(rope_parameters=None, rope_theta="5"), "'rope_theta' must be a number"),
-        (change_rope({"partial_rotary_factor": 0.5}), "partial_rotary_factor = 0.5, only 1.0 is"),
-        (change_config(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5, only 1.0 is"),
-        (change_config(attention_bias=True), "attention_bias = True, only False is"),
-        (change_config(hidden_act="gelu"), "hidden_act = 'gelu', only 'silu' is"),
-        (change_config(sliding_window=4096), "sliding_window = 4096, only None is"),
-        (change_config(quantization_config={"bits": 4}), "is read, got {'bits': 4}; take"),
+        (change_rope({"partial_rotary_factor": 0.5}), "partial_rotary_factor must be 1.0, got 0.5"),
+        (change_config(partial_rotary_factor=0.5), "partial_rotary_factor must be 1.0, got 0.5"),
+        (change_config(attention_bias=True), "attention_bias must be False, got True"),
+        (change_config(hidden_act="gelu"), "hidden_act must be 'silu', got 'gelu'"),
+        (change_config(sliding_window=4096), "sliding_window must be None, got 4096"),
+        (change_config(quantization_config={"bits": 4}), "got {'bits': 4}"),
         (
             change_config(architectures=["MistralForCausalLM"]),
-            "must be of a LlamaForCausalLM, got architectures ['MistralForCausalLM']",
+            "architectures must be [\"LlamaForCausalLM\"], got ['MistralForCausalLM']",
         ),
     ],
 )
@@ -721,7 +746,7 @@ def test_another_flavor_is_named_with_each_size_that_differs(tmp_path: Path) -> 
     with pytest.raises(CheckpointError) as error:
         open_folder(folder, spec=LLAMA, architecture=LLAMA.flavors["tiny"], group=None)
     rule, *differences, remedy = str(error.value).splitlines()
-    assert rule == f"{folder / 'config.json'} must have the sizes of this job, got others:"
+    assert str(folder / "config.json") in rule
     assert [line.split(":")[0].strip() for line in differences] == [
         "num_hidden_layers",
         "num_attention_heads",
@@ -729,7 +754,7 @@ def test_another_flavor_is_named_with_each_size_that_differs(tmp_path: Path) -> 
         "head_dim",
         "vocab_size",
     ]
-    assert remedy.startswith('write model.flavor = "hf"')
+    assert 'model.flavor = "hf"' in remedy
 
 
 @pytest.mark.parametrize(("stored", "may_grow"), [(200, True), (300, False)])
@@ -742,14 +767,14 @@ def test_a_larger_vocabulary_may_grow(stored: int, may_grow: bool, tmp_path: Pat
 
 def test_a_file_is_refused_with_its_folder(tmp_path: Path) -> None:
     file = theirs(tmp_path) / "model.safetensors"
-    with pytest.raises(CheckpointError, match="which is a file: name its folder"):
+    with pytest.raises(CheckpointError, match="it is a file"):
         open_folder(file, spec=LLAMA, architecture=VARIANTS["grouped"], group=None)
 
 
 def test_pickles_are_refused_with_what_to_do(tmp_path: Path) -> None:
     folder = theirs(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pickles and never read: convert them"):
+    with pytest.raises(CheckpointError, match="pickles and never read"):
         imported(folder, VARIANTS["grouped"])
 
 
@@ -782,9 +807,9 @@ def test_a_rotation_that_the_job_sets_may_differ(
             open_folder(folder, spec=LLAMA, architecture=other, group=None)
         caplog.clear()
         chosen = {"rope_scaling", "rope_theta"}
-        open_folder(folder, spec=LLAMA, architecture=other, chosen=chosen, group=None)
+        open_folder(folder, spec=LLAMA, architecture=other, may_differ=chosen, group=None)
         [line] = caplog.messages
-        there, _ = line.removeprefix("rope_scaling of the rotation: ").split("config.json, ")
+        there, _ = line.removeprefix("rope_scaling: ").split("config.json, ")
         assert "'rope_type': 'llama3'" in there
         assert line.endswith(f"{sizes_of(other)['rope_scaling']} in this job")
     settings = ModelConfig(rope_theta=100.0, rope_scaling=RopeScalingConfig(type="none"))
@@ -831,8 +856,8 @@ def test_an_export_is_whole_or_absent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        (lambda block: delattr(block.feed_forward, "w3"), "lacks, of what they hold, layers.1.f"),
-        (lambda block: setattr(block, "gate", nn.Linear(2, 2)), "have no name for layers.1.gate.b"),
+        (lambda block: delattr(block.feed_forward, "w3"), "the model lacks layers.1.f"),
+        (lambda block: setattr(block, "gate", nn.Linear(2, 2)), "has no name for layers.1.gate.b"),
     ],
 )
 def test_a_checkpoint_of_other_parameters_writes_no_folder(
@@ -849,9 +874,9 @@ def test_a_name_of_experts_that_is_missing_is_found() -> None:
     spec = MODELS["qwen3_moe"]
     sizes = spec.flavors["tiny8"]
     ours = [name for name, _ in spec.build_meta(sizes).named_parameters()]
-    assert Names(spec.hf, sizes).find_misnamed(ours) is None
+    assert Names(spec.hf, sizes).find_mismatch(ours) is None
     some = {n: theirs for n, theirs in spec.hf.names.items() if not n.endswith("experts.w3")}
-    found = Names(replace(spec.hf, names=some), sizes).find_misnamed(ours)
+    found = Names(replace(spec.hf, names=some), sizes).find_mismatch(ours)
     assert found is not None
     assert "no name for layers.1.moe.experts.w3" in found
 
@@ -869,4 +894,4 @@ def test_a_checkpoint_of_a_part_of_a_tensor_writes_no_folder(tmp_path: Path) -> 
 
 
 def test_all_types_that_are_written_are_read() -> None:
-    assert {(name, dtype) for dtype, name in write.DTYPES.items()} <= set(DTYPES.items())
+    assert {(name, dtype) for dtype, name in hf_export.DTYPES.items()} <= set(DTYPES.items())

@@ -3,7 +3,7 @@
 Common loaders read the whole model on every rank, or on one rank that sends it to the others. Here
 DCP plans which piece of which tensor each rank needs in any layout, and a rank reads only these, so
 it never holds more of a file than one piece of one tensor. `PieceReader` runs the plan; subclasses
-open the pieces: `TensorReader` those of DCP files, `hf/read.py` those of Hugging Face files.
+open the pieces: `TensorReader` those of DCP files, `hf/weights.py` those of Hugging Face files.
 
 DCP's `.metadata` lists name, shape and type of each tensor, and the file of each piece. It is a
 pickle, that is, a program: it calls functions and changes objects. Here every class or function

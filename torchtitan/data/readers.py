@@ -10,8 +10,8 @@ yielded in pieces, and a reader holds few rows at a time. Two limits bound the m
 the length of a line, and the ratio of compression (a few KiB can hold terabytes of one letter).
 
 A reader checks only its own format. The values of a row are checked in one place for all formats:
-text by `TextTemplate`, fine-tuning examples in `finetune/shapes.py`. So the same rows give the same
-tokens in every format. A new format is one function and one line of `READERS`.
+text by `TextTemplate`, fine-tuning examples in `finetune/examples.py`. So the same rows give the
+same tokens in every format. A new format is one function and one line of `READERS`.
 """
 
 from __future__ import annotations

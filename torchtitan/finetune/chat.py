@@ -1,18 +1,17 @@
-"""Chat templates: a conversation as the text that a model reads, and which parts of it are learnt.
+"""Chat templates: render a conversation as text, and find the parts of it that are trained on.
 
-A template is a Jinja program that comes with a model. Strangers wrote it, so it runs in Jinja's
-sandbox: it cannot reach Python's internals, read a file or change its input. Its time and memory
-are not bounded. It may use what `transformers` gives it, so the text is the same.
+A template is a Jinja program that comes with a model. It is untrusted, so it runs in Jinja's
+sandbox, where it cannot access Python's internals, read a file or change its input. Its time and
+memory are not limited. It has the functions that transformers provides, so the text is the same.
 
-The loss is on what the assistant wrote. A template may mark that by `{% generation %}` tags. Most
-do not; then prefixes tell. The text of the conversation before an answer, with the generation
-prompt, is what the model gets when it answers; whatever the text with the answer has beyond that is
-what the model must write. This holds only if the first text is a prefix of the second. A template
-that writes earlier turns differently once later ones follow (some drop the reasoning of all answers
-but the last) is refused.
+The loss is on the assistant's messages. A template may mark them by `{% generation %}` tags.
+Without tags, they are found by prefixes: the model reads the text of the messages before an answer,
+with the generation prompt, and has to write the rest of the text with the answer. This needs the
+first text to be a prefix of the second. A template that renders earlier turns differently
+once later ones follow (some drop the reasoning of all answers but the last) is an error.
 
-Not every answer is learnt: an empty one would only teach to end the turn, and one of weight 0, as
-in OpenAI's format, is there for what comes after it.
+Empty answers are not trained on, as they would only teach to end the turn, and neither are answers
+with weight 0 (OpenAI's format).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
@@ -30,21 +30,39 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtitan.base.errors import DataError
 from torchtitan.base.log import plural
+from torchtitan.data.files import user_path
 from torchtitan.data.text import any_of
+from torchtitan.data.tokenizer import (
+    BEGIN_OF_TEXT,
+    BUILT_IN,
+    END_OF_TEXT,
+    Tokenizer,
+    read_tokenizer_config,
+    special_token,
+)
 
 Message = Mapping[str, Any]
-
-# noncharacters of Unicode: no text holds them
+# Unicode noncharacters: no text contains them
 BEGIN_MARK, END_MARK = "\ufdd0", "\ufdd1"
-MARKS = "{% generation %} and {% endgeneration %}"
+TAGS = "{% generation %} and {% endgeneration %}"
 PROBE = "an answer"
-SAYS = ("content", "tool_calls", "reasoning_content", "thinking")
+CONTENT_KEYS = ("content", "tool_calls", "reasoning_content", "thinking")
 MAX_CHARS = 1 << 20
-"""Characters of a template; those of known models have fewer than 20,000."""
+"""Longest template. Those of known models have fewer than 20,000 characters."""
+# BOS separates role and content, so that no token is part of both
+BUILT_IN_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ message['role'] + bos_token + message['content'] + eos_token }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant' + bos_token }}{% endif %}"
+)
+TOKEN_VARIABLES = tuple(
+    f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
 
 
 class Conversation(NamedTuple):
-    """Messages, the tools that they refer to, and file and line for errors."""
+    """Messages, the tools that they use, and their file and line for errors."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None
@@ -52,30 +70,30 @@ class Conversation(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, and begin and end of each part that is learnt."""
+    """A conversation as text, and start and end of each part that is trained on."""
 
     text: str
     spans: list[tuple[int, int]]
 
 
-class GenerationMarks(Extension):
-    """`{% generation %}` to `{% endgeneration %}`: a mark before and after what is inside."""
+class GenerationTags(Extension):
+    """Jinja extension that writes marks around `{% generation %}` blocks."""
 
     tags = {"generation"}  # noqa: RUF012, Jinja's protocol
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Parse from the tag to its end."""
+        """Parse a block."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return [_written(BEGIN_MARK, line), *body, _written(END_MARK, line)]
+        begin, end = (
+            nodes.Output([nodes.TemplateData(mark)]).set_lineno(line)
+            for mark in (BEGIN_MARK, END_MARK)
+        )
+        return [begin, *body, end]
 
 
-def _written(text: str, line: int) -> nodes.Node:
-    return nodes.Output([nodes.TemplateData(text)]).set_lineno(line)
-
-
-class LoudUndefined(Undefined):
-    """A name without a value: a template may test it, but writing it is an error."""
+class StrictUndefined(Undefined):
+    """An undefined name. A template may test it, but writing it is an error."""
 
     def __str__(self) -> NoReturn:
         self._fail_with_undefined_error()
@@ -85,8 +103,8 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
 
 
 def _tojson(
@@ -96,7 +114,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own escapes HTML; other options of json.dumps would call functions past the sandbox
+    # Jinja's own filter escapes HTML; json.dumps's `default` would call functions from the template
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -110,8 +128,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        undefined=LoudUndefined,
-        extensions=[GenerationMarks, loopcontrols],
+        undefined=StrictUndefined,
+        extensions=[GenerationTags, loopcontrols],
     )
     environment.filters["tojson"] = _tojson
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
@@ -119,20 +137,23 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A template that is well-formed.
+    """A compiled chat template.
 
     Args:
-        source: the Jinja text.
-        origin: where it comes from, for messages.
-        variables: the special tokens by role: bos_token, eos_token ...
-        special: the names of all special tokens.
+        source: The Jinja text.
+        origin: Where it was found, for messages.
+        variables: The special tokens by role: bos_token, eos_token ...
+        special: Names of all special tokens.
+
+    Raises:
+        DataError: The text is too long or not valid Jinja.
     """
 
     def __init__(
         self, source: str, *, origin: str, variables: Mapping[str, str], special: Collection[str]
     ) -> None:
         if len(source) > MAX_CHARS:
-            rule = f"{origin} must be a chat template of at most {MAX_CHARS} characters"
+            rule = f"{origin} must have at most {MAX_CHARS} characters"
             raise DataError.at("chat_template", rule)
         environment = _environment()
         try:
@@ -140,142 +161,202 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except Exception as error:  # of the parser, the compiler or Python
             line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
-            rule = f"{origin} must be valid Jinja, {line}{error}; mend it, or name another"
+            rule = f"{origin} must be valid Jinja, {line}{error}"
             raise DataError.at("chat_template", rule) from error
         texts = tree.find_all(nodes.TemplateData)
-        self._has_marks = any(text.data == BEGIN_MARK for text in texts)
+        self._has_tags = any(text.data == BEGIN_MARK for text in texts)
         self.source, self.origin, self.variables = source, origin, dict(variables)
-        self._special = re.compile(rf"\s*(?:{any_of(special)})")
-        self._ending = re.compile(rf"(?:{any_of(special)})(?=\s*\Z)")
+        self._special_at_start = re.compile(rf"\s*(?:{any_of(special)})")
+        self._special_at_end = re.compile(rf"(?:{any_of(special)})(?=\s*\Z)")
 
     def render(self, conversation: Conversation, *, add_generation_prompt: bool = False) -> str:
         """Return the text that the model reads; raise DataError if the template fails."""
-        number = len(conversation.messages)
-        marked = self._render(conversation, num_messages=number, asks=add_generation_prompt)
-        return marked.replace(BEGIN_MARK, "").replace(END_MARK, "")
+        text = self._render(
+            conversation,
+            num_messages=len(conversation.messages),
+            add_generation_prompt=add_generation_prompt,
+        )
+        return text.replace(BEGIN_MARK, "").replace(END_MARK, "")
 
     def end_of_turn(self) -> str | None:
-        """Return the special token that the template writes after an answer; None: it writes none.
+        """Return the special token that the template writes after an answer, None without one.
 
-        Raises DataError if it fails on a question and an answer.
+        Raises:
+            DataError: The template fails on a question and an answer.
         """
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
-        text = self.render(Conversation(turns, None, "to find the token that ends an answer"))
-        found = self._special.match(text.rpartition(PROBE)[2])
+        text = self.render(Conversation(turns, None, "to find the token that ends a turn"))
+        found = self._special_at_start.match(text.rpartition(PROBE)[2])
         return found[0].strip() if found else None
 
     def divide(self, conversation: Conversation) -> Rendered:
-        """Return the text and the parts to learn; raise DataError if these are unclear.
+        """Return the text and the parts to train on.
 
-        A part ends with the special token that ends the turn, without the white space that some
-        templates write after it.
+        A part ends with the special token that ends the turn, without following white space.
+
+        Raises:
+            DataError: The template fails, or the parts cannot be found.
         """
         messages, _, where = conversation
-        whole = self._render(conversation, num_messages=len(messages), asks=False)
-        if self._has_marks:
-            marked = _unmarked(whole)
-            return Rendered(marked.text, self._due(marked.spans, messages, where=where))
+        text = self._render(conversation, num_messages=len(messages))
+        if self._has_tags:
+            rendered = _remove_marks(text)
+            return Rendered(rendered.text, self._trained(rendered.spans, messages, where=where))
         spans = []
-        for i in (i for i, message in enumerate(messages) if is_due(message)):
-            given = self._render(conversation, num_messages=i, asks=True)
-            answered = self._render(conversation, num_messages=i + 1, asks=False)
-            if not (answered.startswith(given) and whole.startswith(answered)):
-                plain = self.render(conversation._replace(messages=messages[:i])) if i else ""
-                why = _difference(plain, given, answered)
+        for i in (i for i, message in enumerate(messages) if is_trained(message)):
+            prompt = self._render(conversation, num_messages=i, add_generation_prompt=True)
+            answered = self._render(conversation, num_messages=i + 1)
+            if not (answered.startswith(prompt) and text.startswith(answered)):
+                before = self.render(conversation._replace(messages=messages[:i])) if i else ""
                 raise DataError(
-                    f"{where}: cannot find where the answer of message {i + 1} begins and ends in "
-                    f"the text of the chat template {self.origin}, {why} put {MARKS} around the "
-                    f"assistant's part in the template"
+                    f"{where}: cannot find the answer of message {i + 1} in the text of the chat "
+                    f"template {self.origin}, {_mismatch(before, prompt, answered)}; put {TAGS} "
+                    f"around the assistant's part in the template"
                 )
-            ending = self._ending.search(answered, len(given))
-            spans.append((len(given), ending.end() if ending else len(answered)))
-        return Rendered(whole, spans)
+            ending = self._special_at_end.search(answered, len(prompt))
+            spans.append((len(prompt), ending.end() if ending else len(answered)))
+        return Rendered(text, spans)
 
-    def _render(self, conversation: Conversation, *, num_messages: int, asks: bool) -> str:
-        """Return the text of the first messages; `asks`: with the generation prompt after them."""
+    def _render(
+        self, conversation: Conversation, *, num_messages: int, add_generation_prompt: bool = False
+    ) -> str:
+        """Return the text of the first messages, with marks."""
         messages, tools, where = conversation
         try:
             text = self._template.render(
                 messages=messages[:num_messages],
                 tools=tools,
                 documents=None,
-                add_generation_prompt=asks,
+                add_generation_prompt=add_generation_prompt,
                 **self.variables,
             )
-            text.encode()  # half of a surrogate pair is an error
-        except Exception as error:  # whatever the template's operations raise
+            text.encode()  # raises for half of a surrogate pair
+        except Exception as error:  # operations of a template can raise anything
+            problem = f"the chat template {self.origin} fails"
+            remedy = ""
+            if num_messages < len(messages):
+                problem += f" on the first {plural(num_messages, 'message')} only"
+                remedy = (
+                    f"; add the message that the template needs, or put {TAGS} around the "
+                    f"assistant's part in the template"
+                )
             reason = str(error) or type(error).__name__
-            if num_messages == len(messages):
-                raise DataError(
-                    f"{where}: the chat template {self.origin} fails: {reason}; "
-                    f"mend the messages or the template"
-                ) from error
-            asked = f"the answer of message {num_messages + asks} {'begins' if asks else 'ends'}"
-            raise DataError(
-                f"{where}: to find where {asked}, the first {plural(num_messages, 'message')} "
-                f"must be rendered alone, but there the chat template {self.origin} fails: "
-                f"{reason}; put the message that the template needs before it, or put {MARKS} "
-                f"around the assistant's part in the template"
-            ) from error
+            raise DataError(f"{where}: {problem}: {reason}{remedy}") from error
         return text
 
-    def _due(
+    def _trained(
         self, spans: list[tuple[int, int]], messages: Sequence[Message], *, where: str
     ) -> list[tuple[int, int]]:
-        """Return the marked parts that are to be learnt."""
-        due = [is_due(message) for message in messages if message["role"] == "assistant"]
-        if not all(due):
-            if len(due) != len(spans):
+        """Return the tagged parts to train on."""
+        trained = [is_trained(message) for message in messages if message["role"] == "assistant"]
+        if not all(trained):
+            if len(trained) != len(spans):
                 raise DataError(
-                    f"{where}: cannot find the part of an answer that is empty or has weight 0, "
-                    f"which is not learnt: the chat template {self.origin} marks "
-                    f"{plural(len(spans), 'part')} for {plural(len(due), 'answer')}; put one pair "
-                    f"of {MARKS} around each answer"
+                    f"{where}: cannot find the answer that is empty or has weight 0: the chat "
+                    f"template {self.origin} tags {plural(len(spans), 'part')} for "
+                    f"{plural(len(trained), 'answer')}; put one pair of {TAGS} around each answer"
                 )
-            spans = [span for span, learnt in zip(spans, due, strict=True) if learnt]
+            spans = [span for span, keep in zip(spans, trained, strict=True) if keep]
         return [(start, stop) for start, stop in spans if start < stop]
 
-    def leaves_out_end(self, rendered: Rendered) -> bool:
-        """Return whether the token that ends an answer is outside the template's marks."""
+    def lacks_end(self, rendered: Rendered) -> bool:
+        """Return whether the token that ends an answer is outside the template's tags."""
         return any(
-            self._special.match(rendered.text, stop) and not self._ending.search(part)
+            self._special_at_start.match(rendered.text, stop)
+            and not self._special_at_end.search(rendered.text[start:stop])
             for start, stop in rendered.spans
-            for part in [rendered.text[start:stop]]
         )
 
 
-def is_due(message: Message) -> bool:
-    """Return whether a message is an answer to learn."""
-    says = any(message.get(key) for key in SAYS)
-    return message["role"] == "assistant" and says and message.get("weight") != 0
+def is_trained(message: Message) -> bool:
+    """Return whether a message is an answer to train on."""
+    has_content = any(message.get(key) for key in CONTENT_KEYS)
+    return message["role"] == "assistant" and has_content and message.get("weight") != 0
 
 
-def _difference(plain: str, given: str, answered: str) -> str:
-    """Say why the text that asks for an answer is not a prefix of the text with it.
+def _mismatch(before: str, prompt: str, answered: str) -> str:
+    """Explain why the text with an answer does not start with the prompt for it.
 
-    `plain` is the text before the answer, `given` the same with the generation prompt.
+    `before` is the text before the answer without the generation prompt.
     """
-    pairs = enumerate(zip(given, answered, strict=False))
-    common = next((i for i, (one, other) in pairs if one != other), len(answered))
-    if common < len(given) and given.startswith(plain) and common >= len(plain):
+    pairs = enumerate(zip(prompt, answered, strict=False))
+    common = next((i for i, (a, b) in pairs if a != b), len(answered))
+    if common < len(prompt) and prompt.startswith(before) and common >= len(before):
         return (
-            f"whose generation prompt writes {given[common:]!r}, but the text of the answer does "
-            f"not begin with that; let it begin so, or"
+            f"whose generation prompt has {prompt[common:]!r}, which is missing in the text with "
+            f"the answer"
         )
-    return "which writes earlier messages differently once later ones follow;"
+    return "which renders earlier messages differently once later ones follow"
 
 
-def _unmarked(text: str) -> Rendered:
+def _remove_marks(text: str) -> Rendered:
     parts: list[str] = []
     spans: list[tuple[int, int]] = []
     length = 0
     while text:
-        outside, begin, text = text.partition(BEGIN_MARK)
+        outside, mark, text = text.partition(BEGIN_MARK)
         inside, _, text = text.partition(END_MARK)
         inside = inside.replace(BEGIN_MARK, "")
         start = length + len(outside)
         length = start + len(inside)
         parts += [outside, inside]
-        if begin:
+        if mark:
             spans.append((start, length))
     return Rendered("".join(parts), spans)
+
+
+def find_template(
+    setting: str | None, *, tokenizer: Tokenizer, tokenizer_path: str
+) -> ChatTemplate | None:
+    """Return the template that the setting names or the tokenizer has, None without one.
+
+    Hugging Face stores it beside tokenizer.json, in chat_template.jinja or, in older folders, in
+    tokenizer_config.json, which also has the values of bos_token and eos_token. The built-in
+    tokenizers have a simple template of their BOS and EOS tokens.
+
+    Raises:
+        DataError: A file cannot be read or is not a template.
+    """
+    is_built_in = tokenizer_path in ("byte", *BUILT_IN)
+    path = Path(tokenizer_path).expanduser()
+    folder = path if path.is_dir() else path.parent
+    config = {} if is_built_in else read_tokenizer_config(folder / "tokenizer_config.json")
+    if setting is not None:
+        source, origin = _read(user_path(setting, key="chat_template")), setting
+    elif is_built_in:
+        source, origin = BUILT_IN_TEMPLATE, "of the built-in tokenizers"
+    elif (file := folder / "chat_template.jinja").exists():
+        source, origin = _read(file), str(file)
+    elif (stored := _default_template(config)) is not None:
+        source, origin = stored, str(folder / "tokenizer_config.json")
+    else:
+        return None
+    names = {i: name for name, i in tokenizer.special_tokens.items()}
+    variables = {"eos_token": names.get(tokenizer.eos_id, END_OF_TEXT)}
+    if BEGIN_OF_TEXT in tokenizer.special_tokens:
+        variables["bos_token"] = BEGIN_OF_TEXT
+    # null in the config: the tokenizer has no such token
+    variables |= {key: special_token(config, key) or "" for key in TOKEN_VARIABLES if key in config}
+    special = tokenizer.special_tokens
+    return ChatTemplate(source, origin=origin, variables=variables, special=special)
+
+
+def _read(file: Path) -> str:
+    try:
+        # utf-8-sig: a byte order mark would be written into every conversation
+        with file.open(encoding="utf-8-sig") as opened:
+            return opened.read(MAX_CHARS + 1)
+    except OSError as error:
+        rule = f"must name a Jinja file, cannot read {file}: {error.strerror}"
+        raise DataError.at("chat_template", rule) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"the chat template {file} must be UTF-8: {error}") from error
+
+
+def _default_template(config: dict[str, Any]) -> str | None:
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        # named templates: [{"name": "default", "template": ...}, ...]
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

@@ -1,130 +1,226 @@
-"""Examples to fine-tune on: read from files of rows, and made tokens with or without loss.
+"""Formats of fine-tuning examples.
 
-What a row may be, and what is learnt of it, is in `shapes.py`. The loss is on what the model has to
-write: the assistant's words and the token that ends its turn; the completion and the
-end-of-document token. An empty answer is not learnt, nor is one with `"weight": 0`.
+A row of a file becomes a conversation, or a prompt with its completion.
 
-A conversation is tokenised as one text, as when the model is used, and a token is learnt if any of
-its characters is the assistant's. Templates with a special token on both sides of an answer have no
-token with characters of two turns. A prompt and its completion are tokenised separately: nothing
-stands between them, and in use the model gets only the tokens of the prompt.
-
-The name of a special token in a message would end a turn too early, so it is an error. In prompts
-and completions, which no template writes, it is plain text.
+The format follows from the row's keys: OpenAI's chats and completions, ShareGPT's chats, or
+Alpaca's instructions. If a row has the keys of several formats, the first one counts. Other keys
+are ignored.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, NamedTuple
 
 from torchtitan.base.errors import DataError
-from torchtitan.data.readers import READERS, read_rows, suffix_of
-from torchtitan.data.text import any_of
-from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.finetune.chat import BEGIN_MARK, END_MARK, ChatTemplate, Conversation
-from torchtitan.finetune.shapes import Continuation, Example, parse_example, strings_in
+from torchtitan.data.readers import READERS, read_rows, suffix_of, type_name
+from torchtitan.data.text import check_characters
+from torchtitan.finetune.chat import Conversation, Message
 
-Marked = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+WEIGHTS = ("0", "1", "0.0", "1.0")
+SPEAKERS: Mapping[str, str] = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Roles by ShareGPT's names of speakers."""
+OPTIONAL = ("input", "system")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt with its completion."""
+
+    prompt: str
+    completion: str
+    where: str
+
+
+Example = Conversation | Completion
+Row = dict[str, Any]
+
+
+class Format(NamedTuple):
+    """A format of rows."""
+
+    shown: str
+    """A row, for messages."""
+    keys: frozenset[str]
+    """Keys that a row of this format has."""
+    parse: Callable[[Row, str], Example]
 
 
 def read_examples(file: Path) -> Iterator[Example]:
-    """Yield the examples of a file; a DataError names the place of a wrong one."""
+    """Yield the examples of a file; raise DataError with the line of a wrong one."""
     check_has_rows(file)
-    for value, where in read_rows(file):
-        yield parse_example(value, where=where)
+    for row, where in read_rows(file):
+        yield parse_example(row, where=where)
 
 
 def check_has_rows(file: Path) -> None:
-    """Raise DataError if the suffix of a file is not of a format with rows."""
+    """Raise DataError unless the file's format has rows."""
     if suffix_of(file) not in READERS:
         raise DataError(
-            f"examples must be rows ({', '.join(READERS)}), got {file}; to read text set "
+            f"examples must be in one of {', '.join(READERS)}, got {file}; to train on text set "
             f'dataset = "files"'
         )
 
 
-class Encoder:
-    """Turns examples into numbers: twice the id of each token, plus one if it is learnt.
+def parse_example(row: object, *, where: str) -> Example:
+    """Return the example in a row; raise DataError if it has no known format."""
+    # a column of a table without a value in this row is null
+    keys = {k for k, v in row.items() if v is not None} if isinstance(row, dict) else set()
+    found = [format for format in FORMATS if format.keys <= keys]
+    # without one, a lone prompt or completion selects the format that reports the missing key
+    found = found or [format for format in FORMATS[:2] if format.keys & keys]
+    if not isinstance(row, dict) or not found:
+        got = type_name(row)
+        if isinstance(row, dict):
+            got = f"keys {', '.join(map(repr, row))}" if row else "no keys"
+        hint = '; to train on text set dataset = "files"' if "text" in keys else ""
+        shown = ", ".join(format.shown for format in FORMATS)
+        raise DataError(f"{where} must be one of {shown}, got {got}{hint}")
+    for text in strings_in(row):
+        check_characters(text, where=where)
+    return found[0].parse(row, where)
 
-    So a token store holds both. `num_without_end` counts the conversations in which the marks of
-    the template leave out the end of the turn.
-    """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
-        self._tokenizer, self._template = tokenizer, template
-        # the marks too
-        forbidden = [*tokenizer.special_tokens, BEGIN_MARK, END_MARK]
-        self._forbidden = re.compile(any_of(forbidden))
-        self.num_without_end = 0
+def _completion(row: Row, where: str) -> Completion:
+    return Completion(_text(row, "prompt", where), _text(row, "completion", where), where)
 
-    def encode(self, examples: Sequence[Example]) -> list[npt.NDArray[np.int64] | None]:
-        """Return the numbers of each example, or None if there is nothing to learn in it.
 
-        The tokenizer encodes the texts of many examples on all cores.
-        """
-        chats = [example for example in examples if isinstance(example, Conversation)]
-        others = [example for example in examples if isinstance(example, Continuation)]
-        rows = {
-            Conversation: iter(self._conversations(chats) if chats else ()),
-            Continuation: iter(self._continuations(others) if others else ()),
-        }
-        marked = (next(rows[type(example)]) for example in examples)
-        # the first token is predicted from nothing
-        return [2 * ids + due if due[1:].any() else None for ids, due in marked]
+def _openai(row: Row, where: str) -> Conversation:
+    return _conversation(row["messages"], row, where)
 
-    def _continuations(self, examples: Sequence[Continuation]) -> Iterator[Marked]:
-        texts = [text for each in examples for text in (each.prompt, each.completion)]
-        encoded = self._tokenizer.encode_batch(texts)
-        for prompt, completion in zip(encoded[::2], encoded[1::2], strict=True):
-            end = [self._tokenizer.eos_id] if len(completion) else []
-            ids = np.concatenate([prompt, completion, np.array(end, np.int64)]).astype(np.int64)
-            yield ids, np.arange(len(ids)) >= len(prompt)
 
-    def ask(self, question: Conversation) -> list[int]:
-        """Return the tokens after which the model writes the next answer."""
-        template = self._checked(question)
-        text = template.render(question, add_generation_prompt=True)
-        return list(self._tokenizer.encode_special([text])[0].ids)
-
-    def _checked(self, example: Conversation) -> ChatTemplate:
-        """Return the template; raise DataError if there is none, or a message spells a token."""
-        if self._template is None:
-            rule = (
-                f"must name a Jinja file: {example.where} has messages, which need a chat "
-                f"template, and the tokenizer has none (chat_template.jinja or "
-                f"tokenizer_config.json beside it)"
+def _sharegpt(row: Row, where: str) -> Conversation:
+    turns = row["conversations"]
+    if not _are_objects(turns):
+        raise DataError(f"{where}: conversations must be a list of objects, got {turns!r:.60}")
+    messages = _system(row, where)
+    for number, turn in enumerate(turns, start=1):
+        speaker = turn.get("from")
+        role = SPEAKERS.get(speaker) if isinstance(speaker, str) else None
+        if role is None and "role" not in turn:
+            raise DataError(
+                f"{where}: from of turn {number} must be one of {', '.join(SPEAKERS)}, got "
+                f"{speaker!r:.60}"
             )
-            raise DataError.at("chat_template", rule)
-        for text in strings_in([*example.messages, *(example.tools or ())]):
-            if found := self._forbidden.search(text):
-                raise DataError(
-                    f"{example.where}: no message may spell a special token, which could end its "
-                    f"turn, found {found[0]!r}; remove it, or write it differently"
-                )
-        return self._template
-
-    def _conversations(self, examples: Sequence[Conversation]) -> Iterator[Marked]:
-        (template, *_) = [self._checked(example) for example in examples]
-        rendered = [template.divide(example) for example in examples]
-        encoded = self._tokenizer.encode_special([each.text for each in rendered])
-        for text, (ids, ends) in zip(rendered, encoded, strict=True):
-            self.num_without_end += template.leaves_out_end(text)
-            yield np.array(ids, np.int64), touched(ends, spans=text.spans)
+        message = {"role": role, "content": turn.get("value")}
+        messages.append(message | {k: v for k, v in turn.items() if k not in ("from", "value")})
+    return _conversation(messages, row, where)
 
 
-def touched(ends: Sequence[int], *, spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
-    """Return which tokens have a character in one of the spans, given where each token ends.
+def _alpaca(row: Row, where: str) -> Conversation:
+    instruction, context, output = (
+        _text(row, key, where) for key in ("instruction", "input", "output")
+    )
+    turns = row.get("history") or []
+    if not isinstance(turns, list) or any(not _is_pair(turn) for turn in turns):
+        raise DataError(
+            f"{where}: history must be a list of [question, answer] pairs, got {turns!r:.60}"
+        )
+    question = f"{instruction}\n\n{context}" if context else instruction
+    messages = _system(row, where)
+    for asked, answered in [*turns, (question, output)]:
+        messages.append({"role": "user", "content": asked})
+        messages.append({"role": "assistant", "content": answered})
+    return _conversation(messages, row, where)
 
-    A token begins where the one before it ends; tokens that share a character each have all of it.
-    """
-    stops = np.array(ends, np.int64)
-    starts = np.minimum(np.concatenate([[0], stops])[:-1], stops - 1)
-    due = np.zeros(len(stops), np.bool_)
-    for first, last in spans:
-        due |= (starts < last) & (stops > first)
-    return due
+
+FORMATS = (
+    Format('{"messages": [{"role": ..., "content": ...}, ...]}', frozenset({"messages"}), _openai),
+    Format('{"prompt": ..., "completion": ...}', frozenset({"prompt", "completion"}), _completion),
+    Format(
+        '{"conversations": [{"from": ..., "value": ...}, ...]}',
+        frozenset({"conversations"}),
+        _sharegpt,
+    ),
+    Format(
+        '{"instruction": ..., "input": ..., "output": ...}',
+        frozenset({"instruction", "output"}),
+        _alpaca,
+    ),
+)
+
+
+def _text(row: Row, key: str, where: str) -> str:
+    text = row.get(key)
+    if text is None and key in OPTIONAL:
+        return ""
+    if not isinstance(text, str):
+        got = f"{text!r:.60}" if key in row else f"keys {', '.join(map(repr, row))}"
+        raise DataError(f"{where} must have text under {key!r}, got {got}")
+    return text
+
+
+def _system(row: Row, where: str) -> list[Message]:
+    text = _text(row, "system", where)
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _conversation(messages: object, row: Row, where: str) -> Conversation:
+    tools = row.get("tools")
+    if tools is not None and not _are_objects(tools):
+        raise DataError(f"{where}: tools must be a list of objects, got {tools!r:.60}")
+    if not _are_objects(messages) or not messages:
+        raise DataError(f"{where}: messages must be a list of objects, got {messages!r:.60}")
+    assert isinstance(messages, list)
+    messages = [*map(_join_parts, messages)]
+    for number, message in enumerate(messages, start=1):
+        _check_message(message, where=f"{where}: message {number}")
+    return Conversation(messages, tools, where)
+
+
+def _check_message(message: Message, *, where: str) -> None:
+    role, content, weight = (message.get(key) for key in ("role", "content", "weight"))
+    if role not in ROLES:
+        got = f"{role!r:.60}" if "role" in message else "none"
+        raise DataError(f"{where} must have a role of {', '.join(ROLES)}, got {got}")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        got = f"{content!r:.60}" if "content" in message else "none"
+        raise DataError(f"{where} must have text as content, got {got}")
+    # by repr: True == 1
+    if role == "assistant" and weight is not None and repr(weight) not in WEIGHTS:
+        raise DataError(f"{where} must have weight 0 (not trained on) or 1, got {weight!r:.60}")
+
+
+def _join_parts(message: Message) -> Message:
+    """Join content in parts, as OpenAI's may be, if all of them are text."""
+    parts = message.get("content")
+    if not _are_objects(parts) or not parts:
+        return message
+    assert isinstance(parts, list)
+    texts = [part.get("text") for part in parts if part.get("type") == "text"]
+    is_text = len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+    return {**message, "content": "".join(texts)} if is_text else message
+
+
+def _are_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and [type(item) for item in value] == [str, str]
+
+
+def strings_in(value: object) -> Iterator[str]:
+    """Yield all text in a JSON value, including keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from strings_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings_in(item)

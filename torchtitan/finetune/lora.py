@@ -1,15 +1,13 @@
-"""Low-rank adaptation (LoRA, arXiv:2106.09685): two small matrices beside a large frozen one.
+"""Low-rank adaptation (LoRA, arXiv:2106.09685): trains two small matrices per frozen matrix.
 
-It trains y = W x + (alpha / rank) B A x. W is frozen; A, rank x in, starts at random and B, out x
-rank, starts at zero. So step 0 is the unchanged model bit for bit, only the adapter needs gradients
-and optimizer state, and in the end W + (alpha / rank) B A can replace W.
+A layer computes y = W x + (alpha / rank) B A x. W is frozen; A, rank x in, starts at random and B,
+out x rank, starts at zero. So step 0 is the unchanged model bit for bit, only the adapter needs
+gradients and optimizer state, and W + (alpha / rank) B A can replace W after training.
 
-The layer replaces the linear layer before anything is made parallel, and its weight keeps its name:
-checkpoints of the model without adapters are read by the same names.
+`LoRALinear` replaces a linear layer before the model is parallelized. The weight keeps its name, so
+checkpoints of the model without adapters load under the same names.
 
 Shapes: I in, O out, R rank.
-
-From the [lora] section to a function that gives a model its adapters.
 """
 
 from __future__ import annotations
@@ -40,38 +38,43 @@ ADAPTERS = (f"*.{DOWN}", f"*.{UP}")
 
 
 class LoRALinear(nn.Linear, CastsWeights, HasParallelStyle):
-    """A linear layer and its adapter; it computes in the type of its input.
+    """A linear layer with an adapter. It computes in the type of its input.
 
-    `low_rank` may be replaced by a function that knows how the adapter lies over ranks.
+    Tensor parallelism replaces `low_rank` to multiply sharded adapters.
     """
 
     def __init__(self, linear: nn.Linear, *, rank: int, scale: float) -> None:
-        like = linear.weight
+        weight_OI = linear.weight
         super().__init__(
-            linear.in_features, linear.out_features, bias=False, device="meta", dtype=like.dtype
+            linear.in_features, linear.out_features, False, device="meta", dtype=weight_OI.dtype
         )
-        self.weight, self.bias = like, linear.bias
+        self.weight, self.bias = weight_OI, linear.bias
         self.scale = scale
-        self.lora_a = nn.Parameter(like.new_empty(rank, linear.in_features))
-        self.lora_b = nn.Parameter(like.new_zeros(linear.out_features, rank))
+        self.lora_a = nn.Parameter(weight_OI.new_empty(rank, linear.in_features))
+        self.lora_b = nn.Parameter(weight_OI.new_zeros(linear.out_features, rank))
         self.low_rank: Callable[[Tensor, Tensor, Tensor], Tensor] = low_rank
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's product plus the scaled one of the adapter."""
+        """Return the layer's product plus the scaled product of the adapter."""
         a_RI, b_OR = self.lora_a.to(x.dtype), self.lora_b.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias) + self.scale * self.low_rank(
-            x, a_RI, b_OR
-        )
+        y = F.linear(x, self.weight.to(x.dtype), bias)
+        return y + self.scale * self.low_rank(x, a_RI, b_OR)
 
     def parallel_style(self, role: TensorRole, *, stream: Placement) -> ParallelStyle:
-        """Split the adapter along with the matrix beside it."""
+        """Shard the adapter along with its matrix."""
         return adapter_style(role, stream=stream)
 
 
 def is_adapter(name: str) -> bool:
-    """Tell whether a parameter's name is that of an adapter."""
+    """Return whether a parameter is part of an adapter."""
     return name.endswith((f".{DOWN}", f".{UP}"))
+
+
+def adapted_weight(name: str) -> str:
+    """Return the weight that has the row order of a parameter: B has that of its matrix."""
+    module, _, last = name.rpartition(".")
+    return f"{module}.weight" if last == UP else name
 
 
 def linear_names(model: nn.Module) -> list[str]:
@@ -80,22 +83,22 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def apply_lora(model: LanguageModel, *, rank: int, alpha: float, patterns: Sequence[str]) -> None:
-    """Give the linear layers that a shell pattern matches an adapter, in place.
+    """Add adapters to the linear layers that match a shell pattern, in place.
 
-    A of a layer starts with the variance of the usual uniform distribution, 1 / (3 I).
+    A starts with the variance of PyTorch's default for linear layers, 1 / (3 I).
     """
     for name in linear_names(model):
         if matches(name, patterns):
-            place, _, last = name.rpartition(".")
+            parent, _, last = name.rpartition(".")
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
             adapted = LoRALinear(linear, rank=rank, scale=alpha / rank)
-            setattr(model.get_submodule(place), last, adapted)
-    initial_of_others = model.initial
+            setattr(model.get_submodule(parent), last, adapted)
+    initial_of_model = model.initial
 
     def initial(name: str) -> Init:
         if not is_adapter(name):
-            return initial_of_others(name)
+            return initial_of_model(name)
         if name.endswith(UP):
             return Constant(0.0)
         adapted = model.get_submodule(name.rpartition(".")[0])
@@ -106,35 +109,33 @@ def apply_lora(model: LanguageModel, *, rank: int, alpha: float, patterns: Seque
 
 
 def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Tensor:
-    """Return W + scale B A, in float64: it is rounded once, when it is stored."""
+    """Return W + scale B A in float64, so that it is rounded once, when it is stored."""
     product_OI = torch.mm(b_OR.double(), a_RI.double())
     return weight_OI.double() + scale * product_OI
 
 
 def build_adapt(settings: LoRAConfig, *, model: LanguageModel) -> Adapt:
-    """Return what gives a model like `model` its adapters, in place.
+    """Return a function that adds adapters to a model like `model`, in place.
 
     Raises:
         ConfigError: A pattern matches no layer.
     """
     linears = linear_names(model)
-    key = "lora.modules"
-    # those of the default may match nothing: experts are no linear layers
+    # a default pattern may match nothing: experts are not linear layers
     is_default = settings.modules == LoRAConfig().modules
     if not is_default or not any(matches(name, settings.modules) for name in linears):
         for pattern in settings.modules:
-            check_pattern(pattern, linears, key=key, what="linear layer")
+            check_pattern(pattern, linears, key="lora.modules", what="linear layer")
     if not settings.modules:
-        raise ConfigError.at(key, 'must name a layer, got none; try "layers.*"')
+        raise ConfigError.at("lora.modules", 'must name a layer, e.g. "layers.*"')
     return partial(apply_lora, rank=settings.rank, alpha=settings.alpha, patterns=settings.modules)
 
 
 def warn_of_random_base(settings: LoRAConfig) -> None:
-    """Warn that adapters are trained beside weights that are random, in a run from scratch."""
+    """Warn if adapters are trained beside random weights, in a run from scratch."""
     if settings.rank:
         logger.warning(
-            "lora.rank = %d trains adapters beside weights that are random and stay so, since the "
-            "run starts from no checkpoint; name the base by checkpoint.initial_load_path (with "
-            "checkpoint.enable = true)",
+            "lora.rank = %d trains adapters of random weights, since the run starts from no "
+            "checkpoint; name the base by checkpoint.initial_load_path (with checkpoint.enable)",
             settings.rank,
         )

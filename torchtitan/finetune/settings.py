@@ -12,21 +12,21 @@ from torchtitan.config.schema import FinitePositive, NonNegativeInt, Requires, T
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """Adapters: low-rank matrices beside frozen ones (LoRA), which alone are trained."""
+    """Low-rank adapters (LoRA): the only trained parameters, beside frozen matrices."""
 
     rank: NonNegativeInt = 0
-    """Rank of the adapters; 0: none, and all of the model is trained."""
+    """Rank of the adapters. 0: no adapters, and the full model is trained."""
     alpha: Annotated[FinitePositive, Requires("rank", Ge(1))] = 16.0
-    """What an adapter adds is scaled by alpha / rank."""
+    """The product of an adapter is scaled by alpha / rank."""
     modules: Annotated[tuple[Text, ...], Requires("rank", Ge(1))] = (
         "layers.*.attention.w*",
         "layers.*.feed_forward.w*",
     )
-    """Linear layers (shell patterns) that get an adapter."""
+    """Shell patterns of the linear layers with an adapter."""
     export_format: Annotated[
         Literal["merged", "adapter"],
         Requires("rank", Ge(1)),
         Requires("checkpoint.last_save_in_hf", True),
     ] = "merged"
-    """What checkpoint.last_save_in_hf writes: the whole model with the adapters merged into its
-    matrices, or only the adapters, as PEFT reads them."""
+    """Whether checkpoint.last_save_in_hf writes the model with merged adapters, or only the
+    adapters, in PEFT's format."""

@@ -1,12 +1,12 @@
-"""A chat in the terminal: answers appear as they are drawn, and the conversation is remembered.
+"""A chat in the terminal that streams its answers and remembers the conversation.
 
-Each question is asked with all that was said before it, which the model reads anew in one pass: so
-every answer is the one that the same messages give anywhere else, and a template may write earlier
-messages differently once later ones follow. Keeping keys and values between questions would save
-that pass, and need attention from several tokens to those of a cache.
+Each question is sent with all earlier messages, which the model reads again in one pass. So an
+answer equals the one that the same messages give elsewhere, and a template may render earlier
+messages differently once later ones follow. Keeping the KV cache between questions would save the
+pass, but needs attention from several new tokens to a cache.
 
-Ctrl-C ends an answer, not the chat. It is noted, and read between two tokens, so that nothing is
-left half done.
+Ctrl-C ends an answer, not the chat. It is checked between two tokens, so that no state is left
+half changed.
 """
 
 from __future__ import annotations
@@ -24,46 +24,55 @@ from torchtitan.data.text import any_of
 from torchtitan.finetune.chat import Message
 from torchtitan.generate.generator import Generator
 from torchtitan.generate.sampling import Sampling
-from torchtitan.generate.text import check_chats, encode_chats, stream_tokens
+from torchtitan.generate.text import encode_chats, get_template, stream_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 COMMANDS = {
-    "/reset": "forget what was said; the system message stays",
-    "/system": "TEXT: set the system message; without a text remove it",
-    "/help": "show this",
+    "/reset": "forget the conversation, except the system message",
+    "/system": "TEXT: set the system message; without TEXT, remove it",
+    "/help": "show the commands",
     "/quit": "leave, as Ctrl-D does",
 }
 HELP = "\n".join(f"{name} {meaning}" for name, meaning in COMMANDS.items())
 
 
 class Chat:
-    """A conversation that grows.
+    """A conversation with a model.
 
-    Raises ConfigError if the model has no chat template.
+    Args:
+        generator: The model.
+        system: System message, if any.
+        sampling: See `Sampling`.
+
+    Raises:
+        ConfigError: The model has no chat template.
     """
 
     def __init__(
         self, generator: Generator, *, system: str | None = None, **sampling: Unpack[Sampling]
     ) -> None:
-        check_chats(generator)
+        get_template(generator)
         self._generator, self._sampling = generator, sampling
         self._special = re.compile(any_of(generator.tokenizer.special_tokens))
         self.system = system
-        self.said: list[Message] = []
+        self.messages: list[Message] = []
+        """The conversation without the system message."""
         self.num_tokens = 0
-        """Read to answer the last question."""
+        """Length of the last prompt."""
 
     def ask(self, question: str) -> abc.Generator[str, None, None]:
-        """Yield the answer in pieces, and remember it with its question, also where it is given up.
+        """Yield the answer in pieces; remember it with its question, also if it is closed early.
 
-        What the model drew of special tokens is left out of what is remembered: no message may
-        spell one. Raises DataError for a question that cannot be asked, which is forgotten.
+        Special tokens are removed from the remembered answer, as no message may contain one.
+
+        Raises:
+            DataError: The question is invalid. It is not remembered.
         """
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        said: list[Message] = [*self.said, {"role": "user", "content": question}]
-        [ids], stop_ids = encode_chats(self._generator, [[*system, *said]])
+        messages: list[Message] = [*self.messages, {"role": "user", "content": question}]
+        [ids], stop_ids = encode_chats(self._generator, [[*system, *messages]])
         self.num_tokens = len(ids)
         answer = ""
         try:
@@ -71,26 +80,27 @@ class Chat:
                 answer += piece
                 yield piece
         finally:
-            # again: what is taken out may leave another name behind
+            # repeated: removing a name may create another one
             while (plain := self._special.sub("", answer)) != answer:
                 answer = plain
-            self.said = [*said, {"role": "assistant", "content": answer}]
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     @property
     def warning(self) -> str | None:
-        """What to say of a conversation that is longer than the model is made for."""
+        """Warning if the conversation is longer than the model's context."""
         context = self._generator.context
         if context is None or self.num_tokens <= context:
             return None
         return (
             f"(the conversation has {self.num_tokens} tokens, more than the {context} that the "
-            f"model is made for, and answers may get worse; /reset begins a new one)"
+            f"model was trained for; /reset starts a new one)"
         )
 
-    def command(self, line: str) -> str | None:
-        """Do what a line that begins with a slash asks for; return what to show, None: leave.
+    def run_command(self, line: str) -> str | None:
+        """Run a line that starts with a slash; return the text to show, None to leave.
 
-        Raises DataError for one that is no command.
+        Raises:
+            DataError: The command is unknown.
         """
         name, _, text = line.partition(" ")
         if name == "/quit":
@@ -98,14 +108,14 @@ class Chat:
         if name == "/help":
             return HELP
         if name == "/reset":
-            self.said = []
-            return "(forgotten)"
+            self.messages = []
+            return "(conversation forgotten)"
         if name == "/system":
             self.system = text.strip() or None
-            return "(no system message)" if self.system is None else "(system message set)"
+            return "(system message removed)" if self.system is None else "(system message set)"
         raise DataError(
-            f"a line with a slash must be one of {', '.join(COMMANDS)}, got {name!r:.60}"
-            f"{did_you_mean(name, COMMANDS)}; put a space before it to say it to the model"
+            f"a command must be one of {', '.join(COMMANDS)}, got {name!r:.60}"
+            f"{did_you_mean(name, COMMANDS)}; to send the line, put a space before it"
         )
 
 
@@ -114,13 +124,20 @@ def talk(
     *,
     read: Callable[[], str],
     write: Callable[[str], None],
-    tell: Callable[[str], None],
-    stops_at_mistakes: bool,
+    notify: Callable[[str], None],
+    stops_at_errors: bool,
 ) -> int:
-    """Answer line by line until `read` raises EOFError or /quit; return the number of lines.
+    """Answer line by line until `read` raises EOFError, or /quit; return the number of lines.
 
-    Answers go to `write` in pieces, all else to `tell`. Raises DataError for a line that is a
-    mistake where `stops_at_mistakes`, else it is told, and the chat goes on.
+    Args:
+        chat: The conversation.
+        read: Returns the next line.
+        write: Writes a piece of an answer.
+        notify: Shows any other line.
+        stops_at_errors: Whether to raise errors of a line instead of showing them.
+
+    Raises:
+        DataError: A line is invalid, and `stops_at_errors`.
     """
     num_lines = 0
     while True:
@@ -131,40 +148,40 @@ def talk(
         num_lines += 1
         try:
             if line.startswith("/"):
-                if (reply := chat.command(line)) is None:
+                if (reply := chat.run_command(line)) is None:
                     return num_lines
-                tell(reply)
+                notify(reply)
             elif line.strip():
-                _answer(chat, line.strip(), write=write, tell=tell)
+                _answer(chat, line.strip(), write=write, notify=notify)
         except DataError as error:
-            if stops_at_mistakes:
+            if stops_at_errors:
                 raise
-            tell(f"error: {error}")
+            notify(f"error: {error}")
 
 
 def _answer(
-    chat: Chat, question: str, *, write: Callable[[str], None], tell: Callable[[str], None]
+    chat: Chat, question: str, *, write: Callable[[str], None], notify: Callable[[str], None]
 ) -> None:
     pieces = chat.ask(question)
-    with _noted_interrupts() as interrupt:
+    with _record_interrupts() as interrupted:
         for piece in pieces:
             write(piece)
-            if interrupt.is_set():
+            if interrupted.is_set():
                 break
     pieces.close()
     write("\n")
-    if interrupt.is_set():
-        tell("(stopped)")
+    if interrupted.is_set():
+        notify("(stopped)")
     if chat.warning:
-        tell(chat.warning)
+        notify(chat.warning)
 
 
 @contextmanager
-def _noted_interrupts() -> Iterator[threading.Event]:
-    """Note Ctrl-C instead of raising an exception wherever it comes."""
-    interrupt = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: interrupt.set())
+def _record_interrupts() -> Iterator[threading.Event]:
+    """Record Ctrl-C in an event instead of raising KeyboardInterrupt."""
+    interrupted = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     try:
-        yield interrupt
+        yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)

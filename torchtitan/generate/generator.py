@@ -1,8 +1,8 @@
-"""A trained model that generates text, whole on one device or split over ranks.
+"""Build a model that generates text, on one device or with tensor parallelism.
 
-Tensor parallelism is the layout in which all ranks work on one token. The residual stream is
-copied, not split along the sequence, which is one token long. Experts are dealt out whole to the
-ranks. Each rank reads its own part of the matrices and nothing else.
+Under tensor parallelism all ranks work on the same token. The residual stream is replicated and not
+split along the sequence, which is one token long. Each rank holds full experts, and reads only its
+own parts of the matrices.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.base.errors import ConfigError, DataError
 from torchtitan.checkpoint.source import WeightSource
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
-from torchtitan.finetune.chat import ChatTemplate
-from torchtitan.finetune.chat_files import find_template
+from torchtitan.finetune.chat import ChatTemplate, find_template
 from torchtitan.models.interface import LanguageModel, cast
 from torchtitan.models.spec import ModelSpec
 from torchtitan.optim.loss import build_loss
@@ -29,41 +28,41 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class Generator:
-    """A model, and what turns its tokens into text."""
+    """A model with its tokenizer and chat template."""
 
     model: LanguageModel
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    """Of its chats; None: it has none, or none was asked for."""
+    """None if the tokenizer has none, or it was not requested."""
     stop_ids: frozenset[int]
     """Tokens that end a text."""
     context: int | None = None
-    """Tokens of the longest text that it is made for; None: not known."""
+    """Longest sequence that the model was trained for, None if unknown."""
 
     def answer_stop_ids(self) -> frozenset[int]:
-        """Return the tokens that end an answer in a chat: those of a text, and a turn's end."""
-        ending = None if self.template is None else self.template.end_of_turn()
-        return self.stop_ids | ({self.tokenizer.special_tokens[ending]} if ending else set())
+        """Return the tokens that end an answer: those that end a text, and the end of a turn."""
+        end = None if self.template is None else self.template.end_of_turn()
+        return self.stop_ids | ({self.tokenizer.special_tokens[end]} if end else set())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """A model on disk, and what its folder says of it."""
+    """A model on disk."""
 
     spec: ModelSpec
     model: LanguageModel
-    """Without memory for its parameters, which `weights` holds."""
+    """The model on the meta device."""
     weights: WeightSource
     dtype: str
-    """As the weights are stored."""
+    """Type of the stored weights."""
     tokenizer: str
-    """The tokenizer's path."""
+    """Path of the tokenizer."""
     chat_template: str | None
-    """The file to take in place of the tokenizer's template."""
+    """Path of a chat template that replaces the tokenizer's."""
     stop_ids: frozenset[int]
     """Tokens that end a text."""
     context: int | None = None
-    """Tokens of the longest text that it is made for; None: not known."""
+    """Longest sequence that the model was trained for, None if unknown."""
 
 
 def build_generator(
@@ -74,55 +73,55 @@ def build_generator(
     chats: bool = False,
     dtype: str | None = None,
 ) -> Generator:
-    """Build the model with its weights, split over the ranks of `mesh`.
+    """Build a model and read its weights.
 
-    Without `chats` no chat template is looked for. `dtype`: to compute in, None: as the weights are
-    stored.
+    Args:
+        found: The model on disk.
+        device: Where the weights are read to.
+        mesh: Ranks that share the matrices. None: this process only.
+        chats: Whether to read the chat template.
+        dtype: Type to compute in. None: the stored type.
 
     Raises:
-        UserError: The tokenizer is not there, or does not fit, or the model cannot be split over so
-            many ranks.
+        UserError: The tokenizer is missing or does not fit, or the ranks cannot share the model.
     """
-    path = found.tokenizer
-    ids = _find_tokenizer(path)
-    check_vocabulary(ids, model_vocab_size=found.model.config.vocab_size)
+    try:
+        tokenizer = build_tokenizer(found.tokenizer)
+    except DataError as error:
+        raise DataError(f"{error}; name the model's tokenizer by --tokenizer") from error
+    check_vocabulary(tokenizer, model_vocab_size=found.model.config.vocab_size)
     template = None
     if chats:
-        template = find_template(found.chat_template, tokenizer=ids, tokenizer_path=path)
-    _split(found, mesh=mesh)
+        template = find_template(
+            found.chat_template, tokenizer=tokenizer, tokenizer_path=found.tokenizer
+        )
+    _parallelize(found, mesh=mesh)
     return Generator(
         model=read_model(found, device=device, dtype=dtype),
-        tokenizer=ids,
+        tokenizer=tokenizer,
         template=template,
-        stop_ids=found.stop_ids | {ids.eos_id},
+        stop_ids=found.stop_ids | {tokenizer.eos_id},
         context=found.context,
     )
 
 
 def read_model(found: Pretrained, *, device: torch.device, dtype: str | None) -> LanguageModel:
-    """Give the model its weights, or this rank's part of them, in `dtype`; None: as stored."""
+    """Return the model with its weights in `dtype`, None for the stored type."""
     model = cast(found.model, getattr(torch, found.dtype)).to_empty(device=device)
     found.weights.read(dict(model.named_parameters()))
     return cast(model, getattr(torch, dtype or found.dtype))
 
 
-def _find_tokenizer(path: str) -> Tokenizer:
-    try:
-        return build_tokenizer(path)
-    except DataError as error:
-        raise DataError(f"{error}; name the tokenizer of these weights by --tokenizer") from error
-
-
-def _split(found: Pretrained, *, mesh: DeviceMesh | None) -> None:
-    """Split the model over the ranks of a mesh, in place."""
+def _parallelize(found: Pretrained, *, mesh: DeviceMesh | None) -> None:
+    """Shard the model over the ranks of a mesh, in place."""
     model, spec = found.model, found.spec
     if "cache" not in inspect.signature(model.forward).parameters:
         raise ConfigError(
-            f"to generate text a model must take a cache of keys and values, and the forward of "
-            f"{spec.name} has no argument `cache`; docs/extend.md says what it is"
+            f"{spec.name} cannot generate text: its forward has no argument `cache` "
+            f"(docs/extend.md)"
         )
     assert model.output is not None
-    # each rank takes the loss from its own part of the vocabulary; generation never asks for it
+    # tensor parallelism needs a loss for the sharded head; generation does not call it
     model.output.loss = build_loss(None if mesh is None else mesh.get_group())
     if mesh is None:
         return
@@ -130,14 +129,11 @@ def _split(found: Pretrained, *, mesh: DeviceMesh | None) -> None:
         raise ConfigError(f"the number of ranks must be 1, got {mesh.size()}: {unplanned}")
     if misfit := find_uneven_sizes(model.config, tp=mesh.size()):
         raise ConfigError(
-            f"the number of ranks must divide the model's heads, feed-forward width and "
-            f"vocabulary, got {misfit}; start as many ranks with torchrun"
+            f"the number of ranks must divide heads, feed-forward width and vocabulary, got "
+            f"{misfit}"
         )
     if uneven := find_uneven_experts(model, ep=mesh.size()):
-        raise ConfigError(
-            f"the number of ranks must divide the experts of a layer, got {uneven}; start as many "
-            f"ranks with torchrun"
-        )
+        raise ConfigError(f"the number of ranks must divide the experts of a layer, got {uneven}")
     apply_tensor_parallel(
         model,
         mesh=mesh,

@@ -1,17 +1,17 @@
-"""Text out: tokens drawn one after another, with a cache of keys and values.
+"""Autoregressive sampling with a KV cache.
 
-Each prompt runs through the model once and fills its part of the cache; each further token costs
-one pass over one token of every text that goes on. Prompts of different lengths need no padding:
-each has its own positions and its own keys, so a text is the one that its prompt gives alone.
+Each prompt runs through the model once and fills its part of the cache. Each further token costs
+one pass over one token per unfinished text. Prompts of different lengths need no padding: each has
+its own positions, keys and values, so a text does not depend on the other prompts.
 
-Draws are made on the CPU from a generator for each text, so that a seed means the same everywhere,
-whatever else is in the batch, and sampling disturbs no other random state. Under tensor parallelism
-every rank draws by itself, from logits that were gathered and are the same bits on all of them.
+Tokens are drawn on the CPU with one generator per text. So a seed gives the same text in any batch,
+and sampling changes no other random state. Under tensor parallelism every rank draws for itself,
+from gathered logits that are bit-identical on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, TypedDict
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 class Sampling(TypedDict, total=False):
-    """How tokens are drawn: the keywords of `draw`, and of all that draws by it."""
+    """Keyword arguments of `draw`, and of all functions that draw tokens."""
 
     max_new_tokens: int
-    """At most; 200 by default."""
+    """Most tokens to draw per prompt. Default: 200."""
     temperature: float
-    """0: the likeliest token; 1.0 by default."""
+    """Divisor of the logits. 0: the most likely token. Default: 1.0."""
     top_k: int | None
-    """Draw from that many likeliest tokens; None: from all."""
+    """Number of most likely tokens to draw from. None: all."""
     seed: int
-    """Of the draws, the same for each prompt; 0 by default."""
+    """Seed of each text's generator. Default: 0."""
 
 
 def generate(
@@ -43,16 +43,23 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     stop_ids: Collection[int] = (),
-    is_over: Callable[[Sequence[int]], bool] | None = None,
+    stops: Callable[[Sequence[int]], bool] | None = None,
     **sampling: Unpack[Sampling],
 ) -> list[list[int]]:
-    """Continue each prompt and return the new tokens alone, one of `stop_ids` included if drawn.
+    """Return the tokens that continue each prompt, including a drawn stop token.
 
-    `is_over` tells by the new tokens of a text whether it ends with them. Raises UserError for
-    settings without a meaning.
+    Args:
+        model: The model.
+        prompts: Token ids of each prompt.
+        stop_ids: Tokens that end a text.
+        stops: Returns whether a text ends, given its new tokens.
+        sampling: See `Sampling`.
+
+    Raises:
+        UserError: A prompt or setting is invalid, or the logits are NaN.
     """
     texts: list[list[int]] = [[] for _ in prompts]
-    for number, token in draw(model, prompts, stop_ids=stop_ids, is_over=is_over, **sampling):
+    for number, token in draw(model, prompts, stop_ids=stop_ids, stops=stops, **sampling):
         texts[number].append(token)
     return texts
 
@@ -67,62 +74,52 @@ def draw(
     top_k: int | None = None,
     seed: int = 0,
     stop_ids: Collection[int] = (),
-    is_over: Callable[[Sequence[int]], bool] | None = None,
+    stops: Callable[[Sequence[int]], bool] | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Yield each new token as it is drawn, after the number of its prompt; for `is_over` see
-    `generate`.
-
-    Raises UserError for settings without a meaning.
-    """
-    for prompt in prompts:
-        _check(model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k)
-    assert model.tok_embeddings is not None, "a pipeline stage alone writes no text"
+    """Yield the index of a prompt and its next token, as tokens are drawn; see `generate`."""
+    _check(model, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k)
+    assert model.tok_embeddings is not None, "a pipeline stage cannot generate"
     device = model.tok_embeddings.weight.device
     cache = KVCache(model.config, max_lens=[len(prompt) + max_new_tokens for prompt in prompts])
     generators = [torch.Generator().manual_seed(seed) for _ in prompts]
     texts: list[list[int]] = [[] for _ in prompts]
 
-    def step(
-        numbers: Sequence[int], tokens: Sequence[Sequence[int]]
-    ) -> Generator[tuple[int, int], None, dict[int, int]]:
-        """Feed the next tokens of some texts and draw one more for each; return those of the texts
-        that go on."""
-        logits_BSV = model(torch.tensor(tokens, device=device), cache=cache.of(numbers))
+    def draw_next(inputs: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int]]:
+        """Feed the next tokens of some texts and draw one more for each."""
+        logits_BSV = model(
+            torch.tensor([*inputs.values()], device=device), cache=cache.of([*inputs])
+        )
         logits_BV = logits_BSV[:, -1].float().cpu()
         if logits_BV.isnan().any():
-            raise UserError(
-                f"the model's logits must be numbers, got NaN in {logits_BSV.dtype}; compute in "
-                f"another type, bfloat16 or float32, or take another checkpoint"
-            )
-        going_on = {}
-        for number, logits_V in zip(numbers, logits_BV, strict=True):
+            raise UserError(f"logits are NaN in {logits_BSV.dtype}; use bfloat16 or float32")
+        for number, logits_V in zip(inputs, logits_BV, strict=True):
             generator = generators[number]
             token = _draw_one(logits_V, temperature=temperature, top_k=top_k, generator=generator)
+            texts[number].append(token)
             yield number, token
-            text = texts[number]
-            text.append(token)
-            ends = token in stop_ids or (is_over is not None and is_over(text))
-            if len(text) < max_new_tokens and not ends:
-                going_on[number] = token
-        return going_on
 
-    last: dict[int, int] = {}
+    def is_unfinished(number: int) -> bool:
+        text = texts[number]
+        is_stopped = text[-1] in stop_ids or (stops is not None and stops(text))
+        return len(text) < max_new_tokens and not is_stopped
+
     for number, prompt in enumerate(prompts):
-        last |= yield from step([number], [prompt])
-    while last:
-        last = yield from step([*last], [[token] for token in last.values()])
+        yield from draw_next({number: prompt})
+    numbers = [number for number in range(len(prompts)) if is_unfinished(number)]
+    while numbers:
+        yield from draw_next({number: texts[number][-1:] for number in numbers})
+        numbers = [number for number in numbers if is_unfinished(number)]
 
 
 def _draw_one(
     logits_V: torch.Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator
 ) -> int:
-    """Pick one token."""
     if temperature == 0:
         return int(logits_V.argmax())
     if top_k is not None and top_k < len(logits_V):
         floor = logits_V.topk(top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < floor, float("-inf"))
-    # less the largest, in float64: divided by a small temperature they would be too large to tell
+    # relative to the largest, in float64: a small temperature would overflow other logits
     relative_V = (logits_V - logits_V.max()).double()
     probabilities_V = (relative_V / temperature).softmax(-1)
     return int(probabilities_V.multinomial(1, generator=generator))
@@ -130,27 +127,28 @@ def _draw_one(
 
 def _check(
     model: LanguageModel,
-    prompt_ids: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     temperature: float,
     top_k: int | None,
 ) -> None:
-    """Refuse what cannot be generated."""
+    """Raise UserError for an invalid prompt or setting."""
     vocab_size = model.config.vocab_size
     mistakes = []
-    if not prompt_ids:
-        mistakes.append("the prompt must hold at least one token, got none; write some text")
-    elif not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
-        mistakes.append(
-            f"token ids must lie in 0..{vocab_size - 1}, the model's vocabulary, got "
-            f"{min(prompt_ids)}..{max(prompt_ids)}; use the tokenizer that it was trained with"
-        )
+    for prompt in prompts:
+        if not prompt:
+            mistakes.append("a prompt must have at least one token")
+        elif not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            mistakes.append(
+                f"token ids must be in 0..{vocab_size - 1}, got {min(prompt)}..{max(prompt)}; use "
+                f"the model's tokenizer"
+            )
     if max_new_tokens < 1:
         mistakes.append(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if not 0 <= temperature < inf:  # NaN too
-        mistakes.append(f"temperature must be 0 (greedy) or a number above it, got {temperature}")
+        mistakes.append(f"temperature must be 0 or a positive number, got {temperature}")
     if top_k is not None and top_k < 1:
-        mistakes.append(f"top_k must be at least 1, got {top_k}; leave it out to draw from all")
+        mistakes.append(f"top_k must be at least 1, got {top_k}")
     if mistakes:
         raise UserError("\n".join(mistakes))

@@ -1,86 +1,89 @@
-"""The model card of an export: README.md with a head in YAML, as Hugging Face's Hub reads it
-(https://huggingface.co/docs/hub/model-cards), which shows by `library_name` how a model is loaded.
+"""The model card of an export: README.md with metadata in YAML, as the Hugging Face Hub reads it.
 
-Nothing in it is guessed: the license is the one that the card of the base names, and the base's
-name on the Hub is known where the base lies in the cache of downloads.
+The license is copied from the base model's card, and its name on the Hub is known if it was loaded
+from the Hub's download cache. Neither is guessed.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CardData, ModelCardData, RepoCard
+from yaml import YAMLError
 
 from torchtitan.base.files import read_json
 from torchtitan.base.urls import hide_credentials
 from torchtitan.checkpoint.storage import STATE
+from torchtitan.hf.names import CARD
 
-CARD = "README.md"
-_LICENSE = re.compile(r"(license(?:_name|_link)?):\s+(['\"]?)([\w.:/+-]+)\2\s*")
+LICENSE_KEYS = ("license", "license_name", "license_link")
+_PLAIN = re.compile(r"[\w.:/+-]+")
 _IN_CACHE = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What the card of a job's exports says at any step."""
+    """Contents of the model cards of a run."""
 
     name: str
     description: str
     base: Path | None
-    """The weights that the run began from."""
-    adapter_alone: bool
-    training: Mapping[str, object]
+    """Weights that the run started from."""
+    adapter_only: bool
+    settings: Mapping[str, object]
     """Rows of the table of settings."""
 
-    def text(self, step: Path) -> str:
-        """Return the card of a step's export."""
-        state = read_json(step / "train_state" / STATE)
+    def text(self, checkpoint: Path) -> str:
+        """Return the card of a checkpoint's export."""
+        state = read_json(checkpoint / "train_state" / STATE)
         base_id = None if self.base is None else find_hub_id(self.base)
-        license = {} if self.base is None else find_license(self.base)
-        head = {
-            "library_name": "peft" if self.adapter_alone else "transformers",
-            "pipeline_tag": "text-generation",
-            **({} if base_id is None else {"base_model": base_id}),
+        license: dict[str, Any] = {} if self.base is None else read_license(self.base)
+        head = ModelCardData(
+            library_name="peft" if self.adapter_only else "transformers",
+            pipeline_tag="text-generation",
+            base_model=base_id,
+            tags=["torchtitan"],
             **license,
-            "tags": ["torchtitan"],
-        }
-        table = {
-            "base": "none" if self.base is None else base_id or shown(str(self.base)),
+        )
+        rows = {
+            "base": "none" if self.base is None else base_id or without_home(str(self.base)),
             "steps": state["step"],
             "tokens": f"{state['tokens_seen']:,}",
-            **self.training,
+            **self.settings,
         }
-        due = "a purpose" if license else "a license and a purpose"
-        return "\n".join(
-            [
-                "---",
-                *(f"{key}: {json.dumps(value)}" for key, value in head.items()),
-                f"---\n\n# {self.name}, step {state['step']}\n",
-                *([f"{self.description}\n"] if self.description else []),
-                f"Name {due} before you publish it.\n\n| | |\n|---|---|",
-                *(f"| {key} | {value} |" for key, value in table.items()),
-                "",
-            ]
+        table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+        missing = "a purpose" if license else "a license and a purpose"
+        description = f"{self.description}\n\n" if self.description else ""
+        return (
+            f"---\n{head.to_yaml()}\n---\n\n# {self.name}, step {state['step']}\n\n{description}"
+            f"Add {missing} before you publish this model.\n\n| | |\n|---|---|\n{table}\n"
         )
 
 
-def find_license(folder: Path) -> dict[str, str]:
-    """Return what the card in a folder says of its license, as far as it says it in plain names."""
+def read_license(folder: Path) -> dict[str, str]:
+    """Return the license in the card of a folder, as far as it has plain names."""
     file = folder / CARD
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    head = re.match(r"---\s*\n(.*?\n)---", text, flags=re.DOTALL)
-    lines = head[1].splitlines() if head else []
-    return {match[1]: match[3] for line in lines if (match := _LICENSE.fullmatch(line))}
+    if not text.startswith("---"):
+        return {}
+    try:
+        data: CardData = RepoCard(text).data
+    except (YAMLError, ValueError, TypeError, RecursionError):  # damaged: it states no license
+        return {}
+    values = {key: data.get(key) for key in LICENSE_KEYS}
+    return {k: v for k, v in values.items() if isinstance(v, str) and _PLAIN.fullmatch(v)}
 
 
 def find_hub_id(path: Path) -> str | None:
-    """Return the name on the Hub of a folder in the cache of downloads; None: it is not known."""
+    """Return the name on the Hub of a folder in the download cache, None for other folders."""
     found = _IN_CACHE.search(path.absolute().as_posix() + "/")
     return f"{found[1]}/{found[2]}" if found else None
 
 
-def shown(path: str) -> str:
-    """Return a path as a card names it: of an absolute one the last name, and no credentials."""
+def without_home(path: str) -> str:
+    """Return a path for the card: only the last name if it is absolute, and no credentials."""
     return Path(path).name if path.startswith(("/", "~")) else hide_credentials(path)

@@ -1,15 +1,18 @@
-"""The sizes of a model as Hugging Face's config.json says them, read and written.
+"""Read and write the sizes of a model in Hugging Face's config.json.
 
-A size that differs is an error even where all shapes agree: another base of the rotation, epsilon
-of the norms or number of heads gives a model that loads and is another one. Version 5 of
-transformers keeps what belongs to the rotation in `rope_parameters`, version 4 in `rope_theta` and
-`rope_scaling`. Both are read; the second is written, since both versions read it.
+A model with another rope base, norm epsilon or number of heads often loads without an error, as all
+shapes agree. So every size is compared, and a key or value without support is an error.
+
+transformers 5 stores the rotary embedding in `rope_parameters`, version 4 in `rope_theta` and
+`rope_scaling`. Both forms are read. Version 4's form is written, because both versions read it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,248 +20,231 @@ import torch
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import StoredJSON, read_json
-from torchtitan.hf.blocks import stored_blocks
 from torchtitan.hf.names import CONFIG
-from torchtitan.hf.rope import (
-    check_number,
-    rope_table,
-    stored_scaling,
-    their_scaling,
-)
-from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.sizes import ROPE_KEYS, DecoderConfig, RopeScaling
 from torchtitan.models.spec import NO_HF_FILES, HFFormat, ModelSpec
 
-NEEDED = object()
+logger = logging.getLogger(__name__)
+_REQUIRED = object()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """One size of a model in config.json."""
+    """One size in config.json."""
 
-    ours: str
-    """What `DecoderConfig` calls it."""
+    field: str
+    """Field of `DecoderConfig`."""
     kind: type = int
-    absent: object = NEEDED
-    """What transformers takes where it is left out."""
+    default: object = _REQUIRED
+    """Value that transformers uses if the key is missing."""
 
 
 SIZES: Mapping[str, Size] = {
-    "hidden_size": Size(ours="dim"),
-    "intermediate_size": Size(ours="hidden_dim"),
-    "num_hidden_layers": Size(ours="num_layers"),
-    "num_attention_heads": Size(ours="num_heads"),
-    "num_key_value_heads": Size(ours="num_kv_heads"),  # where left out: as many as heads
-    "head_dim": Size(ours="head_dim"),  # where left out: hidden_size / num_attention_heads
-    "vocab_size": Size(ours="vocab_size"),
-    "rms_norm_eps": Size(ours="norm_eps", kind=float, absent=1e-6),
-    "tie_word_embeddings": Size(ours="tie_embeddings", kind=bool, absent=False),
-    "rope_theta": Size(ours="rope_theta", kind=float, absent=10_000.0),
-    "rope_scaling": Size(ours="rope_scaling", kind=dict, absent=None),
+    "hidden_size": Size(field="dim"),
+    "intermediate_size": Size(field="hidden_dim"),
+    "num_hidden_layers": Size(field="num_layers"),
+    "num_attention_heads": Size(field="num_heads"),
+    "num_key_value_heads": Size(field="num_kv_heads"),  # default: num_attention_heads
+    "head_dim": Size(field="head_dim"),  # default: hidden_size / num_attention_heads
+    "vocab_size": Size(field="vocab_size"),
+    "rms_norm_eps": Size(field="norm_eps", kind=float, default=1e-6),
+    "tie_word_embeddings": Size(field="tie_embeddings", kind=bool, default=False),
+    "rope_theta": Size(field="rope_theta", kind=float, default=10_000.0),
+    "rope_scaling": Size(field="rope_scaling", kind=dict, default=None),
 }
-"""The sizes of every family by their names in config.json; `HFFormat.more_counts` and
-`first_layers` have a family's own."""
-SEEN_IN_SHAPES = ("num_hidden_layers", "vocab_size", "tie_word_embeddings")
-"""Sizes that say no more than names and shapes of the tensors do."""
+"""Sizes that all families share. `HFFormat` adds those of a family."""
+VISIBLE_IN_SHAPES = ("num_hidden_layers", "vocab_size", "tie_word_embeddings")
+"""Sizes that the names and shapes of the tensors determine."""
 NULLABLE = ("sliding_window", "q_lora_rank")
-"""Counts for which null is a value of its own."""
+"""Counts that may be null; for other keys null means the default."""
 CARRIED = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-"""What a model of Hugging Face keeps that our sizes know nothing of."""
-LARGEST, MOST_LAYERS = 10**8, 10**4
-"""Of counts in a config.json: a model is built by it before any weight is looked at."""
+"""Keys that are not sizes and that an export copies from the folder of the base model."""
+MAX_COUNT, MAX_LAYERS = 10**8, 10**4
+"""Limits of counts in a file, because the model is built before its weights are read."""
 Sizes = dict[str, Any]
-"""By the names in config.json, and as they are written there."""
+"""Values by their keys in config.json."""
 
 
 def size_table(format: HFFormat) -> Mapping[str, Size]:
-    """Return the sizes that a family's config.json holds."""
-    more = {
-        key: Size(ours=ours, kind=int if unsaid is None else type(unsaid), absent=unsaid)
-        for key, (ours, unsaid) in format.more_counts.items()
-    }
-    common = {key: size for key, size in SIZES.items() if key not in format.lacks}
-    lists = {
-        key: Size(ours=ours, kind=list, absent=[]) for key, ours in format.first_layers.items()
-    }
-    return {**common, **more, **lists}
+    """Return the sizes in a family's config.json by key."""
+    table = {key: size for key, size in SIZES.items() if key not in format.lacks}
+    for key, (field, default) in format.more_counts.items():
+        kind = int if default is None else type(default)
+        table[key] = Size(field=field, kind=kind, default=default)
+    for key, field in format.first_layers.items():
+        table[key] = Size(field=field, kind=list, default=[])
+    return table
 
 
 def sizes_of(architecture: DecoderConfig, format: HFFormat = NO_HF_FILES) -> Sizes:
-    """Return the sizes of a model as its config.json says them."""
-    sizes = {key: getattr(architecture, size.ours) for key, size in size_table(format).items()}
+    """Return the sizes of a model as its config.json stores them."""
+    sizes = {key: getattr(architecture, size.field) for key, size in size_table(format).items()}
     sizes |= {key: list(range(sizes[key] or 0)) for key in format.first_layers}
     sizes |= {key: none for key, none in format.none_as.items() if sizes[key] is None}
     if "head_dim" in sizes:
         sizes["head_dim"] = architecture.head_width
-    return {**sizes, "rope_scaling": their_scaling(architecture.rope_scaling)}
+    return {**sizes, "rope_scaling": scaling_table(architecture.rope_scaling)}
 
 
-def find_unsaid(architecture: DecoderConfig, format: HFFormat) -> str | None:
-    """Say which sizes a config.json of the family would not say, all its models having others.
+def find_inexpressible(architecture: DecoderConfig, format: HFFormat) -> str | None:
+    """Describe the sizes that a config.json of the family cannot store.
 
-    None: there are no such sizes.
+    Returns:
+        None if it stores all sizes that differ from the family's constants.
     """
-    said = {size.ours for size in size_table(format).values()}
-    due = {one.name: format.implied.get(one.name, one.default) for one in fields(architecture)}
-    wrong = [
-        f"{one.name} is {due[one.name]} there, {value} here"
-        for one in fields(architecture)
-        if one.name not in said and not one.metadata.get("of_family")
-        if (value := getattr(architecture, one.name)) != due[one.name]
-    ]
-    return f"of a {format.architecture} {'; '.join(wrong)}" if wrong else None
+    stored = {size.field for size in size_table(format).values()}
+    wrong = []
+    for one in fields(architecture):
+        value, constant = getattr(architecture, one.name), format.implied.get(one.name, one.default)
+        if one.name not in stored and not one.metadata.get("of_family") and value != constant:
+            wrong.append(f"{one.name} must be {constant}, got {value}")
+    return f"in a {format.architecture} {'; '.join(wrong)}" if wrong else None
 
 
 def read_config(folder: Path) -> StoredJSON:
-    """Return the config.json of a folder, its counts and other sizes being numbers."""
+    """Return the config.json of a folder without its nulls; check the types of common keys.
+
+    Raises:
+        CheckpointError: The file is missing or damaged.
+    """
     content = read_json(folder / CONFIG)
     given = {k: value for k, value in content.items() if value is not None or k in NULLABLE}
-    kinds = {
-        **{key: size.kind for key, size in SIZES.items() if size.kind is not float},
-        "max_position_embeddings": int,
-        "rope_parameters": dict,
-        **{key: int for key in NULLABLE if given.get(key) is not None},
-    }
-    config = StoredJSON(content.path, given).check_types(kinds)
-    for key, size in SIZES.items():
-        if size.kind is float:
-            check_number(config, key)
+    types = {key: size.kind for key, size in SIZES.items()}
+    types |= {"max_position_embeddings": int, "rope_parameters": dict}
+    types |= {key: int for key in NULLABLE if given.get(key) is not None}
+    config = StoredJSON(content.path, given)
+    _check_types(config, types)
     return config
 
 
 def stored_sizes(config: StoredJSON, format: HFFormat = NO_HF_FILES) -> Sizes:
-    """Return the sizes that a config.json says, those it leaves out as transformers fills them in.
-
-    `format` adds those of a family.
+    """Return the sizes in a config.json, with transformers' defaults for missing keys.
 
     Raises:
-        CheckpointError: It lacks a size, or stretches the rotation in a way that is not built.
+        CheckpointError: A size is missing or has a wrong type, or the rope scaling is unsupported.
     """
     table, rope = size_table(format), rope_table(config)
     heads = config["num_attention_heads"]
-    absent = {key: size.absent for key, size in table.items() if size.absent is not NEEDED}
-    absent |= {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // max(heads, 1)}
+    defaults = {key: size.default for key, size in table.items() if size.default is not _REQUIRED}
+    defaults |= {"num_key_value_heads": heads, "head_dim": config["hidden_size"] // max(heads, 1)}
     given = {format.aliases.get(key, key): value for key, value in config.items()}
-    said = StoredJSON(config.path, {**absent, **given})
-    own = {key: table[key].kind for key in (*format.more_counts, *format.first_layers)}
-    said.check_types({key: k for key, k in own.items() if k is not float and said[key] is not None})
-    for key, kind in own.items():
-        if kind is float:
-            check_number(said, key)
-    said["rope_theta"] = rope.get("rope_theta", said["rope_theta"])
-    said["rope_scaling"] = their_scaling(stored_scaling(rope))
-    return {key: said[key] for key in table}
+    sizes = StoredJSON(config.path, {**defaults, **given})
+    of_family = (*format.more_counts, *format.first_layers)
+    _check_types(sizes, {key: table[key].kind for key in of_family if sizes[key] is not None})
+    sizes["rope_theta"] = rope.get("rope_theta", sizes["rope_theta"])
+    sizes["rope_scaling"] = scaling_table(read_scaling(rope))
+    return {key: sizes[key] for key in table}
 
 
-def check_config(
+def family_of(config: StoredJSON, *, models: Mapping[str, ModelSpec]) -> ModelSpec:
+    """Return the family of a config.json.
+
+    Raises:
+        CheckpointError: The architecture or one of its options is unsupported.
+    """
+    for spec in models.values():
+        if config.get("architectures") == [spec.hf.architecture]:
+            check_family(config, format=spec.hf)
+            return spec
+    known = ", ".join(spec.hf.architecture for spec in models.values() if spec.hf.names)
+    raise CheckpointError(
+        f"{config.path}: architectures must be one of {known}, got {config.get('architectures')}"
+    )
+
+
+def check_family(config: StoredJSON, *, format: HFFormat) -> None:
+    """Raise CheckpointError if the architecture is another one, or has an unsupported option."""
+    if config.get("architectures") != [format.architecture]:
+        raise CheckpointError(
+            f'{config.path}: architectures must be ["{format.architecture}"], got '
+            f'{config.get("architectures")}; set model.flavor = "hf" without model.name'
+        )
+    find_quantization(config)
+    given = {"partial_rotary_factor": rope_table(config).get("partial_rotary_factor", 1.0)}
+    given |= config
+    for key, value in format.each_layer.items():
+        if isinstance(given.get(key), list):
+            given[key] = next((kind for kind in given[key] if kind != value), value)
+    supported = {**format.fixed, **format.each_layer, "partial_rotary_factor": 1.0}
+    wrong = [key for key, value in supported.items() if key in given and given[key] != value]
+    if wrong:
+        raise CheckpointError(
+            f"{config.path} has unsupported options: "
+            + "; ".join(f"{k} must be {supported[k]!r}, got {given[k]!r}" for k in wrong)
+        )
+
+
+def check_sizes(
     config: StoredJSON,
     *,
     spec: ModelSpec,
     architecture: DecoderConfig,
-    seen_elsewhere: Collection[str] = (),
+    may_differ: Collection[str] = (),
 ) -> None:
-    """Refuse a config.json of another model than `architecture`, a size of `spec`.
-
-    `seen_elsewhere` names sizes that may differ.
-    """
+    """Raise CheckpointError if a size differs from the model's, except the keys `may_differ`."""
     check_family(config, format=spec.hf)
-    if (unsaid := find_unsaid(architecture, spec.hf)) is not None:
-        raise CheckpointError(
-            f"{config.path} must be of the sizes of this job, and cannot be: {unsaid}; remove "
-            f"these from [model], or take another model"
-        )
-    stored, ours = stored_sizes(config, spec.hf), sizes_of(architecture, spec.hf)
-    different = [k for k in ours if stored[k] != ours[k] and k not in seen_elsewhere]
-    if not different:
+    if (problem := find_inexpressible(architecture, spec.hf)) is not None:
+        raise CheckpointError(f"{config.path} cannot have the sizes of this job: {problem}")
+    stored, expected = stored_sizes(config, spec.hf), sizes_of(architecture, spec.hf)
+    wrong = [k for k in expected if stored[k] != expected[k] and k not in may_differ]
+    if not wrong:
         return
-    grow = "; or checkpoint.grow_vocab = true: the rows behind the stored ones begin anew"
-    grows = "vocab_size" in different and stored["vocab_size"] < ours["vocab_size"]
+    grows = "vocab_size" in wrong and stored["vocab_size"] < expected["vocab_size"]
     raise CheckpointError(
-        f"{config.path} must have the sizes of this job, got others:\n  "
-        + "\n  ".join(f"{k}: {stored[k]} there, {ours[k]} in this job" for k in different)
-        + '\nwrite model.flavor = "hf" and no sizes in [model]: they are then the folder\'s'
-        + (grow if grows else "")
-    )
-
-
-def family_of(config: StoredJSON, *, models: Mapping[str, ModelSpec]) -> ModelSpec:
-    """Return which of the families a config.json is of.
-
-    Raises:
-        CheckpointError: It is of none, or has a feature that its family lacks here.
-    """
-    architectures = config.get("architectures")
-    for spec in models.values():
-        if architectures == [spec.hf.architecture]:
-            check_family(config, format=spec.hf)
-            return spec
-    raise CheckpointError(
-        f"{config.path} must be of a model that is built here, got architectures {architectures} "
-        f"not {' or '.join(spec.hf.architecture for spec in models.values() if spec.hf.names)}"
+        f"{config.path} has other sizes than this job:\n  "
+        + "\n  ".join(f"{k}: {stored[k]} in the file, {expected[k]} in this job" for k in wrong)
+        + '\nto use the sizes in the file set model.flavor = "hf" and no sizes in [model]'
+        + ("; to add rows set checkpoint.grow_vocab = true" if grows else "")
     )
 
 
 def architecture_of(config: StoredJSON, *, spec: ModelSpec) -> DecoderConfig:
-    """Return the model of a config.json, whether or not a flavor has its sizes."""
-    sizes, table = stored_sizes(config, spec.hf), size_table(spec.hf)
-    counts = {key: sizes[key] for key, size in table.items() if size.kind is int}
-    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
-    least = {key: 0 if none == 0 else 1 for key, none in spec.hf.none_as.items()}
-    is_odd = any(
-        n is not None and not least.get(key, 1) <= n <= LARGEST for key, n in counts.items()
-    )
-    is_odd = is_odd or heads % kv_heads or sizes.get("head_dim", 0) % 2
-    if is_odd or sizes["num_hidden_layers"] > MOST_LAYERS:
-        raise CheckpointError(
-            f"{config.path} must give counts of 1 and more, up to {MOST_LAYERS} of layers and "
-            f"{LARGEST} of the others, a number of heads that its number of key/value heads "
-            f"divides, and an even head_dim, got "
-            + ", ".join(f"{key} {str(count)[:20]}" for key, count in counts.items())
-            + "; get it again"
-        )
-    ours: dict[str, Any] = {
-        # JSON may say 10000 of a float
-        size.ours: float(sizes[key]) if size.kind is float else sizes[key]
-        for key, size in table.items()
-    }
-    ours |= {table[key].ours: sizes[key] or None for key in spec.hf.none_as}
-    ours |= spec.hf.implied
-    ours["rope_scaling"] = stored_scaling(rope_table(config))
-    for key, name in spec.hf.first_layers.items():
-        if ours[name] != [*range(len(ours[name]))]:
-            raise CheckpointError(
-                f"{config.path} must list the first few layers under {key}, from 0 on, got "
-                f"{str(ours[name])[:60]}; no other order is built: take another model"
-            )
-        ours[name] = len(ours[name]) or None
-    architecture = spec.sizes(**ours, **spec.of_family)
+    """Return the sizes in a config.json of the family `spec`.
+
+    Raises:
+        CheckpointError: A size is missing or impossible.
+    """
+    format = spec.hf
+    sizes, table = stored_sizes(config, format), size_table(format)
+    _check_counts(config, sizes, format=format)
+    values: dict[str, Any] = {}
+    for key, size in table.items():
+        value = sizes[key]
+        if key in format.first_layers:
+            if value != [*range(len(value))]:
+                raise CheckpointError(
+                    f"{config.path}: {key} must list the first layers, 0, 1, ..., got "
+                    f"{str(value)[:60]}"
+                )
+            value = len(value) or None
+        elif key in format.none_as:
+            value = value or None
+        values[size.field] = float(value) if size.kind is float else value  # JSON may have 10000
+    values |= {**format.implied, "rope_scaling": read_scaling(rope_table(config))}
+    architecture = spec.sizes(**values, **spec.of_family)
     if wrong := next(architecture.violations(), None):
-        raise CheckpointError(f"{config.path} is of no model that can be: {wrong.rule}")
+        raise CheckpointError(f"{config.path} has impossible sizes: {wrong.rule}")
     return architecture
 
 
-def check_family(config: StoredJSON, *, format: HFFormat) -> None:
-    """Refuse a model of another family, or with a feature that ours lacks."""
-    if config.get("architectures") != [format.architecture]:
+def _check_counts(config: StoredJSON, sizes: Sizes, *, format: HFFormat) -> None:
+    """Raise CheckpointError if a count is out of range, or heads cannot be divided."""
+    counts = {k: sizes[k] for k, size in size_table(format).items() if size.kind is int}
+    for key, count in counts.items():
+        least = 0 if format.none_as.get(key) == 0 else 1
+        most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
+        if count is not None and not least <= count <= most:
+            raise CheckpointError(
+                f"{config.path}: {key} must be from {least} to {most}, got {str(count)[:20]}"
+            )
+    heads, kv_heads = counts["num_attention_heads"], counts["num_key_value_heads"]
+    if heads % kv_heads:
         raise CheckpointError(
-            f"{config.path} must be of a {format.architecture}, got architectures "
-            f'{config.get("architectures")}; write model.flavor = "hf" and no model.name if its '
-            f"family is built, or take another model"
+            f"{config.path}: num_key_value_heads must divide num_attention_heads, got {kv_heads} "
+            f"and {heads}"
         )
-    rope = rope_table(config)
-    said = {"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0), **config}
-    for key, value in format.each_layer.items():
-        if isinstance(said.get(key), list):  # the first that differs stands for all
-            said[key] = next((kind for kind in said[key] if kind != value), value)
-    fixed = {**format.fixed, **format.each_layer}
-    fixed |= {"partial_rotary_factor": 1.0}
-    stored_blocks(config)
-    wrong = [k for k, value in fixed.items() if k in said and said[k] != value]
-    if wrong:
-        raise CheckpointError(
-            f"{config.path} asks for what is not built: "
-            + "; ".join(f"{k} = {said[k]!r}, only {fixed[k]!r} is" for k in wrong)
-            + "; take a model without it"
-        )
+    if counts.get("head_dim", 0) % 2:
+        raise CheckpointError(f"{config.path}: head_dim must be even, got {counts['head_dim']}")
 
 
 def new_config(
@@ -268,11 +254,11 @@ def new_config(
     dtype: torch.dtype,
     carried: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the config.json of a model; `carried` holds what is in `CARRIED`."""
+    """Return the config.json of a model; `carried` has the keys of `CARRIED`."""
     scaling = architecture.rope_scaling
     context = {}
     if scaling is not None and scaling.type == "yarn":
-        # transformers 4.53 stretches by its quotient with the original, and passes the factor over
+        # transformers 4.53 ignores the factor and divides this by the original context
         context["max_position_embeddings"] = int(scaling.factor * scaling.original_max_position)
     return {
         "architectures": [format.architecture],
@@ -285,3 +271,124 @@ def new_config(
         "use_cache": True,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+
+
+def find_carried(base: Path | None, *, seq_len: int, eos_id: int) -> dict[str, Any]:
+    """Return the values of `CARRIED` for an export.
+
+    Args:
+        base: Folder of the base model, whose values are kept. None if the run starts from scratch.
+        seq_len: Sequence length of the run: the least context length.
+        eos_id: End token, unless the base has one.
+    """
+    carried: dict[str, Any] = dict.fromkeys(CARRIED)
+    carried |= {"max_position_embeddings": seq_len, "eos_token_id": eos_id}
+    if base is None:
+        return carried
+    if not (base / CONFIG).is_file():
+        logger.warning("%s is missing: its token ids and context length are not exported", base)
+        return carried
+    carried |= {key: value for key, value in read_config(base).items() if key in CARRIED}
+    carried["max_position_embeddings"] = max(seq_len, carried["max_position_embeddings"])
+    return carried
+
+
+def find_quantization(config: StoredJSON) -> tuple[int, int] | None:
+    """Return rows and columns of the blocks that share a scale; None if weights have no scales.
+
+    Raises:
+        CheckpointError: The weights are quantized in an unsupported way.
+    """
+    table = config.get("quantization_config")
+    if table is None:
+        return None
+    match table:
+        case {"quant_method": "fp8", "weight_block_size": [rows, cols]} if table.get(
+            "fmt", "e4m3"
+        ) == "e4m3" and all(type(n) is int and n > 0 for n in (rows, cols)):
+            return rows, cols
+    raise CheckpointError(
+        f"{config.path}: quantization_config must have quant_method fp8 and a weight_block_size of "
+        f"two counts, got {str(table)[:80]}"
+    )
+
+
+ORIGINAL = "original_max_position_embeddings"
+
+
+def _rope_key(name: str) -> str:
+    """Return the key of a field of `RopeScaling`."""
+    return ORIGINAL if name == "original_max_position" else name
+
+
+_ROPE_REQUIRED = ("factor", "original_max_position", "low_freq_factor", "high_freq_factor")
+_ROPE_NUMBERS = (
+    *dict.fromkeys(_rope_key(name) for names in ROPE_KEYS.values() for name in names),
+    "rope_theta",
+    "partial_rotary_factor",
+)
+_ROPE_READ = ("rope_type", "type", "truncate", *_ROPE_NUMBERS)
+
+
+def rope_table(config: StoredJSON) -> StoredJSON:
+    """Return the settings of the rotary embedding in a config.json, without nulls.
+
+    Raises:
+        CheckpointError: A key is unsupported, or a value is not a positive number.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = StoredJSON(config.path, {k: value for k, value in given.items() if value is not None})
+    unread = [key for key in rope if key not in _ROPE_READ]
+    if rope.get("truncate", True) is not True:  # yarn's ramp starts and ends at full pairs only
+        unread.append("truncate")
+    if unread:
+        raise CheckpointError(
+            f"{config.path} has unsupported rope settings: "
+            + ", ".join(f"{key} = {str(rope[key])[:60]}" for key in unread)
+        )
+    _check_types(rope, dict.fromkeys(_ROPE_NUMBERS, float))
+    return rope
+
+
+def read_scaling(rope: StoredJSON) -> RopeScaling | None:
+    """Return the scaling in the table of a rotary embedding, None if it has none.
+
+    Raises:
+        CheckpointError: The type is unsupported, or a key is missing.
+    """
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
+        raise CheckpointError(
+            f"{rope.path}: rope_type must be default, {' or '.join(ROPE_KEYS)}, got {kind!r}"
+        )
+    given = {name: rope.get(_rope_key(name)) for name in ROPE_KEYS[kind]}
+    missing = [name for name, value in given.items() if value is None and name in _ROPE_REQUIRED]
+    if missing:
+        raise CheckpointError(f"{rope.path}: rope_type {kind!r} needs {_rope_key(missing[0])!r}")
+    if not rope["factor"] >= 1:
+        raise CheckpointError(f"{rope.path}: rope factor must be at least 1, got {rope['factor']}")
+    return RopeScaling(type=kind, **{k: value for k, value in given.items() if value is not None})
+
+
+def scaling_table(scaling: RopeScaling | None) -> Mapping[str, object] | None:
+    """Return `rope_scaling` of a config.json."""
+    if scaling is None:
+        return None
+    values = {_rope_key(name): value for name, value in scaling.used.items()}
+    if scaling.type == "yarn":
+        values["attention_factor"] = scaling.temperature  # the default in full
+    return {"rope_type": scaling.type, **{k: v for k, v in values.items() if v is not None}}
+
+
+def _check_types(content: StoredJSON, types: Mapping[str, type]) -> None:
+    """Raise CheckpointError for a present key of another type, or a float that is not above 0."""
+    content.check_types({key: kind for key, kind in types.items() if kind is not float})
+    for key in (key for key, kind in types.items() if kind is float and key in content):
+        value = content[key]
+        if type(value) not in (int, float) or not 0 < value < inf:  # JSON's true is no number
+            raise CheckpointError(
+                f"{content.path} is damaged: '{key}' must be a number above 0, got "
+                f"{str(value)[:60]!r}"
+            )

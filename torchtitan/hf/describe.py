@@ -13,19 +13,18 @@ from torchtitan.base.errors import DataError
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.data.settings import SUPERVISED, TrainingConfig
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.finetune.chat_files import find_template
-from torchtitan.finetune.lora_export import LoRAExport, weight_beside
+from torchtitan.finetune.chat import find_template
 from torchtitan.finetune.settings import LoRAConfig
-from torchtitan.hf.beside import (
-    GENERATION_CONFIG,
-    carried_over,
+from torchtitan.hf.card import Card, without_home
+from torchtitan.hf.config import find_carried
+from torchtitan.hf.export import HFExport
+from torchtitan.hf.names import GENERATION_CONFIG, Names
+from torchtitan.hf.peft import AdapterExport
+from torchtitan.hf.tokenizer_files import (
+    build_generation_config,
     files_to_copy,
-    generation_config,
     tokenizer_file,
 )
-from torchtitan.hf.card import Card, shown
-from torchtitan.hf.names import Names
-from torchtitan.hf.write import HFExport
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 from torchtitan.optim.settings import OptimizerConfig
@@ -65,7 +64,7 @@ def describe_export(
     """
     initial = checkpoint.initial_load_path
     tokenizer = build_tokenizer(tokenizer_path)
-    carried = carried_over(
+    carried = find_carried(
         Path(initial) if initial is not None and checkpoint.initial_load_in_hf else None,
         seq_len=training.seq_len,
         eos_id=tokenizer.eos_id,
@@ -80,14 +79,14 @@ def describe_export(
         name=name,
         description=description,
         base=None if initial is None else Path(initial),
-        adapter_alone=lora.export_format == "adapter",
-        training=describe_training(training, optimizer=optimizer, lora=lora),
+        adapter_only=lora.export_format == "adapter",
+        settings=describe_training(training, optimizer=optimizer, lora=lora),
     )
     return HFExport(
-        names=Names(spec.hf, architecture, weight_beside),
+        names=Names(spec.hf, architecture),
         dtype=dtype,
         carried=carried,
-        adapter=LoRAExport.of(lora, base=initial),
+        adapter=AdapterExport.from_settings(lora, base=initial),
         files=files,
         generation=generation,
         card=card.text,
@@ -121,7 +120,7 @@ def describe_generation(
     if ending is None:
         return None
     file = tokenizer_file(tokenizer_path)
-    found = generation_config(
+    found = build_generation_config(
         None if file is None else file.parent,
         turn_id=tokenizer.special_tokens[ending],
         eos_id=tokenizer.eos_id,
@@ -140,7 +139,7 @@ def describe_training(
     training: TrainingConfig, *, optimizer: OptimizerConfig, lora: LoRAConfig
 ) -> dict[str, object]:
     """Return the rows of the model card's table."""
-    data = [f"`{shown(path)}`" for path in training.paths or (training.dataset,)]
+    data = [f"`{without_home(path)}`" for path in training.paths or (training.dataset,)]
     if training.weights:
         shares = zip(data, training.weights, strict=True)
         data = [f"{name} (weight {weight:g})" for name, weight in shares]

@@ -1,47 +1,62 @@
-"""Opens a Hugging Face folder as a source of weights: by headers alone, before any long work.
+"""Open a Hugging Face folder as a source of weights.
 
-A safetensors file is a JSON header and plain numbers: reading it runs nothing, and a file that is
-cut short is refused when it is opened. Rank 0 reads config.json and the headers, compares sizes,
-names, shapes and types with the model's, and tells all ranks where each tensor lies.
+Rank 0 reads config.json and the headers of the safetensors files, compares sizes, names, shapes and
+types with the model, and sends the other ranks the place of each tensor. A safetensors file is a
+JSON header and numbers: reading it executes nothing, and a truncated file is refused when opened.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection
+import shutil
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 
 from torchtitan.base.errors import CheckpointError
 from torchtitan.base.files import check_is_file, read_json
-from torchtitan.checkpoint.checksums import summarize
+from torchtitan.checkpoint.checksums import summarize, write_json
 from torchtitan.checkpoint.source import ALL, ParameterFilter
-from torchtitan.checkpoint.state import OUTPUT
-from torchtitan.hf.blocks import SCALE, Blocks, stored_blocks
+from torchtitan.checkpoint.state import MODEL_STATE, OUTPUT
+from torchtitan.checkpoint.storage import STATE, commit, draft_of
 from torchtitan.hf.config import (
-    SEEN_IN_SHAPES,
-    check_config,
+    VISIBLE_IN_SHAPES,
+    architecture_of,
+    check_sizes,
+    family_of,
+    find_quantization,
     read_config,
     sizes_of,
     stored_sizes,
 )
-from torchtitan.hf.names import CONFIG, INDEX, WEIGHTS, Names, Place
-from torchtitan.hf.read import HFWeights, StoredTensor, attach_scales, check_fit, stack
+from torchtitan.hf.names import CONFIG, INDEX, WEIGHTS, Names, Slot
+from torchtitan.hf.weights import (
+    SCALE,
+    HFWeights,
+    StoredTensor,
+    add_once,
+    attach_scales,
+    check_match,
+    stack_parts,
+)
 from torchtitan.mesh.ranks import on_first_rank, reason
+from torchtitan.models.interface import cast
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
-# a buffer that old versions of transformers saved; it follows from the sizes
-NO_WEIGHT = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq\b.*")
+ROPE_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+"""Buffers in files of old versions of transformers. They follow from the sizes and are not read."""
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Tell whether a folder looks like a model of Hugging Face."""
+    """Return whether a folder has the files of a Hugging Face model."""
     return (path / CONFIG).is_file() and any((path / name).is_file() for name in (WEIGHTS, INDEX))
 
 
@@ -51,131 +66,155 @@ def open_folder(
     spec: ModelSpec,
     architecture: DecoderConfig,
     filter: ParameterFilter = ALL,
-    chosen: Collection[str] = (),
+    may_differ: Collection[str] = (),
     group: dist.ProcessGroup | None,
 ) -> HFWeights:
-    """Read the headers of a folder on rank 0, and tell all ranks.
+    """Open a folder. Collective over `group`; None for this process only.
 
-    `chosen` are sizes in which the job is meant to differ.
+    Args:
+        path: The folder.
+        spec: Family of the model.
+        architecture: Sizes of the model.
+        filter: Parameters to read.
+        may_differ: Keys of config.json that the job overrides.
+        group: Ranks that read together.
 
     Raises:
-        CheckpointError: It is not such a folder, or a file of it is damaged, or it is of another
-            model than `architecture`, a size of `spec`.
+        CheckpointError: A file is missing or damaged, or holds another model.
     """
 
     def survey() -> dict[str, StoredTensor]:
         _check_is_folder(path)
-        # with parameters left out, their names and shapes say more exactly what has to agree
-        exempt = {*chosen, *(SEEN_IN_SHAPES if filter.exclude else ())}
+        # with parameters excluded, only the remaining names and shapes must match
+        exempt = {*may_differ, *(VISIBLE_IN_SHAPES if filter.exclude else ())}
         exempt |= {"vocab_size"} if filter.may_grow else set()
         config = read_config(path)
-        check_config(config, spec=spec, architecture=architecture, seen_elsewhere=exempt)
-        there, ours = stored_sizes(config), sizes_of(architecture)
-        for name in sorted(chosen):
-            if there[name] != ours[name]:
-                text = "%s of the rotation: %s in %s, %s in this job"
-                logger.info(text, name, there[name], config.path, ours[name])
-        names = Names(spec.hf, architecture)
-        # the folder's own number: where the job has fewer layers, it lacks some of the model's
-        found = _survey(
+        check_sizes(config, spec=spec, architecture=architecture, may_differ=exempt)
+        stored, sizes = stored_sizes(config), sizes_of(architecture)
+        for key in sorted(may_differ):
+            if stored[key] != sizes[key]:
+                text = "%s: %s in %s, %s in this job"
+                logger.info(text, key, stored[key], config.path, sizes[key])
+        # not the job's number: layers that a smaller job lacks are not extra layers
+        found = _read_headers(
             path,
-            names=names,
-            blocks=stored_blocks(config),
-            num_layers=there["num_hidden_layers"],
+            names=Names(spec.hf, architecture),
+            block=find_quantization(config),
+            num_layers=stored["num_hidden_layers"],
         )
-        if there["tie_word_embeddings"]:
-            # some writers save the tied head all the same, which transformers does not read either
-            found.pop(OUTPUT, None)
-        check_fit(path, found, spec=spec, architecture=architecture, filter=filter)
+        if stored["tie_word_embeddings"]:
+            found.pop(OUTPUT, None)  # some writers save the tied head again
+        check_match(path, found, spec=spec, architecture=architecture, filter=filter)
         return found
 
     tensors = on_first_rank(survey, group=group)
     return HFWeights(path=path, tensors=tensors, filter=filter, group=group)
 
 
+def to_dcp(
+    folder: Path, target: Path, *, dtype: torch.dtype, models: Mapping[str, ModelSpec]
+) -> tuple[ModelSpec, DecoderConfig]:
+    """Convert a folder to a DCP folder of weights, outside of a run; return the model.
+
+    Raises:
+        CheckpointError: The folder is damaged, or its model is not in `models`.
+    """
+    config = read_config(folder)
+    spec = family_of(config, models=models)
+    architecture = architecture_of(config, spec=spec)
+    source = open_folder(folder, spec=spec, architecture=architecture, group=None)
+    model = cast(spec.build_meta(architecture), dtype).to_empty(device="cpu")
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    source.read(weights)
+    draft = draft_of(target)
+    if draft.exists():  # from a process that died
+        shutil.rmtree(draft)
+    dcp.save(weights, storage_writer=dcp.FileSystemWriter(draft), no_dist=True)
+    write_json(draft / STATE, MODEL_STATE)
+    commit(target)
+    return spec, architecture
+
+
 def _check_is_folder(path: Path) -> None:
     if is_hf_folder(path):
         return
-    there = "is a file: name its folder" if path.exists() else "does not exist"
-    if path.is_dir():
-        there = f"lacks {CONFIG}" if not (path / CONFIG).is_file() else "holds no safetensors file"
-        if any(path.glob("*.bin")):
-            there += "; its .bin files are pickles and never read: convert them to safetensors"
+    if not path.is_dir():
+        problem = "it is a file, name its folder" if path.exists() else "it does not exist"
+    elif not (path / CONFIG).is_file():
+        problem = f"it has no {CONFIG}"
+    else:
+        problem = "it has no safetensors file"
+    if path.is_dir() and any(path.glob("*.bin")):
+        problem += "; .bin files are pickles and never read, convert them to safetensors"
     raise CheckpointError(
-        f"a folder of Hugging Face must hold {CONFIG} and {WEIGHTS}, or {INDEX} and "
-        f"the files that it names, got {path}, which {there}; name another by "
-        f"checkpoint.initial_load_path, or write checkpoint.initial_load_in_hf = false for a "
-        f"checkpoint of another kind"
+        f"{path} is not a Hugging Face folder with {CONFIG} and {WEIGHTS} or {INDEX}: {problem}; "
+        f"see checkpoint.initial_load_path and checkpoint.initial_load_in_hf"
     )
 
 
-def _survey(
-    path: Path, *, names: Names, blocks: Blocks | None, num_layers: int
+def _read_headers(
+    path: Path, *, names: Names, block: tuple[int, int] | None, num_layers: int
 ) -> dict[str, StoredTensor]:
-    places = _places(path)
-    found: dict[Place, StoredTensor] = {}
+    """Return the tensors of a folder by parameter."""
+    index = _read_index(path)
+    found: dict[Slot, StoredTensor] = {}
     scales: dict[str, StoredTensor] = {}
-    more: set[str] = set()
-    for file in sorted(set(places.values())) or [WEIGHTS]:
+    extra: set[str] = set()
+    seen: set[tuple[str, str]] = set()
+    for file in sorted(set(index.values())) or [WEIGHTS]:
         for name, (shape, dtype) in _read_header(path / file).items():
-            if places.get(name, file) == file and not NO_WEIGHT.fullmatch(name):
-                place = ours, _ = names.ours(name) or (name, None)
-                if names.is_of_more_layers(name, num_layers=num_layers):
-                    more.add(name)
-                    continue
-                if blocks is not None and name.endswith(SCALE):
-                    scales[name] = StoredTensor(
-                        name=name, shape=shape, dtype=dtype, head_dim=None, file=file
-                    )
-                    continue
-                if place in found:
-                    raise CheckpointError(
-                        f"{path} must hold each parameter once, got '{ours}' as "
-                        f"'{found[place].name}' and as '{name}'; get the folder again"
-                    )
-                found[place] = StoredTensor(
-                    name=name, shape=shape, dtype=dtype, head_dim=names.head_dim(ours), file=file
-                )
-    here = {(tensor.name, tensor.file) for tensor in (*found.values(), *scales.values())}
-    left = {place for place in places.items() if place[0] not in more} - here
-    absent = [f"{name} in {file}" for name, file in sorted(left)]
-    if absent := [text for text in absent if not NO_WEIGHT.match(text)]:
-        raise CheckpointError(
-            f"{path / INDEX} names what is not there: {summarize(absent)}; get the folder again"
-        )
-    if more:
-        text = "%s has %d tensors of layers behind the last, as %s: they are not read"
-        logger.info(text, path, len(more), min(more))
-    if blocks is not None:
-        found = attach_scales(path, found, scales, blocks=blocks)
-    return stack(path, found)
+            if index.get(name, file) != file:
+                continue
+            seen.add((name, file))
+            if ROPE_BUFFER.fullmatch(name):
+                continue
+            if names.is_extra_layer(name, num_layers=num_layers):
+                extra.add(name)
+                continue
+            slot = names.from_hf(name) or (name, None)
+            head_dim = names.rope_head_dim(slot[0])
+            tensor = StoredTensor(
+                name=name, shape=shape, dtype=dtype, rope_head_dim=head_dim, file=file
+            )
+            if block is not None and name.endswith(SCALE):
+                scales[name] = tensor
+            else:
+                add_once(found, slot, tensor, path=path)
+    missing = {(n, file) for n, file in index.items() if not ROPE_BUFFER.fullmatch(n)} - seen
+    if missing:
+        places = [f"{name} in {file}" for name, file in sorted(missing)]
+        raise CheckpointError(f"{path / INDEX} names missing tensors: {summarize(places)}")
+    if extra:
+        text = "%s: %d tensors of extra layers are not read, e.g. %s"
+        logger.info(text, path, len(extra), min(extra))
+    if block is not None:
+        found = attach_scales(path, found, scales, block=block)
+    return stack_parts(path, found)
 
 
-def _places(path: Path) -> dict[str, str]:
-    """Return the file of each tensor as the index says; nothing where there is but one file."""
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the file of each tensor by the index; an empty table if there is only one file."""
     if (path / WEIGHTS).is_file():
         return {}
-    places = read_json(path / INDEX)["weight_map"]
-    wrong: list[Any] = [places]
-    if isinstance(places, dict):
-        # a plain name: nothing outside of the folder is opened
-        wrong = [v for v in places.values() if not isinstance(v, str) or Path(v).name != v]
-    if wrong or not places:
+    index = read_json(path / INDEX)["weight_map"]
+    wrong: list[Any] = [index]
+    if isinstance(index, dict):
+        # plain names only: nothing outside of the folder is opened
+        wrong = [v for v in index.values() if not isinstance(v, str) or Path(v).name != v]
+    if wrong or not index:
         raise CheckpointError(
-            f"{path / INDEX} is damaged: weight_map must give a file beside it for each tensor, "
-            f"got {str(wrong[0] if wrong else places)[:60]!r}; get it again"
+            f"{path / INDEX} is damaged: weight_map must name a file in the folder for each "
+            f"tensor, got {str(wrong[0] if wrong else index)[:60]!r}"
         )
-    return places
+    return index
 
 
 def _read_header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and type of each tensor of a file."""
+    """Return shape and type of each tensor in a file."""
     try:
         check_is_file(file)
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {n: (tuple(s.get_shape()), str(s.get_dtype())) for n, s in slices.items()}
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read, it may be cut short: {reason(error)}; get it again"
-        ) from error
+        raise CheckpointError(f"{file} cannot be read: {reason(error)}") from error

@@ -1,103 +1,105 @@
-"""The same weights under two names: our parameters, and the tensors of Hugging Face's files.
+"""Names of files and tensors in Hugging Face folders.
 
-Three things differ, and the model's spec describes them (`HFFormat`): the names, for some
-parameters the order of rows (`checkpoint/rows.py`), and experts, which are a tensor each there and
-stacked here. Nothing else in the library reads these tables.
+Hugging Face's tensors differ from our parameters in three ways, which `HFFormat` of a family
+describes: names, the row order of some parameters (`checkpoint/rows.py`), and experts, which are
+one tensor each there and stacked in one parameter here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from torchtitan.finetune.lora import adapted_weight
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import EACH, HFFormat
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CARD = "README.md"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""What PEFT calls the files of an adapter."""
-Place = tuple[str, int | None]
-"""A parameter of ours, and which entry along its first dimension; None: all of it."""
+"""File names of PEFT."""
+Slot = tuple[str, int | None]
+"""A parameter and an index along its first dimension, None for the full parameter."""
 _LAYER = re.compile(r"\blayers\.([0-9]{1,9})\.")
 _NUMBER = re.compile(r"(?<=\.)([0-9]{1,9})(?=\.)")
 
 
 @dataclass(frozen=True)
 class Names:
-    """Translates the names of one model."""
+    """Translates between the parameters of a model and Hugging Face's tensors."""
 
     format: HFFormat
     architecture: DecoderConfig
-    weight_beside: Callable[[str], str] = lambda name: name
-    """The weight whose rows a parameter's are, where that is another one."""
 
-    def theirs(self, ours: str) -> str:
-        """Return the tensor that holds a parameter, or with `EACH` in it those that do."""
-        theirs = _translated(ours, self.format.names)
-        assert theirs is not None, f"{self.format.architecture} has no name for {ours}"
-        return theirs
+    def to_hf(self, name: str) -> str:
+        """Return the tensor name of a parameter, with `EACH` in place of an index."""
+        found = _translate(name, self.format.names)
+        assert found is not None, f"{self.format.architecture} has no name for {name}"
+        return found
 
-    def ours(self, theirs: str) -> Place | None:
-        """Return what a tensor holds; None: we have no such parameter."""
+    def from_hf(self, name: str) -> Slot | None:
+        """Return the parameter that a tensor fills, None if the model has no such parameter."""
         table = {value: key for key, value in self.format.names.items()}
-        if (whole := _translated(theirs, table)) is not None:
-            return whole, None
-        layer = _LAYER.search(theirs)
-        number = _NUMBER.search(theirs, 0 if layer is None else layer.end())
+        if (parameter := _translate(name, table)) is not None:
+            return parameter, None
+        layer = _LAYER.search(name)
+        number = _NUMBER.search(name, 0 if layer is None else layer.end())
         if number is None:
             return None
-        stack = _translated(theirs[: number.start()] + EACH + theirs[number.end() :], table)
-        return None if stack is None else (stack, int(number[1]))
+        stacked = _translate(name[: number.start()] + EACH + name[number.end() :], table)
+        return None if stacked is None else (stacked, int(number[1]))
 
-    def head_dim(self, ours: str) -> int | None:
-        """Return the width of the heads whose rows lie in halves; None: they lie as ours."""
-        weight = _starred(self.weight_beside(ours))
-        return self.architecture.head_width if weight in self.format.rotary else None
+    def rope_head_dim(self, name: str) -> int | None:
+        """Return the head width of a parameter in half-split row order, None for other orders."""
+        is_half_split = _any_layer(adapted_weight(name)) in self.format.rotary
+        return self.architecture.head_width if is_half_split else None
 
-    def is_of_more_layers(self, theirs: str, *, num_layers: int) -> bool:
-        """Tell whether a tensor is of a layer behind the last of `num_layers`: it is not read."""
-        layer = _LAYER.search(theirs)
-        is_behind = layer is not None and int(layer[1]) >= num_layers
-        return bool(self.format.more_layers) and is_behind
+    def is_extra_layer(self, name: str, *, num_layers: int) -> bool:
+        """Return whether a tensor is part of an extra layer after the last, which is not read."""
+        layer = _LAYER.search(name)
+        is_after = layer is not None and int(layer[1]) >= num_layers
+        return bool(self.format.more_layers) and is_after
 
-    def dtype(self, ours: str, *, of_weights: torch.dtype) -> torch.dtype:
-        """Return the type that a parameter is stored in, where weights are in another."""
-        return torch.float32 if _starred(ours) in self.format.float32 else of_weights
+    def stored_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the type of a parameter in a file whose weights have type `dtype`."""
+        return torch.float32 if _any_layer(name) in self.format.float32 else dtype
 
-    def find_misnamed(self, ours: Collection[str]) -> str | None:
-        """Say which parameters have no name in the files, and which the model lacks.
+    def find_mismatch(self, parameters: Collection[str]) -> str | None:
+        """Describe parameters without a name and names without a parameter.
 
-        None: names and parameters match one to one.
+        Returns:
+            None if they match one to one.
         """
         if not self.format.names:
-            return "Hugging Face has no files of the family (no hf)"
+            return "the family has no Hugging Face format (hf)"
         named = {
             name.replace("*", str(layer))
             for name in self.format.names
             for layer in range(self.architecture.num_layers if "*" in name else 1)
         }
-        due = set(filter(self.architecture.has_parameter, named))
-        wrong = {
-            f"the files of a {self.format.architecture} have no name for": set(ours) - due,
-            "the model lacks, of what they hold,": due - set(ours),
+        expected = set(filter(self.architecture.has_parameter, named))
+        problems = {
+            f"{self.format.architecture} has no name for": set(parameters) - expected,
+            "the model lacks": expected - set(parameters),
         }
-        said = [
-            f"{what} {', '.join(sorted(found)[:4])}{' ...' if len(found) > 4 else ''}"
-            for what, found in wrong.items()
-            if found
+        found = [
+            f"{problem} {', '.join(sorted(names)[:4])}{' ...' if len(names) > 4 else ''}"
+            for problem, names in problems.items()
+            if names
         ]
-        return "; ".join(said) or None
+        return "; ".join(found) or None
 
 
-def _translated(name: str, table: Mapping[str, str]) -> str | None:
-    found, layer = table.get(_starred(name)), _LAYER.search(name)
+def _translate(name: str, table: Mapping[str, str]) -> str | None:
+    found, layer = table.get(_any_layer(name)), _LAYER.search(name)
     return found if found is None or layer is None else found.replace("*", layer[1])
 
 
-def _starred(name: str) -> str:
+def _any_layer(name: str) -> str:
     return _LAYER.sub("layers.*.", name)

@@ -31,12 +31,17 @@ from torchtitan.checkpoint.start import LoadMode
 from torchtitan.checkpoint.state import VOCABULARY
 from torchtitan.checkpoint.steps import resolve_step
 from torchtitan.checkpoint.storage import step_of
-from torchtitan.finetune.lora_export import weight_beside
-from torchtitan.hf.beside import warn_of_other_tokenizer
-from torchtitan.hf.config import architecture_of, check_family, family_of, find_unsaid, read_config
+from torchtitan.hf.config import (
+    architecture_of,
+    check_family,
+    family_of,
+    find_inexpressible,
+    read_config,
+)
 from torchtitan.hf.file import open_file
 from torchtitan.hf.folder import is_hf_folder, open_folder
 from torchtitan.hf.names import Names
+from torchtitan.hf.tokenizer_files import warn_of_other_tokenizer
 from torchtitan.mesh.ranks import on_first_rank
 from torchtitan.models.families import MODELS, find_spec, to_settings
 from torchtitan.models.interface import LanguageModel
@@ -110,8 +115,8 @@ def check_names_and_sizes(model: LanguageModel, *, spec: ModelSpec, keys: Sequen
     Raises:
         ConfigError: Its files have no names for the parameters, or cannot say the sizes.
     """
-    misnamed = Names(spec.hf, model.config).find_misnamed([n for n, _ in model.named_parameters()])
-    unsaid = None if misnamed else find_unsaid(model.config, spec.hf)
+    misnamed = Names(spec.hf, model.config).find_mismatch([n for n, _ in model.named_parameters()])
+    unsaid = None if misnamed else find_inexpressible(model.config, spec.hf)
     mistakes = Mistakes()
     for key in keys:
         if unsaid is not None:
@@ -188,8 +193,8 @@ def open_initial(
     if settings.initial_load_in_hf:
         if not on_first_rank(path.is_dir, group=group):
             raise missing_folder(path)
-        found = open_folder(path, chosen=chosen_rotation(model), **sizes, **how)
-        warn_of_other_tokenizer(model.tokenizer_path, origin=path)
+        found = open_folder(path, may_differ=chosen_rotation(model), **sizes, **how)
+        warn_of_other_tokenizer(model.tokenizer_path, base=path)
         return found
     if on_first_rank(lambda: is_hf_folder(path), group=group):
         raise CheckpointError(
@@ -233,7 +238,7 @@ def _open_step(
     )
     head_dim: HeadDim = lambda name: None  # noqa: E731
     if order != "interleaved":
-        head_dim = Names(spec.hf, architecture, weight_beside).head_dim
+        head_dim = Names(spec.hf, architecture).rope_head_dim
     return DCPFolder(path=step, rope_head_dim=head_dim, filter=filter, group=group)
 
 

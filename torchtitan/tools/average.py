@@ -60,7 +60,7 @@ from torchtitan.checkpoint.reader import TensorReader, is_tensor
 from torchtitan.checkpoint.rows import overlap
 from torchtitan.checkpoint.state import MODEL_STATE
 from torchtitan.checkpoint.storage import draft_of, list_steps, step_of
-from torchtitan.hf.write import export
+from torchtitan.hf.export import export
 from torchtitan.mesh.ranks import reasons
 from torchtitan.models.families import find_model
 from torchtitan.resume_rules import find_run_step, read_settings

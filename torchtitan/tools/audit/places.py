@@ -24,9 +24,9 @@ from torchtitan.data.sample_log import hash_tokens
 from torchtitan.data.settings import SUPERVISED
 from torchtitan.data.store import TokenStore
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.finetune.chat_files import find_template
+from torchtitan.finetune.chat import find_template
 from torchtitan.finetune.data import ExampleSource, encode_all, find_examples
-from torchtitan.finetune.examples import Encoder
+from torchtitan.finetune.encoder import Encoder
 from torchtitan.job import Config, own_sections
 
 StoreKey = tuple[int, int]

@@ -302,7 +302,7 @@ class Adapter(TemplateLM):
                 max_new_tokens=max_new_tokens,
                 seed=seed,
                 stop_ids=self._stop_ids,
-                is_over=lambda new: any(stop and stop in text_of(new) for stop in until),
+                stops=lambda new: any(stop and stop in text_of(new) for stop in until),
                 **_sampling(settings),
             )
             for row, new in zip(batch, found, strict=True):

@@ -20,9 +20,9 @@ from torchtitan.checkpoint.storage import read_manifest
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.data.tokenizer import read_tokenizer_config, special_token
 from torchtitan.generate.generator import Generator
-from torchtitan.hf.beside import tokenizer_file
 from torchtitan.hf.config import read_config
 from torchtitan.hf.names import CONFIG
+from torchtitan.hf.tokenizer_files import tokenizer_file
 from torchtitan.resume_rules import find_run_step, read_settings
 
 UNSAID = 2048

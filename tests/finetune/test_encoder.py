@@ -12,15 +12,9 @@ from tokenizers import Tokenizer
 from tests.finetune.chats import CHAT, write_lines, write_tokenizer
 from torchtitan.base.errors import DataError
 from torchtitan.data.tokenizer import ByteTokenizer, build_tokenizer, encode_with_special
-from torchtitan.finetune.chat_files import find_template
-from torchtitan.finetune.examples import (
-    Conversation,
-    Encoder,
-    check_has_rows,
-    read_examples,
-    touched,
-)
-from torchtitan.finetune.shapes import Continuation
+from torchtitan.finetune.chat import Conversation, find_template
+from torchtitan.finetune.encoder import Encoder, overlaps_spans
+from torchtitan.finetune.examples import Completion, check_has_rows, read_examples
 
 BYTE = ByteTokenizer()
 
@@ -44,7 +38,7 @@ def test_lines_become_examples(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("\n", "\n\n"))
     expected = [
         Conversation(CHAT, None, f"{file} line 1"),
-        Continuation("a", " b", f"{file} line 3"),
+        Completion("a", " b", f"{file} line 3"),
         Conversation(CHAT, tools, f"{file} line 5"),
     ]
     assert list(read_examples(file)) == expected
@@ -54,7 +48,7 @@ def test_lines_become_examples(tmp_path: Path) -> None:
 
 
 def test_a_completion_is_learnt_with_its_end() -> None:
-    row = encoder().encode([Continuation("ab", "<|end_of_text|>", "here")])[0]
+    row = encoder().encode([Completion("ab", "<|end_of_text|>", "here")])[0]
     assert row is not None
     assert (row >> 1).tolist() == [*b"ab<|end_of_text|>", 257]
     assert (row & 1).tolist() == [0, 0, *[1] * 16]
@@ -63,24 +57,24 @@ def test_a_completion_is_learnt_with_its_end() -> None:
 @pytest.mark.parametrize(
     "example",
     [
-        Continuation("a", "", "here"),
-        Continuation("", "", "here"),
+        Completion("a", "", "here"),
+        Completion("", "", "here"),
         Conversation([say("user", "a")], None, "here"),
         Conversation([say("user", "a"), say("assistant", "")], None, "here"),
         Conversation([say("user", "a"), {**say("assistant", "b"), "weight": 0}], None, "here"),
     ],
 )
-def test_nothing_to_learn(example: Conversation | Continuation) -> None:
+def test_nothing_to_learn(example: Conversation | Completion) -> None:
     assert encoder().encode([example]) == [None]
 
 
 def test_a_token_of_two_is_the_answers() -> None:
     # tokens 0-2, 2-5, 5-6 and two more of the character 5-6, 6-9; the answer is 4-6
     ends = [2, 5, 6, 6, 6, 9]
-    assert touched(ends, spans=[(4, 6)]).tolist() == [False, True, True, True, True, False]
-    assert touched(ends, spans=[(0, 2), (6, 7)]).tolist() == [True, *[False] * 4, True]
-    assert touched(ends, spans=[]).tolist() == [False] * 6
-    assert touched([], spans=[(0, 1)]).tolist() == []
+    assert overlaps_spans(ends, spans=[(4, 6)]).tolist() == [False, True, True, True, True, False]
+    assert overlaps_spans(ends, spans=[(0, 2), (6, 7)]).tolist() == [True, *[False] * 4, True]
+    assert overlaps_spans(ends, spans=[]).tolist() == [False] * 6
+    assert overlaps_spans([], spans=[(0, 1)]).tolist() == []
 
 
 def test_where_tokens_end() -> None:
@@ -151,15 +145,21 @@ def test_wrong_lines(tmp_path: Path, line: str, complaint: str) -> None:
 @pytest.mark.parametrize(
     ("message", "complaint"),
     [
-        (say("bot", "a"), r"the role of message 2 must be one of system, .*, tool, got 'bot'"),
-        ({"content": "a"}, r"the role of message 2 must be one of .*, got none"),
-        ({"role": ["user"], "content": "a"}, r"the role of message 2 .*, got \['user'\]"),
-        ({"role": "assistant"}, r"message 2 must have a content that is text, got none"),
+        (say("bot", "a"), r"message 2 must have a role of system, .*, tool, got 'bot'"),
+        ({"content": "a"}, r"message 2 must have a role of .*, got none"),
+        ({"role": ["user"], "content": "a"}, r"message 2 must have a role of .*, got \['user'\]"),
+        ({"role": "assistant"}, r"message 2 must have text as content, got none"),
         *[
-            ({**say("assistant", "a"), "weight": weight}, r"the weight of message 2 must be 0 .* 1")
+            (
+                {**say("assistant", "a"), "weight": weight},
+                r"message 2 must have weight 0 .* or 1, got",
+            )
             for weight in (2, 0.5, -1, True, "0", [])
         ],
-        (say("assistant", [{"type": "text"}]), r"message 2 must have a content .*, got \[{'type'"),
+        (
+            say("assistant", [{"type": "text"}]),
+            r"message 2 must have text as content, got \[{'type'",
+        ),
     ],
 )
 def test_wrong_messages(tmp_path: Path, message: object, complaint: str) -> None:
@@ -177,20 +177,22 @@ def test_a_call_of_a_tool_needs_no_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["<|end_of_text|>", "<|begin_of_text|>", "\ufdd0"])
 def test_messages_that_spell_special_tokens(name: str) -> None:
     injected = [say("user", f"a{name}assistant"), say("assistant", "b")]
-    with pytest.raises(DataError, match=r"here: no message may spell a special token.*found '"):
+    with pytest.raises(DataError, match=r"here: messages must not contain special tokens.*got '"):
         encoder().encode([Conversation(injected, None, "here")])
     tools = [{"description": f"a {name} b"}]
-    with pytest.raises(DataError, match=r"here: no message may spell a special token"):
+    with pytest.raises(DataError, match=r"here: messages must not contain special tokens"):
         encoder().encode([Conversation(CHAT, tools, "here")])
 
 
 def test_files_of_another_kind(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"examples must be rows .*jsonl.*, got .*a.txt"):
+    with pytest.raises(DataError, match=r"examples must be in one of .*jsonl.*, got .*a.txt"):
         check_has_rows(tmp_path / "a.txt")
     with pytest.raises(DataError, match=r"cannot read .*none.jsonl"):
         list(read_examples(tmp_path / "none.jsonl"))
 
 
 def test_messages_without_a_template() -> None:
-    with pytest.raises(DataError, match=r"here has messages, which need a chat template"):
+    with pytest.raises(
+        DataError, match=r"here has messages, and the tokenizer has no chat template"
+    ):
         Encoder(BYTE, None).encode([Conversation(CHAT, None, "here")])

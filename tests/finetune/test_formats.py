@@ -14,8 +14,7 @@ import pytest
 from tests.finetune.chats import CHAT, write_lines
 from torchtitan.base.errors import DataError
 from torchtitan.finetune.chat import Conversation
-from torchtitan.finetune.examples import read_examples
-from torchtitan.finetune.shapes import Continuation, parse_example
+from torchtitan.finetune.examples import Completion, parse_example, read_examples
 
 
 def say(role: str, content: object, **more: object) -> dict[str, object]:
@@ -70,7 +69,7 @@ def test_a_shape_is_a_conversation(value: dict[str, Any], messages: list[dict[st
 
 def test_openais_completions_come_first() -> None:
     value = {"prompt": "a", "completion": "b", "instruction": "c", "output": "d"}
-    assert parse_example(value, where="here") == Continuation("a", "b", "here")
+    assert parse_example(value, where="here") == Completion("a", "b", "here")
 
 
 @pytest.mark.parametrize(
@@ -85,19 +84,23 @@ def test_openais_completions_come_first() -> None:
         ),
         (
             {"instruction": "a", "output": "b", "history": [["a"]]},
-            r"history must be a list of pairs of question and answer, got \[\['a'\]\]",
+            r"history must be a list of \[question, answer\] pairs, got \[\['a'\]\]",
         ),
         ({"conversations": "a"}, "conversations must be a list of objects, got 'a'"),
         ({"conversations": []}, r"messages must be a list of objects, got \[\]"),
         (
             {"conversations": [turn("human", "a"), turn("bot", "b")]},
-            r"\(from\) in turn 2 must be one of .*gpt.*, got 'bot'",
+            "from of turn 2 must be one of .*gpt.*, got 'bot'",
         ),
         (
             {"conversations": [turn("human", 3)]},
-            "message 1 must have a content that is text, got 3",
+            "message 1 must have text as content, got 3",
         ),
-        ({"conversations": [turn("gpt", "a", weight=3)]}, "weight of message 1 must be 0"),
+        (
+            {"conversations": [turn(["gpt"], "a")]},
+            r"from of turn 1 must be one of .*, got \['gpt'\]",
+        ),
+        ({"conversations": [turn("gpt", "a", weight=3)]}, "message 1 must have weight 0"),
         ({"prompt": "a"}, "must have text under 'completion', got keys 'prompt'"),
         (
             {"completion": "a", "output": "b"},
@@ -105,7 +108,7 @@ def test_openais_completions_come_first() -> None:
         ),
         (
             {"messages": [say("user", [{"type": "image_url", "image_url": "x"}])]},
-            "message 1 must have a content that is text, got .*image_url",
+            "message 1 must have text as content, got .*image_url",
         ),
     ],
 )

@@ -1,0 +1,293 @@
+"""Export a checkpoint as a Hugging Face folder, by all ranks together.
+
+The weights are read from the checkpoint on disk, where they are unsharded in any layout. So nothing
+is gathered, no GPU holds a full tensor, and the same code converts a checkpoint long after its run.
+Each file is written by one rank from start to end, which holds one parameter at a time. The cost is
+that a run reads its weights once more.
+
+The folder is written under a temporary name and renamed when every rank has finished.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint.checksums import HashingFile, write_json
+from torchtitan.checkpoint.reader import TensorReader, fill, is_tensor
+from torchtitan.checkpoint.rows import to_their_rows
+from torchtitan.checkpoint.storage import commit, draft_of
+from torchtitan.hf.config import find_inexpressible, new_config
+from torchtitan.hf.names import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CARD,
+    CONFIG,
+    GENERATION_CONFIG,
+    INDEX,
+    WEIGHTS,
+    Names,
+)
+from torchtitan.hf.peft import AdapterExport
+from torchtitan.mesh.ranks import on_every_rank, on_first_rank
+from torchtitan.models.spec import EACH
+
+logger = logging.getLogger(__name__)
+MAX_FILE_BYTES = 5_000_000_000
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_MAX_HEADER_BYTES = 100_000_000  # limit of readers
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFExport:
+    """Contents of a folder besides the weights of the checkpoint."""
+
+    names: Names
+    dtype: torch.dtype | None = None
+    """Type of the weights. None: as stored in the checkpoint."""
+    carried: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json that are not sizes."""
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Files to copy by their new names: the tokenizer and its settings."""
+    generation: Mapping[str, Any] | None = None
+    """The generation_config.json. None: the one in `files`, if any."""
+    max_file_bytes: int = MAX_FILE_BYTES
+    """Largest size of a file of weights, unless it has only one tensor."""
+    adapter: AdapterExport | None = None
+    """How LoRA adapters in the checkpoint are written."""
+    card: Callable[[Path], str] | None = None
+    """Returns the model card, given the checkpoint. None: no card."""
+
+    @property
+    def adapter_only(self) -> bool:
+        """Whether the folder holds only the adapter."""
+        return self.adapter is not None and not self.adapter.merge
+
+    def is_adapter(self, name: str) -> bool:
+        """Return whether a tensor of the checkpoint is part of the adapter."""
+        return self.adapter is not None and self.adapter.owns(name)
+
+    def file_name(self, number: int, *, num_files: int) -> str:
+        """Return the name of a file of weights, as transformers numbers them."""
+        if self.adapter_only:
+            return ADAPTER_WEIGHTS
+        return WEIGHTS if num_files == 1 else f"model-{number + 1:05}-of-{num_files:05}.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTensor:
+    """A tensor to write."""
+
+    parameter: str
+    name: str
+    """Name in the file."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    index: int | None = None
+    """Index along the parameter's first dimension. None: the full parameter."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+Plan = list[list[PlannedTensor]]
+"""Tensors of each file."""
+
+
+def export(
+    checkpoint: Path, target: Path, *, settings: HFExport, group: dist.ProcessGroup | None
+) -> None:
+    """Write the weights of a checkpoint as the folder `target`, which is replaced if it exists.
+
+    Args:
+        checkpoint: The `step-N` folder.
+        target: The new folder.
+        settings: Its contents.
+        group: Ranks that share the work. None: this process only.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read or the folder not be written. Nothing at
+            `target` was changed.
+    """
+    rank, num_ranks = (
+        (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    )
+    draft = draft_of(target)
+
+    def check_and_plan() -> Plan:
+        reader = TensorReader(checkpoint / "model")
+        check_names(checkpoint, reader.entries, settings=settings)
+        reader.check_whole(reader.entries)
+        return plan_files(reader, settings=settings)
+
+    def prepare() -> None:
+        if draft.exists():  # from a process that died
+            shutil.rmtree(draft)
+        draft.mkdir(parents=True)
+
+    def write_files() -> None:
+        with closing(TensorReader(checkpoint / "model")) as reader:
+            for number in range(rank, len(plan), num_ranks):
+                file = draft / settings.file_name(number, num_files=len(plan))
+                _write_file(file, plan[number], reader=reader, settings=settings)
+
+    def complete() -> None:
+        _write_other_files(checkpoint, target, plan, settings=settings)
+        commit(target)
+        logger.info("Saved %s for Hugging Face: %d tensors", target, sum(map(len, plan)))
+
+    plan = on_first_rank(check_and_plan, group=group)
+    try:
+        on_first_rank(prepare, group=group)
+        on_every_rank(write_files, group=group)
+        on_first_rank(complete, group=group)
+    except CheckpointError as error:
+        on_first_rank(lambda: shutil.rmtree(draft, ignore_errors=True), group=group)
+        raise CheckpointError(
+            f"{target} could not be written: {error}; free space or fix the folder, and convert "
+            f"{checkpoint} by scripts/convert_hf.py"
+        ) from error
+
+
+def check_names(checkpoint: Path, stored: Collection[str], *, settings: HFExport) -> None:
+    """Raise CheckpointError if Hugging Face's format cannot describe the checkpoint's model."""
+    names, weights = settings.names, [name for name in stored if not settings.is_adapter(name)]
+    problem = find_inexpressible(names.architecture, names.format) or names.find_mismatch(weights)
+    if problem is not None:
+        raise CheckpointError(f"{checkpoint} cannot be exported to Hugging Face: {problem}")
+
+
+def plan_files(reader: TensorReader, *, settings: HFExport) -> Plan:
+    """Distribute the tensors over files, in the order of the model."""
+    files: Plan = [[]]
+    size = 0
+    limit = math.inf if settings.adapter_only else settings.max_file_bytes  # PEFT reads one file
+    for parameter in sorted(reader.entries, key=_layer_order):
+        if settings.is_adapter(parameter) != settings.adapter_only:
+            continue
+        for tensor in _plan_tensors(parameter, reader.entries[parameter], settings=settings):
+            if files[-1] and size + tensor.num_bytes > limit:
+                files.append([])
+                size = 0
+            files[-1].append(tensor)
+            size += tensor.num_bytes
+    return files
+
+
+def _layer_order(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that puts layer 10 after layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def _plan_tensors(parameter: str, entry: Any, *, settings: HFExport) -> list[PlannedTensor]:
+    """Return the tensors of a parameter: one, or one per entry of its first dimension."""
+    assert is_tensor(entry), f"{parameter} is not a parameter"
+    names, shape = settings.names, tuple(entry.size)
+    dtype = names.stored_dtype(parameter, settings.dtype or entry.properties.dtype)
+    if settings.adapter is not None and settings.adapter.owns(parameter):
+        name = settings.adapter.to_hf(parameter, names=names)
+    else:
+        name = names.to_hf(parameter)
+    if EACH not in name:
+        return [PlannedTensor(parameter=parameter, name=name, shape=shape, dtype=dtype)]
+    return [
+        PlannedTensor(
+            parameter=parameter,
+            name=name.replace(EACH, str(index)),
+            shape=shape[1:],
+            dtype=dtype,
+            index=index,
+        )
+        for index in range(shape[0])
+    ]
+
+
+def _write_file(
+    path: Path, tensors: Sequence[PlannedTensor], *, reader: TensorReader, settings: HFExport
+) -> None:
+    """Write a safetensors file: the length of the header, the header, and the tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.num_bytes
+        header[tensor.name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # aligns the tensors
+    assert len(text) <= _MAX_HEADER_BYTES
+    with HashingFile(path) as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        # entries of a parameter are adjacent, so that it is read once for all of them
+        for _, group in groupby(tensors, key=lambda tensor: tensor.parameter):
+            entries = list(group)
+            weight = _read(entries[0], reader=reader, settings=settings)
+            for entry in entries:
+                part = weight if entry.index is None else weight[entry.index]
+                file.write(memoryview(part.contiguous().view(torch.uint8).reshape(-1).numpy()))
+
+
+def _read(tensor: PlannedTensor, *, reader: TensorReader, settings: HFExport) -> Tensor:
+    """Return a full parameter with merged adapter, in the file's row order and type."""
+    stored, name, adapter = reader.entries, tensor.parameter, settings.adapter
+    factors: Sequence[str] = ()
+    if adapter is not None and adapter.merge:
+        factors = [factor for factor in adapter.factors_of(name) if factor in stored]
+    into = {
+        name: torch.empty(tuple(stored[name].size), dtype=stored[name].properties.dtype)
+        for name in (name, *factors)
+    }
+    fill(into, reader=reader, group=None)
+    weight = into[name]
+    if adapter is not None and factors:
+        weight = adapter.merge_into(weight, *(into[factor] for factor in factors))
+    return to_their_rows(weight.to(tensor.dtype), head_dim=settings.names.rope_head_dim(name))
+
+
+def _write_other_files(checkpoint: Path, target: Path, plan: Plan, *, settings: HFExport) -> None:
+    """Write index, config, copied files and model card."""
+    draft, architecture = draft_of(target), settings.names.architecture
+    tensors = [tensor for file in plan for tensor in file]
+    if len(plan) > 1:
+        index = {
+            tensor.name: settings.file_name(number, num_files=len(plan))
+            for number, file in enumerate(plan)
+            for tensor in file
+        }
+        size = sum(tensor.num_bytes for tensor in tensors)
+        write_json(draft / INDEX, {"metadata": {"total_size": size}, "weight_map": index})
+    if settings.adapter is not None and settings.adapter_only:
+        names = [tensor.name for tensor in tensors]
+        content = settings.adapter.config(names, num_layers=architecture.num_layers)
+        write_json(draft / ADAPTER_CONFIG, content)
+    else:
+        format, dtype = settings.names.format, tensors[0].dtype
+        content = new_config(architecture, format=format, dtype=dtype, carried=settings.carried)
+        write_json(draft / CONFIG, content)
+    copies = {name: source.read_bytes() for name, source in settings.files.items()}
+    if settings.card is not None:
+        card = target / CARD  # may have been edited by hand
+        copies[CARD] = card.read_bytes() if card.is_file() else settings.card(checkpoint).encode()
+    for name, content_bytes in copies.items():
+        with HashingFile(draft / name) as file:  # closing it syncs it to disk
+            file.write(content_bytes)
+    if settings.generation is not None:
+        write_json(draft / GENERATION_CONFIG, settings.generation)

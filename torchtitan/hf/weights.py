@@ -1,0 +1,283 @@
+"""Hugging Face tensors as a source of weights: each rank reads the parts of its own shards.
+
+A parameter is stored as one tensor, or as one tensor per entry of its first dimension (experts).
+DeepSeek's matrices are in float8 with a scale per block of 128 x 128. They are multiplied by their
+scales in float32 and rounded once, to the type of the parameter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torchtitan.base.errors import CheckpointError
+from torchtitan.checkpoint import storage
+from torchtitan.checkpoint.reader import PieceReader, fill
+from torchtitan.checkpoint.source import ParameterFilter
+from torchtitan.hf.names import Names, Slot
+from torchtitan.mesh.ranks import reason
+from torchtitan.models.sizes import DecoderConfig
+from torchtitan.models.spec import ModelSpec
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Types of weights by their names in safetensors."""
+FLOAT8, SCALE = "F8_E4M3", "_scale_inv"
+"""Type of a matrix with scales, and the ending of their tensor's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """One tensor on disk, or several that are stacked."""
+
+    name: str
+    """Name in the file."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Type by its name in safetensors."""
+    rope_head_dim: int | None = None
+    """Head width if the rows are in half-split order."""
+    file: str = ""
+    """Name of the file in the folder."""
+    parts: tuple[StoredTensor, ...] = ()
+    """Tensors that are stacked along a new first dimension. Empty if this is one tensor."""
+    scale: StoredTensor | None = None
+    """Factors of the blocks of a float8 matrix."""
+    block: tuple[int, int] = (1, 1)
+    """Rows and columns of a block."""
+
+
+def add_once(
+    found: dict[Slot, StoredTensor], slot: Slot, tensor: StoredTensor, *, path: Path
+) -> None:
+    """Add a tensor; raise CheckpointError if another one fills the same parameter."""
+    if slot in found:
+        raise CheckpointError(
+            f"{path} must store '{slot[0]}' once, got '{found[slot].name}' and '{tensor.name}'"
+        )
+    found[slot] = tensor
+
+
+def stack_parts(path: Path, found: Mapping[Slot, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors by parameter; combine those that are entries of one parameter.
+
+    Raises:
+        CheckpointError: An entry is missing, or entries have different shapes or types.
+    """
+    stacked = {name: tensor for (name, index), tensor in found.items() if index is None}
+    entries: dict[str, dict[int, StoredTensor]] = defaultdict(dict)
+    for (name, index), tensor in found.items():
+        if index is not None:
+            entries[name][index] = tensor
+    for name, by_index in entries.items():
+        parts = tuple(by_index[index] for index in sorted(by_index))
+        kinds = {(part.shape, part.dtype) for part in parts}
+        missing = sorted(set(range(len(parts))) - by_index.keys())
+        if missing or len(kinds) > 1 or name in stacked:
+            got = "two copies" if name in stacked else " and ".join(map(str, sorted(kinds)))
+            raise CheckpointError(
+                f"{path}: '{name}' must be one tensor, or tensors of one shape and type numbered "
+                f"from 0, got '{parts[0].name}' with "
+                + (f"number {missing[0]} missing" if missing else got)
+            )
+        [(shape, dtype)] = kinds
+        shape = (len(parts), *shape)
+        stacked[name] = StoredTensor(name=parts[0].name, shape=shape, dtype=dtype, parts=parts)
+    return stacked
+
+
+def attach_scales(
+    path: Path,
+    found: Mapping[Slot, StoredTensor],
+    scales: Mapping[str, StoredTensor],
+    *,
+    block: tuple[int, int],
+) -> dict[Slot, StoredTensor]:
+    """Return the tensors with the float8 matrices as float32 matrices with scales.
+
+    Raises:
+        CheckpointError: Scales are missing or have a wrong shape or type.
+    """
+    scaled = dict(found)
+    for slot, tensor in found.items():
+        if tensor.dtype != FLOAT8:
+            continue
+        scale = scales.get(f"{tensor.name}{SCALE}")
+        expected = tuple(ceil(n / size) for n, size in zip(tensor.shape, block, strict=False))
+        if scale is None or scale.shape != expected or scale.dtype not in DTYPES:
+            got = "none" if scale is None else f"{scale.dtype} {list(scale.shape)}"
+            raise CheckpointError(
+                f"{path}: '{tensor.name}{SCALE}' must have shape {list(expected)}, one scale per "
+                f"block of {block[0]} x {block[1]}, got {got}"
+            )
+        scaled[slot] = replace(tensor, dtype="F32", scale=scale, block=block)
+    return scaled
+
+
+OpenTensor = Callable[[Path, StoredTensor], AbstractContextManager[Any]]
+"""Opens a tensor at or below a path. Slices of the result are tensors."""
+
+
+@contextmanager
+def open_slice(path: Path, stored: StoredTensor) -> Iterator[Any]:
+    """Open a tensor of a folder."""
+    try:
+        # opened for each tensor: pages that were read stay mapped, and count as memory, until then
+        with safe_open(path / stored.file, framework="pt") as opened:
+            yield opened.get_slice(stored.name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path / stored.file} cannot be read: {reason(error)}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFWeights:
+    """A `WeightSource` whose tensors were compared with the job's model."""
+
+    path: Path
+    tensors: Mapping[str, StoredTensor]
+    """Tensors by parameter; those without one by their own name."""
+    filter: ParameterFilter
+    group: dist.ProcessGroup | None
+    """Ranks that read together. None: this process only."""
+    open_tensor: OpenTensor = open_slice
+
+    def names(self) -> Collection[str]:
+        """Return the names of all tensors."""
+        return self.tensors.keys()
+
+    def read(self, into: Mapping[str, Tensor]) -> None:
+        """Fill parameters in place, each in its own type.
+
+        Raises:
+            CheckpointError: A file is missing or damaged.
+        """
+        wanted = self.filter.wanted(into, names=self.names)
+        reader = _HFReader(self)
+        reader.grow({name: tensor.shape for name, tensor in wanted.items()})
+        reader.read_half_split_rope({name: t.rope_head_dim for name, t in reader.stored.items()})
+        fill(wanted, reader=reader, group=self.group)
+
+
+class _HFReader(PieceReader):
+    """Reader whose pieces are the tensors of the files."""
+
+    def __init__(self, source: HFWeights) -> None:
+        self.stored = {name: t for name, t in source.tensors.items() if t.dtype in DTYPES}
+        self._open_tensor = source.open_tensor
+        entries = {name: _entry(tensor) for name, tensor in self.stored.items()}
+        pieces = {
+            MetadataIndex(name, chunk.offsets): piece
+            for name, tensor in self.stored.items()
+            for chunk, piece in zip(entries[name].chunks, tensor.parts or (tensor,), strict=True)
+        }
+        super().__init__(source.path, Metadata(dict(entries), storage_data=pieces))
+
+    @contextmanager
+    def open_piece(self, index: MetadataIndex) -> Iterator[Any]:
+        """Open a tensor."""
+        path, stored = Path(self.path), self.storage_data[index]
+        with ExitStack() as stack:
+            opened = stack.enter_context(self._open_tensor(path, stored))
+            if stored.scale is not None:
+                scale = stack.enter_context(self._open_tensor(path, stored.scale))
+                opened = ScaledMatrix(opened, scale, block=stored.block)
+            yield _StackedEntry(opened) if self.stored[index.fqn].parts else opened
+
+
+def _entry(tensor: StoredTensor) -> TensorStorageMetadata:
+    size = torch.Size(tensor.shape)
+    start = torch.Size([0] * len(size))
+    chunks = [ChunkStorageMetadata(offsets=start, sizes=size)]
+    if tensor.parts:
+        one = torch.Size([1, *size[1:]])
+        chunks = [
+            ChunkStorageMetadata(offsets=torch.Size([index, *start[1:]]), sizes=one)
+            for index in range(len(tensor.parts))
+        ]
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=DTYPES[tensor.dtype]), size=size, chunks=chunks
+    )
+
+
+class _StackedEntry:
+    """A tensor as the only entry along a new first dimension."""
+
+    def __init__(self, opened: Any) -> None:
+        self._opened = opened
+
+    def __getitem__(self, region: tuple[slice, ...]) -> Tensor:
+        part: Tensor = self._opened[region[1:]]
+        return part[None]
+
+
+class ScaledMatrix:
+    """A float8 matrix and its scales. Slices are float32 products of both.
+
+    Only the scales of the blocks that a slice overlaps are read.
+    """
+
+    def __init__(self, weight: Any, scale: Any, *, block: tuple[int, int]) -> None:
+        self._weight, self._scale, self._block = weight, scale, block
+
+    def __getitem__(self, region: Sequence[slice]) -> Tensor:
+        rows, cols = region
+        height, width = self._block
+        part: Tensor = self._weight[rows, cols].float()
+        top, left = rows.start // height, cols.start // width
+        scale: Tensor = self._scale[top : ceil(rows.stop / height), left : ceil(cols.stop / width)]
+        skipped = cols.start - left * width
+        for number, row in enumerate(scale.float(), start=top):
+            first = max(number * height - rows.start, 0)
+            last = (number + 1) * height - rows.start
+            part[first:last] *= row.repeat_interleave(width)[skipped:][: part.shape[1]]
+        return part
+
+
+def check_match(
+    path: Path,
+    found: Mapping[str, StoredTensor],
+    *,
+    spec: ModelSpec,
+    architecture: DecoderConfig,
+    filter: ParameterFilter,
+) -> None:
+    """Raise CheckpointError if names, shapes or types of tensors differ from the model's."""
+    names = Names(spec.hf, architecture)
+
+    def both_names(name: str) -> str:
+        hf_name = found[name].name if name in found else names.to_hf(name)
+        return f"'{name}'" if name == hf_name else f"'{name}' ({hf_name})"
+
+    storage.check_match(
+        path,
+        {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()},
+        {
+            name: (tuple(parameter.shape), DTYPES)
+            for name, parameter in spec.build_meta(architecture).named_parameters()
+            if not filter.excludes(name)
+        },
+        may_skip=filter.excludes,
+        may_grow=filter.may_grow,
+        spell=both_names,
+    )
