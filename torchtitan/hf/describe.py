@@ -1,4 +1,4 @@
-"""What the Hugging Face folder of a run holds, from the settings of the run."""
+"""Describe the Hugging Face folder of a run, from its settings."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def describe_generation(
         ending = None if template is None else template.end_of_turn()
     except DataError as error:
         logger.warning(
-            "Which token ends a turn is not known, add it to eos_token_id of the export's %s: %s",
+            "Which token ends a turn is unknown, add it to eos_token_id of the export's %s: %s",
             GENERATION_CONFIG,
             error,
         )

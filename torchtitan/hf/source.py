@@ -57,7 +57,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def names_all_sizes(settings: ModelConfig) -> bool:
-    """Return whether the settings say all of the model, so that no folder needs to be read."""
+    """Return whether the settings have all sizes, so that no folder needs to be read."""
     if settings.name == HF:
         return False
     sizes = find_spec(settings).sizes
@@ -113,29 +113,28 @@ def check_names_and_sizes(model: LanguageModel, *, spec: ModelSpec, keys: Sequen
         keys: Keys of [checkpoint] that ask for it.
 
     Raises:
-        ConfigError: Its files have no names for the parameters, or cannot say the sizes.
+        ConfigError: Its format has no names for the parameters, or cannot store the sizes.
     """
-    misnamed = Names(spec.hf, model.config).find_mismatch([n for n, _ in model.named_parameters()])
-    unsaid = None if misnamed else find_inexpressible(model.config, spec.hf)
+    mismatch = Names(spec.hf, model.config).find_mismatch([n for n, _ in model.named_parameters()])
+    problem = None if mismatch else find_inexpressible(model.config, spec.hf)
     mistakes = Mistakes()
     for key in keys:
-        if unsaid is not None:
+        if problem is not None:
             mistakes.add(
                 f"checkpoint.{key}",
-                f"needs sizes that Hugging Face's files can say: {unsaid}; change them in [model], "
-                f"take another family, or remove this",
+                f"needs sizes that Hugging Face's format can store: {problem}; change [model]",
             )
-        if misnamed is not None:
+        if mismatch is not None:
             mistakes.add(
                 f"checkpoint.{key}",
-                f"needs the names that Hugging Face gives the parameters, and the ModelSpec of "
-                f"{spec.name} lacks some: {misnamed}; mend its hf, or remove this",
+                f"needs Hugging Face's names of all parameters in the ModelSpec of {spec.name} "
+                f"(hf): {mismatch}",
             )
     mistakes.report()
 
 
 def chosen_rotation(settings: ModelConfig) -> set[str]:
-    """Return which sizes of the rotation a job sets itself, so that the folder's may differ."""
+    """Return the rope settings that a job overrides, so that the folder's may differ."""
     chosen = {
         "rope_theta": settings.rope_theta is not None,
         "rope_scaling": settings.rope_scaling.type != "flavor",
@@ -167,8 +166,8 @@ def open_initial(
         group: All ranks.
 
     Raises:
-        CheckpointError: It does not exist, is damaged, or is of another model or kind than the
-            settings say.
+        CheckpointError: It does not exist, is damaged, or is of another model or kind than
+            the settings name.
     """
     assert settings.initial_load_path is not None
     path = Path(settings.initial_load_path)
@@ -228,7 +227,7 @@ def _open_step(
                 f"this library, which knows the order of its rows; remove it"
             )
         return Checkpoint(path=step, filter=filter, group=group)
-    logger.info("%s has no sizes but shapes: the others are those of model.flavor", step)
+    logger.info("%s has no sizes: they are those of model.flavor", step)
     order = row_order(
         step,
         stated=on_first_rank(lambda: stated_order(step), group=group),

@@ -137,7 +137,7 @@ def test_the_files_generation_config_stays_where_no_turn_is_known(tmp_path: Path
         settings = describe_export(config, dtype=None)
         assert settings.generation is None
         assert settings.files[GENERATION_CONFIG] == base / GENERATION_CONFIG
-        assert ("Which token ends a turn is not known" in caplog.text) == is_warned
+        assert ("Which token ends a turn is unknown" in caplog.text) == is_warned
 
 
 def test_another_tokenizer_than_the_one_beside_the_weights_is_warned_of(
