@@ -71,10 +71,10 @@ _TRAINING = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a call of `train` came to; the same on every rank."""
+    """The result of `train`, the same on every rank."""
 
     step: int
-    """The last step that was done."""
+    """The last finished step."""
     loss: float | None
     """The loss of the last logged step; None if none was logged, or it had no labels."""
     validation_loss: float | None
@@ -94,7 +94,7 @@ def load_config(path: str | os.PathLike[str] | None = None, **overrides: object)
     """Return the settings of a TOML file, or the defaults, with `overrides` over them.
 
     An override is a section, `training={"steps": 20}`, or one key, `**{"training.steps": 20}`. Its
-    value is what TOML would hold; paths and tuples will do, and None takes back what the file says.
+    value is a TOML value, a path or a tuple. None restores the default.
 
     Raises:
         UserError: Lists every mistake in the file and the overrides, with its remedy.
@@ -134,10 +134,10 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
     Alone it is one rank; under torchrun each rank calls it, once. Ctrl-C (SIGINT), SIGTERM and
     SIGUSR1 stop the run after the step and save it; a second one, or one before the first step,
     raises KeyboardInterrupt. Only the main thread gets signals. Another call with the same `config`
-    goes on where the run was stopped.
+    resumes where the run was stopped.
 
     Raises:
-        UserError: A setting, a file or a checkpoint has to be mended, or the loss is not finite.
+        UserError: A setting, a file or a checkpoint must be fixed, or the loss is not finite.
     """
     _check(config)
     trust(text for _, text in find_own(config))  # dataclasses.replace may have named others
@@ -226,12 +226,16 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     trust_code: bool = False,
 ) -> nn.Module:
-    """Return the model of a run, a step or a folder of Hugging Face, whole on one device.
+    """Return the full model of a run, a step or a Hugging Face folder, on one device.
 
-    `model(tokens)` returns the logits (B, S, V) of the tokens (B, S), and `labels=` (B, S) makes it
-    the summed cross-entropy, in which a label of -100 does not count. Of a run it is the newest
-    whole step. By default `device` is a GPU if there is one, `dtype` that of the stored weights.
-    `trust_code`: import the module of a model of your own that the folder names.
+    `model(tokens)` returns the logits (B, S, V) of the tokens (B, S). With `labels=` (B, S) it
+    returns the summed cross-entropy, without labels of -100.
+
+    Args:
+        path: The folder. A run means its newest complete step.
+        device: Default: a GPU if there is one.
+        dtype: Default: that of the stored weights.
+        trust_code: Import the module of a custom model that the folder names.
 
     Raises:
         UserError: The folder is damaged, holds no model, or names code that is not trusted.
@@ -390,7 +394,8 @@ def generate(
     """Return each prompt with its continuation, by the model of a folder or of `load_generator`.
 
     A text ends at an end token, or after `max_new_tokens`. `temperature` 0 takes the likeliest
-    token; `top_k` draws from so many. Each prompt is drawn with `seed`, whatever stands beside it.
+    token; `top_k` draws from the likeliest k. Each prompt is drawn with `seed`, independently of
+    the other prompts.
     `special`: the names of special tokens in a prompt mean these tokens, else they are plain text.
 
     Raises:
@@ -419,13 +424,13 @@ def chat(
     top_k: int | None = None,
     seed: int = 0,
 ) -> str:
-    """Return what the assistant says next, by the model of a folder or of `load_generator`.
+    """Return the next message of the assistant, by the model of a folder or of `load_generator`.
 
     `messages` are the chat so far, each as {"role": "user", "content": "Hi"}. Other arguments are
     those of `generate`.
 
     Raises:
-        UserError: As `generate`, or there is no chat template, or a message is wrong.
+        UserError: As `generate`, or the chat template is missing, or a message is invalid.
     """
     generator = source if isinstance(source, Generator) else load_generator(source, chats=True)
     if isinstance(source, Generator) and source.template is None:

@@ -340,7 +340,7 @@ def warn_of_other_code(manifest: StoredJSON, *, now: Config) -> None:
 def check_adapter_scale(start: Start, *, alpha: float) -> None:
     """Check that adapters from which a new run starts are scaled as they were trained.
 
-    A run that is resumed has its settings compared as a whole.
+    A resumed run has all of its settings compared.
 
     Raises:
         CheckpointError: Another scale was trained.
@@ -357,7 +357,7 @@ def check_adapter_scale(start: Start, *, alpha: float) -> None:
     if trained != alpha:
         raise CheckpointError(
             f"the adapters of {source.path} must be scaled as they were trained, by "
-            f"lora.alpha = {trained:g}, got {alpha:g}; write lora.alpha = {trained:g}, or begin "
+            f"lora.alpha = {trained:g}, got {alpha:g}; write lora.alpha = {trained:g}, or start "
             f'with new adapters: checkpoint.exclude_from_loading = ["*.lora_?"]'
         )
 
@@ -702,7 +702,7 @@ def record_start(
 def log_job(
     config: Config, *, layout: Layout, device: torch.device, precision: str = "as set"
 ) -> None:
-    """Log what is trained, where and how; `precision` says why it computes in its type."""
+    """Log what is trained, where and how; `precision` is the reason for its dtype."""
     dims, seq_len = layout.dims, config.training.seq_len
     logger.info(
         "%s %s: %s parameters%s, %.3g FLOPs per token at seq_len %d",

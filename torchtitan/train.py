@@ -200,7 +200,7 @@ def log_summary(trainer: Trainer, *, config: Config, seconds: float) -> None:
     elif steps > 0:
         logger.info(
             "Nothing to train: %s is at step %d of %d already; choose another job.dump_folder, or "
-            "go on with --checkpoint.mode continue --training.%s N",
+            "continue it with --checkpoint.mode continue --training.%s N",
             config.job.dump_folder,
             step,
             steps,

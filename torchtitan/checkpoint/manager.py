@@ -71,7 +71,7 @@ def check_staging(settings: CheckpointConfig, *, device_type: str) -> None:
 
 @dataclass(frozen=True)
 class CheckpointIO:
-    """What ranks save and load through."""
+    """The process group, folder and store of checkpoints."""
 
     group: dist.ProcessGroup
     """All ranks, for checkpoint collectives only."""
@@ -93,7 +93,7 @@ def open_io(
 
     Raises:
         ConfigError: The store's package is missing, ranks do not share a disk that they need to
-            share, or pinned staging is asked for without a GPU.
+            share, or pinned staging needs a GPU.
     """
     if not settings.enable:
         return None

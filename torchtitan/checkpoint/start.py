@@ -80,7 +80,7 @@ class Comparison:
 Compare = Callable[[StoredJSON], Comparison]
 """Compares this job with a checkpoint's manifest."""
 CompareResults = Callable[[], tuple[str, ...]]
-"""Returns the settings in which this job differs from the one that wrote the run's folder."""
+"""Returns how this job differs from the one that wrote the run's folder, a line per setting."""
 OpenInitial = Callable[[LoadMode], WeightSource]
 """Opens `initial_load_path` for a requested mode."""
 
@@ -110,8 +110,8 @@ def find_start(
 ) -> Start | None:
     """Return what the run starts from, or None for the initial weights. Collective.
 
-    A folder belongs to one training. Its checkpoints and its settings say which, and a job whose
-    settings shape another one is refused before it writes there.
+    A folder belongs to one training, which its checkpoints and its settings identify. A job whose
+    settings shape another training is refused before it writes there.
 
     Args:
         settings: The [checkpoint] section.
@@ -122,7 +122,7 @@ def find_start(
         open_initial: Opens `initial_load_path`.
 
     Raises:
-        CheckpointError: A checkpoint is asked for and does not exist, or settings differ from those
+        CheckpointError: A requested checkpoint does not exist, or settings differ from those
             of the checkpoint, or of results without one.
     """
     start, folder = None, run_folder / settings.local_folder
@@ -141,7 +141,7 @@ def find_start(
     is_resumed = start is not None and start.source.path.parent == folder
     if (has_metrics or has_steps) and not is_resumed:
         refuse_differences(run_folder, compare_results(), has_checkpoint=has_steps)
-    dist.barrier()  # nobody writes before everybody has looked
+    dist.barrier()  # no rank writes before every rank has looked
     return start
 
 
