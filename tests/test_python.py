@@ -571,11 +571,17 @@ def test_users_of_mypy_are_told(tmp_path: Path) -> None:
     assert [line for line in lines if "misuse.py" not in line] == []
 
 
-def test_the_types_are_shipped() -> None:
+def test_all_files_of_the_package_are_shipped() -> None:
     tomllib = pytest.importorskip("tomllib")
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert "py.typed" in settings["package-data"]["torchtitan"]
-    assert (ROOT / "torchtitan" / "py.typed").is_file()
+    package = ROOT / "torchtitan"
+    shipped = {
+        path for pattern in settings["package-data"]["torchtitan"] for path in package.glob(pattern)
+    }
+    found = {path for path in package.rglob("*") if path.is_file()}
+    others = {path for path in found if path.suffix not in (".py", ".pyc")}
+    assert package / "py.typed" in others
+    assert others == shipped
 
 
 def test_the_page_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
