@@ -33,7 +33,7 @@ from torchtitan.base.errors import CheckpointError, ConfigError, UserError
 from torchtitan.base.log import note_in_file
 from torchtitan.callbacks import check_callback
 from torchtitan.checkpoint.source import Checkpoint
-from torchtitan.config.load import violations, wrong_types
+from torchtitan.config.load import violations, with_types
 from torchtitan.config.schema import literal
 from torchtitan.config.sources import CONFIG_FILE, PYTHON, Layer, Setting, flatten
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
@@ -139,7 +139,7 @@ def train(config: Config, *, callbacks: Sequence[object] = ()) -> Result:
     Raises:
         UserError: A setting, a file or a checkpoint must be fixed, or the loss is not finite.
     """
-    _check(config)
+    config = _checked(config)
     trust(text for _, text in find_own(config))  # dataclasses.replace may have named others
     callbacks = list(callbacks)
     for number, callback in enumerate(callbacks):
@@ -194,8 +194,8 @@ def _alone() -> Iterator[None]:
             _TRAINING.release()
 
 
-def _check(config: Config) -> None:
-    """Refuse what no command line could ask for."""
+def _checked(config: Config) -> Config:
+    """Return the settings with values of the right types; refuse what no file could ask for."""
     if not isinstance(config, Config):
         raise ConfigError(
             f"train needs a Config, got a {type(config).__name__}; write "
@@ -207,11 +207,10 @@ def _check(config: Config) -> None:
             "of a train in another thread; call torch.distributed.destroy_process_group() first, "
             "or train in another process"
         )
-    # dataclasses.replace checks nothing
-    if wrong := [*wrong_types(config, tree=Config)]:
-        raise ConfigError(wrong)
+    config = with_types(config, tree=Config)
     if wrong := [one for one in violations(config) if not one.is_notice]:
         raise ConfigError(wrong)
+    return config
 
 
 def _last_of(rows: list[Row], name: str) -> float | None:

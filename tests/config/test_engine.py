@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from annotated_types import Ge
 from tests.config.jobs import Jobs, mistakes_of
 from torchtitan.base.errors import ConfigError, Violation
 from torchtitan.config.foreign import Foreign, read_foreign
-from torchtitan.config.load import Loaded, load
+from torchtitan.config.load import Loaded, load, with_types
 from torchtitan.config.schema import (
     GIVEN,
     PositiveInt,
@@ -155,3 +155,17 @@ def test_what_has_no_effect_is_told_of_and_needs_nothing_else(jobs: Jobs, theirs
     assert notice.startswith("job.toml: [cake.oven] fan = true: has no effect")
     [notice] = baked(jobs, theirs, "[cake]\ncandles = 3").notices
     assert "cake.oven.fan is off" in notice
+
+
+def test_settings_from_python_get_the_types_of_their_keys() -> None:
+    kitchen = Kitchen()
+    changed = replace(kitchen.cake, fillings="jam", oven=replace(kitchen.cake.oven, steam=1))  # type: ignore[arg-type]
+    found = with_types(replace(kitchen, cake=changed), tree=Kitchen)
+    assert found.cake.fillings == ("jam",)
+    assert isinstance(found.cake.oven.steam, float)
+    wrong = replace(kitchen, cake=replace(kitchen.cake, minutes="9", fillings=3))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as error:
+        with_types(wrong, tree=Kitchen)
+    said = str(error.value)
+    assert "minutes" in said
+    assert "fillings" in said

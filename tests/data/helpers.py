@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from torchtitan.config.load import with_types
 from torchtitan.data.dataset import Dataset, build_dataset
 from torchtitan.data.loader import Loader
 from torchtitan.data.sampler import SkippedSamples
@@ -16,9 +17,8 @@ SEQ_LEN = 16
 
 
 def training(cache: Path, **settings: object) -> TrainingConfig:
-    return TrainingConfig(
-        **{"seq_len": SEQ_LEN, "dataset_cache": str(cache), **settings}  # type: ignore[arg-type]
-    )
+    values = {"seq_len": SEQ_LEN, "dataset_cache": str(cache), **settings}
+    return with_types(TrainingConfig(**values), tree=TrainingConfig)  # type: ignore[arg-type]
 
 
 def write_texts(folder: Path, texts: dict[str, str]) -> list[str]:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import difflib
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import MISSING, dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, is_dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from torchtitan.base.errors import ConfigError, Violation
@@ -180,18 +181,39 @@ def build(
     return Loaded(config, merged, report.mistakes, report.notices, next(foreign_files, None))
 
 
-def wrong_types(config: object, *, tree: type) -> Iterator[Violation]:
-    """Yield each value of the wrong type, in settings that Python code has built or changed.
+def with_types(config: T, *, tree: type) -> T:
+    """Return settings that Python code has built or changed with values of the keys' types.
+
+    A dataclass checks and converts nothing: one path would stay a string where a tuple is due.
 
     Args:
-        tree: Has the keys to check.
+        config: The settings.
+        tree: Has the keys to convert.
+
+    Raises:
+        ConfigError: Lists each value of the wrong type.
     """
+    values, wrong = {}, []
     for path, key in keys(tree).items():
         value = value_at(config, path)
         try:
-            key.convert(value)
+            values[path] = key.convert(value)
         except ValueError as error:
-            yield Violation((".".join(path),), f"{error}, got {literal(value)}")
+            wrong.append(Violation((".".join(path),), f"{error}, got {literal(value)}"))
+    if wrong:
+        raise ConfigError(wrong)
+    return _with_values(config, values)
+
+
+def _with_values(section: T, values: Mapping[Path, object]) -> T:
+    inner: dict[str, dict[Path, object]] = defaultdict(dict)
+    for path, value in values.items():
+        inner[path[0]][path[1:]] = value
+    changed = {
+        name: found[()] if () in found else _with_values(getattr(section, name), found)
+        for name, found in inner.items()
+    }
+    return replace(section, **changed)  # type: ignore[type-var]
 
 
 def violations(config: object) -> Iterator[Violation]:
