@@ -25,8 +25,6 @@ from typing import Any, Literal
 
 import torch
 
-from torchtitan.config.schema import literal, values_of
-
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works without being installed
 
 from torchtitan.base.custom import add_trust_code, trusting_stored
@@ -35,6 +33,7 @@ from torchtitan.base.urls import is_plain_url, is_url, local_path
 from torchtitan.build import describe_export
 from torchtitan.checkpoint.objects import ObjectStore
 from torchtitan.checkpoint.remote import WHOLE_EXPORT
+from torchtitan.config.schema import literal, values_of
 from torchtitan.generate.generator import DTYPES
 from torchtitan.hf.export import export
 from torchtitan.hf.folder import to_dcp

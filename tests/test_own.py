@@ -172,14 +172,14 @@ SECTIONED = '''
 from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
-from pydantic import Field
+from annotated_types import Ge
 
 @dataclass{frozen}
 class Mine:
     """Settings of mine."""
     size: int = 3
     """Size of it."""
-    share: Annotated[float, Field(ge=0)] = 0.5
+    share: Annotated[float, Ge(0)] = 0.5
     kind: Literal["a", "b"] = "a"
     names: tuple[str, ...] = ("x",)
     more: str | None = None

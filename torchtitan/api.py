@@ -42,7 +42,7 @@ from torchtitan.generate.generator import DTYPES, Generator, Pretrained, build_g
 from torchtitan.generate.text import answer, complete
 from torchtitan.hf.config import architecture_of, family_of, read_config
 from torchtitan.hf.folder import open_folder
-from torchtitan.hf.names import ADAPTER_CONFIG, CONFIG
+from torchtitan.hf.names import CONFIG
 from torchtitan.hf.tokenizer_files import eos_ids, read_stop_ids, tokenizer_file
 from torchtitan.job import Config, find_own, load_job
 from torchtitan.mesh.ranks import on_first_rank, read_rank_info
@@ -207,7 +207,7 @@ def _checked(config: Config) -> Config:
             "of a train in another thread; call torch.distributed.destroy_process_group() first, "
             "or train in another process"
         )
-    config = with_types(config, tree=Config)
+    config = with_types(config)
     if wrong := [one for one in violations(config) if not one.is_notice]:
         raise ConfigError(wrong)
     return config
@@ -262,11 +262,6 @@ def find_pretrained(
     """
     if (path / CONFIG).is_file():
         return _of_hf_folder(path, group=group)
-    if (path / ADAPTER_CONFIG).is_file():
-        raise CheckpointError(
-            f"{path} holds a LoRA adapter without the model: name the step of the run that trained "
-            f'it, or let that run export with lora.export_format = "merged"'
-        )
     return _of_run(path, verify=verify, group=group)
 
 

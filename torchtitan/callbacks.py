@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from torchtitan.base.custom import describe_error, instantiate
+from torchtitan.base.custom import check_methods, describe_error, instantiate
 from torchtitan.base.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def check_callback(callback: object, *, path: str) -> None:
     """Check the hooks of a callback; `path` names it in messages.
 
     Raises:
-        ConfigError: It has no hook or an unknown one.
+        ConfigError: It has no hook, an unknown one, or one with other parameters.
     """
     names = [name for name, _ in inspect.getmembers(callback, callable) if name.startswith("on_")]
     unknown = [name for name in names if name not in HOOKS]
@@ -177,3 +177,4 @@ def check_callback(callback: object, *, path: str) -> None:
         got = f"{unknown[0]}{did_you_mean(unknown[0], HOOKS)}" if unknown else "none"
         rule = f"'{path}' must have some of the methods {', '.join(HOOKS)}, got {got}"
         raise ConfigError.at(KEY, rule)
+    check_methods(callback, Callbacks, path=path, key=KEY, optional=HOOKS)

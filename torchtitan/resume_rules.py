@@ -144,14 +144,30 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
         for values, job in ((before, then), (after, now)):
             values[LOCAL_BATCH], values[GLOBAL_BATCH] = None, job.global_batch
     paths = [*after, *(path for path in before if path not in after)]
+    origins = _origins(now)
     return [
         f"{'.'.join(path)}: stored {literal(before.get(path))}, now {literal(after.get(path))}"
+        + origins.get(path, "")
         for path in paths
         if before.get(path) != after.get(path)
         and not _is_ignored(path)
         and path[0] not in observers
         and not (data_is_checked and path in DATA_PLACES)
     ]
+
+
+def _origins(job: Job) -> dict[Path, str]:
+    """Return where values come from that a job derives from keys with other names."""
+    training, schedule = job.config.training, job.config.lr_scheduler
+    found: dict[Path, str] = {}
+    if schedule.total_steps is None:
+        key = "steps" if training.num_epochs is None else "num_epochs"
+        found[TOTAL_STEPS] = f" (from training.{key})"
+    if schedule.warmup_ratio is not None:
+        found[WARMUP_STEPS] = f" (from warmup_ratio {schedule.warmup_ratio:g})"
+    if training.global_batch_size == -1 and job.dp:
+        found[GLOBAL_BATCH] = f" ({training.local_batch_size} on each of {job.dp} ranks)"
+    return found
 
 
 def shaping_code(config: Config) -> dict[str, str]:
@@ -204,14 +220,15 @@ def resolve_model(config: Config) -> Config:
     """
     if config.model.flavor != HF or not config.checkpoint.initial_load_in_hf:
         return config
-    from torchtitan.hf.source import is_hf_folder, names_all_sizes, read_model, with_model_of
+    from torchtitan.hf.names import CONFIG
+    from torchtitan.hf.source import names_all_sizes, read_model, with_model_of
 
     if names_all_sizes(config.model):
         return config
     folder, run = config.checkpoint.initial_load_path, config.job.dump_folder
     assert folder is not None, "initial_load_in_hf needs initial_load_path"
     stored = pathlib.Path(run) / CONFIG_FILE
-    if not is_hf_folder(pathlib.Path(folder)) and stored.is_file():
+    if not (pathlib.Path(folder) / CONFIG).is_file() and stored.is_file():
         found = Job.stored_in(stored).config.model
     else:
         found = read_model(pathlib.Path(folder), config.model)
@@ -249,6 +266,13 @@ def find_run_step(
     Raises:
         CheckpointError: There is none with stored settings, or the one that was named is damaged.
     """
+    from torchtitan.hf.names import ADAPTER_CONFIG
+
+    if (path / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{path} holds a LoRA adapter without the model: name the step of the run that trained "
+            f'it, or let that run export with lora.export_format = "merged"'
+        )
     stored, subfolder = path / CONFIG_FILE, "checkpoint"
     if stored.is_file():
         subfolder = Job.stored_in(stored).config.checkpoint.local_folder

@@ -160,12 +160,14 @@ def test_what_has_no_effect_is_told_of_and_needs_nothing_else(jobs: Jobs, theirs
 def test_settings_from_python_get_the_types_of_their_keys() -> None:
     kitchen = Kitchen()
     changed = replace(kitchen.cake, fillings="jam", oven=replace(kitchen.cake.oven, steam=1))  # type: ignore[arg-type]
-    found = with_types(replace(kitchen, cake=changed), tree=Kitchen)
+    found = with_types(replace(kitchen, cake=changed))
     assert found.cake.fillings == ("jam",)
     assert isinstance(found.cake.oven.steam, float)
     wrong = replace(kitchen, cake=replace(kitchen.cake, minutes="9", fillings=3))  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as error:
-        with_types(wrong, tree=Kitchen)
+        with_types(wrong)
     said = str(error.value)
     assert "minutes" in said
     assert "fillings" in said
+    with pytest.raises(ConfigError, match="cake"):
+        with_types(replace(kitchen, cake=None))  # type: ignore[arg-type]

@@ -104,7 +104,7 @@ def test_the_global_batch_that_results_is_what_counts(jobs: Jobs) -> None:
     local_4 = "--training.local_batch_size=4"
     assert differences(jobs, local_4, before="", dp=(2, 4)) == []
     [found] = differences(jobs, before="", dp=(2, 4))
-    assert found == "training.global_batch_size: stored 16, now 32"
+    assert found == "training.global_batch_size: stored 16, now 32 (8 on each of 4 ranks)"
     assert differences(jobs, "--training.global_batch_size=-1", dp=(4, 2)) == []
     [found] = differences(jobs, local_4, before="", dp=(2, 2))
     assert found == "training.global_batch_size: stored 16, now 8"
@@ -112,7 +112,7 @@ def test_the_global_batch_that_results_is_what_counts(jobs: Jobs) -> None:
 
 def test_more_steps_bend_the_curve_unless_the_total_is_pinned(jobs: Jobs) -> None:
     [found] = differences(jobs, "--training.steps=200")
-    assert found == "lr_scheduler.total_steps: stored 100, now 200"
+    assert found == "lr_scheduler.total_steps: stored 100, now 200 (from training.steps)"
     pinned = BEFORE + "[lr_scheduler]\ntotal_steps = 200"
     assert differences(jobs, "--training.steps=200", before=pinned) == []
     # pinning afterwards what was meant before is no change
@@ -127,7 +127,7 @@ def test_a_warmup_ratio_counts_as_the_steps_that_it_comes_to(jobs: Jobs) -> None
     assert differences(jobs, "--training.steps=150", before=pinned) == []
     [warmup, total] = differences(jobs, "--training.steps=200", before=before)
     assert total.startswith("lr_scheduler.total_steps: stored 100, now 200")
-    assert warmup == "lr_scheduler.warmup_steps: stored 10, now 20"
+    assert warmup == "lr_scheduler.warmup_steps: stored 10, now 20 (from warmup_ratio 0.1)"
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])

@@ -18,7 +18,7 @@ SEQ_LEN = 16
 
 def training(cache: Path, **settings: object) -> TrainingConfig:
     values = {"seq_len": SEQ_LEN, "dataset_cache": str(cache), **settings}
-    return with_types(TrainingConfig(**values), tree=TrainingConfig)  # type: ignore[arg-type]
+    return with_types(TrainingConfig(**values))  # type: ignore[arg-type]
 
 
 def write_texts(folder: Path, texts: dict[str, str]) -> list[str]:

@@ -3,7 +3,7 @@
 If every rank logged to the console, a job of a thousand ranks would print each line a thousand
 times. Launchers filter by local rank (`torchrun --local-ranks-filter`), which exists on every node,
 and what they hide is lost. So each process filters by its global rank: the ranks in LOG_RANK log to
-the console, and every rank logs to a file. Python warnings and the log records of libraries are
+the console, and every rank logs to a file. Python warnings and the log records of torch are
 treated in the same way.
 
 Modules log through `logging.getLogger(__name__)`. Only `main()` calls `init_logging`.
@@ -106,11 +106,11 @@ def init_logging(
 
 
 def _propagate_torch_loggers() -> None:
-    """Remove the handlers of torch's loggers, which print on every rank."""
+    """Remove the console handlers of torch's loggers, which print on every rank."""
     for name in list(logging.Logger.manager.loggerDict):
         if f"{name}.".startswith("torch.") and name != "torch.__trace":  # writes TORCH_TRACE's file
             logger = logging.getLogger(name)
-            logger.handlers.clear()
+            logger.handlers = [h for h in logger.handlers if isinstance(h, logging.FileHandler)]
             logger.propagate = True
 
 

@@ -38,7 +38,7 @@ from torchtitan.config.sources import Layer, Setting, parse, spell
 
 Switch = tuple[Path, str | None]
 """A key, and the value that switches the feature on. None: any that is not in `OFF`."""
-OFF: tuple[object, ...] = (None, False, [], (), 0, 1, "none")
+OFF: tuple[object, ...] = (None, False, [], (), 0, 0.0, 1, "none")
 """Values of a switch, list, number, degree or mode that is off."""
 
 
@@ -223,7 +223,8 @@ class Foreign:
 
 def _is_on(value: object, wanted: str | None) -> bool:
     if wanted is None:
-        return not any(same(value, off) for off in OFF)
+        # 1 is a degree that is off, and 1.0 a rate that is not
+        return not any(same(value, off) and type(value) is type(off) for off in OFF)
     return value == wanted or (isinstance(value, (list, tuple)) and wanted in value)
 
 

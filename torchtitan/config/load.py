@@ -11,6 +11,7 @@ purpose, so that a run's config.toml is complete.
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -181,20 +182,23 @@ def build(
     return Loaded(config, merged, report.mistakes, report.notices, next(foreign_files, None))
 
 
-def with_types(config: T, *, tree: type) -> T:
+def with_types(config: T) -> T:
     """Return settings that Python code has built or changed with values of the keys' types.
 
     A dataclass checks and converts nothing: one path would stay a string where a tuple is due.
 
-    Args:
-        config: The settings.
-        tree: Has the keys to convert.
-
     Raises:
-        ConfigError: Lists each value of the wrong type.
+        ConfigError: Lists each value, or section, of the wrong type.
     """
-    values, wrong = {}, []
-    for path, key in keys(tree).items():
+    wrong = [
+        Violation((".".join(path),), f"must be a {cls.__name__}, got {literal(section)[:60]}")
+        for path, cls in sections(type(config)).items()
+        if not isinstance(section := _section_at(config, path), cls)
+    ]
+    if wrong:
+        raise ConfigError(wrong)
+    values = {}
+    for path, key in keys(type(config)).items():
         value = value_at(config, path)
         try:
             values[path] = key.convert(value)
@@ -203,6 +207,10 @@ def with_types(config: T, *, tree: type) -> T:
     if wrong:
         raise ConfigError(wrong)
     return _with_values(config, values)
+
+
+def _section_at(config: object, path: Path) -> Any:
+    return functools.reduce(lambda section, name: getattr(section, name, None), path, config)
 
 
 def _with_values(section: T, values: Mapping[Path, object]) -> T:

@@ -510,8 +510,12 @@ def _read_key(one: dataclasses.Field[Any], annotation: Any, *, cls: type) -> Key
             f"None, and {one.name} is {annotation}"
         )
     for check in metadata:
-        if isinstance(check, BaseMetadata) and not isinstance(check, (Gt, Ge, Lt, Le)):
-            raise TypeError(f"bounds must be Gt, Ge, Lt or Le, and {one.name} has {check}")
+        is_ours = isinstance(check, (Gt, Ge, Lt, Le, Parse, Requires, Replaces))
+        if not is_ours and (isinstance(check, BaseMetadata) or not callable(check)):
+            raise TypeError(
+                f"metadata must be Gt, Ge, Lt, Le or a function that checks the value, and "
+                f"{one.name} has {check}"
+            )
     names = [name for check in metadata if isinstance(check, ImportPath) for name in check.names]
     default = one.default if one.default_factory is MISSING else one.default_factory()
     return Key(

@@ -257,7 +257,7 @@ def print_help(tree: type) -> None:
                 group.add_argument(
                     spell(path, origin=COMMAND_LINE),
                     nargs="?" if key.kind is bool else "*" if key.kind is tuple else None,
-                    metavar=METAVARS.get(key.item, "TABLE"),
+                    metavar="TABLE" if key.kind is dict else METAVARS.get(key.item, "TABLE"),
                     help=key.text.replace("%", "%%"),
                 )
     parser.print_help()

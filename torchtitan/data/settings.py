@@ -265,7 +265,7 @@ class ValidationConfig:
     """Workers and prefetch, started for each validation."""
 
     def violations(self) -> Iterator[Violation]:
-        """Check the number of batches, and that split and other data are not both given."""
+        """Check the number of batches, and that documents are held out only without other data."""
         if self.enable and self.steps < 1 and self.steps != -1:
             yield Violation(("steps", "enable"), f"must be -1 or at least 1, got {self.steps}")
         if self.holdout_fraction is not None and (self.dataset or self.dataset_path):

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CardData, ModelCardData, RepoCard
-from yaml import YAMLError
+from huggingface_hub import ModelCardData, RepoCard
 
 from torchtitan.base.files import read_json
 from torchtitan.base.urls import hide_credentials
@@ -71,10 +70,10 @@ def read_license(folder: Path) -> dict[str, str]:
     if not text.startswith("---"):
         return {}
     try:
-        data: CardData = RepoCard(text).data
-    except (YAMLError, ValueError, TypeError, RecursionError):  # damaged: it states no license
+        head = RepoCard(text).data.to_dict()
+        values = {key: head.get(key) for key in LICENSE_KEYS}
+    except Exception:  # noqa: BLE001 - YAML raises anything; a damaged card states no license
         return {}
-    values = {key: data.get(key) for key in LICENSE_KEYS}
     return {k: v for k, v in values.items() if isinstance(v, str) and _PLAIN.fullmatch(v)}
 
 

@@ -75,7 +75,7 @@ def on_ranks(words: list[str], cache: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         stay_offline(patch, cache=cache / str(dist.get_rank()))
         patch.setenv("LOCAL_RANK", "0")  # by which the harness decides who gets its figures
-        patch.setattr(command, "join_ranks", lambda: (torch.device("cpu"), mesh))
+        patch.setattr(command, "join_tensor_parallel", lambda: (torch.device("cpu"), mesh))
         return command.evaluate(arguments(*words))
 
 
