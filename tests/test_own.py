@@ -172,7 +172,7 @@ SECTIONED = '''
 from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
-from annotated_types import Ge
+from annotated_types import Ge, MinLen
 
 @dataclass{frozen}
 class Mine:
@@ -278,9 +278,9 @@ def test_sections_count_unless_only_watchers_bring_them(folder: Path) -> None:
             "n is tuple[int, int]",
         ),
         (
-            "@dataclass\nclass M:\n    n: Annotated[str, Field(min_length=1)] = 'a'\n"
+            "@dataclass\nclass M:\n    n: Annotated[str, MinLen(1)] = 'a'\n"
             "SECTIONS = {'m': M}",
-            "bounds must be Gt, Ge, Lt or Le, and n has",
+            "metadata must be Gt, Ge, Lt, Le or",
         ),
     ],
 )

@@ -107,7 +107,7 @@ def test_the_global_batch_that_results_is_what_counts(jobs: Jobs) -> None:
     assert found == "training.global_batch_size: stored 16, now 32 (8 on each of 4 ranks)"
     assert differences(jobs, "--training.global_batch_size=-1", dp=(4, 2)) == []
     [found] = differences(jobs, local_4, before="", dp=(2, 2))
-    assert found == "training.global_batch_size: stored 16, now 8"
+    assert found == "training.global_batch_size: stored 16, now 8 (4 on each of 2 ranks)"
 
 
 def test_more_steps_bend_the_curve_unless_the_total_is_pinned(jobs: Jobs) -> None:

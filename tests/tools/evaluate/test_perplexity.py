@@ -51,7 +51,7 @@ def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
     assert (report["step"], report["settings"]["seq_len"]) == (None, SEQ_LEN)
 
 
-@pytest.mark.parametrize("attention", ["across", "within"])
+@pytest.mark.parametrize("attention", ["causal", "block_causal"])
 def test_the_loss_is_that_of_the_trainers_validation(
     attention: str, ranks: RankPool, tmp_path: Path
 ) -> None:
