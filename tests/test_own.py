@@ -278,8 +278,7 @@ def test_sections_count_unless_only_watchers_bring_them(folder: Path) -> None:
             "n is tuple[int, int]",
         ),
         (
-            "@dataclass\nclass M:\n    n: Annotated[str, MinLen(1)] = 'a'\n"
-            "SECTIONS = {'m': M}",
+            "@dataclass\nclass M:\n    n: Annotated[str, MinLen(1)] = 'a'\nSECTIONS = {'m': M}",
             "metadata must be Gt, Ge, Lt, Le or",
         ),
     ],

@@ -124,6 +124,14 @@ class Job:
         return None if self.dp is None else training.local_batch_size * self.dp
 
 
+EARLIER_DEFAULTS: tuple[Path, ...] = (
+    ("training", "mixed_precision_param"),
+    DECAY_END,
+    FLAVOR,
+)
+"""Settings that differ although nobody changed them: with the machine, or with the version."""
+
+
 def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False) -> list[str]:
     """Return the settings that shape the training and differ, one line each.
 
@@ -144,10 +152,12 @@ def trajectory_differences(then: Job, now: Job, *, data_is_checked: bool = False
         for values, job in ((before, then), (after, now)):
             values[LOCAL_BATCH], values[GLOBAL_BATCH] = None, job.global_batch
     paths = [*after, *(path for path in before if path not in after)]
-    origins = _origins(now)
+    remarks = _origins(now)
+    for path in EARLIER_DEFAULTS:
+        remarks[path] = f" (to resume as before write it: {path[1]} = {literal(before.get(path))})"
     return [
         f"{'.'.join(path)}: stored {literal(before.get(path))}, now {literal(after.get(path))}"
-        + origins.get(path, "")
+        + remarks.get(path, "")
         for path in paths
         if before.get(path) != after.get(path)
         and not _is_ignored(path)

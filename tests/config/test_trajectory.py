@@ -136,11 +136,11 @@ def test_what_earlier_versions_stored_keeps_its_meaning(jobs: Jobs, family: str)
     job = f'[model]\nname = "{family}"\nflavor = "debugmodel"\n[lr_scheduler]\nwarmup_steps = 5'
     now = jobs.load(job)
     stored = to_toml(now).replace('decay_end = "after_last_step"\n', "")
-    found = trajectory_differences(Job.stored(stored), Job(config=now))
-    assert found == [
-        'model.flavor: stored "small", now "debugmodel"',
-        'lr_scheduler.decay_end: stored "last_step", now "after_last_step"',
-    ]
+    flavor, decay = trajectory_differences(Job.stored(stored), Job(config=now))
+    assert flavor.startswith('model.flavor: stored "small", now "debugmodel" ')
+    assert 'flavor = "small")' in flavor
+    assert decay.startswith('lr_scheduler.decay_end: stored "last_step", now "after_last_step" ')
+    assert 'decay_end = "last_step")' in decay
     old = ["--model.flavor=small", "--lr_scheduler.decay_end=last_step"]
     assert trajectory_differences(Job.stored(stored), Job(config=jobs.load(job, *old))) == []
 
