@@ -138,7 +138,7 @@ def test_settings_are_those_of_the_command_line(
     [
         ("nowhere.toml", {}, ['path = "nowhere.toml"', "no such file"]),
         (None, {"training": {"stepz": 3}}, ["'stepz'", "did you mean [training] steps?"]),
-        (None, {"trainig.steps": 3}, ["no section [trainig]", "did you mean"]),
+        (None, {"trainig.steps": 3}, ["section [trainig]", "did you mean"]),
         (None, {"training": {"steps": "3"}}, ["[training] steps", "must be an integer"]),
         (None, {"training": {"steps": 2.5}}, ["[training] steps", "must be an integer"]),
         (None, {"training": 3}, ["[training] is a section", "[training] key"]),
@@ -150,7 +150,7 @@ def test_settings_are_those_of_the_command_line(
             {"training": {"mixed_precision_param": torch.bfloat16}},
             ["mixed_precision_param", "did you mean 'bfloat16'?"],
         ),
-        (None, {"model.name": "nowhere:SPEC"}, ["[model] name", "no nowhere"]),
+        (None, {"model.name": "nowhere:SPEC"}, ["[model] name", "nowhere"]),
         (None, {"training.steps": 0, "optimizer": {"lr": -1, "lrr": 1}}, ["lr = -1", "'lrr'"]),
     ],
 )
