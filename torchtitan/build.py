@@ -57,7 +57,7 @@ from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
 from torchtitan.optim.spikes import SpikeDetector, build_spikes
-from torchtitan.parallel.context.layout import build_shard
+from torchtitan.parallel.context.layout import SequenceShard, build_shard
 from torchtitan.parallel.execution import Execution
 from torchtitan.parallel.layout import Layout, check_device
 from torchtitan.parallel.parallelize import build_model_and_execution, materialize
@@ -180,7 +180,8 @@ def build_parts(
     balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=device)
     on_spike = None if ledger is None else ledger.spike
     spikes = build_spikes(config.spikes, equal_ranks=mesh.dims.tp, device=device, on_spike=on_spike)
-    validator = build_validator(config, model=model, execution=execution, mesh=mesh, device=device)
+    shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
+    validator = build_validator(config, model, execution, shard, mesh=mesh, device=device)
     state = build_state(config, model, balance, spikes, loader=loader, progress=progress)
     if start is not None:
         assert io is not None, "a run without checkpoints starts from none"
@@ -195,14 +196,13 @@ def build_parts(
     )
     execution.after_update()  # a checkpoint may have changed the weights
     sinks, profiler = build_sinks_of(config, device=device, step=progress.step, color=color)
-    if ledger is not None:
-        record_start(ledger, config, layout=layout, device=device, progress=progress, start=start)
+    record_start(ledger, config, layout=layout, device=device, progress=progress, start=start)
     return Run(
         device=device,
         mesh=mesh,
         model=model,
         execution=execution,
-        sequence_shard=build_shard(config.parallelism, training=config.training, mesh=mesh),
+        sequence_shard=shard,
         optimizer=state.optimizer,
         balance=balance,
         schedule=build_schedule_of(config),
@@ -445,7 +445,13 @@ def plan_end(config: Config, *, layout: Layout, loader: Loader, step: int) -> Co
 
 
 def build_validator(
-    config: Config, *, model: ModelParts, execution: Execution, mesh: Mesh, device: torch.device
+    config: Config,
+    model: ModelParts,
+    execution: Execution,
+    shard: SequenceShard,
+    *,
+    mesh: Mesh,
+    device: torch.device,
 ) -> Validator | None:
     """Build what validates the run. None if it is off.
 
@@ -467,7 +473,7 @@ def build_validator(
     return Validator(
         loader=loader,
         execution=execution,
-        shard=build_shard(config.parallelism, training=config.training, mesh=mesh),
+        shard=shard,
         model=model,
         mesh=mesh,
         device=device,
@@ -665,7 +671,7 @@ def build_sinks_of(
 
 
 def record_start(
-    ledger: Ledger,
+    ledger: Ledger | None,
     config: Config,
     *,
     layout: Layout,
@@ -678,6 +684,8 @@ def record_start(
     Raises:
         UserError: The ledger cannot be written.
     """
+    if ledger is None:
+        return
     dims, step = layout.dims, progress.step
     hardware = Hardware(
         resumed_from=step,

@@ -11,7 +11,6 @@ purpose, so that a run's config.toml is complete.
 from __future__ import annotations
 
 import difflib
-import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -188,16 +187,13 @@ def with_types(config: T) -> T:
     A dataclass checks and converts nothing: one path would stay a string where a tuple is due.
 
     Raises:
-        ConfigError: Lists each value, or section, of the wrong type.
+        ConfigError: A section has the wrong type, or lists each value that has.
     """
-    wrong = [
-        Violation((".".join(path),), f"must be a {cls.__name__}, got {literal(section)[:60]}")
-        for path, cls in sections(type(config)).items()
-        if not isinstance(section := _section_at(config, path), cls)
-    ]
-    if wrong:
-        raise ConfigError(wrong)
-    values = {}
+    for path, cls in sections(type(config)).items():  # outer sections come before inner ones
+        if not isinstance(section := value_at(config, path), cls):
+            rule = f"must be a {cls.__name__}, got {literal(section)[:60]}"
+            raise ConfigError.at(".".join(path), rule)
+    values, wrong = {}, []
     for path, key in keys(type(config)).items():
         value = value_at(config, path)
         try:
@@ -207,10 +203,6 @@ def with_types(config: T) -> T:
     if wrong:
         raise ConfigError(wrong)
     return _with_values(config, values)
-
-
-def _section_at(config: object, path: Path) -> Any:
-    return functools.reduce(lambda section, name: getattr(section, name, None), path, config)
 
 
 def _with_values(section: T, values: Mapping[Path, object]) -> T:
