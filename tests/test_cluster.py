@@ -108,6 +108,7 @@ def settings(folder: Path) -> list[str]:
     return [*write_job(folder), UNSAVED, "--training.steps=2"]
 
 
+@pytest.mark.long
 def test_the_pods_of_kubernetes_meet(tmp_path: Path) -> None:
     def command(number: int, port: int) -> tuple[list[str], dict[str, str]]:
         words = kubernetes_command()
@@ -129,6 +130,7 @@ def test_the_pods_of_kubernetes_meet(tmp_path: Path) -> None:
     two_nodes(tmp_path, command)
 
 
+@pytest.mark.long
 def test_the_nodes_of_skypilot_meet(tmp_path: Path) -> None:
     [task] = documents("skypilot.yaml")
     ours = shlex.join(settings(tmp_path))

@@ -21,6 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN = [PAGES[0], *(pytest.param(page, marks=pytest.mark.long) for page in PAGES[1:])]
 SMALL = " --training.seq_len 32 --training.local_batch_size 2"
 FEW = " --training.steps 20"
 NOT_RUN = ("./scripts/run_tests.sh",)
@@ -52,7 +53,7 @@ def workplace(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_commands_run(page: Path, workplace: Path, home: Path, warm_python: Path) -> None:
     environ = {**os.environ, "HOME": str(home), "WANDB_MODE": "offline"}
     for number, command in enumerate(commands(page)):

@@ -355,6 +355,7 @@ with open(f"{sys.argv[2]}/{os.environ['RANK']}.txt", "w") as file:
 """
 
 
+@pytest.mark.long
 def test_ranks_under_a_launcher_have_one_result(tmp_path: Path) -> None:
     (tmp_path / "two.py").write_text(TWO_RANKS)
     write_job(tmp_path)
@@ -551,6 +552,7 @@ steps: str = config.training.steps  # error
 """
 
 
+@pytest.mark.long
 def test_users_of_mypy_are_told(tmp_path: Path) -> None:
     """By the package's own types alone: those of torch are its own affair."""
     mypy = pytest.importorskip("mypy.api")
@@ -601,6 +603,7 @@ def test_the_page_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_the_notebook_is_run(tmp_path: Path) -> None:
     """In a folder and a home of its own, as somebody who has just installed the package."""
     pytest.importorskip("nbconvert")

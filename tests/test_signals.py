@@ -121,6 +121,7 @@ def test_the_launcher_passes_a_signal_on_and_waits(mode: str, tmp_path: Path) ->
     assert errors.count(f"stopped after step {step} of 1000000") == 1
 
 
+@pytest.mark.long
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
     job = Job(tmp_path, "--checkpoint.interval=1000000", ranks=2)
     job.wait_for(STEP, rank=1)
@@ -130,6 +131,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
     assert f"stopped after step {saved_step(job)} of 1000000 by a signal (to 1 rank)" in errors
 
 
+@pytest.mark.long
 def test_data_workers_live_on_when_the_whole_group_is_signalled(tmp_path: Path) -> None:
     job = Job(tmp_path, "--training.dataloader.num_workers=2", "--checkpoint.interval=1000000")
     job.wait_for(STEP)
@@ -140,6 +142,7 @@ def test_data_workers_live_on_when_the_whole_group_is_signalled(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.long
 def test_a_signal_during_set_up(ranks: int, tmp_path: Path) -> None:
     """The first lines of the log come before data, model and group are there."""
     job = Job(tmp_path, ranks=ranks)
@@ -165,6 +168,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     assert "\x1b" not in errors  # no terminal
 
 
+@pytest.mark.long
 def test_signals_to_launcher_and_ranks_are_one_request(tmp_path: Path) -> None:
     """As Slurm sends them, to every process of a step at once."""
     job = Job(tmp_path, "--checkpoint.interval=1000000", ranks=2)
@@ -176,6 +180,7 @@ def test_signals_to_launcher_and_ranks_are_one_request(tmp_path: Path) -> None:
     assert errors.count(f"stopped after step {saved_step(job)} of 1000000") == 1
 
 
+@pytest.mark.long
 def test_ranks_without_a_launcher_save_too(tmp_path: Path) -> None:
     """As srun starts them: each a task, each signalled."""
     job = [*write_job(tmp_path, LONG.format(mode="disabled")), "--checkpoint.interval=1000000"]

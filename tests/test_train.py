@@ -237,7 +237,11 @@ def test_a_finished_run_says_that_there_is_nothing_to_train(tmp_path: Path) -> N
     assert "is at step 1 of 1 already" in again.stderr
     assert "training finished" not in again.stderr
     assert (tmp_path / "run" / "checkpoint" / "export" / "step-1" / "config.json").is_file()
-    on = again.stderr.rpartition("go on with ")[2].splitlines()[0].replace("steps N", "steps=2")
+    on = (
+        again.stderr.rpartition("continue it with ")[2]
+        .splitlines()[0]
+        .replace("steps N", "steps=2")
+    )
     assert train(*job, *on.replace("mode continue", "mode=continue").split()).returncode == 0
 
 

@@ -38,7 +38,6 @@ from torchtitan.config.sources import to_toml
 from torchtitan.data.dataset import build_samples, check_fills_batch
 from torchtitan.data.files import Once
 from torchtitan.data.loader import Loader, MapSamples, plan_steps
-from torchtitan.data.sample_log import SampleLog
 from torchtitan.data.sampler import SkippedSamples
 from torchtitan.data.tokenizer import build_tokenizer, check_vocabulary
 from torchtitan.job import Config, JobConfig, own_sections
@@ -48,15 +47,13 @@ from torchtitan.mesh.ranks import OncePerMachine, RankInfo, check_data_alike, se
 from torchtitan.metrics.ledger import Hardware, Ledger
 from torchtitan.metrics.meter import Meter, build_meter
 from torchtitan.metrics.sinks import Sink, build_sinks
-from torchtitan.metrics.trace import Profiler, build_profiler
 from torchtitan.models.families import describe_model, find_model
 from torchtitan.models.interface import LanguageModel, ModelParts
 from torchtitan.models.rope import warn_beyond_rope
-from torchtitan.optim.balance import Balance, build_balance
 from torchtitan.optim.loss import build_loss, find_loss
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.schedule import Schedule, build_schedule
-from torchtitan.optim.spikes import SpikeDetector, build_spikes
+from torchtitan.optim.settings import SpikesConfig
 from torchtitan.parallel.context.layout import SequenceShard, build_shard
 from torchtitan.parallel.execution import Execution
 from torchtitan.parallel.layout import Layout, check_device
@@ -71,15 +68,13 @@ from torchtitan.resume_rules import (
     write_config,
 )
 from torchtitan.trainer import Run
-from torchtitan.validate import (
-    Validator,
-    build_held_out,
-    build_validation_loader,
-    validation_source,
-)
 
 if TYPE_CHECKING:
     from torchtitan.hf.export import HFExport
+    from torchtitan.metrics.trace import Profiler
+    from torchtitan.optim.balance import Balance
+    from torchtitan.optim.spikes import SpikeDetector
+    from torchtitan.validate import Validator
 
 logger = logging.getLogger(__name__)
 
@@ -178,8 +173,7 @@ def build_parts(
     ledger = Ledger(Path(config.job.dump_folder)) if dist.get_rank() == 0 else None
     model, execution = build_model(config, layout=layout, mesh=mesh, device=device)
     balance = build_balance_of(config, layout=layout, model=model, mesh=mesh, device=device)
-    on_spike = None if ledger is None else ledger.spike
-    spikes = build_spikes(config.spikes, equal_ranks=mesh.dims.tp, device=device, on_spike=on_spike)
+    spikes = build_spikes(config.spikes, mesh=mesh, device=device, ledger=ledger)
     shard = build_shard(config.parallelism, training=config.training, mesh=mesh)
     validator = build_validator(config, model, execution, shard, mesh=mesh, device=device)
     state = build_state(config, model, balance, spikes, loader=loader, progress=progress)
@@ -397,6 +391,8 @@ def build_loader(
     """Build this rank's share of the samples."""
     training, on_sample = config.training, None
     if config.debug.log_sample_hashes:
+        from torchtitan.data.sample_log import SampleLog
+
         on_sample = SampleLog(
             Path(config.job.dump_folder) / "samples",
             rank=dist.get_rank(),
@@ -461,6 +457,13 @@ def build_validator(
     validation = config.validation
     if not validation.enable:
         return None
+    from torchtitan.validate import (
+        Validator,
+        build_held_out,
+        build_validation_loader,
+        validation_source,
+    )
+
     source = validation_source(config.training, validation)
     samples = build_held_out(
         source,
@@ -538,6 +541,10 @@ def build_balance_of(
     config: Config, *, layout: Layout, model: ModelParts, mesh: Mesh, device: torch.device
 ) -> Balance | None:
     """Build what balances the experts of this rank. None for a model without experts."""
+    if not layout.counts.num_experts:
+        return None
+    from torchtitan.optim.balance import build_balance
+
     return build_balance(
         config.router,
         parts=model,
@@ -546,6 +553,18 @@ def build_balance_of(
         mesh=mesh,
         device=device,
     )
+
+
+def build_spikes(
+    settings: SpikesConfig, *, mesh: Mesh, device: torch.device, ledger: Ledger | None
+) -> SpikeDetector | None:
+    """Build what detects spikes, or return None if it is off. Rank 0 records them."""
+    if settings.action == "none":
+        return None
+    from torchtitan.optim.spikes import SpikeDetector
+
+    on_spike = None if ledger is None else ledger.spike
+    return SpikeDetector(settings, equal_ranks=mesh.dims.tp, device=device, on_spike=on_spike)
 
 
 def build_schedule_of(config: Config) -> Schedule:
@@ -667,7 +686,11 @@ def build_sinks_of(
         description=config.job.description,
         sections=own_sections(config),
     )
-    return sinks, build_profiler(config.profiling, folder=folder, rank=rank, device=device)
+    if not config.profiling.enable_profiling:
+        return sinks, None
+    from torchtitan.metrics.trace import Profiler
+
+    return sinks, Profiler(config.profiling, folder=folder, rank=rank, device=device)
 
 
 def record_start(

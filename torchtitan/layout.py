@@ -14,10 +14,10 @@ from torchtitan.mesh.dims import resolve_dims
 from torchtitan.models.families import find_model
 from torchtitan.models.interface import LanguageModel, TrainableParams, count
 from torchtitan.models.spec import ModelSpec, check_contract
-from torchtitan.optim.balance import check_balance
 from torchtitan.optim.loss import find_loss
 from torchtitan.optim.optimizer import find_trainable
 from torchtitan.optim.schedule import find_decay
+from torchtitan.optim.settings import RouterConfig
 from torchtitan.parallel.layout import Adapt, Layout, check_parallel, plan_parallel
 
 
@@ -100,7 +100,10 @@ def check_model(config: Config, *, spec: ModelSpec, model: LanguageModel) -> Non
             compilation=config.compile,
         )
     )
-    mistakes.of(lambda: check_balance(config.router, model=model))
+    if config.router != RouterConfig():
+        from torchtitan.optim.balance import check_balance
+
+        mistakes.of(lambda: check_balance(config.router, model=model))
     keys = [k for k in ("initial_load_in_hf", "last_save_in_hf") if getattr(checkpoint, k)]
     if keys:
         from torchtitan.hf.source import check_names_and_sizes

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,17 +36,19 @@ from torchtitan.metrics.ledger import Ledger
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.rows import Row
 from torchtitan.metrics.sinks import Sink
-from torchtitan.metrics.trace import Profiler
 from torchtitan.models.interface import ModelParts
-from torchtitan.optim.balance import Balance
 from torchtitan.optim.clip import clip_gradients, global_norm
 from torchtitan.optim.loss import count_valid
 from torchtitan.optim.optimizer import optimizer_step, supports_found_inf
 from torchtitan.optim.schedule import Schedule, set_lr
-from torchtitan.optim.spikes import SpikeDetector
 from torchtitan.parallel.context.layout import SequenceShard
 from torchtitan.parallel.execution import Execution
-from torchtitan.validate import Validator
+
+if TYPE_CHECKING:
+    from torchtitan.metrics.trace import Profiler
+    from torchtitan.optim.balance import Balance
+    from torchtitan.optim.spikes import SpikeDetector
+    from torchtitan.validate import Validator
 
 logger = logging.getLogger(__name__)
 
@@ -175,9 +178,8 @@ class Trainer:
                 validates = self._is_validation_due(last=finished)
                 logged = progress.step % run.log_freq == 0 or progress.step == 1 or finished
                 logged = logged or validates
-                if logged or self._is_save_due(last=finished):
-                    sync.check_pending_norm()
                 if logged:
+                    sync.check_pending_norm()
                     self._report(figures, validates=validates)
                 if self._save(last=finished) and not finished:
                     sync.sync_stop_flags()  # a signal during the save need not wait for a step
@@ -233,6 +235,7 @@ class Trainer:
     def _save(self, *, last: bool) -> bool:
         if self.run.checkpoints is None or not self._is_save_due(last=last):
             return False
+        self._sync.check_pending_norm()  # never save a step whose update was left out
         with self.run.meter.paused(), self._status("saving"):
             path = self.run.checkpoints.save(last=last, validation_loss=self._validation_loss())
         self._saved_step = self.run.progress.step
@@ -242,8 +245,9 @@ class Trainer:
     def _validation_loss(self) -> float | None:
         """Return the validation loss of the current weights, if it was measured."""
         row = self.last_row
-        is_present = row is not None and row["step"] == self.run.progress.step
-        return row.get("validation_loss") if row is not None and is_present else None
+        if row is None or row["step"] != self.run.progress.step:
+            return None
+        return row.get("validation_loss")
 
     def _is_finished(self) -> bool:
         return self.run.progress.step >= self.run.training.steps
@@ -287,12 +291,16 @@ class Trainer:
         local = torch.stack([figures.loss_sum, counted.double(), *run.meter.rank_times()])
         # the last pipeline stage has the loss; all ranks receive it
         loss_sums, num_valid, *rank_times = gather(local).unbind(1)
+        # along dp: the cp ranks of one dp rank have parts of the same samples
+        dp_losses, dp_valid = (
+            sums.view(run.mesh.data.shape).sum((0, 2, 3)) for sums in (loss_sums, num_valid)
+        )
         self.last_row = run.meter.report(
             step,
             figures={
                 # neither of these two is finite without labels
                 "loss": loss_sums.sum() / num_valid.sum(),
-                "max_loss": torch.where(num_valid > 0, loss_sums / num_valid, -torch.inf).max(),
+                "max_loss": torch.where(dp_valid > 0, dp_losses / dp_valid, -torch.inf).max(),
                 "grad_norm": figures.grad_norm,
                 "lr": run.schedule(step),
                 "num_tokens": run.progress.tokens_seen,

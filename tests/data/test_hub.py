@@ -13,8 +13,8 @@ import torch
 
 from tests.data.helpers import SEQ_LEN, dataset_of, loader_of, rows, training
 from torchtitan.base.errors import ConfigError, DataError
-from torchtitan.data.custom import build_custom
-from torchtitan.data.hub import HubConfig
+from torchtitan.data.custom import build_custom, check_resume
+from torchtitan.data.hub import HubConfig, HubText
 from torchtitan.data.loader import MapSamples
 from torchtitan.data.tokenizer import ByteTokenizer
 
@@ -23,9 +23,10 @@ pytestmark = pytest.mark.usefixtures("trusted_code")
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
+    """Of which some rows have an empty text."""
     draw = random.Random(0)
     for name in ("a", "b"):
-        lines = [json.dumps({"text": "x" * draw.randrange(80)}) for _ in range(12)]
+        lines = [json.dumps({"text": "x" * draw.randrange(-20, 80)}) for _ in range(12)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return [str(tmp_path / f"{name}.jsonl") for name in ("a", "b")]
 
@@ -64,10 +65,23 @@ def test_it_goes_on_exactly_on_other_ranks(before: int, tmp_path: Path, files: l
     assert [rows(next(then)) for _ in range(3)] == expected[before:]
 
 
+def test_it_goes_on_exactly_again_and_again(files: list[str]) -> None:
+    hub = HubConfig(name="json", data_files=tuple(files))
+    check_resume(lambda: HubText(ByteTokenizer(), SEQ_LEN, hub), num_samples=20)
+
+
+def test_a_release_that_resumes_wrongly_is_refused(
+    files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.__version__", "5.0.0")
+    with pytest.raises(ConfigError, match=r"hub.*5\.0\.0"):
+        HubText(ByteTokenizer(), SEQ_LEN, HubConfig(name="json", data_files=tuple(files)))
+
+
 def test_what_is_wrong_is_said(tmp_path: Path, files: list[str]) -> None:
     with pytest.raises(ConfigError, match="must name a dataset"):
         stream(tmp_path)
     with pytest.raises(ConfigError, match="must name a dataset"):
         stream(tmp_path, name="json", data_files=(str(tmp_path / "none.jsonl"),))
-    with pytest.raises(DataError, match=r"hub\.text_key.* with columns text"):
+    with pytest.raises(DataError, match=r"text_key.*'body'.*'text'"):
         stream(tmp_path, name="json", data_files=tuple(files), text_key="body")[0]

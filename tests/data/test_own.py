@@ -289,6 +289,11 @@ def test_a_stream_that_would_repeat_a_sample_after_a_resume(tmp_path: Path, modu
     for stream, number in ((made.Late, 1), (made.Stuck, 2)):
         with pytest.raises(DataError, match=f"does not after {number}"):
             check_resume(stream)
+    stuck = CustomStream(made.Stuck(), Raw(), {})  # type: ignore[arg-type]
+    stuck.load_state({"next": 4}, position=4)
+    assert stuck.state_at(4) == {"next": 4}
+    with pytest.raises(DataError, match="sample 5"):
+        stuck.state_at(5)
 
 
 class CountsToThree:

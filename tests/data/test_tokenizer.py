@@ -8,13 +8,17 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tiktoken
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.data import readers
+from torchtitan.data.corpus import FileCorpus
+from torchtitan.data.prepare import cached_store
 from torchtitan.data.text import cut_point, split_text
 from torchtitan.data.tokenizer import (
     BUILT_IN,
@@ -188,6 +192,25 @@ def test_split_text_keeps_all_and_cuts_between_words() -> None:
     assert cut_point("a\nb\n\n cc", limit=6) == 2
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),  # GPT-2's
+    ],
+)
+@pytest.mark.parametrize("limit", range(60, 90))
+def test_indented_text_is_cut_between_words(pattern: Any, limit: int) -> None:
+    rows = [{"id": i, "a list": [i, "two  words"], "none": {}} for i in range(9)]
+    text = json.dumps(rows, indent=5) + "\n  \n"
+
+    def words(text: str) -> list[str]:
+        return [word for word, _ in pattern.pre_tokenize_str(text)]
+
+    pieces = [word for piece in split_text(text, limit=limit) for word in words(piece)]
+    assert pieces == words(text)
+
+
 @pytest.fixture
 def hf_folder(tmp_path: Path) -> Path:
     """A byte-level tokenizer with the tokens and merges of a small vocabulary."""
@@ -220,6 +243,31 @@ def test_hugging_face(hf_folder: Path) -> None:
     assert max(ids) == 256
     assert [i.tolist() for i in tokenizer.encode_batch(["the", ""])] == [ids[:2], []]
     tokenizer.decode([10**6, 0])
+
+
+@pytest.mark.parametrize(
+    ("change", "encodes_pieces"),
+    [
+        ({}, True),
+        ({"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)}, False),
+        ({"pre_tokenizer": pre_tokenizers.Metaspace("_", prepend_scheme="always")}, False),
+        ({"normalizer": normalizers.Prepend("_")}, False),  # Llama 2's
+    ],
+)
+def test_long_text_is_not_cut_for_what_begins_each_text(
+    hf_folder: Path, tmp_path: Path, change: dict[str, Any], encodes_pieces: bool
+) -> None:
+    with_change = Tokenizer.from_file(str(hf_folder / "tokenizer.json"))
+    for part, value in change.items():
+        setattr(with_change, part, value)
+    with_change.save(str(hf_folder / "tokenizer.json"))
+    tokenizer = build_tokenizer(str(hf_folder))
+    assert tokenizer.encodes_pieces == encodes_pieces
+    text = "word \nother word\n" * (readers.PIECE_CHARS // 16 + 9)
+    (tmp_path / "long.txt").write_text(text)
+    corpus = FileCorpus((tmp_path / "long.txt",), "text")
+    store = cached_store(corpus, tokenizer=tokenizer, cache=str(tmp_path / "cache"))
+    assert store.tokens[:-1].tolist() == tokenizer.encode(text)
 
 
 def test_hugging_face_in_threads(hf_folder: Path) -> None:

@@ -251,8 +251,8 @@ def halves_swapped(name_modules: Code) -> Code:
 
 def forgotten(add_gradient: Code) -> Code:
     def call(self: TiedEmbedding) -> None:
-        if self._copy is not None:
-            self._copy.grad = None
+        if self.copy is not None:
+            self.copy.grad = None
 
     return call
 

@@ -237,6 +237,7 @@ def test_inductor_trains_the_same_and_later_starts_compile_nothing(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_inductor_under_tensor_parallelism(job: list[str], code: Path, plain: Trained) -> None:
     results = train_anew([*job, TP2], code=code, world=2)
     assert_same_training([result.trained for result in results], plain)

@@ -146,7 +146,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_its_own_schedule(
     (checkpoints / "step-1" / "lr_scheduler" / "state.json").write_text(json.dumps(schedule))
     [message] = ranks.run(jobs.refusal, job, world=1)
     assert "stored 1000, now 3" in message
-    assert "total_steps = 1000" in message
+    assert "total_steps" in message
     [found] = ranks.run(jobs.train, [*job, "--lr_scheduler.total_steps=1000"], world=1)
     assert rates(found)[1:] == pytest.approx([LR * 999 / 1000, LR * 998 / 1000])
 

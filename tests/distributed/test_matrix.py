@@ -248,6 +248,9 @@ def test_the_same_model(
         assert losses == pytest.approx([row["loss"] for row in reference.rows], rel=1e-3)
         return
     pj.assert_same_training(results, reference)
+    if "dp" not in where.degrees:  # the maximum over one data-parallel rank
+        for row in results[0].rows:
+            assert row["max_loss"] == pytest.approx(row["loss"], rel=1e-6)
     if evaluating:
         pj.assert_same_evaluation(results, reference, cp=where.degrees.get("cp", 1))
 

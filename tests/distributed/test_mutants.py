@@ -24,6 +24,8 @@ from tests.distributed.test_deepseek import strong_experts
 from tests.distributed.test_resume import EXACT, Noisy, train_noisily
 from torchtitan.tools.compare.layouts import gaps
 
+pytestmark = pytest.mark.long
+
 T = TypeVar("T")
 
 

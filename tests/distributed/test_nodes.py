@@ -18,6 +18,8 @@ from scripts.node_campaign import (
     samples,
 )
 
+pytestmark = pytest.mark.long
+
 SECONDS = 240
 
 

@@ -49,6 +49,8 @@ from torchtitan.tools.plan.tape import MESSAGES, Entry, Record, Tape
 from torchtitan.tools.plan.world import load_evenly
 from torchtitan.trainer import Trainer
 
+pytestmark = pytest.mark.long
+
 TOML = jobs.TINY.replace("global_batch_size = 8", "").replace("size = 2", "size = 4")
 TP2 = "--parallelism.tensor_parallel_degree=2"
 COPIED = "--parallelism.enable_sequence_parallel=false"

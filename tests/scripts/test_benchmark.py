@@ -27,7 +27,7 @@ from torchtitan.models.families import MODELS
 from torchtitan.models.sizes import DecoderConfig, RopeScaling
 from torchtitan.tools.plan.devices import DEVICES, Share, find_device
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
+pytestmark = [pytest.mark.usefixtures("warm_starts"), pytest.mark.long]
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark.py"
 TINY_TRAINING = ("--flavor", "tiny", "--batch", "2", "--seq_len", "16", "--steps", "4")

@@ -348,6 +348,7 @@ def compare(folder: Path, *arguments: str) -> Said:
     return Said(code, out.getvalue(), err.getvalue(), stored["runs"])
 
 
+@pytest.mark.long
 def test_two_layouts_that_train_the_same_unclipped_and_clipped(tmp_path: Path) -> None:
     options = ("--steps=2", "--verbose", "--both_clippings", "--training.max_norm=0.5")
     said = compare(tmp_path, "fsdp2", TINY, *options)
@@ -392,6 +393,7 @@ def verdict(said: Said, layout: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_planted_divergence_is_found_with_its_first_step(planted: Said) -> None:
     assert planted.code == 1
     found = verdict(planted, DECAY)
@@ -483,6 +485,7 @@ class InterruptedLaunchError(Exception):
     """What Ctrl-C raises in the middle of a launch."""
 
 
+@pytest.mark.long
 def test_ranks_that_hang_are_ended(tmp_path: Path) -> None:
     """One rank is frozen after the first step, so that the other waits for it."""
     layout, run = parse_layout("fsdp2"), tmp_path / "hang" / "run"

@@ -136,6 +136,7 @@ def test_what_is_recomputed_lives_beside_the_inputs_once() -> None:
 
 
 @needs_theirs
+@pytest.mark.long
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "counts.json"
     sizes = ["--flavor=tiny8", "--worlds", "4", "--batch=2", "--seq_len=64"]

@@ -30,6 +30,7 @@ def crash() -> ModuleType:
 
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(("world", "mode", "kills"), [(1, "disabled", 1), (2, "async", 2)])
+@pytest.mark.long
 def test_nothing_is_lost(
     world: int, mode: str, kills: int, crash: ModuleType, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ LAYOUTS: dict[str, tuple[int, int, str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.long
 def test_each_token_is_found_in_another_layout(
     layout: str, reference: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -194,6 +195,7 @@ def test_no_layout_of_the_campaign_is_refused(group: str) -> None:
 
 
 @pytest.mark.usefixtures("warm_starts")
+@pytest.mark.long
 def test_a_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = expert_campaign.Group(layouts=("fsdp2,ep2", "fsdp2 --optimizer.weight_decay=0.5"))
     refused = expert_campaign.Group(options=("--model.num_experts=0",), layouts=("fsdp2",))

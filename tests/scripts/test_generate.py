@@ -126,7 +126,7 @@ def test_an_earlier_step_and_a_copied_one_can_be_named(script, trained, capsys, 
         ),
         (".", ["--prompts_file", "nowhere.txt"], "nowhere.txt cannot be read"),
         (".", ["--prompt", "\udcff"], "prompt 2 must hold complete characters"),
-        (".", ["--tokenizer", "nope"], "name the tokenizer of these weights by --tokenizer"),
+        (".", ["--tokenizer", "nope"], "--tokenizer"),
         (".", ["--tokenizer", "bpe_2048"], "the tokenizer's vocabulary must fit the model's"),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_chat_is_asked_by_its_template_and_ends_with_its_turn(script, tmp_path
     # without a template there is no chat, unless one is given
     write_tokenizer(folder, template=None)
     assert script.main(arguments) == 2
-    assert "give a Jinja file with --chat_template" in capsys.readouterr().err
+    assert "--chat_template" in capsys.readouterr().err
     (tmp_path / "mine.jinja").write_text(CHATML)
     arguments += ["--chat_template", str(tmp_path / "mine.jinja")]
     # now the head draws the end of a turn where it drew one of the tokens

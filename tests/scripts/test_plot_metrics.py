@@ -163,7 +163,7 @@ def test_runs_of_one_name_are_told_apart(plot: ModuleType, tmp_path: Path) -> No
     [
         ("missing", "folder with a metrics.jsonl, got"),
         ("empty", "must have logged a step to be drawn"),
-        ("damaged", "on line 1"),
+        ("damaged", " line 1 "),
     ],
 )
 def test_mistakes_are_one_message_and_exit_2(

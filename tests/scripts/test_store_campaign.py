@@ -26,6 +26,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.mark.timeout(280)
+@pytest.mark.long
 def test_nothing_is_lost(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faults = ("the wire", "all ranks and the disk", "one rank")
     monkeypatch.setattr(store_campaign, "FAULTS", faults)
@@ -34,6 +35,7 @@ def test_nothing_is_lost(store: Store, tmp_path: Path, monkeypatch: pytest.Monke
     assert said.endswith("equal")
 
 
+@pytest.mark.long
 def test_what_is_lost_or_damaged_is_found(store: Store, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", store)
     store_campaign.finish(run, steps=4)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan.base.custom import is_import_path, is_trusted
 from torchtitan.base.errors import CheckpointError, DataError
@@ -141,20 +142,17 @@ def _restore_train_state(state: RunState, source: Checkpoint) -> None:
     state.progress.step = step
     state.progress.tokens_seen = stored["tokens_seen"]
     names = storage.stored_names(source.path, "train_state", group=source.group)
-    more = {name: tensor for name, tensor in state.more.items() if name in names}
-    storage.read_tensors(source.path, "train_state", into=more, group=source.group)
-    if stored["world_size"] != dist.get_world_size():
+    generators: dict[str, Tensor] = {}
+    if stored["world_size"] == dist.get_world_size():
+        generators = rng_tensors(rank=dist.get_rank())
+    else:
         logger.info("The number of ranks differs: random generators start from debug.seed")
-        return
-    ours = rng_tensors(rank=dist.get_rank())
-    if missing := [name for name in ours if name not in names]:  # of a GPU, if saved on CPUs
-        logger.info(
-            "The checkpoint lacks the random generators %s: they start from debug.seed",
-            ", ".join(missing),
-        )
-    states = {name: tensor for name, tensor in ours.items() if name in names}
-    storage.read_tensors(source.path, "train_state", into=states, group=source.group)
-    set_rng(states)
+    if missing := generators.keys() - names:  # of a GPU, if saved on CPUs
+        text = ", ".join(sorted(missing))
+        logger.info("The checkpoint has no random generators %s: they start from debug.seed", text)
+    wanted = {k: t for k, t in {**state.more, **generators}.items() if k in names}
+    storage.read_tensors(source.path, "train_state", into=wanted, group=source.group)
+    set_rng({name: wanted[name] for name in generators if name in names})
 
 
 def _log_start(start: Start, *, loaded: Collection[str], step: int) -> None:

@@ -272,15 +272,24 @@ def _read_option(path: Path, *, words: Sequence[str], key: Key | None) -> Settin
         given.encode()
     except UnicodeEncodeError:  # the resolved TOML could not hold it
         given, problem = given.encode(errors="backslashreplace").decode(), "must be UTF-8"
+    if key is not None and key.kind is tuple and key.item is str and not key.is_nested:
+        # also a,b, as in torchtitan's docs; quotes and brackets keep a comma
+        words = [part for word in words for part in _split_at_commas(word)]
     values = [_read_word(word, key=key) for word in words] or [True]
     value = values if len(values) > 1 else values[0]
     return Setting(value, COMMAND_LINE, path, given, problem)
+
+
+def _split_at_commas(word: str) -> list[str]:
+    return [word] if set(word) & set("[]{}\"'") else word.split(",")
 
 
 def _read_word(word: str, *, key: Key | None) -> object:
     """Return the TOML value of a word, or the word itself where a string is due."""
     if word.lower() == "none" and (key is None or key.unset_by_none):
         return None
+    if word in ("True", "False") and key is not None and key.item is bool:
+        word = word.lower()
     try:
         table = parse(f"value = {word}", origin=COMMAND_LINE)
     except ConfigError:

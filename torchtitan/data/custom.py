@@ -295,6 +295,8 @@ class CustomStream:
         self._data, self._reader, self.fingerprint = data, reader, fingerprint
         self._iterator: Iterator[Any] | None = None
         self._next = 0
+        self._loaded: dict[str, Any] | None = None
+        """The loaded state, until the stream has started another pass."""
 
     def __getitem__(self, k: int) -> Samples:
         self._skip_to(k)
@@ -304,14 +306,20 @@ class CustomStream:
         """Return the state before a sample that has not been read."""
         self._skip_to(position)
         with self._reader.as_data_error(position):
-            state = self._data.state_dict()
-        return _as_json(state, name=f"'{self._reader.path}'")
+            state = _as_json(self._data.state_dict(), name=f"'{self._reader.path}'")
+        if self._iterator is not None and state == self._loaded:
+            raise DataError(
+                f"the state of '{self._reader.path}' must change when samples are drawn, and at "
+                f"sample {position} is still the loaded one; check_resume in "
+                f"torchtitan.data.custom finds where it fails"
+            )
+        return state
 
     def load_state(self, state: dict[str, Any], *, position: int) -> None:
         """Continue at sample `position`, given the state before it."""
         with self._reader.as_data_error(position):
             self._data.load_state_dict(state)
-        self._iterator, self._next = None, position
+        self._iterator, self._next, self._loaded = None, position, state
 
     def _skip_to(self, k: int) -> None:
         assert k >= self._next, f"a stream is read forwards: {k} after {self._next}"
@@ -324,7 +332,7 @@ class CustomStream:
                 self._iterator = iter(self._data)
             raw = next(self._iterator, None)
             if raw is None:  # at the end of a pass, also right after `load_state`
-                self._iterator = iter(self._data)
+                self._iterator, self._loaded = iter(self._data), None
                 raw = next(self._iterator, None)
         if raw is None:
             raise DataError(f"'{self._reader.path}' must yield samples, got none")

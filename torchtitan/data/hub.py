@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.base.errors import ConfigError, DataError
+from torchtitan.base.errors import ConfigError
+from torchtitan.data.readers import Row, TextTemplate
 from torchtitan.data.tokenizer import Tokenizer
 
 
@@ -48,17 +49,25 @@ class HubText:
         if not hub.name:
             raise ConfigError.at("hub.name", "must name a dataset, as owner/name")
         self._tokenizer, self._seq_len, self._hub = tokenizer, seq_len, hub
+        self._text_of = TextTemplate(hub.text_key, None, setting="hub.text_key")
         self._documents, self._left = self._open(), list[int]()
-        self._has_started = False
+        self._place: dict[str, Any] | None = None
+        """State of the documents that were opened, None at the start of a pass."""
+        self._has_read = False
+        """Whether any of them was read. Before that, `datasets` returns a state at the start."""
         self.fingerprint = repr(hub)
 
     def _open(self) -> Any:
         hub = self._hub
         try:
-            from datasets import load_dataset
+            from datasets import __version__, load_dataset
         except ImportError as error:
             rule = f"needs the package datasets ({error}); install it with pip"
             raise ConfigError.at("hub.name", rule) from error
+        if __version__ == "5.0.0":
+            # https://github.com/huggingface/datasets/issues/8308
+            rule = "must not be read with datasets 5.0.0, whose streams repeat text when they are "
+            raise ConfigError.at("hub.name", rule + "resumed twice; install another release")
         try:
             return load_dataset(
                 hub.name,
@@ -87,26 +96,21 @@ class HubText:
             document = next(documents, None)
             if document is None:
                 # the remaining tokens start the next pass
-                self._documents, self._has_started = self._open(), False
+                self._documents, self._place, self._has_read = self._open(), None, False
                 return
-            self._has_started = True
-            text = document.get(self._hub.text_key)
-            if not isinstance(text, str):
-                raise DataError(
-                    f"each document of {self._hub.name} must hold text under "
-                    f"hub.text_key = {self._hub.text_key!r}, got {text!r:.60}, with columns "
-                    f"{', '.join(document)}"
-                )
-            self._left += [*self._tokenizer.encode(text), self._tokenizer.eos_id]
+            self._has_read = True
+            # as files are read: an empty text is no document
+            if text := self._text_of(Row(document, f"each document of {self._hub.name}")):
+                self._left += [*self._tokenizer.encode(text), self._tokenizer.eos_id]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream, and the tokens after the last sample."""
-        place = self._documents.state_dict() if self._has_started else None
+        place = self._documents.state_dict() if self._has_read else self._place
         return {"documents": place, "left": self._left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a stored state."""
         self._documents, self._left = self._open(), [*state["left"]]
-        self._has_started = state["documents"] is not None
-        if self._has_started:
-            self._documents.load_state_dict(state["documents"])
+        self._place, self._has_read = state["documents"], False
+        if self._place is not None:
+            self._documents.load_state_dict(self._place)

@@ -147,12 +147,22 @@ class Blocks:
     dp_rank: int
     dp_degree: int
 
+    @property
+    def global_batch(self) -> int:
+        """Samples per step, on all ranks."""
+        return self.block * self.accumulation * self.dp_degree
+
+    @property
+    def end_of_step(self) -> int:
+        """Number after the last sample of the next step."""
+        place = self.skipped.place(self.position)
+        return self.skipped.number(place + self.global_batch - 1) + 1
+
     def __iter__(self) -> Iterator[list[int]]:
-        global_batch = self.block * self.accumulation * self.dp_degree
         stop = None if self.num_samples is None else self.skipped.place(self.num_samples)
-        for start in count(self.skipped.place(self.position), global_batch):
+        for start in count(self.skipped.place(self.position), self.global_batch):
             # all ranks end on the same step
-            if stop is not None and start + global_batch > stop:
+            if stop is not None and start + self.global_batch > stop:
                 return
             for a in range(self.accumulation):
                 first = start + (a * self.dp_degree + self.dp_rank) * self.block
@@ -190,12 +200,16 @@ class Loader:
         on_sample: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
         assert 0 <= dp_rank < dp_degree
-        self.dataset, self._settings = dataset, settings
-        self._block, self._accumulation = local_batch_size, accumulation
-        self._dp_rank, self._dp_degree = dp_rank, dp_degree
-        self._global_batch = local_batch_size * accumulation * dp_degree
-        self._position, self._on_sample = position, on_sample
-        self._skipped = skipped or SkippedSamples()
+        self.dataset, self._settings, self._on_sample = dataset, settings, on_sample
+        self._blocks = Blocks(
+            position=position,
+            num_samples=dataset.num_samples,
+            skipped=skipped or SkippedSamples(),
+            block=local_batch_size,
+            accumulation=accumulation,
+            dp_rank=dp_rank,
+            dp_degree=dp_degree,
+        )
         self._batches: Iterator[Samples | DataError] | None = None
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         """Limits the wait for data, and may end it with an error. The position stays the same."""
@@ -203,13 +217,13 @@ class Loader:
     @property
     def position(self) -> int:
         """Return the number after the last consumed sample. Read-ahead does not count."""
-        return self._position
+        return self._blocks.position
 
     @property
     def exhausted(self) -> bool:
         """Return whether less than a global batch remains."""
         total = self.dataset.num_samples
-        return total is not None and self._end_of_step() > total
+        return total is not None and self._blocks.end_of_step > total
 
     def __iter__(self) -> Loader:
         return self
@@ -220,11 +234,12 @@ class Loader:
         if not step:
             raise StopIteration
         if self._on_sample is not None:
-            numbers = (k for block in islice(self._blocks(), self._accumulation) for k in block)
+            blocks = islice(self._blocks, self._blocks.accumulation)
+            numbers = (k for block in blocks for k in block)
             samples = (tokens for batch in step for tokens in batch["tokens"])
             for number, tokens in zip(numbers, samples, strict=True):
                 self._on_sample(number, tokens)
-        self._position = self._end_of_step()
+        self._move_to(self._blocks.end_of_step)
         return step
 
     def _read_step(self) -> list[Samples]:
@@ -232,22 +247,20 @@ class Loader:
         if self._batches is None:
             self._batches = iter(self._start())
         step = []
-        for batch in islice(self._batches, self._accumulation):
+        for batch in islice(self._batches, self._blocks.accumulation):
             if isinstance(batch, DataError):
                 raise batch
             step.append(batch)
         return step
 
-    def _end_of_step(self) -> int:
-        """Return the number after the last sample of the next step."""
-        skipped = self._skipped
-        return skipped.number(skipped.place(self._position) + self._global_batch - 1) + 1
+    def _move_to(self, position: int) -> None:
+        self._blocks = replace(self._blocks, position=position)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the fingerprint of the data, equal on all ranks."""
-        state = {"position": self._position, "fingerprint": dict(self.dataset.fingerprint)}
+        state = {"position": self.position, "fingerprint": dict(self.dataset.fingerprint)}
         if isinstance(self.dataset, StreamSamples):
-            state["stream"] = self.dataset.state_at(self._position)
+            state["stream"] = self.dataset.state_at(self.position)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -270,30 +283,19 @@ class Loader:
                 f"job.dump_folder"
             )
         self.close()
-        self._position = state["position"]
+        self._move_to(state["position"])
         if isinstance(self.dataset, StreamSamples):
-            self.dataset.load_state(state["stream"], position=self._position)
+            self.dataset.load_state(state["stream"], position=self.position)
 
     def rewind(self) -> None:
         """Return to the first sample."""
         self.close()
-        self._position = 0
+        self._move_to(0)
 
     def close(self) -> None:
         """End the workers. The next step starts new ones at the position."""
         # the last reference: the iterator joins its workers when it is deleted
         self._batches = None
-
-    def _blocks(self) -> Blocks:
-        return Blocks(
-            position=self._position,
-            num_samples=self.dataset.num_samples,
-            skipped=self._skipped,
-            block=self._block,
-            accumulation=self._accumulation,
-            dp_rank=self._dp_rank,
-            dp_degree=self._dp_degree,
-        )
 
     def _start(self) -> StatefulDataLoader[Any]:
         settings = self._settings
@@ -303,7 +305,7 @@ class Loader:
             return StatefulDataLoader(
                 _ReturnErrors(self.dataset),
                 collate_fn=_collate,
-                batch_sampler=self._blocks(),
+                batch_sampler=self._blocks,
                 num_workers=settings.num_workers,
                 persistent_workers=settings.persistent_workers,
                 prefetch_factor=settings.prefetch_factor,

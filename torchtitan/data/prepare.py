@@ -211,7 +211,8 @@ def tokenize(
     with progress as advance, ThreadPoolExecutor(num_threads) as pool:
         # a few batches ahead keep all threads busy
         pending: deque[tuple[list[Piece], Future[list[Ids]]]] = deque()
-        for batch in _batches(corpus.pieces(advance)):
+        pieces = corpus.pieces(advance)
+        for batch in _batches(pieces if tokenizer.encodes_pieces else _documents(pieces)):
             texts = [piece.text for piece in batch]
             text_bytes += sum(len(text.encode()) for text in texts)
             pending.append((batch, pool.submit(tokenizer.encode_batch, texts)))
@@ -227,6 +228,15 @@ def tokenize(
         time.monotonic() - start,
     )
     return text_bytes
+
+
+def _documents(pieces: Iterator[Piece]) -> Iterator[Piece]:
+    texts: list[str] = []
+    for piece in pieces:
+        texts.append(piece.text)
+        if piece.ends_document:
+            yield piece._replace(text="".join(texts))
+            texts = []
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

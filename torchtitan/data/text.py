@@ -19,8 +19,9 @@ def cut_point(text: str, *, limit: int) -> int:
     """Return the number of characters, at most `limit`, in the first piece of `text`.
 
     Byte-pair encoders work on words found by a pattern. A cut after a line end that no space
-    follows, or else before a space, is between two words, so the pieces get the ids of the full
-    text (with Llama 3's pattern, if the text has such a position).
+    follows, or else before a run of white space, is between two words, so the pieces get the ids
+    of the full text (with the patterns of GPT-2 and Llama 3, if the text has such a position).
+    Within a run it is not, and a line end belongs to the punctuation before it.
     """
     if len(text) <= limit:
         return len(text)
@@ -28,8 +29,11 @@ def cut_point(text: str, *, limit: int) -> int:
     while (newline := text.rfind("\n", 0, newline)) >= 0:
         if not text[newline + 1].isspace():
             return newline + 1
-    space = text.rfind(" ", 1, limit)
-    return space if space > 0 else limit
+    space = limit
+    while (space := text.rfind(" ", 1, space)) > 0:
+        if not text[space - 1].isspace():
+            return space
+    return limit
 
 
 def split_text(text: str, *, limit: int) -> Iterator[str]:

@@ -79,6 +79,10 @@ class Tokenizer(Protocol):
     def special_tokens(self) -> Mapping[str, int]:
         """Return the ids of the special tokens by name."""
 
+    @property
+    def encodes_pieces(self) -> bool:
+        """Return whether the pieces of `split_text` get the ids of the full text."""
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, without begin and end tokens."""
 
@@ -141,6 +145,7 @@ class ByteTokenizer:
 
     vocab_size = 258
     eos_id = 257
+    encodes_pieces = True
     special_tokens: Mapping[str, int] = {BEGIN_OF_TEXT: 256, END_OF_TEXT: 257}
     fingerprint = hashlib.sha256(b"utf-8 bytes, begin 256, end 257").hexdigest()
 
@@ -177,6 +182,8 @@ class TiktokenTokenizer:
     its ranks. tiktoken encodes five times as fast as `tokenizers`, while other threads run. Its own
     loader is not used: it keeps copies in a temporary folder and does not check the content.
     """
+
+    encodes_pieces = True
 
     def __init__(self, file: Path) -> None:
         import tiktoken
@@ -293,6 +300,11 @@ class HuggingFaceTokenizer:
             raise DataError(f"ids must be below {MAX_IDS}, {file} has {self.vocab_size - 1}")
         self.eos_id = vocabulary[_find_end_token(file, vocabulary)]
         self.fingerprint = hashlib.sha256(self._content + str(self.eos_id).encode()).hexdigest()
+        # some put a space before every text that they are given, so also before every piece
+        pieces = ("one", " two\n", "three")
+        self.encodes_pieces = self.encode("".join(pieces)) == [
+            i for piece in pieces for i in self.encode(piece)
+        ]
 
     def _load(self, *, reads_special: bool) -> Any:
         import tokenizers

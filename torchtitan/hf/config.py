@@ -148,7 +148,8 @@ def family_of(config: StoredJSON, *, models: Mapping[str, ModelSpec]) -> ModelSp
             return spec
     known = ", ".join(spec.hf.architecture for spec in models.values() if spec.hf.names)
     raise CheckpointError(
-        f"{config.path}: architectures must be one of {known}, got {config.get('architectures')}"
+        f"{config.path}: architectures must be one of {known}, got "
+        f"{config.get('architectures')!r:.200}"
     )
 
 
@@ -170,7 +171,7 @@ def check_family(config: StoredJSON, *, format: HFFormat) -> None:
     if wrong:
         raise CheckpointError(
             f"{config.path} has unsupported options: "
-            + "; ".join(f"{k} must be {supported[k]!r}, got {given[k]!r}" for k in wrong)
+            + "; ".join(f"{k} must be {supported[k]!r}, got {given[k]!r:.80}" for k in wrong)
         )
 
 
@@ -192,7 +193,9 @@ def check_sizes(
     grows = "vocab_size" in wrong and stored["vocab_size"] < expected["vocab_size"]
     raise CheckpointError(
         f"{config.path} has other sizes than this job:\n  "
-        + "\n  ".join(f"{k}: {stored[k]} in the file, {expected[k]} in this job" for k in wrong)
+        + "\n  ".join(
+            f"{k}: {stored[k]!r:.80} in the file, {expected[k]!r} in this job" for k in wrong
+        )
         + '\nto use the sizes in the file set model.flavor = "hf" and no sizes in [model]'
         + ("; to add rows set checkpoint.grow_vocab = true" if grows else "")
     )
@@ -213,8 +216,7 @@ def architecture_of(config: StoredJSON, *, spec: ModelSpec) -> DecoderConfig:
         if key in format.first_layers:
             if value != [*range(len(value))]:
                 raise CheckpointError(
-                    f"{config.path}: {key} must list the first layers, 0, 1, ..., got "
-                    f"{str(value)[:60]}"
+                    f"{config.path}: {key} must list the first layers, 0, 1, ..., got {value!r:.60}"
                 )
             value = len(value) or None
         elif key in format.none_as:
@@ -309,7 +311,7 @@ def find_quantization(config: StoredJSON) -> tuple[int, int] | None:
             return rows, cols
     raise CheckpointError(
         f"{config.path}: quantization_config must have quant_method fp8 and a weight_block_size of "
-        f"two counts, got {str(table)[:80]}"
+        f"two counts, got {table!r:.80}"
     )
 
 
@@ -344,7 +346,7 @@ def rope_table(config: StoredJSON) -> StoredJSON:
     if unread:
         raise CheckpointError(
             f"{config.path} has unsupported rope settings: "
-            + ", ".join(f"{key} = {str(rope[key])[:60]}" for key in unread)
+            + ", ".join(f"{key} = {rope[key]!r:.60}" for key in unread)
         )
     _check_types(rope, dict.fromkeys(_ROPE_NUMBERS, float))
     return rope
@@ -361,12 +363,14 @@ def read_scaling(rope: StoredJSON) -> RopeScaling | None:
         return None
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise CheckpointError(
-            f"{rope.path}: rope_type must be default, {' or '.join(ROPE_KEYS)}, got {kind!r}"
+            f"{rope.path}: rope_type must be default, {' or '.join(ROPE_KEYS)}, got {kind!r:.60}"
         )
     given = {name: rope.get(_rope_key(name)) for name in ROPE_KEYS[kind]}
     missing = [name for name, value in given.items() if value is None and name in _ROPE_REQUIRED]
     if missing:
-        raise CheckpointError(f"{rope.path}: rope_type {kind!r} needs {_rope_key(missing[0])!r}")
+        raise CheckpointError(
+            f"{rope.path}: rope_type {kind!r:.60} needs {_rope_key(missing[0])!r}"
+        )
     if not rope["factor"] >= 1:
         raise CheckpointError(f"{rope.path}: rope factor must be at least 1, got {rope['factor']}")
     return RopeScaling(type=kind, **{k: value for k, value in given.items() if value is not None})
@@ -389,6 +393,5 @@ def _check_types(content: StoredJSON, types: Mapping[str, type]) -> None:
         value = content[key]
         if type(value) not in (int, float) or not 0 < value < inf:  # JSON's true is no number
             raise CheckpointError(
-                f"{content.path} is damaged: '{key}' must be a number above 0, got "
-                f"{str(value)[:60]!r}"
+                f"{content.path} is damaged: '{key}' must be a number above 0, got {value!r:.60}"
             )

@@ -245,20 +245,15 @@ class Mesh:
     @property
     def data_parallel(self) -> DeviceMesh:
         """Mesh for `fully_shard`: (fsdp), or (dp_replicate, fsdp) with replicas."""
-        return (
-            self.params["dp_replicate", "fsdp"]
-            if self.dims.dp_replicate > 1
-            else self.params["fsdp"]
-        )
+        return self._with_replicas(self.params, "fsdp")
 
     @property
     def expert_data_parallel(self) -> DeviceMesh:
         """Mesh for `fully_shard` of experts: (efsdp), or (dp_replicate, efsdp)."""
-        return (
-            self.experts["dp_replicate", "efsdp"]
-            if self.dims.dp_replicate > 1
-            else self.experts["efsdp"]
-        )
+        return self._with_replicas(self.experts, "efsdp")
+
+    def _with_replicas(self, view: DeviceMesh, axis: str) -> DeviceMesh:
+        return view["dp_replicate", axis] if self.dims.dp_replicate > 1 else view[axis]
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Return all process groups of the views."""

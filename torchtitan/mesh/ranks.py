@@ -280,12 +280,12 @@ def _received(message: dict[str, Any]) -> Any:
 K = TypeVar("K")
 T = TypeVar("T")
 _LONGEST_REASON = 160
-_EXPECTED = (OSError, ValueError, CheckpointError)
+_EXPECTED = (OSError, ValueError, UserError)
 
 
 def reason(error: BaseException) -> str:
     """Describe an error in one line; torch's messages continue with a stack and advice."""
-    if isinstance(error, CheckpointError):
+    if isinstance(error, UserError):
         return str(error)
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -93,12 +93,3 @@ class Profiler:
             ) from error
         self._num_written += 1
         logger.info("Wrote the trace of step %d to %s", self._step, path)
-
-
-def build_profiler(
-    settings: ProfilingConfig, *, folder: Path, rank: int, device: torch.device
-) -> Profiler | None:
-    """Start profiling into `folder`. Return None if profiling is disabled."""
-    if not settings.enable_profiling:
-        return None
-    return Profiler(settings, folder=folder, rank=rank, device=device)

@@ -82,8 +82,8 @@ def build_balance(
     trained: TrainableParams,
     mesh: Mesh,
     device: torch.device,
-) -> Balance | None:
-    """Build the load balancing of this rank's parts of the model, or None if it has no experts.
+) -> Balance:
+    """Build the load balancing of this rank's parts of a model with experts.
 
     Args:
         settings: The section [router].
@@ -93,8 +93,6 @@ def build_balance(
         mesh: The device mesh.
         device: Device of the counts.
     """
-    if not counts.num_experts:
-        return None
     routes = {name: route for part in parts for name, route in find_moe_layers(part).items()}
     axes = {"cp": mesh.dims.cp, "tp": mesh.dims.tp}
     return Balance(

@@ -31,12 +31,13 @@ from torchtitan.models.interface import (
     TrainableParams,
     router_biases,
 )
-from torchtitan.optim.muon import Muon
 from torchtitan.optim.settings import WITH_BETAS, GroupConfig, OptimizerConfig
 
 logger = logging.getLogger(__name__)
 
 NAME, OPTIONS = "optimizer.name", "optimizer.options"
+FUSED = (torch.optim.Adam, torch.optim.AdamW)
+"""Classes with a kernel that skips the update if `found_inf` is set."""
 REFUSED_OPTIONS = frozenset({"capturable", "dampening", "differentiable", "maximize"})
 """Arguments of torch's classes that the step does not support. (With dampening torch takes the
 first gradient undamped only if no state exists, and a checkpoint may have made it.)"""
@@ -62,6 +63,8 @@ def build_optimizer(
         return _build_custom(_groups(named, settings), settings=settings, sections=sections)
     if settings.name != "Muon":
         return _build_torch(_groups(named, settings), settings=settings)
+    from torchtitan.optim.muon import Muon
+
     matrices = {name: p for name, p in named.items() if _uses_muon(name, p, settings)}
     vectors = {name: p for name, p in named.items() if name not in matrices}
     adamw = _build_torch(_groups(vectors, settings), settings=settings)
@@ -99,15 +102,16 @@ def supports_found_inf(optimizer: torch.optim.Optimizer, *, device: torch.device
 
     The weights must be on the same device: elsewhere the flag would be read before it arrives.
     """
+    # not a subclass, whose own step may not know the flag
+    is_fused = type(optimizer) in FUSED and optimizer.defaults["fused"]
     weights = optimizer.param_groups[0]["params"][:1]
-    return bool(optimizer.defaults.get("fused")) and all(
-        weight.device.type == device.type for weight in weights
-    )
+    return is_fused and all(weight.device.type == device.type for weight in weights)
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, *, norm: Tensor) -> None:
-    """Update the weights unless `norm`, the global gradient norm, is not finite; clear gradients.
+    """Update the weights unless `norm` is not finite; clear gradients.
 
+    `norm` is the global gradient norm, or infinity for a step that is to be left out.
     A fused kernel reads this on the device, by the flag that torch's gradient scaler sets. With
     other kernels the host waits for the norm.
     """
@@ -294,7 +298,7 @@ def _build_torch(
 def _arguments(settings: OptimizerConfig) -> dict[str, Any]:
     """Return the arguments of torch's class besides rates, decay and options."""
     implementation = settings.implementation
-    if implementation == "fused" and _class(settings) not in (torch.optim.Adam, torch.optim.AdamW):
+    if implementation == "fused" and _class(settings) not in FUSED:
         implementation = "foreach"  # torch's other fused kernels do not support sharded parameters
     arguments: dict[str, Any] = {"foreach": implementation == "foreach"}
     if "fused" in inspect.signature(_class(settings)).parameters:

@@ -49,15 +49,6 @@ def robust_bounds(last_FW: Tensor, *, deviations: float) -> tuple[Tensor, Tensor
     return median_F, torch.where(last_FW[:, 0].isfinite(), bound_F, torch.inf)
 
 
-def build_spikes(
-    settings: SpikesConfig, *, equal_ranks: int, device: torch.device, on_spike: OnSpike | None
-) -> SpikeDetector | None:
-    """Build what detects spikes, with the arguments of `SpikeDetector`. None if it is off."""
-    if settings.action == "none":
-        return None
-    return SpikeDetector(settings, equal_ranks=equal_ranks, device=device, on_spike=on_spike)
-
-
 class SpikeDetector:
     """Detects spikes, and skips or clips their steps.
 

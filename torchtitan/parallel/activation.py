@@ -132,8 +132,8 @@ class _Recording(AbstractContextManager[None]):
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._inner.__exit__(*error)
         assert _recordings.pop() is self, "recomputed blocks end in order"
+        self._inner.__exit__(*error)
 
     def get(self, compute: Callable[[], T]) -> T:
         """Return `compute()`, or the value that it returned when the block first ran."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torchtitan.base.errors import Mistakes
 from torchtitan.data.settings import TrainingConfig
@@ -12,14 +13,11 @@ from torchtitan.mesh.settings import ParallelismConfig
 from torchtitan.models.interface import Counts, LanguageModel, TrainableParams
 from torchtitan.models.sizes import DecoderConfig
 from torchtitan.models.spec import ModelSpec
-from torchtitan.parallel.compile import check_backend
-from torchtitan.parallel.context.attention import check_attention
-from torchtitan.parallel.expert import check_expert_parallel
-from torchtitan.parallel.float8 import check_float8, find_converted
 from torchtitan.parallel.fsdp import Reshard, find_reshard
-from torchtitan.parallel.pipeline.layout import PipelineLayout, plan_pipeline
 from torchtitan.parallel.settings import CompileConfig, Float8Config
-from torchtitan.parallel.tensor import check_tensor_parallel
+
+if TYPE_CHECKING:
+    from torchtitan.parallel.pipeline.layout import PipelineLayout
 
 Adapt = Callable[[LanguageModel], None]
 """Changes the layers of a model on the meta device, before it is cut or split."""
@@ -65,13 +63,27 @@ def check_parallel(
         ConfigError: Lists what cannot be.
     """
     mistakes = Mistakes()
-    mistakes.of(lambda: check_backend(compilation, is_installed=False))
-    mistakes.of(
-        lambda: check_tensor_parallel(model, plan=spec.tensor_plan, parallelism=parallelism)
-    )
-    mistakes.of(lambda: check_expert_parallel(model, parallelism=parallelism))
-    mistakes.of(lambda: check_attention(model, parallelism=parallelism))
+    if compilation.enable:
+        from torchtitan.parallel.compile import check_backend
+
+        mistakes.of(lambda: check_backend(compilation, is_installed=False))
+    if parallelism.tensor_parallel_degree > 1:
+        from torchtitan.parallel.tensor import check_tensor_parallel
+
+        mistakes.of(
+            lambda: check_tensor_parallel(model, plan=spec.tensor_plan, parallelism=parallelism)
+        )
+    if parallelism.expert_parallel_degree > 1:
+        from torchtitan.parallel.expert import check_expert_parallel
+
+        mistakes.of(lambda: check_expert_parallel(model, parallelism=parallelism))
+    if parallelism.context_parallel_degree > 1:
+        from torchtitan.parallel.context.attention import check_attention
+
+        mistakes.of(lambda: check_attention(model, parallelism=parallelism))
     if float8 is not None:
+        from torchtitan.parallel.float8 import find_converted
+
         mistakes.of(lambda: find_converted(model, settings=float8))
     if (pp := parallelism.pipeline_parallel_degree) > 1 and not spec.stages:
         mistakes.add(
@@ -108,17 +120,21 @@ def plan_parallel(
     """
     mistakes = Mistakes()
     reshard = mistakes.of(lambda: find_reshard(parallelism, dims=dims))
-    pipeline = mistakes.of(
-        lambda: plan_pipeline(
-            parallelism,
-            num_layers=num_layers,
-            counts=counts,
-            training=training,
-            frees_weights=reshard is not None and not reshard.keeps_last,
-            recomputes=recomputes,
-            compiles=compiles,
+    pipeline: PipelineLayout | None = None
+    if dims.pp > 1:
+        from torchtitan.parallel.pipeline.layout import plan_pipeline
+
+        pipeline = mistakes.of(
+            lambda: plan_pipeline(
+                parallelism,
+                num_layers=num_layers,
+                counts=counts,
+                training=training,
+                frees_weights=reshard is not None and not reshard.keeps_last,
+                recomputes=recomputes,
+                compiles=compiles,
+            )
         )
-    )
     mistakes.report()
     assert reshard is not None
     return reshard, pipeline
@@ -133,7 +149,12 @@ def check_device(
         ConfigError: Lists what it lacks.
     """
     mistakes = Mistakes()
-    mistakes.of(lambda: check_backend(compilation, is_installed=True))
+    if compilation.enable:
+        from torchtitan.parallel.compile import check_backend
+
+        mistakes.of(lambda: check_backend(compilation, is_installed=True))
     if float8 is not None:
+        from torchtitan.parallel.float8 import check_float8
+
         mistakes.of(lambda: check_float8(float8, device_type=device_type))
     mistakes.report()

@@ -31,17 +31,11 @@ from torchtitan.models.interface import (
     router_biases,
 )
 from torchtitan.parallel.activation import Mode, apply_activation_checkpointing, selects_operators
-from torchtitan.parallel.compile import apply_compile
-from torchtitan.parallel.context.attention import apply_context_parallel
 from torchtitan.parallel.execution import Execution, WholeModel
-from torchtitan.parallel.expert import apply_expert_parallel, apply_grouped_products
-from torchtitan.parallel.float8 import apply_float8
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.layout import Layout
-from torchtitan.parallel.pipeline.execution import Pipeline
 from torchtitan.parallel.precision import can_compute_in, compute_in
 from torchtitan.parallel.settings import ActivationCheckpointConfig, CompileConfig
-from torchtitan.parallel.tensor import apply_tensor_parallel
 
 
 def parallelize(
@@ -56,8 +50,12 @@ def parallelize(
 ) -> None:
     """Make a model or a pipeline stage on the meta device parallel, in place."""
     if layout.float8 is not None:
+        from torchtitan.parallel.float8 import apply_float8
+
         apply_float8(model, settings=layout.float8)
     if mesh.dims.tp > 1:
+        from torchtitan.parallel.tensor import apply_tensor_parallel
+
         apply_tensor_parallel(
             model,
             mesh=mesh.params["tp"],
@@ -65,23 +63,24 @@ def parallelize(
             sequence_parallel=parallelism.enable_sequence_parallel,
             loss_parallel=not parallelism.disable_loss_parallel,
         )
-    if mesh.dims.ep > 1:
-        apply_expert_parallel(model, mesh=mesh.experts["ep"])
-    apply_grouped_products(
-        model,
-        device_type=mesh.params.device_type,
-        dtype=getattr(torch, training.mixed_precision_param),
-    )
+    if layout.counts.num_experts:
+        from torchtitan.parallel.expert import apply_expert_parallel, apply_grouped_products
+
+        if mesh.dims.ep > 1:
+            apply_expert_parallel(model, mesh=mesh.experts["ep"])
+        dtype = getattr(torch, training.mixed_precision_param)
+        apply_grouped_products(model, device_type=mesh.params.device_type, dtype=dtype)
     layout.trained.freeze_rest(model)  # after tensor and expert parallel, which replace parameters
     mode, option = recomputation.mode, recomputation.selective_ac_option
     recomputed: Mode = "none" if mode == "memory_budget" else mode  # the compiler recomputes
-    apply_context_parallel(
-        model,
-        mesh=mesh,
-        parallelism=parallelism,
-        keep_output=selects_operators(recomputed, option),
-    )
+    if mesh.dims.cp > 1:
+        from torchtitan.parallel.context.attention import apply_context_parallel
+
+        keeps = selects_operators(recomputed, option)
+        apply_context_parallel(model, mesh=mesh, parallelism=parallelism, keep_output=keeps)
     if compilation.enable:
+        from torchtitan.parallel.compile import apply_compile
+
         apply_compile(
             model,
             backend=compilation.backend,
@@ -157,6 +156,8 @@ def build_model_and_execution(
     if layout.pipeline is None:
         model = build_part(None)
         return ModelParts([model]), WholeModel(model)
+    from torchtitan.parallel.pipeline.execution import Pipeline
+
     own = layout.pipeline.stages_of(mesh.params.get_local_rank("pp"))
     parts = ModelParts([build_part(layout.pipeline.modules[stage]) for stage in own])
     return parts, Pipeline(

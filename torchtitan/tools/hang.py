@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 from torchtitan.base.errors import DataError, UserError, printable
 from torchtitan.base.files import check_is_file
 from torchtitan.base.log import plural
-from torchtitan.resume_rules import CONFIG_FILE, Job
 
 LAST_LINES = 3
 """Of the log of a rank that others waited for."""
@@ -69,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="the job.dump_folder of the run")
     run: Path = parser.parse_args(argv).run
     try:
+        from torchtitan.resume_rules import CONFIG_FILE, Job  # --help needs no torch
+
         comm = Job.stored_in(run / CONFIG_FILE).config.comm
         folder, prefix = run / comm.save_traces_folder, comm.save_traces_file_prefix
         calls = read_calls(folder, prefix=prefix)

@@ -7,7 +7,7 @@ import pytest
 from tests.tools.audit.bisect_campaign import JOB, check_clean, check_fault
 from torchtitan.tools.audit import __main__ as audit
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
+pytestmark = [pytest.mark.usefixtures("warm_starts"), pytest.mark.long]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.tools.audit.replay_campaign import JOB, MORE_LAYOUTS, check
 from torchtitan.tools.audit import __main__ as audit
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.usefixtures("warm_starts"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]

@@ -18,6 +18,8 @@ from torchtitan.metrics.ledger import LEDGER, hash_manifest, read_ledger
 from torchtitan.tools.audit import __main__ as audit
 from torchtitan.tools.compare import compare_runs
 
+pytestmark = pytest.mark.long
+
 JOB = [
     *SMALL,
     "--activation_checkpoint.mode=none",

@@ -17,6 +17,8 @@ from torchtitan.base.errors import UserError
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.tools.evaluate.__main__ import evaluate
 
+pytestmark = pytest.mark.long
+
 SEQ_LEN = 48
 CALLBACK = "torchtitan.tools.evaluate.callback:Perplexity"
 BPE, OFF = "--evaluation.tokenizer_path=bpe_2048", "--validation.enable=false"

@@ -229,7 +229,7 @@ def test_a_resumed_run_counts_its_newest_start_alone(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(tmp_path)]) == 2
-    assert "config.toml must hold the settings of a run" in capsys.readouterr().err
+    assert "config.toml" in capsys.readouterr().err
     run = made_up(tmp_path)
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text(lines[0] + "\n")

@@ -15,10 +15,11 @@ each rank of one stage sends its shard to its peer of the other stage.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan.data.settings import TrainingConfig
 from torchtitan.mesh.dims import Mesh
@@ -62,11 +63,12 @@ class Pipeline:
         self.owns_loss = any(part.output is not None for part in parts)
         self._divisor = self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._training = self._build(layout.pipeline.table, training.seq_len // mesh.dims.cp)
-        self._evaluation: tuple[tuple[int, ...], Runtime] | None = None
+        self._evaluations: dict[tuple[int, ...], Runtime] = {}
         self._tied: TiedEmbedding | None = None
         if layout.architecture.tie_embeddings:
             self._tied = TiedEmbedding(
-                parts,
+                source=parts.tied_source,
+                copy=parts.tied_copy,
                 source_rank=layout.pipeline.ranks[0],
                 copy_rank=layout.pipeline.ranks[-1],
                 group=self._group,
@@ -85,16 +87,15 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """Run a batch of any number of microbatches forward through the stages."""
-        shape = tuple(batch.tokens.shape)
-        if self._evaluation is None or self._evaluation[0] != shape:
-            num_samples, seq_len = shape
+        num_samples, seq_len = shape = tuple(batch.tokens.shape)
+        if shape not in self._evaluations:
             num_microbatches, rest = divmod(num_samples, self._layout.microbatch_size)
             assert not rest, f"{num_samples} samples are not a multiple of a microbatch"
             table = forward_table(self._layout.ranks, num_microbatches=num_microbatches)
-            self._evaluation = shape, self._build(table, seq_len)
+            self._evaluations[shape] = self._build(table, seq_len)
         self._divisor = torch.ones_like(self._loss_sum)
         self._loss_sum = torch.zeros_like(self._loss_sum)
-        self._evaluation[1].run(batch.split(self._layout.microbatch_size))
+        self._evaluations[shape].run(batch.split(self._layout.microbatch_size))
         return self._loss_sum
 
     def after_update(self) -> None:
@@ -123,48 +124,40 @@ class Pipeline:
         return loss / self._divisor
 
 
+@dataclass(frozen=True)
 class TiedEmbedding:
     """A tied embedding and its copy. A rank may have either, both or neither.
 
     `source_rank` and `copy_rank` are the ranks of the two in `group`, the pp axis.
     """
 
-    def __init__(
-        self,
-        parts: ModelParts,
-        *,
-        source_rank: int,
-        copy_rank: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self._source = parts.tied_source
-        self._copy = parts.tied_copy
-        self._source_rank = source_rank
-        self._copy_rank = copy_rank
-        self._group = group
-        self._device = device
+    source: nn.Parameter | None
+    copy: nn.Parameter | None
+    source_rank: int
+    copy_rank: int
+    group: dist.ProcessGroup
+    device: torch.device
 
     @torch.no_grad()
     def add_gradient(self) -> None:
         """Add the copy's gradient to the parameter's, and clear it. Frozen ones have none."""
-        if not all(end.requires_grad for end in (self._source, self._copy) if end is not None):
+        if not all(end.requires_grad for end in (self.source, self.copy) if end is not None):
             return
         copy_grad = None
-        if self._copy is not None:
-            copy_grad = _local(self._copy.grad)
-            self._copy.grad = None
-        grad = _local(self._source.grad) if self._source is not None else None
-        received = self._transfer(copy_grad, like=grad, src=self._copy_rank, dst=self._source_rank)
+        if self.copy is not None:
+            copy_grad = _local(self.copy.grad)
+            self.copy.grad = None
+        grad = _local(self.source.grad) if self.source is not None else None
+        received = self._transfer(copy_grad, like=grad, src=self.copy_rank, dst=self.source_rank)
         if grad is not None and received is not None:
             grad.add_(received)
 
     @torch.no_grad()
     def refresh_copy(self) -> None:
         """Copy the parameter's weights to the copy."""
-        source = _local(self._source) if self._source is not None else None
-        copy = _local(self._copy) if self._copy is not None else None
-        received = self._transfer(source, like=copy, src=self._source_rank, dst=self._copy_rank)
+        source = _local(self.source) if self.source is not None else None
+        copy = _local(self.copy) if self.copy is not None else None
+        received = self._transfer(source, like=copy, src=self.source_rank, dst=self.copy_rank)
         if copy is not None and received is not None:
             copy.copy_(received)
 
@@ -175,11 +168,11 @@ class TiedEmbedding:
         if src == dst:
             return sent
         if sent is not None and sent.numel():
-            dist.send(sent.to(self._device).contiguous(), group=self._group, group_dst=dst)
+            dist.send(sent.to(self.device).contiguous(), group=self.group, group_dst=dst)
         if like is None or not like.numel():
             return None
-        received = torch.empty_like(like, device=self._device)
-        dist.recv(received, group=self._group, group_src=src)
+        received = torch.empty_like(like, device=self.device)
+        dist.recv(received, group=self.group, group_src=src)
         return received.to(like.device)
 
 

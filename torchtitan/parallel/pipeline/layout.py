@@ -154,7 +154,8 @@ def read_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
     num_stages = len(ranks_of(table))
     wanted = count_stages(settings, num_layers=num_layers, default=num_stages, fixed=True)
     forwards = [action for row in table for action in row if action.kind == "forward"]
-    last = [action.microbatch for action in forwards if action.stage == num_stages - 1]
+    orders = [[a.microbatch for a in forwards if a.stage == s] for s in range(num_stages)]
+    last = orders[-1]
     mistakes = []
     if len(table) != pp:
         mistakes.append(
@@ -171,11 +172,12 @@ def read_table(settings: ParallelismConfig, *, num_layers: int, num_microbatches
             f"has {num_stages} stages, but the settings make {wanted}; remove layers_per_stage, or "
             f"list {num_stages} stages"
         )
-    if last != sorted(last):
-        mistakes.append(
-            f"runs microbatches forward on the last stage in the order {last}, but must run them "
-            f"in ascending order"
-        )
+    for stage, order in enumerate(orders):
+        if order != sorted(order):
+            mistakes.append(
+                f"runs microbatches forward on stage {stage} in the order {order}, but must run "
+                f"them in ascending order"
+            )
     if mistakes:
         raise ConfigError([f"{path}: {mistake}" for mistake in mistakes])
     return table

@@ -2,7 +2,7 @@
 
 The order of samples leads to a source and to tokens of its stores; a store's index leads to the
 document. Which file and row a document is, the store does not hold: the files are read again, not
-tokenised, up to the last document asked for. Of examples some may not be learnt, and where there
+tokenized, up to the last document asked for. Of examples some may not be learnt, and where there
 are such the examples are encoded again, to see which.
 """
 
@@ -58,7 +58,7 @@ class Places:
 
     @classmethod
     def of(cls, config: Config) -> Places:
-        """Open the data of a run, tokenised first where the cache has them no more."""
+        """Open the data of a run, tokenized first where the cache has them no more."""
         path = config.model.tokenizer_path
         tokenizer = build_tokenizer(path)
         dataset = build_samples(

@@ -4,7 +4,7 @@ A loss on documents that were trained on says nothing about others, and nobody n
 is merely good. Files that both sides read are found by their place on disk, under any name. Copies
 are found by content: up to `NUM_DOCUMENTS` documents of each side, spread evenly, are compared by
 their lengths and their first and last tokens. So the work is bounded whatever the size of the data,
-once they are tokenised, which the first rank does here as the job would.
+once they are tokenized, which the first rank does here as the job would.
 """
 
 from __future__ import annotations

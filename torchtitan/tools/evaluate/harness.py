@@ -1,7 +1,7 @@
 """Tasks of EleutherAI's lm-evaluation-harness on a model of ours.
 
 The harness makes requests of three kinds out of its tasks, and figures out of the answers; the
-`Adapter` answers. Texts are tokenised and cut as the harness's own class for `transformers` does
+`Adapter` answers. Texts are tokenized and cut as the harness's own class for `transformers` does
 it, so the scores are the same: `lm_eval --model hf` on an export is the oracle of the tests.
 
 Requests are sorted by length, and a batch is padded on the right, which causal attention never

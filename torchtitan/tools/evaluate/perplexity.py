@@ -87,7 +87,7 @@ def open_domain(
     tokenizer: Tokenizer,
     of: str = "--perplexity",
 ) -> Domain:
-    """Read the text of a domain, tokenised now unless it was before; `of`: the setting it is in.
+    """Read the text of a domain, tokenized now unless it was before; `of`: the setting it is in.
 
     Raises:
         DataError: Files are missing, empty, damaged or hold less than a sequence.
