@@ -9,8 +9,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from tests.distributed.rank_pool import RankPool
-from torchtitan.base.errors import DataError, Violation
-from torchtitan.mesh.ranks import OncePerMachine
+from torchtitan.base.errors import CheckpointError, DataError, Violation
+from torchtitan.mesh.ranks import OncePerMachine, on_every_rank, on_first_rank
 
 
 def two_calls(machines: list[str], folder: Path) -> tuple[list[str], list[str]]:
@@ -66,3 +66,25 @@ def test_all_ranks_fail_with_the_one_that_works(ranks: RankPool) -> None:
     assert ranks.run(said_of, "setting", world=3) == ["training.dataset_path"] * 3
     found = ranks.run(said_of, "defect", world=3)
     assert sorted(found) == ["ZeroDivisionError: a defect"] * 2 + ["raised here"]
+
+
+def errors_of_one_rank() -> list[str]:
+    """Let one rank alone raise a user's mistake; return what this rank raises."""
+
+    def fail() -> None:
+        if dist.get_rank() == 0:
+            raise DataError("row 3 is damaged")
+
+    found = []
+    for act in (on_first_rank, on_every_rank):
+        try:
+            act(fail, group=dist.group.WORLD)
+        except CheckpointError as error:
+            found.append(str(error))
+    return found
+
+
+def test_an_error_of_one_rank_is_raised_on_all(ranks: RankPool) -> None:
+    for found in ranks.run(errors_of_one_rank, world=2, timeout=30):
+        assert len(found) == 2
+        assert all("row 3 is damaged" in message for message in found)

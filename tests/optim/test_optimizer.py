@@ -12,7 +12,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.distributed.rank_pool import RankPool
 from torchtitan.base.errors import ConfigError
-from torchtitan.optim.optimizer import build_optimizer, check_optimizer, create_state
+from torchtitan.optim.optimizer import (
+    build_optimizer,
+    check_optimizer,
+    create_state,
+    optimizer_step,
+)
 from torchtitan.optim.schedule import set_lr
 from torchtitan.optim.settings import GroupConfig, OptimizerConfig
 
@@ -61,6 +66,27 @@ def test_adamw_follows_its_paper(implementation: str) -> None:
         m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
         x = x - 0.1 * (m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)).sqrt() + 1e-8) - 0.1 * 0.2 * x
     torch.testing.assert_close(p.detach().double(), x, rtol=1e-6, atol=1e-7)
+
+
+class OwnStep(torch.optim.AdamW):
+    """Fused by its defaults, with a step that knows no `found_inf`."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, OwnStep])
+def test_no_step_is_taken_on_a_norm_that_is_not_finite(make: Any) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = make([weight], lr=0.1, fused=True)
+    weight.grad = torch.full((3,), torch.nan)
+    optimizer_step(optimizer, norm=torch.tensor(torch.nan))
+    assert weight.tolist() == [1, 1, 1]
+    weight.grad = torch.ones(3)
+    optimizer_step(optimizer, norm=torch.tensor(3**0.5))
+    assert weight.max() < 1
 
 
 def test_sgd_with_momentum_follows_its_formula() -> None:

@@ -171,6 +171,11 @@ def test_refusals(keys: dict[str, object], parts: list[str]) -> None:
             {},
             "on stage 1 in the order [1, 0]",
         ),
+        (
+            "0F1,0F0,,,0B0,,0B1\n,,1F0,1B0,1F1,1B1,\n",
+            {},
+            "on stage 0 in the order [1, 0]",
+        ),
         ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n", {}, "stage 1 has 1 F, 0 B, 0 I and 0 W of microbatch 1"),
         (
             CSV_HALVES,
