@@ -111,7 +111,7 @@ def build_run(
         device_type=device_type(),
         environ=os.environ,
     )
-    # read once it is known that the run may start, unless a checkpoint's steps depend on them
+    # lazy: read after choose_start, or inside it if a checkpoint's steps depend on the data
     samples = cache(partial(build_training_samples, config, layout=layout, once=OncePerMachine()))
     lock_folder(folder, undo=undo)
     start = choose_start(config, layout=layout, samples=samples, io=io)

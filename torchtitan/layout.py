@@ -113,7 +113,7 @@ def check_model(config: Config, *, spec: ModelSpec, model: LanguageModel) -> Non
 
 
 def _find_trained(config: Config, *, model: LanguageModel) -> tuple[TrainableParams, Adapt | None]:
-    """Return which parameters are trained, and what gives a model its adapters, as `model` gets."""
+    """Return which parameters are trained, and what adds LoRA adapters; `model` gets them here."""
     adapt: Adapt | None = None
     only: tuple[str, ...] = ("*",)
     if config.lora.rank:

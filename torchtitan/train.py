@@ -15,7 +15,7 @@ from torchtitan.base.log import begin_process
 from torchtitan.base.urls import is_url
 
 if __name__ == "__main__":
-    # a launcher has printed it; of ranks started by hand, rank 0 prints it
+    # "Starting ..." is printed once: by the launcher, or by rank 0 of ranks started by hand
     is_told = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("RANK", "0") != "0"
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     begin_process(sys.argv[1:], num_ranks=None if is_told else num_ranks, are_here=num_ranks == "1")

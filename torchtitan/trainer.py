@@ -110,7 +110,7 @@ class Trainer:
         self.last_row: Row | None = None
         checkpoints, dims, hooks = run.checkpoints, run.mesh.dims, run.hooks
         self._stop = stop = stop or StopRequest()
-        stop.callback_requested = lambda: hooks.stops  # not run.hooks: run.loader refers to stop
+        stop.callback_requested = lambda: hooks.stops  # not `run`, which refers to stop
         run.loader.waiting = stop.waiting_for_data
         if run.validator is not None:
             run.validator.limit_waits(stop.waiting_for_data)

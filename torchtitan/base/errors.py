@@ -137,7 +137,7 @@ class CheckpointError(UserError):
 
 
 class NonFiniteError(UserError):
-    """The loss or gradient norm is not finite; weights were not changed. Exit code 3."""
+    """The loss or gradient norm is not finite; its update was not applied. Exit code 3."""
 
     exit_code = 3
 

@@ -124,8 +124,8 @@ def _restore_position(state: RunState, source: Checkpoint, start: Start) -> None
     try:
         state.loader.load_state_dict(stored)
     except DataError:
-        # a restart loads what the first start excluded, except that a position in other data is
-        # of no use at any start
+        # excluded at the first start; a restart loads this run's own position, unless the data
+        # have changed again and it means nothing
         if "dataloader" not in start.already_excluded:
             raise
         logger.info("Excluded: dataloader, because the data differ")

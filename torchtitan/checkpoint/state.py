@@ -3,10 +3,10 @@
 model          parameters by name
 optimizer      optimizer state of each parameter as `<parameter>.<state>`, e.g. `.exp_avg`
 lr_scheduler   settings of the schedule; the rate is a function of the step
-dataloader     number of samples consumed, and a fingerprint of the data
+dataloader     number of the next sample, a fingerprint of the data, a stream's state
 train_state    step, tokens seen, the random generators of each rank, other tensors to resume
 
-Names come from the model and do not depend on the layout.
+Names of parameters and of optimizer state do not depend on the layout.
 """
 
 from __future__ import annotations

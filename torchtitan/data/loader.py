@@ -3,8 +3,8 @@
 A step at position P consumes samples P to P + G - 1 of the global order, where G is the global
 batch. They are cut into blocks of local_batch_size; rank r's a-th microbatch is block a * dp_degree
 + r. So a step trains on the same samples for any number of ranks, workers or accumulation steps,
-and the position is the entire state: a run resumes at the next sample in any layout. Skipped
-samples (`SkippedSamples`) are passed over; the other samples keep their numbers and their order.
+and the position is the state: a run resumes at the next sample in any layout. Only streams add a
+state of their own. Skipped samples (`SkippedSamples`) are passed over; the others keep their order.
 
 torchdata's StatefulDataLoader runs the workers and reads ahead. Its own state is not used: it is
 valid only for one rank and one number of workers, and it counts batches.

@@ -60,7 +60,7 @@ class Permutation:
 
 
 class Inverse(Permutation):
-    """The order backwards: `Inverse(...)[p[i]] == i` for a permutation `p` of equal arguments."""
+    """The order backwards: `Inverse(...)[p[i]] == i` for a `p` with the same arguments."""
 
     def _encipher(self, i: int) -> int:
         """Undo the rounds, the last one first; cycle walking goes backwards with them."""

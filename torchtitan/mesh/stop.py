@@ -32,7 +32,7 @@ from torchtitan.base.log import erase_line, is_terminal, plural
 
 logger = logging.getLogger(__name__)
 PART_FOR_DATA = 0.8
-"""Part of the timeout. The wait ends before `dump_stacks_on_stall` reads frames that it frees."""
+"""Part of the collectives' timeout. Ending the wait frees frames that faulthandler may read."""
 STARTED = "TORCHTITAN_STARTED"
 """Set by the launcher: when it started, by the monotonic clock. torchrun may restart the ranks; the
 job's time limit counts from here."""
@@ -64,7 +64,7 @@ class StopRequest:
         self.callback_requested: Callable[[], bool] = lambda: False
         """Whether a callback asks to stop."""
         self.data_timeout_seconds = 300.0
-        """How long other ranks wait for this one by now."""
+        """Current timeout of the other ranks' collectives."""
         self._clock, self._leave, self._takes_signals = clock, leave, takes_signals
         self._started = clock()
         self._seconds: int | None = None

@@ -2,7 +2,7 @@
 
 Parameter names are torchtitan's, so that checkpoints interchange. Every parallel layout is applied
 to this module from outside. For this purpose it holds no buffers (nothing to move, cast or
-re-create after meta construction), and a block maps `(x, rope)` to `x`, so that activation
+re-create after meta construction), and a block maps `(x, rope, ...)` to `x`, so that activation
 checkpointing, compilation and sharding can wrap it. A pipeline stage is this module with the other
 parts removed (`prune_to_stage`). `layers` is a dictionary by number, so that a stage with layers 8
 to 15 keeps their names.

@@ -37,7 +37,7 @@ ROUND_2 = 0x94D049BB133111EB
 
 # Highest power first, P and Q of g(v) = P(v) / Q(v), such that x g(1 - x^2) is the inverse: at x in
 # (-1, 1), g = sqrt(2) erfinv(x erf(CUTOFF / sqrt(2))) / x. A minimax fit to 2.2e-6, relative. In v,
-# other than in x^2, all coefficients are positive and float32 loses nothing; g(0) is below CUTOFF.
+# unlike in x^2, all coefficients are positive and float32 loses nothing; g(0) is below CUTOFF.
 QUANTILE_P = (38639.16, 275470.789, 174642.365, 20236.9301, 524.086392, 2.9999935)
 QUANTILE_Q = (77475.0801, 225435.069, 95819.7554, 8711.02074, 192.934778, 1.0)
 

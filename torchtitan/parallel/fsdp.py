@@ -5,7 +5,7 @@ it replicates along the first and shards along the second (HSDP), and if the sec
 rank it is plain data parallelism (DDP). One mechanism means that mixed precision, offloading,
 checkpoints and the scale of gradients are the same in all of them.
 
-A block's weights are gathered twice per step, for forward and for backward, and freed in between.
+A block's weights are gathered twice per microbatch, for forward and for backward, and then freed.
 Keeping them, on each rank or shared by a few, costs memory and saves traffic. The weights that
 backward needs first are kept: the last block and the head are gathered once. So is the embedding,
 whose backward reads no weights. The next group's weights are requested before a block computes (in

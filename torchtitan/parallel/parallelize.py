@@ -1,7 +1,7 @@
 """The order of the transforms that make a model parallel, in one place.
 
-    float8 -> tensor parallel -> expert parallel -> freezing -> context parallel -> compile ->
-    activation checkpointing -> FSDP
+    float8 -> tensor parallel -> expert parallel -> grouped products -> freezing ->
+    context parallel -> compile -> activation checkpointing -> FSDP
 
 Each transform wraps the result of the earlier ones: the compiler must see the sharded layers,
 recomputation replays compiled blocks, and FSDP gathers weights around all of it.
@@ -179,7 +179,7 @@ def materialize(part: LanguageModel, *, device: torch.device, offloads: bool, se
 def allocate(part: LanguageModel, *, device: torch.device, offloads: bool) -> None:
     """Allocate the weights of a part, on the device or, if they are offloaded, on the CPU."""
     part.to_empty(device="cpu" if offloads else device)
-    for state in router_biases(part):  # too small to copy for every layer
+    for state in router_biases(part):  # on the device: not worth a copy per layer
         state.data = torch.empty_like(state, device=device)
 
 

@@ -206,7 +206,7 @@ class Ring:
         yield (rank + 1) % degree, kv_2BKSD
 
     def add(self, source: int, grad_2BKSD: Tensor) -> None:
-        """Send the gradient, plus that of earlier ranks, after its keys, which return home."""
+        """Add the gradient to that of earlier ranks, and send the sum on to the keys' owner."""
         if self._in_transit is not None:
             grad_2BKSD += self._in_transit.receive()
         self._in_transit = Message(grad_2BKSD, ranks=self._ranks)
